@@ -1,0 +1,75 @@
+# Everything a contributor does, from a clean clone. `make` alone lists it.
+#
+# PYTHON=python3.12 make setup    another interpreter, 3.10 or later
+# make test ARGS='-k audit -x'    more arguments for what runs below
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+STAMP := $(VENV)/stamp
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test long check fix bench clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP)/portus ## make .venv with everything pinned; a second time does nothing
+
+# A stamp per step: a change of the pins does not install torch again.
+$(STAMP)/venv:
+	@echo "setup: $(VENV) from $$($(PYTHON) --version)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "setup: Python 3.10 or later is needed; say PYTHON=... make setup"; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV)
+	@mkdir -p $(STAMP) && touch $@
+
+# Before all else and alone: a range would let pip take the newest build, with gigabytes of CUDA.
+$(STAMP)/torch: $(STAMP)/venv
+	@echo "setup: $(TORCH)"
+	@$(PIP) install '$(TORCH)'
+	@touch $@
+
+$(STAMP)/pins: $(STAMP)/torch requirements/dev.txt
+	@echo "setup: requirements/dev.txt"
+	@$(PIP) install -r requirements/dev.txt
+	@touch $@
+
+# Not isolated: hatchling is among the pins, so this step downloads nothing.
+$(STAMP)/portus: $(STAMP)/pins pyproject.toml $(wildcard core/build_native.py core/portus/transport/*.c)
+	@echo "setup: portus, from this tree"
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+	@echo "setup: ready; $(BIN)/portus --help"
+
+demo: setup ## train, kill in the middle of a save, resume, compare; about 4 minutes
+	@$(BIN)/python recipes/gpt_tiny_lightning.py --demo $(ARGS)
+
+test: setup ## all tests but the long searches; under 10 minutes
+	@$(BIN)/python -m pytest $(ARGS)
+
+long: setup ## the long searches
+	@$(BIN)/python -m pytest -m long $(ARGS)
+
+check: setup ## style, format, types, floors
+	@echo "check: ruff";         $(BIN)/ruff check --quiet
+	@echo "check: ruff format";  $(BIN)/ruff format --check --quiet || { $(BIN)/ruff format --check; exit 1; }
+	@echo "check: mypy";         $(BIN)/mypy
+	@echo "check: lint-imports"; $(BIN)/lint-imports --no-cache --no-logo
+
+fix: setup ## let ruff put style and format right
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+bench: setup ## every row of docs/benchmarks.md, in one run
+	@$(BIN)/python -m tests.bench.run $(ARGS)
+
+clean: ## remove what was made here, .venv included
+	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find core portus_lightning recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -f core/portus/transport/*.so

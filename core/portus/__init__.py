@@ -1,0 +1,78 @@
+"""Portus: asynchronous, zero-copy, crash-consistent, verified checkpoints.
+
+This module is the whole public face. Each name is imported from its module on first use, so
+that a storage host, and every ``import portus``, does without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from portus._autoload import register_reference_loader as register_reference_loader
+    from portus._autoload import (
+        this_is_a_reference_run_portus_materialize as this_is_a_reference_run_portus_materialize,
+    )
+    from portus.client.checkpointer import Checkpointer as Checkpointer
+    from portus.client.materialize import materialize as materialize
+    from portus.client.resolve import is_reference as is_reference
+    from portus.client.resolve import load_reference as load_reference
+    from portus.client.view import PoolView as PoolView
+    from portus.errors import AbandonedError as AbandonedError
+    from portus.errors import BusyError as BusyError
+    from portus.errors import CorruptionError as CorruptionError
+    from portus.errors import MediumError as MediumError
+    from portus.errors import PortusError as PortusError
+    from portus.errors import StaleError as StaleError
+    from portus.errors import TransportError as TransportError
+    from portus.errors import UsageError as UsageError
+    from portus.index.check import check as check
+    from portus.index.findings import Finding as Finding
+    from portus.pipeline.handle import SaveHandle as SaveHandle
+    from portus.pipeline.handle import SaveStats as SaveStats
+    from portus.spec import VersionInfo as VersionInfo
+
+    open = PoolView  # noqa: A001
+
+__version__ = "0.1.0"
+
+# The public names and where each lives; after a colon, what it is called there if not the same.
+# The TYPE_CHECKING block above says it to type checkers; tests/unit/test_face.py compares the two.
+_MODULE_OF: Final = {
+    "AbandonedError": "portus.errors",
+    "BusyError": "portus.errors",
+    "Checkpointer": "portus.client.checkpointer",
+    "CorruptionError": "portus.errors",
+    "Finding": "portus.index.findings",
+    "MediumError": "portus.errors",
+    "PoolView": "portus.client.view",
+    "PortusError": "portus.errors",
+    "SaveHandle": "portus.pipeline.handle",
+    "SaveStats": "portus.pipeline.handle",
+    "StaleError": "portus.errors",
+    "TransportError": "portus.errors",
+    "UsageError": "portus.errors",
+    "VersionInfo": "portus.spec",
+    "check": "portus.index.check",
+    "is_reference": "portus.client.resolve",
+    "load_reference": "portus.client.resolve",
+    "materialize": "portus.client.materialize",
+    "open": "portus.client.view:PoolView",
+    "register_reference_loader": "portus._autoload",
+    "this_is_a_reference_run_portus_materialize": "portus._autoload",
+}
+
+
+def __getattr__(name: str) -> object:
+    place = _MODULE_OF.get(name)
+    if place is None:
+        raise AttributeError(f"module 'portus' has no attribute {name!r}")
+    module, _, name_there = place.partition(":")
+    value: object = getattr(importlib.import_module(module), name_there or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

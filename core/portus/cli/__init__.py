@@ -1,0 +1,1 @@
+"""The command `portus`. The only floor that prints."""

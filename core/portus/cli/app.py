@@ -1,0 +1,158 @@
+"""The commands and their options. Each command is imported when it is run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import typer
+
+from portus import __version__
+from portus.cli.output import EXIT_CODES, reported
+
+app: Final = typer.Typer(
+    name="portus",
+    help="Look at, verify, export and tidy up pools of checkpoints.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_WHERE: Final = (
+    "a pool file or pool directory; else $PORTUS_POOL, else .portus here or in a directory above"
+)
+
+Pool = Annotated[str | None, typer.Option("--pool", "-p", metavar="PATH", help=_WHERE)]
+PoolArgument = Annotated[str | None, typer.Argument(metavar="[POOL]", help="the same as --pool")]
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on stdout")]
+Target = Annotated[
+    str, typer.Argument(metavar="MODEL[@STEP]", help="or the path of a reference file")
+]
+OptionalTarget = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL[@STEP]]", help="all versions, one, or a reference file's"),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _portus(
+    version: Annotated[bool, typer.Option("--version", help="say the version, and exit")] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command(epilog=EXIT_CODES)
+def ls(
+    place: PoolArgument = None,
+    pool: Pool = None,
+    every: Annotated[bool, typer.Option("--all", "-a", help="all versions of a model")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List models, their versions, and the reference files that hold them."""
+    with reported(as_json) as output:
+        from portus.cli import ls
+
+        output.code = ls.run(place or pool, every, output)
+
+
+@app.command(epilog=EXIT_CODES)
+def show(target: Target, pool: Pool = None, as_json: AsJson = False) -> None:
+    """Show the versions of a model, or all that is in one version."""
+    with reported(as_json) as output:
+        from portus.cli import show
+
+        output.code = show.run(target, pool, output)
+
+
+@app.command(epilog=EXIT_CODES)
+def verify(target: OptionalTarget = None, pool: Pool = None, as_json: AsJson = False) -> None:
+    """Read every byte, and check every rule of the format. Exit code 1 if damage was found."""
+    with reported(as_json) as output:
+        from portus.cli import verify
+
+        output.code = verify.run(target, pool, output)
+
+
+@app.command(epilog=EXIT_CODES)
+def export(
+    target: Target,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="a .safetensors or .pt file to make")],
+    pool: Pool = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--names", "-n", metavar="PATTERN", help="only these, such as 'model.*'"),
+    ] = None,
+    strip: Annotated[
+        str, typer.Option("--strip", metavar="PREFIX", help="take this off the front of names")
+    ] = "",
+    force: Annotated[
+        bool, typer.Option("--force", "-f", help="replace OUT if it is there")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a version, verified, as a safetensors file (streamed) or a torch file.
+
+    The newest version of a model if no step is given. A safetensors file has tensors alone, each
+    contiguous; other values are left out, and tensors that share memory are written one by one.
+    """
+    with reported(as_json) as output:
+        from portus.cli import export
+
+        wish = export.Wish(target=target, out=out, names=names or (), strip=strip, force=force)
+        output.code = export.run(wish, pool, output)
+
+
+@app.command(epilog=EXIT_CODES)
+def materialize(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="a reference file, or a directory")],
+    pool: Pool = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put real torch files in place of reference files: the way out of Portus."""
+    with reported(as_json) as output:
+        from portus.cli import materialize
+
+        output.code = materialize.run(path, pool, output)
+
+
+@app.command(epilog=EXIT_CODES)
+def rm(
+    target: Target,
+    pool: Pool = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="a whole model, unasked")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", "-f", help="also what reference files lead to")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Let go of versions, or remove a reference file and the version that it alone led to."""
+    with reported(as_json) as output:
+        from portus.cli import rm
+
+        output.code = rm.run(target, pool, yes=yes, force=force, output=output)
+
+
+@app.command(epilog=EXIT_CODES)
+def gc(
+    place: PoolArgument = None,
+    pool: Pool = None,
+    missing: Annotated[
+        bool,
+        typer.Option("--missing", help="also where a file is gone, and may have been moved"),
+    ] = False,
+    empty: Annotated[
+        bool, typer.Option("--empty", help="remove pool files that hold no version then")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Let go of versions whose reference files were deleted."""
+    with reported(as_json) as output:
+        from portus.cli import gc
+
+        wish = gc.Wish(missing=missing, empty=empty, dry_run=dry_run)
+        output.code = gc.run(place or pool, wish, output)

@@ -1,0 +1,103 @@
+"""``portus ls``: the models and versions of a pool."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from portus.cli.output import (
+    Json,
+    Output,
+    age_text,
+    count_text,
+    error_document,
+    exit_code,
+    said,
+    size_text,
+)
+from portus.cli.pools import (
+    Pools,
+    find_pool,
+    holders,
+    link_document,
+    link_text,
+    version_document,
+)
+from portus.client.reference import Link
+from portus.errors import MediumError
+from portus.index.catalogue import Catalogue
+from portus.spec import VersionInfo
+
+NEWEST: Final = 10
+"""Versions of a model that are listed, unless all are asked for."""
+
+Holders = dict[bytes, list[Link]]
+
+
+def run(pool: str | None, every: bool, output: Output) -> int:
+    """List; the exit code."""
+    documents: list[Json] = []
+    with Pools(find_pool(pool)) as pools:
+        for path, reader, catalogue in pools.catalogues():
+            held = _holders(path, catalogue, output)
+            size = reader.medium.size
+            document = _document(catalogue, held)
+            document.update(path=path, size=size, uuid=reader.superblock.uuid.hex())
+            if documents:
+                output.line()
+            documents.append(document)
+            count = count_text(len(catalogue.ids()), "version")
+            output.line(f"{path}: {count}, file of {size_text(size)}")
+            _say(catalogue, held, every, output)
+        for path, error in pools.failed.items():
+            documents.append({"path": path, "error": error_document(error)})
+            output.note(f"portus: {said(error)}")
+        if not documents:
+            output.line(f"{pools.place}: no pools")
+        output.document({"pools": documents})
+        return max(map(exit_code, pools.failed.values()), default=0)
+
+
+def _holders(path: str, catalogue: Catalogue, output: Output) -> Holders:
+    try:
+        return holders(path, catalogue)
+    except MediumError as error:  # who may read a pool need not be let into its neighbour
+        output.note(f"portus: reference files are not listed: {said(error)}")
+        return {}
+
+
+def _document(catalogue: Catalogue, held: Holders) -> dict[str, Json]:
+    return {
+        "models": [
+            {
+                "name": name,
+                "versions": [
+                    {
+                        **version_document(entry.info),
+                        "references": [
+                            link_document(link) for link in held.get(entry.info.token, [])
+                        ],
+                    }
+                    for entry in model.versions
+                ],
+            }
+            for name, model in sorted(catalogue.models.items())
+        ],
+    }
+
+
+def _say(catalogue: Catalogue, held: Holders, every: bool, output: Output) -> None:
+    rows: list[tuple[str, ...]] = []
+    for name, model in sorted(catalogue.models.items()):
+        infos = [entry.info for entry in model.versions]
+        left_out = 0 if every else max(0, len(infos) - NEWEST)
+        if left_out:
+            rows.append((name, "...", f"{left_out} older: --all", "", ""))
+        rows += [_row(info, held) for info in infos[left_out:]]
+    if rows:
+        output.table(("MODEL", ">STEP", "SAVED", ">SIZE", "REFERENCES"), rows)
+
+
+def _row(info: VersionInfo, held: Holders) -> tuple[str, ...]:
+    links = [link_text(link) for link in held.get(info.token, [])]
+    names = ", ".join(links[:2]) + (f" and {len(links) - 2} more" if len(links) > 2 else "")
+    return info.model, str(info.step), age_text(info.time_ns), size_text(info.size), names

@@ -1,0 +1,227 @@
+"""Which pools a command means, and what they hold. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final
+
+from portus.cli.output import Json, moment_text
+from portus.client import reference as files_of
+from portus.client.reference import Link, State
+from portus.errors import PortusError, UsageError
+from portus.format.reference import Reference
+from portus.index.catalogue import Catalogue
+from portus.index.directory import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, open_reader, pool_files
+from portus.index.pool import PoolReader
+from portus.index.records import VersionEntry
+from portus.media.local import LocalFiles
+from portus.spec import VersionInfo
+
+_STEPS_MAX: Final = 20
+"""Steps and models that an error lists."""
+
+
+def find_pool(pool: str | None, near: str | None = None) -> str:
+    """The pool file or pool directory that is meant.
+
+    That is ``pool`` if given; else ``$PORTUS_POOL``; else ``.portus`` in the current directory or
+    in one above it, or in that of the reference file ``near`` or in one above that. Raises
+    ``UsageError`` if there is none.
+    """
+    named = pool or os.environ.get(DIRECTORY_VARIABLE)
+    if named:
+        return os.path.abspath(named)
+    starts = [os.getcwd()] if near is None else [os.path.dirname(os.path.abspath(near))]
+    for start in starts:
+        for directory in _upwards(start):
+            place = os.path.join(directory, DEFAULT_DIRECTORY)
+            if os.path.isdir(place):
+                return place
+    raise UsageError(
+        f"there is no {DEFAULT_DIRECTORY} in {starts[0]} or above; say where the pool is: "
+        f"--pool PATH, or {DIRECTORY_VARIABLE}=PATH"
+    )
+
+
+def _upwards(directory: str) -> Iterator[str]:
+    while True:
+        yield directory
+        above = os.path.dirname(directory)
+        if above == directory:
+            return
+        directory = above
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A version, and the pool that holds it."""
+
+    path: str
+    reader: PoolReader
+    entry: VersionEntry
+
+    @property
+    def info(self) -> VersionInfo:
+        """What is known of it."""
+        return self.entry.info
+
+
+class Pools:
+    """The pool files of a place, opened for reading. One that cannot be is in ``failed``."""
+
+    def __init__(self, place: str) -> None:
+        """Raises ``UsageError`` if there is nothing at ``place``."""
+        self.place: Final = place
+        self.failed: Final[dict[str, PortusError]] = {}
+        self._readers: Final[dict[str, PoolReader]] = {}
+        for path in pool_files(place):
+            try:
+                self._readers[path] = open_reader(path)
+            except PortusError as error:
+                self.failed[path] = error
+
+    def catalogues(self) -> Iterator[tuple[str, PoolReader, Catalogue]]:
+        """What each of them holds now."""
+        for path, reader in self._readers.items():
+            try:
+                yield path, reader, reader.catalogue()
+            except PortusError as error:
+                self.failed[path] = error
+
+    def versions(self) -> list[Found]:
+        """All versions; by pool file, oldest commit first."""
+        found = [
+            Found(path, reader, entry)
+            for path, reader, catalogue in self.catalogues()
+            for entry in catalogue.entries()
+        ]
+        return sorted(found, key=lambda each: (each.path, each.info.commit))
+
+    def select(self, target: str) -> list[Found]:
+        """The versions that ``target`` means: ``MODEL``, ``MODEL@STEP`` or a reference file.
+
+        A step may have several, after a rollback. Raises ``UsageError`` if there are none; if a
+        pool could not be read, that is raised.
+        """
+        versions = self.versions()
+        reference = reference_at(target)
+        if reference is not None:
+            found = [each for each in versions if each.info.token.hex() == reference.token]
+        else:
+            found = [each for each in versions if each.info.model == target]
+            model, at, step = target.rpartition("@")
+            if not found and at and _is_step(step):
+                found = [
+                    each
+                    for each in versions
+                    if each.info.model == model and each.info.step == int(step)
+                ]
+        if found:
+            return found
+        for error in self.failed.values():
+            raise error
+        if os.path.isfile(target):
+            raise UsageError(f"{target} is a file, but no reference file of Portus")
+        raise UsageError(f"there is no {target} in {self.place}: {_choices(target, versions)}")
+
+    def close(self) -> None:
+        """Let go of all."""
+        with contextlib.ExitStack() as stack:
+            for reader in self._readers.values():
+                stack.callback(reader.close)
+
+    def __enter__(self) -> Pools:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_pools(pool: str | None, target: str | None = None) -> Pools:
+    """The pools in which ``target`` is looked for."""
+    near = target if target is not None and reference_at(target) is not None else None
+    return Pools(find_pool(pool, near))
+
+
+def newest(found: list[Found]) -> Found:
+    """The one committed last; across pool files, by time."""
+    last = {each.path: each for each in found}  # of each file the last in order of commits
+    return max(last.values(), key=lambda each: each.info.time_ns)
+
+
+def reference_at(target: str) -> Reference | None:
+    """The reference file at the path ``target``, if there is one."""
+    return files_of.read(target) if os.path.isfile(target) else None
+
+
+def _is_step(text: str) -> bool:
+    return text.removeprefix("-").isdecimal() and text.isascii()
+
+
+def _choices(target: str, versions: list[Found]) -> str:
+    model = target.rpartition("@")[0]
+    steps = [str(each.info.step) for each in versions if each.info.model in (target, model)]
+    if steps:
+        more = "... " if len(steps) > _STEPS_MAX else ""
+        return f"model {model!r} has steps {more}{', '.join(steps[-_STEPS_MAX:])}"
+    models = sorted({each.info.model for each in versions})
+    if not models:
+        return "it holds no versions"
+    return f"it holds the models {', '.join(map(repr, models[:_STEPS_MAX]))}"
+
+
+def holders(path: str, catalogue: Catalogue) -> dict[bytes, list[Link]]:
+    """The reference files that lead to each version of a pool, by token; deleted ones too.
+
+    Only looks; changes nothing.
+    """
+    links = files_of.links(files_of.links_directory(path), LocalFiles(), adopt=False)
+    there = {entry.info.token.hex() for entry in catalogue.entries()}
+    found: dict[bytes, list[Link]] = {}
+    for link in sorted(links, key=lambda link: link.reference.written_ns):
+        said = link.reference
+        token = said.token if said.token in there else said.fallback
+        if token is not None:
+            found.setdefault(bytes.fromhex(token), []).append(link)
+    return found
+
+
+def link_text(link: Link) -> str:
+    """A reference file, for people."""
+    path = os.path.relpath(link.reference.written_path)
+    path = min(path, link.reference.written_path, key=len)
+    if link.state is State.ALIVE:
+        try:
+            here = files_of.read(link.reference.written_path)
+        except PortusError:
+            here = None
+        return path if here is not None and here.id == link.reference.id else f"{path} (moved)"
+    return f"{path} ({'deleted' if link.state is State.DELETED else 'missing'})"
+
+
+def link_document(link: Link) -> dict[str, Json]:
+    """A reference file, for machines."""
+    return {"path": link.reference.written_path, "state": link.state.value}
+
+
+def version_document(info: VersionInfo) -> dict[str, Json]:
+    """A version, for machines."""
+    return {
+        "model": info.model,
+        "id": info.id,
+        "commit": info.commit,
+        "step": info.step,
+        "token": info.token.hex(),
+        "time": moment_text(info.time_ns),
+        "time_ns": info.time_ns,
+        "size": info.size,
+    }

@@ -1,0 +1,103 @@
+"""``portus rm TARGET``: let go of versions, or remove a reference file and what it alone held."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from portus.cli.output import Json, Output, count_text, size_text
+from portus.cli.pools import (
+    Found,
+    holders,
+    link_text,
+    open_pools,
+    reference_at,
+    version_document,
+)
+from portus.client.keeper import Keeper, keeper_of
+from portus.client.reference import State
+from portus.errors import UsageError
+from portus.format.reference import Reference
+from portus.index.directory import WRITERS
+from portus.index.pool import PoolWriter
+
+WAIT_S = 1.0
+"""How long to wait for the writer of a pool: a trainer holds it as long as it runs."""
+
+
+def run(target: str, pool: str | None, *, yes: bool, force: bool, output: Output) -> int:
+    """Remove; the exit code."""
+    reference = reference_at(target)
+    if reference is not None:
+        removed = _remove_file(os.path.abspath(target), reference, pool)
+    else:
+        removed = _remove_versions(target, pool, yes=yes, force=force, output=output)
+    for each in removed:
+        output.line(f"removed {each['model']}@{each['step']} (version {each['id']})")
+    size = sum(int(str(each["size"])) for each in removed)
+    output.line(
+        f"{count_text(len(removed), 'version')} let go of, {size_text(size)} or less: later saves "
+        f"use that space; the pool file keeps its size"
+    )
+    output.document({"removed": list(removed)})
+    return 0
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[tuple[PoolWriter, Keeper]]:
+    """A pool file opened for writing. Raises ``BusyError`` naming who does."""
+    writer = WRITERS.open(path, timeout_s=WAIT_S)
+    try:
+        yield writer, keeper_of(path, writer)
+    finally:
+        WRITERS.close(writer)
+
+
+def _remove_file(path: str, reference: Reference, pool: str | None) -> list[dict[str, Json]]:
+    with open_pools(pool, path) as pools:
+        holding = [
+            place
+            for place, reader, _ in pools.catalogues()
+            if reader.superblock.uuid.hex() == reference.pool
+        ]
+    if not holding:
+        raise UsageError(
+            f"{path} leads to pool {reference.pool}, which is not in {pools.place}; it was at "
+            f"{reference.pool_path}: give it with --pool"
+        )
+    with writing(holding[0]) as (writer, keeper):
+        before = {entry.info.id: entry.info for entry in writer.catalogue().entries()}
+        keeper.remove(path)
+        after = writer.catalogue().ids()
+    return [version_document(info) for version, info in before.items() if version not in after]
+
+
+def _remove_versions(
+    target: str, pool: str | None, *, yes: bool, force: bool, output: Output
+) -> list[dict[str, Json]]:
+    with open_pools(pool) as pools:
+        found = pools.select(target)
+        if not force:
+            _check_unheld(found)
+    whole = all(each.info.model == target for each in found)
+    question = f"Remove {count_text(len(found), 'version')}, all of {target}?"
+    if whole and not yes and not output.ask(question):
+        raise UsageError(f"nothing was removed: say --yes for all of {target}, or {target}@STEP")
+    for path in dict.fromkeys(each.path for each in found):
+        ids = [each.info.id for each in found if each.path == path]
+        with writing(path) as (writer, keeper):
+            writer.retire(ids)
+            keeper.deleted()  # forgets the links of what is gone
+    return [version_document(each.info) for each in found]
+
+
+def _check_unheld(found: list[Found]) -> None:
+    for each in found:
+        links = holders(each.path, each.reader.catalogue()).get(each.info.token, [])
+        held = [link_text(link) for link in links if link.state is not State.DELETED]
+        if held:
+            raise UsageError(
+                f"{each.info.model}@{each.info.step} is held by {', '.join(held)}: "
+                f"portus rm that path, or say --force"
+            )

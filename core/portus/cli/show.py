@@ -1,0 +1,182 @@
+"""``portus show MODEL[@STEP]``: the versions of a model, or all that is in one of them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from portus.cli.output import Json, Output, age_text, count_text, moment_text, size_text
+from portus.cli.pools import (
+    Found,
+    holders,
+    link_document,
+    link_text,
+    open_pools,
+    version_document,
+)
+from portus.client.reference import Link
+from portus.client.tree import decode, distinct, leaf_nodes, tensor_index
+from portus.format.dtypes import ITEM_SIZES
+from portus.format.layout import Kind
+from portus.index.records import VersionRecord, decode_layout
+from portus.spec import TensorSpec
+
+_VALUE_MAX: Final = 60
+"""Characters of a value that are shown to people."""
+
+
+def run(target: str, pool: str | None, output: Output) -> int:
+    """Show; the exit code."""
+    with open_pools(pool, target) as pools:
+        found = pools.select(target)
+        if all(each.info.model == target for each in found):
+            _show_model(target, found, output)
+        else:
+            documents = [_show_version(each, output) for each in found]
+            output.document({"versions": documents})
+    return 0
+
+
+def _show_model(model: str, found: list[Found], output: Output) -> None:
+    held = [_links(each) for each in found]
+    rows = [
+        (
+            str(each.info.step),
+            str(each.info.commit),
+            age_text(each.info.time_ns),
+            size_text(each.info.size),
+            ", ".join(map(link_text, links)),
+        )
+        for each, links in zip(found, held, strict=True)
+    ]
+    for path in dict.fromkeys(each.path for each in found):
+        output.line(f"{model} in {path}")
+    output.table((">STEP", ">COMMIT", "SAVED", ">SIZE", "REFERENCES"), rows)
+    versions: list[Json] = [
+        {**_identity(each), "references": [link_document(link) for link in links]}
+        for each, links in zip(found, held, strict=True)
+    ]
+    output.document({"model": model, "versions": versions})
+
+
+def _show_version(found: Found, output: Output) -> dict[str, Json]:
+    reader = found.reader
+    with reader.pinned(found.info.id) as entry:
+        record = reader.record(entry)
+        tensors = decode_layout(reader.payload(record.layout, Kind.LAYOUT))
+        root = decode(bytes(reader.payload(record.tree, Kind.TREE)))
+    paths, nodes = _leaves(root)
+    links = _links(found)
+    _say_head(found, record, links, output)
+    held: dict[int, str] = {}
+    rows: list[tuple[str, ...]] = []
+    for path, node in zip(paths, nodes, strict=True):
+        index = tensor_index(node)
+        if index is None:
+            rows.append((path, _kind(node), "", "", _value(node)))
+        else:
+            rows.append(_tensor_row(path, tensors[index], node, held))
+    output.table(("NAME", "TYPE", "SHAPE", ">SIZE", ""), rows)
+    return {
+        **_identity(found),
+        "shared": _shared(record),
+        "references": [link_document(link) for link in links],
+        "tensors": [_tensor_document(spec, record) for spec in tensors],
+        "leaves": [
+            {"name": path, "value": _plain(node)}
+            for path, node in zip(paths, nodes, strict=True)
+            if tensor_index(node) is None
+        ],
+    }
+
+
+def _links(found: Found) -> list[Link]:
+    return holders(found.path, found.reader.catalogue()).get(found.info.token, [])
+
+
+def _identity(found: Found) -> dict[str, Json]:
+    return {**version_document(found.info), "pool": found.path}
+
+
+def _leaves(root: object) -> tuple[list[str], list[object]]:
+    found = list(leaf_nodes(root))
+    return distinct([path for path, _ in found]), [node for _, node in found]
+
+
+def _say_head(found: Found, record: VersionRecord, links: list[Link], output: Output) -> None:
+    info, shared = found.info, _shared(record)
+    output.line(f"{info.model}@{info.step} in {found.path}")
+    output.line(f"saved   {moment_text(info.time_ns)} ({age_text(info.time_ns)})")
+    told = f", of which {size_text(shared)} shared with older versions" if shared else ""
+    storages = count_text(len(record.storages), "storage")
+    output.line(f"size    {size_text(info.size)} in {storages}{told}")
+    output.line(f"id      {info.id}, commit {info.commit}, token {info.token.hex()}")
+    for link in links:
+        output.line(f"held by {link_text(link)}")
+    output.line()
+
+
+def _shared(record: VersionRecord) -> int:
+    """Bytes that an older commit wrote."""
+    old = record.storages["born"] < record.info.commit
+    return int(record.storages["length"][old].sum())
+
+
+def _tensor_row(path: str, spec: TensorSpec, node: object, held: dict[int, str]) -> tuple[str, ...]:
+    shape = f"[{', '.join(map(str, spec.shape))}]"
+    first = held.setdefault(spec.storage, path)
+    tied = f"shares memory with {first}" if first != path and spec.storage >= 0 else ""
+    dtype = spec.dtype if _is_tensor(node) else _kind(node)
+    size = size_text(tensor_size(spec)) if spec.storage >= 0 else "meta"
+    return path, dtype, shape if _is_tensor(node) else "", size, tied
+
+
+def _is_tensor(node: object) -> bool:
+    return isinstance(node, dict) and "$tensor" in node
+
+
+def tensor_size(spec: TensorSpec) -> int:
+    """Bytes of a tensor, without gaps."""
+    size = ITEM_SIZES.get(spec.dtype, 0)
+    for length in spec.shape:
+        size *= length
+    return size
+
+
+def _tensor_document(spec: TensorSpec, record: VersionRecord) -> dict[str, Json]:
+    born = int(record.storages["born"][spec.storage]) if spec.storage >= 0 else None
+    return {
+        "name": spec.name,
+        "dtype": spec.dtype,
+        "shape": list(spec.shape),
+        "strides": list(spec.strides),
+        "offset": spec.offset,
+        "storage": spec.storage,
+        "size": tensor_size(spec),
+        "kind": spec.kind.value,
+        "requires_grad": spec.requires_grad,
+        "device": spec.device,
+        "born": born,
+    }
+
+
+def _kind(node: object) -> str:
+    if isinstance(node, dict) and len(node) == 1:
+        [tag] = node
+        if isinstance(tag, str) and tag.startswith("$"):
+            return tag[1:]
+    return {type(None): "None", dict: "dict", list: "list"}.get(type(node), type(node).__name__)
+
+
+def _plain(node: object) -> Json:
+    """A node as JSON; what JSON has not is already tagged."""
+    value: Json = msgspec.to_builtins(node)
+    return value
+
+
+def _value(node: object) -> str:
+    if isinstance(node, dict) and len(node) == 1 and next(iter(node)).startswith("$"):
+        node = next(iter(node.values()))
+    text = msgspec.json.encode(node).decode()
+    return text if len(text) <= _VALUE_MAX else f"{text[: _VALUE_MAX - 3]}..."

@@ -1,0 +1,134 @@
+"""``portus verify [MODEL[@STEP]]``: every rule of the format, every byte."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from portus.cli.output import (
+    FOUND,
+    Json,
+    Output,
+    count_text,
+    error_document,
+    exit_code,
+    said,
+    size_text,
+)
+from portus.cli.pools import find_pool, open_pools
+from portus.cli.progress import Progress, bar
+from portus.errors import PortusError
+from portus.index.check import RULES, Finding, Severity, check
+from portus.index.directory import pool_files
+from portus.spec import VersionInfo
+
+Only = Callable[[VersionInfo], bool]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What the check of one pool file said. ``size``: bytes that were read and compared."""
+
+    path: str
+    versions: int = 0
+    size: int = 0
+    passed_s: float = 0.0
+    findings: list[Finding] = field(default_factory=list)
+    error: PortusError | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """True if nothing but a trace of a crash was found."""
+        return self.error is None and not any(
+            finding.severity is Severity.ERROR for finding in self.findings
+        )
+
+
+def run(target: str | None, pool: str | None, output: Output) -> int:
+    """Verify; the exit code."""
+    verdicts = []
+    for path, only in _chosen(target, pool):
+        with bar(os.path.basename(path)) as advanced:
+            verdict = _verify(path, only, advanced)
+        verdicts.append(verdict)
+        _say(verdict, output)
+    if not verdicts:
+        output.line("no pools")
+    healthy = all(verdict.healthy for verdict in verdicts)
+    output.document({"healthy": healthy, "pools": [_document(each) for each in verdicts]})
+    failures = [exit_code(each.error) for each in verdicts if each.error is not None]
+    damaged = any(not each.healthy and each.error is None for each in verdicts)
+    return FOUND if damaged else max(failures, default=0)
+
+
+def _chosen(target: str | None, pool: str | None) -> Iterator[tuple[str, Only | None]]:
+    """The pool files, and what to look at in each."""
+    if target is None:
+        for path in pool_files(find_pool(pool)):
+            yield path, None
+        return
+    chosen: dict[str, set[int]] = {}
+    with open_pools(pool, target) as pools:
+        for each in pools.select(target):
+            chosen.setdefault(each.path, set()).add(each.info.id)
+    for path, ids in chosen.items():
+        yield path, lambda info, ids=ids: info.id in ids  # type: ignore[misc]
+
+
+def _verify(path: str, only: Only | None, advanced: Progress) -> Verdict:
+    verdict, start = Verdict(path), time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        verdict.size = done
+        advanced(done, total)
+
+    def counted(info: VersionInfo) -> bool:
+        wanted = only is None or only(info)
+        verdict.versions += wanted
+        return wanted
+
+    try:
+        verdict.findings = check(path, progress=progress, only=counted)
+    except PortusError as error:
+        verdict.error = error
+    verdict.passed_s = time.monotonic() - start
+    return verdict
+
+
+def _say(verdict: Verdict, output: Output) -> None:
+    if verdict.error is not None:
+        output.note(f"portus: {said(verdict.error)}")
+        return
+    for finding in verdict.findings:
+        output.line(f"{finding.severity.value} {finding}")
+    speed = verdict.size / max(verdict.passed_s, 1e-9)
+    result = "healthy" if verdict.healthy else "DAMAGED"
+    output.line(
+        f"{verdict.path}: {result}; {count_text(verdict.versions, 'version')}, "
+        f"{size_text(verdict.size)} read in {verdict.passed_s:.1f} s "
+        f"({size_text(int(speed))}/s)"
+    )
+
+
+def _document(verdict: Verdict) -> dict[str, Json]:
+    return {
+        "path": verdict.path,
+        "healthy": verdict.healthy,
+        "versions": verdict.versions,
+        "size": verdict.size,
+        "seconds": round(verdict.passed_s, 3),
+        "error": None if verdict.error is None else error_document(verdict.error),
+        "findings": [
+            {
+                "invariant": finding.invariant,
+                "rule": RULES[finding.invariant],
+                "where": finding.where,
+                "expected": finding.expected,
+                "found": finding.found,
+                "severity": finding.severity.value,
+            }
+            for finding in verdict.findings
+        ],
+    }

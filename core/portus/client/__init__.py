@@ -1,0 +1,1 @@
+"""The trainer's side: state, snapshot, fence, checkpointer. The only floor that knows torch."""

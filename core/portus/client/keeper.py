@@ -1,0 +1,202 @@
+"""Which versions of a pool reference files hold, and which may go (design: the reference file).
+
+A version that a living reference file leads to is never retired by ``keep``. One whose files were
+all deleted behind our back goes when its space is needed. Order of changes: see ``reference``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from portus.client import reference as files_of
+from portus.client.reference import Link, State
+from portus.errors import MediumError
+from portus.format.reference import Reference
+from portus.index.catalogue import Catalogue
+from portus.index.directory import make_directory
+from portus.index.pool import PoolWriter
+from portus.media.local import LocalFiles
+from portus.spec import VersionInfo
+
+
+def keeper_of(path: str, writer: PoolWriter) -> Keeper:
+    """The one keeper of a pool that this process writes."""
+    with _making:
+        keeper = _keepers.get(writer)
+        if keeper is None:
+            keeper = _keepers[writer] = Keeper(path, writer)
+        return keeper
+
+
+class Keeper:
+    """The reference files of one pool. Thread-safe."""
+
+    def __init__(
+        self, path: str, writer: PoolWriter, files: files_of.FileSystem | None = None
+    ) -> None:
+        """files: those of this machine if not given."""
+        self._path: Final = path
+        self._directory: Final = files_of.links_directory(path)
+        self._files: Final = files or LocalFiles()
+        self._pool: Final = weakref.ref(writer)  # it is the key of the table of keepers
+        self._guard: Final = threading.Lock()
+        self._known: Final[dict[str, Reference]] = {}
+        files_of.tidy(self._directory, self._files)
+        self._read_links()
+
+    @property
+    def _writer(self) -> PoolWriter:
+        writer = self._pool()
+        assert writer is not None, "the keeper outlived its pool"
+        return writer
+
+    def is_new(self, path: str) -> bool:
+        """True if nothing is at ``path`` yet."""
+        return os.path.basename(path) not in self._files.entries(os.path.dirname(path))
+
+    def place(self, path: str, token: bytes, step: int, model: str) -> Reference:
+        """Put a reference to the version ``token``, to come or committed, at ``path``."""
+        self._make_directories(path)
+        fallback = self._newest(model, token)
+        made = Reference(
+            id=os.urandom(16).hex(),
+            token=token.hex(),
+            pool=self._writer.superblock.uuid.hex(),
+            pool_path=self._path,
+            pool_relative=os.path.relpath(self._path, os.path.dirname(path)).replace(os.sep, "/"),
+            model=model,
+            step=step,
+            written_path=path,
+            written_ns=time.time_ns(),
+            fallback=fallback.token.hex() if fallback else None,
+            fallback_step=fallback.step if fallback else None,
+        )
+        files_of.place(path, made, self._files, self._directory)
+        with self._guard:
+            self._known[made.id] = made
+        return made
+
+    def settle(self, path: str) -> None:
+        """Return when the reference at ``path`` survives power loss."""
+        files_of.settle(path, self._files, self._directory)
+
+    def replace(self, path: str, info: VersionInfo) -> None:
+        """Put a reference to a committed version in place of what is at ``path``, durably, and
+        let go of the version that was led to from there."""
+        old = files_of.read_through(path, self._files)
+        self.place(path, info.token, info.step, info.model)
+        self.settle(path)
+        if old is not None:
+            self._let_go(old)
+
+    def remove(self, path: str) -> None:
+        """Remove the file at ``path``, durably, and then what it alone led to."""
+        old = files_of.read_through(path, self._files)
+        files_of.take_away(path, self._files)
+        if old is not None:
+            self._let_go(old)
+
+    def held(self, catalogue: Catalogue, coming: bytes = b"") -> set[int]:
+        """Versions that reference files lead to, as far as is known without looking. ``coming``:
+        the token of a version that is there once this answer counts."""
+        with self._guard:
+            known = list(self._known.values())
+        tokens = _led_to(known, catalogue, coming)
+        return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in tokens}
+
+    def deleted(self) -> set[int]:
+        """Versions all of whose reference files were deleted, durably. Looks at every link."""
+        alive, dead = self._read_links()
+        # A name that was removed and not synced is back after a power loss, and leads nowhere.
+        for directory in {os.path.dirname(reference.written_path) for reference in dead}:
+            files_of.settle_removals(directory, self._files)
+        catalogue = self._writer.catalogue()
+        gone = {reference.token for reference in dead} - _led_to(alive, catalogue)
+        return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in gone}
+
+    def collect(self, states: Collection[State]) -> set[int]:
+        """Retire the versions that only reference files of ``states`` lead to, and forget those
+        files; the ids. DELETED: those that ``deleted`` names; UNKNOWN: see ``reference``."""
+        found = files_of.links(self._directory, self._files)
+        gone = unheld(found, self._writer.catalogue(), states)
+        lost = [each.reference for each in found if each.state in states]
+        for directory in {os.path.dirname(reference.written_path) for reference in lost}:
+            files_of.settle_removals(directory, self._files)  # as in ``deleted``
+        self._writer.retire(gone)
+        there = {entry.info.token.hex() for entry in self._writer.catalogue().entries()}
+        for reference in lost:
+            if reference.token not in there:
+                files_of.forget(reference, self._directory, self._files)
+        return gone
+
+    def _make_directories(self, path: str) -> None:
+        make_directory(self._directory)
+        directory = os.path.dirname(path)
+        try:
+            os.makedirs(directory, exist_ok=True)
+        except OSError as error:
+            raise MediumError(
+                error.errno, f"{directory}: cannot be made for a reference file: {error.strerror}"
+            ) from error
+
+    def _let_go(self, old: Reference) -> None:
+        if old.pool != self._writer.superblock.uuid.hex():
+            return  # another pool's: its own writer finds the link without a file
+        if files_of.state_of(old, self._directory, self._files) is State.ALIVE:
+            return  # a copy was removed, not the file itself
+        with self._guard:
+            self._known.pop(old.id, None)
+            known = list(self._known.values())
+        catalogue = self._writer.catalogue()
+        if old.token not in _led_to(known, catalogue):
+            self._writer.retire(
+                [e.info.id for e in catalogue.entries() if e.info.token.hex() == old.token]
+            )
+        files_of.forget(old, self._directory, self._files)
+
+    def _newest(self, model: str, but: bytes) -> VersionInfo | None:
+        found = self._writer.catalogue().models.get(model)
+        others = [e.info for e in found.versions if e.info.token != but] if found else []
+        return others[-1] if others else None
+
+    def _read_links(self) -> tuple[list[Reference], list[Reference]]:
+        """Living and deleted references; links of versions long gone are removed."""
+        tokens = {entry.info.token.hex() for entry in self._writer.catalogue().entries()}
+        alive, dead = [], []
+        for link in files_of.links(self._directory, self._files):
+            if link.state is not State.DELETED:
+                alive.append(link.reference)
+            elif link.reference.token in tokens:
+                dead.append(link.reference)
+            else:
+                files_of.forget(link.reference, self._directory, self._files)
+        with self._guard:
+            for each in alive:
+                self._known.setdefault(each.id, each)
+            for each in dead:
+                self._known.pop(each.id, None)
+        return alive, dead
+
+
+def unheld(links: Sequence[Link], catalogue: Catalogue, states: Collection[State]) -> set[int]:
+    """Versions that reference files of ``states`` lead to, and no other reference file does."""
+    others = [each.reference for each in links if each.state not in states]
+    gone = {each.reference.token for each in links if each.state in states}
+    gone -= _led_to(others, catalogue)
+    return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in gone}
+
+
+def _led_to(references: list[Reference], catalogue: Catalogue, coming: bytes = b"") -> set[str]:
+    """Tokens of the versions that ``references`` lead to: where a save failed or was cut off, the
+    version that its reference falls back to."""
+    there = {entry.info.token.hex() for entry in catalogue.entries()} | {coming.hex()}
+    return {each.token if each.token in there else each.fallback or "" for each in references}
+
+
+_keepers: Final[weakref.WeakKeyDictionary[PoolWriter, Keeper]] = weakref.WeakKeyDictionary()
+_making: Final = threading.Lock()

@@ -1,0 +1,343 @@
+"""From a reference file to the state it stands for.
+
+V6: a reference may come from a stranger, so it does not choose what is opened. A pool is opened
+only if it is
+
+1. open in this process already, or configured (``$PORTUS_POOL``, or allowed by the program);
+2. beside the reference: in a ``.portus`` directory of its own directory or of one above it;
+3. at the path that the reference names, if the links directory there holds a hard link to this
+   very file. That is seen from names alone, on the file systems of ``/`` and of the reference,
+   through no symbolic link: no other host is ever asked.
+
+Then its identity must be the one that the reference names. What is loaded is verified, and
+nothing in it is executed.
+
+V11: a load waits for a save of that file that this process has under way. It also waits, for a
+limited time, for a new version that another process is about to commit: another rank of the same
+job, or a program that watches for checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Final, Protocol
+
+from portus.client.reference import is_linked, links_directory, read
+from portus.errors import CorruptionError, MediumError, StaleError, UsageError
+from portus.format.reference import Reference, decode_text
+from portus.index.roots import read_superblock
+from portus.media.local import LocalFiles
+from portus.spec import VersionInfo
+
+_log: Final = logging.getLogger("portus")
+
+POOL_DIRECTORY: Final = ".portus"
+FILES_MAX: Final = 1024
+"""Files looked at in one pool directory."""
+
+AWAITED_S_MAX: Final = 60.0
+"""Age of a reference after which nobody waits any more for another process to commit."""
+
+_POLL_S: Final = 0.02
+
+
+class ReadablePool(Protocol):
+    """A pool that versions can be loaded from."""
+
+    @property
+    def uuid(self) -> bytes:
+        """The pool's identity, 16 bytes."""
+
+    def load_version(self, token: bytes) -> object:
+        """The verified state of a version; ``StaleError`` if the pool does not hold it."""
+
+
+class OpenPool(ReadablePool, Protocol):
+    """A pool that this process has open for saving."""
+
+    def settle(self, path: str | None, token: bytes) -> bool:
+        """Wait for saves under way that make the version ``token`` or write the file ``path``.
+
+        ``path`` is absolute, without symbolic links. True if there was one. A failed save raises
+        nothing here: it is reported where it was asked for.
+        """
+
+
+class View(ReadablePool, Protocol):
+    """A pool opened only for this load."""
+
+    def versions(self) -> list[VersionInfo]:
+        """What is committed now."""
+
+    def has_writer(self) -> bool:
+        """True while somebody has the pool open for saving."""
+
+    def close(self) -> None:
+        """Let go of the pool."""
+
+
+class Pools:
+    """The pools of this process: those it has open, and those it may open. Thread-safe.
+
+    ``opener`` opens the pool file at a path for reading.
+    """
+
+    def __init__(self, opener: Callable[[str], View]) -> None:
+        self.opener = opener
+        self._guard = threading.Lock()
+        self._open: list[OpenPool] = []
+        self._allowed: list[str] = []
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget_open)
+
+    def opened(self, pool: OpenPool) -> None:
+        """Say that ``pool`` is open; it is held until ``closed``."""
+        with self._guard:
+            self._open.append(pool)
+
+    def closed(self, pool: OpenPool) -> None:
+        """Say that ``pool`` is not open any more. A second call does nothing."""
+        with self._guard:
+            self._open = [each for each in self._open if each is not pool]
+
+    def allow(self, path: str) -> None:
+        """Let references lead to the pool file, or the pools of the pool directory, at ``path``."""
+        with self._guard:
+            if path not in self._allowed:
+                self._allowed.append(path)
+
+    def open_ones(self) -> list[OpenPool]:
+        """A snapshot, newest first."""
+        with self._guard:
+            return self._open[::-1]
+
+    def allowed_paths(self) -> list[str]:
+        """What is configured: ``$PORTUS_POOL`` first."""
+        variable = os.environ.get("PORTUS_POOL")
+        with self._guard:
+            return ([variable] if variable else []) + self._allowed
+
+    def _forget_open(self) -> None:
+        # In a forked child the pools belong to the parent, and its lock may be taken for ever.
+        self._guard, self._open = threading.Lock(), []
+
+
+def _open_view(path: str) -> View:
+    from portus.client.view import open_pool  # it is heavy, and most programs load nothing
+
+    return open_pool(path)
+
+
+POOLS: Final = Pools(_open_view)
+"""Those of this process."""
+
+
+def load_text(text: str, pools: Pools = POOLS) -> object:
+    """What ``torch.load`` gets for the string in a reference file. Raises as ``load_reference``."""
+    reference = decode_text(text)
+    path = _path_being_loaded(sys._getframe(1))
+    return _load(reference, path, pools)
+
+
+def is_reference(path: str | os.PathLike[str]) -> bool:
+    """True if a Portus reference file is at ``path``. Reads nothing of a large file.
+
+    Raises ``CorruptionError`` for a damaged reference.
+    """
+    return read(path) is not None
+
+
+def load_reference(path: str | os.PathLike[str], pools: Pools = POOLS) -> object:
+    """The verified state that the reference file at ``path`` leads to, on the CPU.
+
+    Raises ``UsageError`` if there is no reference file, if its pool may not be opened (the message
+    says what allows it) or holds neither its version nor the one to fall back to;
+    ``CorruptionError`` and ``MediumError`` as loads do.
+    """
+    absolute = os.path.abspath(os.fspath(path))
+    reference = read(absolute)
+    if reference is None:
+        raise UsageError(f"{absolute}: there is no Portus reference file")
+    return _load(reference, absolute, pools)
+
+
+def _load(reference: Reference, path: str | None, pools: Pools) -> object:
+    reference = _settled(reference, path, pools)
+    with _pool_of(reference, path, pools) as pool:
+        try:
+            return pool.load_version(bytes.fromhex(reference.token))
+        except StaleError:
+            newer = read(path) if path else None  # replaced since it was read?
+            if newer is not None and newer.id != reference.id and newer.pool == reference.pool:
+                return pool.load_version(bytes.fromhex(newer.token))
+            return _fall_back(reference, path, pool)
+
+
+def _settled(reference: Reference, path: str | None, pools: Pools) -> Reference:
+    """Wait for saves of the file or the version; the reference that is at ``path`` then."""
+    real = os.path.realpath(path) if path else None
+    token = bytes.fromhex(reference.token)
+    waited = [pool.settle(real, token) for pool in pools.open_ones()]
+    if path and any(waited):
+        return read(path) or reference
+    return reference
+
+
+def _fall_back(reference: Reference, path: str | None, pool: ReadablePool) -> object:
+    what = f"{path or 'this reference'}: step {reference.step} of model {reference.model!r}"
+    if reference.fallback is None:
+        raise UsageError(
+            f"{what} was never committed (its save failed or was cut off), or was retired since; "
+            f"there is no earlier version to fall back to. `portus ls {reference.pool_path}` "
+            f"lists what the pool holds"
+        )
+    try:
+        state = pool.load_version(bytes.fromhex(reference.fallback))
+    except StaleError as error:
+        raise UsageError(
+            f"{what} was never committed, or was retired since, and so was step "
+            f"{reference.fallback_step}, the one before it. `portus ls {reference.pool_path}` "
+            f"lists what the pool holds"
+        ) from error
+    _log.warning(
+        "%s was never committed (its save failed or was cut off): loaded step %s, "
+        "the newest one committed before it, INSTEAD",
+        what,
+        reference.fallback_step,
+    )
+    return state
+
+
+@contextlib.contextmanager
+def _pool_of(reference: Reference, path: str | None, pools: Pools) -> Iterator[ReadablePool]:
+    uuid = bytes.fromhex(reference.pool)
+    for pool in pools.open_ones():
+        if pool.uuid == uuid:
+            yield pool
+            return
+    for candidate in _candidates(reference, path, pools):
+        if _uuid(candidate) == uuid:
+            with contextlib.closing(pools.opener(candidate)) as view:
+                _await(view, reference)
+                yield view
+            return
+    raise UsageError(
+        f"{path or 'this reference'} leads to pool {reference.pool}, written at "
+        f"{reference.pool_path}. That pool is not beside the reference, and a reference alone "
+        f"may not choose what is opened. If you trust it, set PORTUS_POOL={reference.pool_path} "
+        f"(or wherever the pool is now) and load again"
+    )
+
+
+def _await(view: View, reference: Reference) -> None:
+    """Wait while another process may still commit the version of a young reference."""
+    token = bytes.fromhex(reference.token)
+    while all(info.token != token for info in view.versions()):
+        age_s = time.time() - reference.written_ns / 1e9
+        if not 0 <= age_s < AWAITED_S_MAX or not view.has_writer():
+            return
+        time.sleep(_POLL_S)
+
+
+def _candidates(reference: Reference, path: str | None, pools: Pools) -> Iterator[str]:
+    name = os.path.basename(reference.pool_path)
+    for allowed in pools.allowed_paths():
+        yield from _pool_files(allowed, name)
+    if path is None:
+        return
+    places = dict.fromkeys((os.path.abspath(path), os.path.realpath(path)))
+    for place in places:
+        for directory in _upwards(os.path.dirname(place)):
+            yield from _pool_files(os.path.join(directory, POOL_DIRECTORY), name)
+    for place in places:
+        relative = os.path.join(os.path.dirname(place), *reference.pool_relative.split("/"))
+        for named in (os.path.normpath(relative), reference.pool_path):
+            if _is_near(named, place) and is_linked(place, reference, links_directory(named)):
+                yield named
+
+
+def _upwards(directory: str) -> Iterator[str]:
+    while True:
+        yield directory
+        above = os.path.dirname(directory)
+        if above == directory:
+            return
+        directory = above
+
+
+def _pool_files(place: str, name: str) -> Iterator[str]:
+    """``place`` if it is a file; the files in it, one called ``name`` first, if a directory."""
+    if not os.path.isdir(place):
+        yield place
+        return
+    yield os.path.join(place, name)
+    with contextlib.suppress(OSError), os.scandir(place) as entries:
+        for entry in itertools.islice(entries, FILES_MAX):
+            if entry.name != name:
+                yield entry.path
+
+
+def _uuid(path: str) -> bytes | None:
+    """The identity of the pool file at ``path``; None if there is no pool file."""
+    try:
+        medium = LocalFiles().open(path, writable=False)
+    except (MediumError, UsageError, ValueError):
+        return None
+    try:
+        return read_superblock(medium).uuid
+    except (CorruptionError, MediumError, UsageError):
+        return None
+    finally:
+        medium.close()
+
+
+def _is_near(target: str, path: str) -> bool:
+    """True if looking at ``target`` leads through real directories on the file system of ``path``
+    or of the root alone."""
+    if not os.path.isabs(target) or target.startswith(("//", "\\\\")):
+        return False
+    parts = os.path.normpath(target).split(os.sep)
+    place = parts[0] + os.sep
+    try:
+        devices = {os.lstat(place).st_dev, os.stat(path).st_dev}
+        for part in parts[1:-1]:
+            place = os.path.join(place, part)
+            status = os.lstat(place)
+            if not stat.S_ISDIR(status.st_mode) or status.st_dev not in devices:
+                return False
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _path_being_loaded(frame: FrameType | None) -> str | None:
+    """The absolute path that ``torch.load`` up the stack was called for; None if it had none."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if name == "torch.serialization" and frame.f_code.co_name == "load":
+            return _path_of(frame.f_locals.get("f"))
+        frame = frame.f_back
+    return None
+
+
+def _path_of(source: object) -> str | None:
+    """The path of what was given to ``torch.load``: a path, or a file that knows its own."""
+    for _ in range(8):  # wrappers of wrappers
+        if isinstance(source, str | os.PathLike):
+            path = os.path.abspath(os.fsdecode(source))
+            return path if os.path.isfile(path) else None
+        if source is None:
+            return None
+        named = getattr(source, "path", None) or getattr(source, "name", None)
+        inner = getattr(source, "f", None) or getattr(source, "raw", None)
+        source = named if isinstance(named, str | os.PathLike) else inner
+    return None

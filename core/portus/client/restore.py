@@ -1,0 +1,375 @@
+"""From a committed version back to tensors, verified (V4).
+
+A load fills fresh memory, hashes what arrived there and compares; nothing unverified is handed
+out. ``restore_into`` first verifies the pool's bytes, then copies them over the caller's tensors,
+hashing again: if no version verifies, the tensors are untouched.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import numpy as np
+import torch
+
+from portus.client.state import flatten, unflatten
+from portus.errors import CorruptionError, StaleError, UsageError
+from portus.format.checksum import UNIT
+from portus.format.layout import Kind
+from portus.index.pool import PoolReader
+from portus.index.records import VersionEntry, VersionRecord, decode_layout
+from portus.pipeline.parts import shared, sources, unit_counts
+from portus.pipeline.plan import Column
+from portus.spec import TensorSpec, VersionInfo
+from portus.transport.base import Digests, Stop
+from portus.transport.local import check, fetch
+
+_log: Final = logging.getLogger("portus")
+
+Patterns = str | Sequence[str] | None
+Rename = Mapping[str, str] | Callable[[str], str] | None
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What ``restore_into`` did. ``missing``: tensors of the state that the version lacks, left as
+    they were. ``unexpected``: tensors of the version that the state lacks."""
+
+    version: VersionInfo
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A pinned version with everything that was read of it but its bytes."""
+
+    pool: PoolReader
+    record: VersionRecord
+    tensors: tuple[TensorSpec, ...]
+    tree: bytes
+    verify: bool
+
+
+def matcher(names: Patterns) -> Callable[[str], bool] | None:
+    """Whether a key path matches one of the shell patterns, or lies below what one matches."""
+    if names is None:
+        return None
+    patterns = [names] if isinstance(names, str) else list(names)
+
+    def matches(name: str) -> bool:
+        return any(
+            fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")
+            for pattern in patterns
+        )
+
+    return matches
+
+
+def newest_first(
+    pool: PoolReader, entries: Iterable[VersionEntry], use: Callable[[VersionEntry], Result]
+) -> Result:
+    """``use`` of the newest version that verifies; older ones only with an error in the log (V4).
+
+    Raises ``CorruptionError`` if there are versions and none verifies, ``StaleError`` if all are
+    gone meanwhile (ask again).
+    """
+    failure: CorruptionError | StaleError | None = None
+    for entry in sorted(entries, key=lambda entry: -entry.info.commit):
+        if failure is not None:
+            _log.error(
+                "%s: %s; FALLING BACK to step %d (commit %d)",
+                pool.medium.info.name,
+                failure,
+                entry.info.step,
+                entry.info.commit,
+            )
+        try:
+            return use(entry)
+        except (CorruptionError, StaleError) as error:
+            failure = failure if isinstance(failure, CorruptionError) else error
+    raise failure or StaleError(f"{pool.medium.info.name}: there is no version to load")
+
+
+def load(
+    pool: PoolReader, entry: VersionEntry, names: Patterns = None, *, verify: bool = True
+) -> object:
+    """The state of one version, on the CPU, in memory of its own; or the part that matches.
+
+    verify: False hands bytes out without comparing their checksums.
+
+    Raises ``CorruptionError`` naming model, step, tensor and offset, ``StaleError`` if it was
+    retired meanwhile, ``MediumError``.
+    """
+    keep = matcher(names)
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, verify)
+        wanted = _storages_of(opened, keep)
+        storages = _fetch(opened, wanted)
+    try:
+        return unflatten(opened.tree, opened.tensors, storages, keep)
+    except CorruptionError as error:
+        raise CorruptionError(f"{_where(entry.info)}: {error}") from error
+
+
+def verify(
+    pool: PoolReader, entry: VersionEntry, advanced: Callable[[int], None] | None = None
+) -> int:
+    """Read and check every byte of one version; how many. ``advanced`` is told bytes done.
+
+    Raises as ``load``.
+    """
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, True)
+        lengths = opened.record.storages["length"].astype(np.int64)
+        for batch in _batches(lengths):
+            _check(opened, batch)
+            if advanced is not None:
+                advanced(int(lengths[batch].sum()))
+    return int(lengths.sum())
+
+
+def restore_into(
+    pool: PoolReader,
+    entry: VersionEntry,
+    state: object,
+    *,
+    strict: bool,
+    names: Patterns,
+    rename: Rename,
+    verify: bool = True,
+) -> Restored:
+    """Copy one version over the tensors of ``state``, and set its other leaves.
+
+    Raises ``UsageError`` listing what is missing, unexpected or of another shape (``strict``;
+    shapes always), and as ``load``; then ``state`` is untouched.
+    """
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, verify)
+        keep = matcher(names)
+        pairs = _Pairs(opened, state, keep, rename)
+        pairs.complain(strict)
+        wanted = np.unique(np.array([spec.storage for spec, _ in pairs.found], np.int64))
+        _check(opened, wanted[wanted >= 0])
+        leaves = _leaves(opened, pairs.arrays, keep)
+        _fill(opened, pairs.found)
+    _merge(state, leaves)
+    return Restored(current.info, tuple(pairs.missing), tuple(pairs.unexpected))
+
+
+class _Pairs:
+    """Which tensor of a version goes over which tensor of a state."""
+
+    def __init__(
+        self, opened: _Opened, state: object, keep: Callable[[str], bool] | None, rename: Rename
+    ) -> None:
+        flat = flatten(state)
+        targets = {spec.name: spec for spec in flat.tensors}
+        self.found: list[tuple[TensorSpec, torch.Tensor]] = []
+        self.unexpected: list[str] = []
+        self.arrays: set[str] = set()
+        """Leaves that are arrays or bytes in the state: set anew, not copied over."""
+        self._misshapen: list[str] = []
+        seen = set()
+        for spec in opened.tensors:
+            if keep is not None and not keep(spec.name):
+                continue
+            name = _renamed(spec.name, rename)
+            target = targets.get(name)
+            if target is None or target.storage < 0 or spec.storage < 0:
+                self.unexpected.append(name)
+                continue
+            seen.add(name)
+            if target.storage in flat.owned:
+                self.arrays.add(spec.name)
+                continue
+            if target.shape != spec.shape:
+                self._misshapen.append(
+                    f"{name}: the version has {list(spec.shape)}, the state {list(target.shape)}"
+                )
+            self.found.append((spec, view_of(target, flat.storages[target.storage])))
+        self.missing = [
+            name for name in targets if name not in seen and (keep is None or keep(name))
+        ]
+        self._where = _where(opened.record.info)
+
+    def complain(self, strict: bool) -> None:
+        """Raise ``UsageError`` if they do not fit."""
+        lines = [f"size mismatch for {line}" for line in self._misshapen]
+        if strict and self.missing:
+            lines.append(f"missing in the version: {', '.join(self.missing)}")
+        if strict and self.unexpected:
+            lines.append(f"unexpected, not in the state: {', '.join(self.unexpected)}")
+        if lines:
+            raise UsageError(
+                f"{self._where} does not fit the state, which is untouched: " + "; ".join(lines)
+            )
+
+
+def view_of(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor that looks at ``storage`` as ``spec`` says; no copy, no gradient."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    blank = torch.empty(0, dtype=dtype, device=storage.device)
+    return blank.set_(storage, spec.offset, spec.shape, spec.strides)
+
+
+def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _Opened:
+    record = pool.record(entry)
+    tensors = decode_layout(pool.payload(record.layout, Kind.LAYOUT))
+    tree = bytes(pool.payload(record.tree, Kind.TREE))
+    return _Opened(pool, record, tensors, tree, verify)
+
+
+def _storages_of(opened: _Opened, keep: Callable[[str], bool] | None) -> Column:
+    """Indices of the storages that the kept leaves need. Those no tensor names belong to arrays
+    and bytes of the tree, and are always needed."""
+    count = len(opened.record.storages)
+    if keep is None:
+        return np.arange(count)
+    dropped = {spec.storage for spec in opened.tensors if not keep(spec.name)}
+    kept = {spec.storage for spec in opened.tensors if keep(spec.name)}
+    return np.array([i for i in range(count) if i not in dropped or i in kept], np.int64)
+
+
+def _fetch(opened: _Opened, wanted: Column) -> list[torch.UntypedStorage | None]:
+    """Fresh storages with the verified bytes of ``wanted``; None for the rest."""
+    record = opened.record
+    storages: list[torch.UntypedStorage | None] = [None] * len(record.storages)
+    lengths = record.storages["length"][wanted].astype(np.int64)
+    address = np.zeros(len(wanted), np.int64)
+    for position, (index, length) in enumerate(zip(wanted.tolist(), lengths.tolist(), strict=True)):
+        storage = torch.empty(length, dtype=torch.uint8).untyped_storage()
+        storages[index] = storage
+        address[position] = storage.data_ptr()
+    _fetch_into(opened, wanted, address)
+    return storages
+
+
+def _fetch_into(opened: _Opened, wanted: Column, address: Column) -> None:
+    group = shared(opened.record, wanted)
+    lengths = opened.record.storages["length"][wanted].astype(np.int64)
+    found = fetch(opened.pool.medium, sources(address, lengths, group.extents), Stop())
+    _compare(opened, wanted, found, group.digests)
+
+
+def _check(opened: _Opened, wanted: Column) -> None:
+    """Raise ``CorruptionError`` unless the pool holds the bytes that were saved."""
+    if not opened.verify:
+        return
+    group = shared(opened.record, wanted)
+    lengths = opened.record.storages["length"][wanted].astype(np.int64)
+    nowhere = np.ones(len(wanted), np.int64)  # addresses are not looked at
+    found = check(opened.pool.medium, sources(nowhere, lengths, group.extents), Stop())
+    _compare(opened, wanted, found, group.digests)
+
+
+def _compare(opened: _Opened, wanted: Column, found: Digests, expected: Digests) -> None:
+    bad = np.flatnonzero(np.any(found != expected, axis=1))
+    if not len(bad) or not opened.verify:
+        return
+    lengths = opened.record.storages["length"][wanted].astype(np.int64)
+    units = unit_counts(lengths)
+    position = int(np.searchsorted(np.cumsum(units), bad[0], side="right"))
+    offset = int(bad[0] - (np.cumsum(units) - units)[position]) * UNIT
+    index = int(wanted[position])
+    names = [spec.name for spec in opened.tensors if spec.storage == index]
+    raise CorruptionError(
+        f"{_where(opened.record.info)}: {' = '.join(names) or 'an array'} is damaged within 16 MiB "
+        f"from byte {offset} of its storage: expected digest {expected[bad[0]].tobytes().hex()}, "
+        f"found {found[bad[0]].tobytes().hex()}"
+    )
+
+
+def _fill(opened: _Opened, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> None:
+    """Copy storages over tensors: straight where one tensor is the whole storage."""
+    by_storage: dict[int, list[tuple[TensorSpec, torch.Tensor]]] = {}
+    for spec, target in pairs:
+        by_storage.setdefault(spec.storage, []).append((spec, target))
+    lengths = opened.record.storages["length"]
+    direct = {
+        index: users[0][1].data_ptr()
+        for index, users in by_storage.items()
+        if all(_is_whole(spec, target, int(lengths[index])) for spec, target in users)
+        and len({target.data_ptr() for _, target in users}) == 1
+    }
+    _fetch_into(opened, np.array(list(direct), np.int64), np.array(list(direct.values()), np.int64))
+    for index, users in by_storage.items():
+        if index not in direct:
+            storage = _fetch(opened, np.array([index], np.int64))[index]
+            assert storage is not None
+            for spec, target in users:
+                target.copy_(resolved(spec, view_of(spec, storage)))
+
+
+def resolved(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with the conjugate and negative bits of ``spec`` carried out."""
+    tensor = tensor.conj().resolve_conj() if spec.conjugate else tensor
+    return -tensor if spec.negative else tensor
+
+
+def _is_whole(spec: TensorSpec, target: torch.Tensor, length: int) -> bool:
+    """True if ``target`` is a plain block of memory with just the bytes of the storage."""
+    return (
+        target.device.type == "cpu"
+        and str(target.dtype) == f"torch.{spec.dtype}"
+        and target.nbytes == length
+        and tuple(target.stride()) == spec.strides
+        and target.is_contiguous()
+        and not (spec.conjugate or spec.negative)
+    )
+
+
+def _leaves(opened: _Opened, arrays: set[str], keep: Callable[[str], bool] | None) -> object:
+    """The part of a version that is no tensor."""
+    tensors = {spec.name for spec in opened.tensors} - arrays
+    needed = sorted({spec.storage for spec in opened.tensors if spec.name in arrays})
+    return unflatten(
+        opened.tree,
+        opened.tensors,
+        _fetch(opened, np.array(needed, np.int64)),
+        lambda name: name not in tensors and (keep is None or keep(name)),
+    )
+
+
+def _merge(target: object, loaded: object) -> None:
+    if isinstance(target, dict) and isinstance(loaded, dict):
+        for key in target.keys() & loaded.keys():
+            target[key] = _merged(target[key], loaded[key])
+    elif isinstance(target, list) and isinstance(loaded, list):
+        for index in range(min(len(target), len(loaded))):
+            if loaded[index] is not None:
+                target[index] = _merged(target[index], loaded[index])
+
+
+def _merged(old: object, value: object) -> object:
+    """What goes in the place of ``old``: containers and tensors stay."""
+    if isinstance(old, torch.Tensor):
+        return old
+    if isinstance(old, dict | list):
+        _merge(old, value)
+        return old
+    return value
+
+
+def _batches(lengths: Column) -> list[Column]:
+    """Runs of storages of about 256 MiB."""
+    if not len(lengths):
+        return []
+    part = (np.cumsum(lengths) - lengths) // (256 << 20)
+    return np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(part)) + 1)
+
+
+def _renamed(name: str, rename: Rename) -> str:
+    if rename is None:
+        return name
+    return rename(name) if callable(rename) else rename.get(name, name)
+
+
+def _where(info: VersionInfo) -> str:
+    return f"model {info.model!r}, step {info.step} (version {info.id})"

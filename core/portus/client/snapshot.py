@@ -1,0 +1,104 @@
+"""From a state at the call of save to what the pipeline copies."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Collection, Sequence
+from typing import Final
+
+import numpy as np
+
+from portus.client.device import feeds_of
+from portus.client.state import FlatState, Flattener
+from portus.client.writers import classify
+from portus.index.records import encode_layout
+from portus.pipeline.plan import Flags, Snapshot
+from portus.spec import TensorSpec
+
+
+class SnapshotMode(str, enum.Enum):
+    """When a state is copied. AUTO: what the fence guards is copied late, the rest at once. SYNC:
+    all at once. DEVICE: as AUTO, but device memory is cloned on the device first if it fits."""
+
+    AUTO = "auto"
+    SYNC = "sync"
+    DEVICE = "device"
+
+
+class Snapshots:
+    """Makes snapshots of one model's states; fast for a state that looks like the last one."""
+
+    def __init__(self, model: str, mode: SnapshotMode) -> None:
+        self.guilty: Final[set[int]] = set()
+        """Data pointers of storages that an audit found changed: copied at once from now on."""
+        self._model: Final = model
+        self._mode: Final = mode
+        self._flattener: Final = Flattener()
+        self._tensors: tuple[TensorSpec, ...] | None = None
+        self._layout = b""
+        self._has_devices = False
+        self._steady: Flags | None = None
+
+    def flatten(self, state: object) -> FlatState:
+        """Take a state apart. Raises ``UsageError`` naming what cannot be saved."""
+        return self._flattener.flatten(state)
+
+    def take(self, flat: FlatState, step: int, *, synchronous: bool, unchanged: bool) -> Snapshot:
+        """A snapshot. ``unchanged``: nothing is known to have been written since the last one."""
+        synchronous = synchronous or self._mode is SnapshotMode.SYNC
+        clone = self._mode is SnapshotMode.DEVICE and not synchronous
+        layout = self._layout_of(flat.tensors)
+        feeds, copies = feeds_of(flat.storages, clone=clone) if self._has_devices else ({}, set())
+        owned = flat.owned | copies
+        late = np.zeros(len(flat.storages), np.bool_)
+        if not synchronous:
+            late = np.frombuffer(classify(flat.storages, owned, self.guilty), np.bool_)
+        pointers = np.array([storage.data_ptr() for storage in flat.storages], np.int64)
+        length = np.array([storage.nbytes() for storage in flat.storages], np.int64)
+        here = np.ones(len(pointers), np.bool_)
+        here[list(feeds)] = False
+        guarded = late.copy()
+        guarded[list(owned)] = False
+        return Snapshot(
+            model=self._model,
+            step=step,
+            token=os.urandom(16),
+            tree=flat.tree,
+            layout=layout,
+            address=np.where(here & (length > 0), pointers, 0),
+            length=length,
+            late=late,
+            steady=self._hint(late, unchanged),
+            guarded=frozenset(pointers[guarded].tolist()) - {0},
+            feeds=feeds,
+            alive=(flat.storages, feeds),
+        )
+
+    def learn(self, steady: Flags) -> None:
+        """What the last save found: which storages equalled those of the version before."""
+        self._steady = steady
+
+    def accuse(self, addresses: Collection[int]) -> None:
+        """Copy these at once from now on (V7)."""
+        self.guilty.update(addresses)
+
+    def _layout_of(self, tensors: tuple[TensorSpec, ...]) -> bytes:
+        if tensors is not self._tensors:
+            self._tensors, self._layout = tensors, encode_layout(tensors)
+            self._has_devices = any(spec.device not in ("cpu", "meta") for spec in tensors)
+            self._steady = None
+        return self._layout
+
+    def _hint(self, late: Flags, unchanged: bool) -> Flags:
+        """Which storages to hash before anything is copied: those that were the same last time;
+        at first, those that nobody trains."""
+        known = self._steady is not None and len(self._steady) == len(late)
+        hint = self._steady if known and self._steady is not None else ~late
+        return hint | late if unchanged else hint
+
+
+def name_of(tensors: Sequence[TensorSpec], index: int) -> str:
+    """The key paths of the tensors over a storage, for messages."""
+    names = [spec.name for spec in tensors if spec.storage == index]
+    return " = ".join(names[:3]) or f"storage {index}"

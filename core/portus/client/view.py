@@ -1,0 +1,225 @@
+"""Pools opened for reading only: any number of processes, also while one writes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Final, TypeVar
+
+from portus.client import restore
+from portus.client.fence import before_write
+from portus.client.restore import Patterns, Rename, Restored
+from portus.errors import StaleError, UsageError
+from portus.index.catalogue import Catalogue
+from portus.index.directory import open_reader, pool_files
+from portus.index.pool import PoolReader
+from portus.index.records import VersionEntry
+from portus.spec import VersionInfo
+
+_TRIES: Final = 5
+"""A load of the newest starts again when all it knew was retired meanwhile, this often."""
+
+Result = TypeVar("Result")
+
+
+def chosen(catalogue: Catalogue, model: str, step: int | None) -> list[VersionEntry]:
+    """The versions of a model, of one step or of any. Raises ``UsageError`` if there is none."""
+    found = catalogue.models.get(model)
+    entries = list(found.versions) if found else []
+    if step is not None:
+        entries = [entry for entry in entries if entry.info.step == step]
+    if not entries:
+        steps = [entry.info.step for entry in found.versions] if found else []
+        have = (
+            f"there are steps {steps[-20:]}"
+            if steps
+            else (f"there is no such model; there are {sorted(catalogue.models)[:20]}")
+        )
+        raise UsageError(f"model {model!r}, step {'newest' if step is None else step}: {have}")
+    return entries
+
+
+def of_token(catalogue: Catalogue, token: bytes) -> VersionEntry:
+    """The version that reference files call ``token``. Raises ``StaleError``."""
+    for entry in catalogue.entries():
+        if entry.info.token == token:
+            return entry
+    raise StaleError(f"version {token.hex()} is not in the pool (any more)")
+
+
+def again(load: Callable[[], Result]) -> Result:
+    """``load``, again while all that it found was retired under it."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(StaleError):
+            return load()
+    return load()
+
+
+class PoolFile:
+    """One pool file, for reading. Close it, or use it as a context manager."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ``UsageError``, ``MediumError`` or ``CorruptionError`` if it cannot be read."""
+        self.path: Final = path
+        self.reader: Final[PoolReader] = open_reader(path)
+
+    @property
+    def uuid(self) -> bytes:
+        """The pool's identity, 16 bytes."""
+        return self.reader.superblock.uuid
+
+    def versions(self, model: str | None = None) -> list[VersionInfo]:
+        """What is committed now, oldest commit first."""
+        infos = [entry.info for entry in self.reader.catalogue().entries()]
+        return sorted(
+            (info for info in infos if model in (None, info.model)), key=lambda info: info.commit
+        )
+
+    def has_writer(self) -> bool:
+        """True while somebody has the pool open for saving."""
+        return self.reader.locks.has_writer()
+
+    def load_version(self, token: bytes) -> object:
+        """The verified state of a version; ``StaleError`` if the pool does not hold it."""
+        return restore.load(self.reader, of_token(self.reader.catalogue(), token))
+
+    def close(self) -> None:
+        """Let go of the pool. Loaded states stay."""
+        self.reader.close()
+
+
+def open_pool(path: str) -> PoolFile:
+    """Open one pool file for reading."""
+    return PoolFile(path)
+
+
+class PoolView:
+    """What ``portus.open`` gives: all pool files of a directory as one, or one pool file."""
+
+    def __init__(self, pool: str | os.PathLike[str] | None = None) -> None:
+        """pool: a pool file or pool directory; None: the default one. Raises ``UsageError`` if
+        there is none, and what opening raises."""
+        with contextlib.ExitStack() as stack:
+            self._files: Final = [
+                stack.enter_context(contextlib.closing(PoolFile(path))) for path in pool_files(pool)
+            ]
+            self._stack: Final = stack.pop_all()
+
+    @property
+    def paths(self) -> list[str]:
+        """The pool files."""
+        return [file.path for file in self._files]
+
+    def models(self) -> list[str]:
+        """Names of the models that have a version."""
+        return sorted({info.model for info in self.versions()})
+
+    def versions(self, model: str | None = None) -> list[VersionInfo]:
+        """What is committed now; by file, oldest commit first."""
+        return [info for file in self._files for info in file.versions(model)]
+
+    def steps(self, model: str = "default") -> list[int]:
+        """The steps of a model's versions, oldest commit first."""
+        return [info.step for info in self.versions(model)]
+
+    def load(
+        self, model: str = "default", step: int | None = None, names: Patterns = None
+    ) -> object:
+        """The verified state of a version on the CPU, newest by default; or its matching part.
+
+        names: shell patterns of key paths (``"model.*"``). Raises ``UsageError`` if there is no
+        such version, ``CorruptionError`` if none verifies; a newest one that does not verify is
+        passed over with an error in the log.
+        """
+        file = self._file_of(model)
+        return again(lambda: file_load(file.reader, model, step, names))
+
+    def restore_into(
+        self,
+        state: object,
+        model: str = "default",
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        names: Patterns = None,
+        rename: Rename = None,
+    ) -> Restored:
+        """See ``Checkpointer.restore_into``."""
+        before_write()  # a Checkpointer of this process may be saving these tensors
+        file = self._file_of(model)
+        return again(
+            lambda: file_restore(
+                file.reader, state, model, step, strict=strict, names=names, rename=rename
+            )
+        )
+
+    def verify(self, info: VersionInfo, advanced: Callable[[int], None] | None = None) -> int:
+        """Read every byte of a version; how many. Raises ``CorruptionError``, ``StaleError``."""
+        for file, entry in self.entries():
+            if entry.info == info:
+                return restore.verify(file.reader, entry, advanced)
+        raise StaleError(f"model {info.model!r}, step {info.step} is not in the pool any more")
+
+    def entries(self) -> Iterator[tuple[PoolFile, VersionEntry]]:
+        """Every version with the file that it is in."""
+        for file in self._files:
+            for entry in file.reader.catalogue().entries():
+                yield file, entry
+
+    def close(self) -> None:
+        """Let go of the pools. Loaded states stay."""
+        self._stack.close()
+
+    def __enter__(self) -> PoolView:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _file_of(self, model: str) -> PoolFile:
+        """The file with the newest version of the model, by time."""
+        holding = [file for file in self._files if file.versions(model)]
+        if not holding:
+            raise UsageError(
+                f"there is no model {model!r} in {', '.join(self.paths) or 'an empty directory'}; "
+                f"there are {self.models()[:20]}"
+            )
+        return max(holding, key=lambda file: file.versions(model)[-1].time_ns)
+
+
+def file_load(
+    pool: PoolReader, model: str, step: int | None, names: Patterns, *, verify: bool = True
+) -> object:
+    """Load from one pool file; the newest that verifies."""
+    entries: Iterable[VersionEntry] = chosen(pool.catalogue(), model, step)
+    return restore.newest_first(
+        pool, entries, lambda entry: restore.load(pool, entry, names, verify=verify)
+    )
+
+
+def file_restore(
+    pool: PoolReader,
+    state: object,
+    model: str,
+    step: int | None,
+    *,
+    strict: bool,
+    names: Patterns,
+    rename: Rename,
+    verify: bool = True,
+) -> Restored:
+    """Restore from one pool file; the newest that verifies."""
+    return restore.newest_first(
+        pool,
+        chosen(pool.catalogue(), model, step),
+        lambda entry: restore.restore_into(
+            pool, entry, state, strict=strict, names=names, rename=rename, verify=verify
+        ),
+    )

@@ -1,0 +1,349 @@
+"""Who can change a tensor, and whether a storage may be copied late (V7).
+
+Theory. A storage is *stable* when the only thing expected to write it is the step of an optimizer
+whose steps pass our hook: then the fence keeps the step back until the copy has ended. All others
+are *volatile* and are copied before save returns. So a storage is stable only if all of this holds:
+
+1. it is the memory of a parameter in the groups of a live optimizer that our hook has seen
+   stepping, or of a tensor in that optimizer's state;
+2. the parameter requires a gradient, and it was trained: it has optimizer state, or a gradient
+   (an optimizer that keeps no state, or one that keeps all of it at its first parameter);
+3. those tensors fill the storage: nobody else's bytes live in it (a view of them may);
+4. the optimizer writes in ``step`` only. Torch's own do. A class from elsewhere is believed if it
+   adds no public method (schedule-free ``train`` and ``eval``, SAM's ``first_step``, Lookahead's
+   ``sync``, swaps of averaged weights: all of them write parameters outside of ``step``);
+5. its step is not recorded into a CUDA graph (a replay calls no hook), nor done by DDP;
+6. no module renormalises the parameter in forward (``max_norm``), and no audit found it changed.
+
+What nobody can know (``p.data.clamp_()`` in a callback) is left to the audit. ``docs/writers.md``
+lists every writer, what guards it, and the test.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Final
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+
+class Stability(enum.IntEnum):
+    """When the bytes of a storage may change. Its numbers are those in ``classify``'s answer."""
+
+    VOLATILE = 0
+    """At any moment after save returns, so it is copied before."""
+    STABLE = 1
+    """Not before a writer that waits for the fence."""
+
+
+def classify(
+    storages: Sequence[torch.UntypedStorage],
+    owned: Collection[int] = (),
+    guilty: Collection[int] = (),
+) -> bytearray:
+    """One ``Stability`` per storage, in order. Nothing is copied or read; blocks for milliseconds.
+
+    storages: those of a state, distinct. owned: indices of those that nobody else refers to
+    (private copies): always stable. guilty: data pointers of storages that an audit found
+    changed: never stable.
+
+    The first call after the trained parameters changed walks the objects of the process
+    (``seconds_of_last_search``) for modules and optimizers that write parameters by other ways.
+    """
+    cover = _Cover(storages)
+    trusted, barred = _sorted_by_trust(known_optimizers())
+    trained = [parameter for optimizer in trusted for parameter in _parameters(optimizer)]
+    for optimizer in trusted:
+        cover.add(_changed_by(optimizer))
+    around = _surroundings_of(trained)
+    for optimizer in (*barred, *around.optimizers()):
+        for tensor in _written_by(optimizer):
+            cover.bar(pointer(tensor))
+    for weight in around.renormalised():
+        cover.bar(pointer(weight))
+    for address in guilty:
+        cover.bar(address)
+    flags = cover.flags()
+    for index in owned:
+        flags[index] = Stability.STABLE
+    return flags
+
+
+def pointer(tensor: torch.Tensor) -> int:
+    """The data pointer of the tensor's storage; 0 if it has no memory of its own (meta, empty,
+    wrapper subclasses)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # torch's words for "has no storage"
+        return 0
+
+
+# The optimizers seen stepping.
+
+_HAS_CUDA: Final = bool(torch.version.cuda or torch.version.hip)
+_cuda_is_initialized: Final[Callable[[], bool]] = torch.cuda.is_initialized
+_known: dict[int, weakref.ref[Optimizer]] = {}
+_recorded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def learn(optimizer: Optimizer) -> None:
+    """The hook saw this optimizer step. Any thread; well under a microsecond the next times."""
+    key = id(optimizer)
+    if key not in _known:
+        _known[key] = weakref.ref(optimizer, lambda _: _known.pop(key, None))
+    if _HAS_CUDA and _cuda_is_initialized() and torch.cuda.is_current_stream_capturing():
+        _recorded.add(optimizer)
+
+
+def forget() -> None:
+    """Forget every optimizer: the hook is gone, so their steps are not seen any more."""
+    _known.clear()
+
+
+def known_optimizers() -> list[Optimizer]:
+    """The live optimizers whose steps pass the hook, in the order they were first seen."""
+    return [optimizer for ref in list(_known.values()) if (optimizer := ref()) is not None]
+
+
+def owns(optimizer: Optimizer, storages: Collection[int]) -> bool:
+    """True if a parameter or a state tensor of ``optimizer`` lives in one of these storages
+    (data pointers). Ends at the first one found."""
+    return any(pointer(tensor) in storages for tensor in _written_by(optimizer))
+
+
+def updates_after_closure(optimizer: Optimizer) -> bool:
+    """True if its step changes nothing before its closure has returned.
+
+    True of every optimizer in ``torch.optim`` (a test steps each of them). Lightning passes
+    forward and backward as the closure, so this is where they overlap with the copy. Another
+    pre-hook of this optimizer could write first, so with one it is False.
+    """
+    if optimizer.__dict__.get("_optimizer_step_pre_hooks"):
+        return False
+    for base in type(optimizer).__mro__:
+        if "step" in vars(base):
+            return _is_torch_optim(base) and _is_torch_optim(vars(base)["step"])
+    return False
+
+
+def _is_torch_optim(thing: object) -> bool:
+    return f"{getattr(thing, '__module__', '')}.".startswith("torch.optim.")
+
+
+def _written_by(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    yield from _parameters(optimizer)
+    for state in list(optimizer.state.values()):
+        yield from _tensors_in(state)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _tensors_in(state: object) -> list[torch.Tensor]:
+    """The tensors in the state of one parameter: a dict, with lists in it for LBFGS."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    if not isinstance(state, (dict, list, tuple)):
+        return []
+    found: list[torch.Tensor] = []
+    for value in state.values() if isinstance(state, dict) else state:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (dict, list, tuple)):
+            found += _tensors_in(value)
+    return found
+
+
+# Trust.
+
+
+_USUAL: Final = frozenset({"step", "zero_grad", "add_param_group", "state_dict"})
+"""Public methods that any optimizer may bring along. Not ``load_state_dict``: some classes from
+elsewhere copy into their parameters there."""
+
+_only_step: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+
+def writes_only_in_step(cls: type[Optimizer]) -> bool:
+    """True if, by its methods, an optimizer of this class writes nowhere but in ``step``."""
+    found = _only_step.get(cls)
+    if found is None:
+        found = _only_step[cls] = not any(_own_methods(base) - _USUAL for base in cls.__mro__)
+    return found
+
+
+def _own_methods(base: type) -> set[str]:
+    """Names of the public methods that a class from outside torch adds."""
+    if base.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing"):
+        return set()
+    return {
+        name
+        for name, value in vars(base).items()
+        if not name.startswith("_")
+        and (callable(value) or isinstance(value, (staticmethod, classmethod)))
+    }
+
+
+def _sorted_by_trust(optimizers: list[Optimizer]) -> tuple[list[Optimizer], list[Optimizer]]:
+    trusted: list[Optimizer] = []
+    barred: list[Optimizer] = []
+    for optimizer in optimizers:
+        cls = type(optimizer)
+        (trusted if _is_trusted(optimizer, cls) else barred).append(optimizer)
+    return trusted, barred
+
+
+def _is_trusted(optimizer: Optimizer, cls: type[Optimizer]) -> bool:
+    return (
+        getattr(cls.step, "hooked", False)
+        and writes_only_in_step(cls)
+        and optimizer not in _recorded
+        and not optimizer.__dict__.get("_overlap_with_ddp", False)
+    )
+
+
+def _changed_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The tensors that the next step of a trusted optimizer changes, and its states."""
+    states = optimizer.state
+    changed: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        capturable = bool(group.get("capturable", False))
+        for parameter in group["params"]:
+            if capturable and parameter.is_cuda:
+                continue  # made to be recorded into a graph; its replays call no hook
+            if parameter.requires_grad and (states.get(parameter) or parameter.grad is not None):
+                changed.append(parameter)
+    for state in states.values():
+        changed += _tensors_in(state)
+    return changed
+
+
+class _Cover:
+    """Which storages are filled by the tensors that were added."""
+
+    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        addresses = [storage.data_ptr() for storage in storages]
+        self._index: Final = {address: index for index, address in enumerate(addresses) if address}
+        self._room: Final = [storage.nbytes() for storage in storages]
+        self._flags: Final = bytearray(len(self._room))
+        self._parts: Final[dict[int, dict[int, int]]] = {}
+        self._barred: Final[set[int]] = set()
+
+    def add(self, tensors: list[torch.Tensor]) -> None:
+        index_of, room, flags = self._index.get, self._room, self._flags
+        for tensor in tensors:  # tens of thousands: nothing here may cost a microsecond
+            try:
+                address = tensor.data_ptr()
+            except (RuntimeError, NotImplementedError):  # no storage: it cannot be in the state
+                continue
+            index = index_of(address)
+            if index is not None and tensor.nbytes >= room[index]:
+                flags[index] = Stability.STABLE
+            else:
+                self._add_part(tensor, address)
+
+    def _add_part(self, tensor: torch.Tensor, address: int) -> None:
+        index = self._index.get(pointer(tensor))
+        if index is not None:
+            parts = self._parts.setdefault(index, {})
+            parts[address] = max(tensor.nbytes, parts.get(address, 0))
+
+    def bar(self, address: int) -> None:
+        index = self._index.get(address)
+        if index is not None:
+            self._barred.add(index)
+
+    def flags(self) -> bytearray:
+        """The answer. Call it once."""
+        for index, parts in self._parts.items():
+            if _filled(parts) >= self._room[index]:
+                self._flags[index] = Stability.STABLE
+        for index in self._barred:
+            self._flags[index] = Stability.VOLATILE
+        return self._flags
+
+
+def _filled(parts: dict[int, int]) -> int:
+    """Bytes under the union of runs, address -> size."""
+    total = end = 0
+    for address, size in sorted(parts.items()):
+        total += max(0, address + size - max(address, end))
+        end = max(end, address + size)
+    return total
+
+
+# What else there is in this process.
+
+
+class _Surroundings:
+    """Modules and optimizers, alive somewhere, that may write parameters by ways of their own.
+
+    ``of``: the identities of the parameters it was made for. The objects that a frozen garbage
+    collector (``gc.freeze``) hides are not found.
+    """
+
+    def __init__(self, of: list[int]) -> None:
+        start = time.perf_counter()
+        self.of: Final = of
+        self._modules: Final[list[weakref.ref[torch.nn.Module]]] = []
+        self._optimizers: Final[list[weakref.ref[Optimizer]]] = []
+        modules, optimizers = _family(torch.nn.Module), _family(Optimizer)
+        either = modules | optimizers
+        # Never isinstance: it may run code of lazy proxies.
+        for thing in [each for each in gc.get_objects() if type(each) in either]:
+            if type(thing) in optimizers:
+                if _is_suspect(thing):
+                    self._optimizers.append(weakref.ref(thing))
+            elif "max_norm" in thing.__dict__:
+                self._modules.append(weakref.ref(thing))
+        self.took_s: Final = time.perf_counter() - start
+
+    def renormalised(self) -> Iterator[torch.Tensor]:
+        """Weights that a forward renormalises: now, for ``max_norm`` may be set at any time."""
+        for ref in self._modules:
+            module = ref()
+            if module is not None and module.__dict__.get("max_norm") is not None:
+                yield from (weight for weight in module._parameters.values() if weight is not None)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Those that write outside of ``step``, stepped or not."""
+        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+
+
+def _family(cls: type) -> set[type]:
+    """The class and all that were ever derived from it."""
+    found, left = {cls}, [cls]
+    while left:
+        new: set[type] = set(type.__subclasses__(left.pop())) - found
+        found |= new
+        left += new
+    return found
+
+
+def _is_suspect(optimizer: Optimizer) -> bool:
+    """Wrappers that only pass calls on (Lightning's, Accelerate's) hold no groups of their own."""
+    return "param_groups" in optimizer.__dict__ and not writes_only_in_step(type(optimizer))
+
+
+_surroundings: _Surroundings | None = None
+
+
+def _surroundings_of(trained: list[torch.Tensor]) -> _Surroundings:
+    global _surroundings
+    identities = [id(parameter) for parameter in trained]
+    found = _surroundings
+    if found is None or found.of != identities:
+        found = _surroundings = _Surroundings(identities)
+    return found
+
+
+def seconds_of_last_search() -> float:
+    """What the last walk over the objects of this process took; 0 before the first one."""
+    return 0.0 if _surroundings is None else _surroundings.took_s

@@ -1,0 +1,29 @@
+"""Checksums of saved bytes: xxh3_128 over units of 16 MiB, and one over the units of a storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import xxhash
+
+UNIT: Final = 16 << 20
+"""Bytes of a storage under one checksum; the last unit of a storage may be shorter."""
+
+DIGEST_SIZE: Final = 16
+
+
+def digest(data: bytes | bytearray | memoryview) -> bytes:
+    """xxh3_128 of ``data`` with seed 0, 16 bytes, most significant first."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def unit_count(length: int) -> int:
+    """Units of a storage of ``length`` bytes. An empty storage has one, the digest of nothing."""
+    return max(1, -(-length // UNIT))
+
+
+def storage_digest(units: Sequence[bytes]) -> bytes:
+    """The checksum of a storage from those of its units, in order (at least one)."""
+    assert units
+    return units[0] if len(units) == 1 else digest(b"".join(units))

@@ -1,0 +1,188 @@
+"""The tables of the pool format, version 1. ``docs/format.md`` holds them too, and is tested.
+
+All numbers are little-endian. Every reserved byte is zero. A digest is xxh3_128, 16 bytes, most
+significant first, of everything before it in its record unless its row says otherwise.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from portus.format.record import Field, Record
+from portus.spec import PAGE
+
+FORMAT_VERSION: Final = 1
+KIND_VERSION: Final = 1
+MAGIC: Final = b"PORTUS POOL\r\n\x1a\n\x00"
+ROOT_MAGIC: Final = b"ROOT"
+RECORD_MAGIC: Final = b"PREC"
+
+SUPERBLOCK_OFFSETS: Final = (0 * PAGE, 4 * PAGE)
+SLOT_OFFSETS: Final = (1 * PAGE, 2 * PAGE)
+HOLDER_OFFSET: Final = 3 * PAGE
+HOLDER_SIZE: Final = 512
+DATA_START: Final = 8 * PAGE
+
+# An old reader opens a pool with unknown compat bits; reads, but does not write, one with
+# unknown read_only_compat bits; and refuses unknown incompat bits.
+COMPAT_KNOWN: Final = 0
+READ_ONLY_COMPAT_KNOWN: Final = 0
+INCOMPAT_KNOWN: Final = 0
+
+VERSION_ID_MAX: Final = 1 << 61
+NAME_SIZE_MAX: Final = 4096
+RECORD_SIZE_MAX: Final = 1 << 36
+
+
+class Kind(enum.IntEnum):
+    """What a record is. A writer that meets a kind it does not know refuses to write."""
+
+    MODEL_TABLE = 1
+    MODEL_INDEX = 2
+    VERSION = 3
+    LAYOUT = 4
+    TREE = 5
+
+
+SUPERBLOCK: Final = Record(
+    "superblock",
+    128,
+    (
+        Field("magic", "16s", "`PORTUS POOL` CR LF 1A LF 00"),
+        Field("format_version", "I", "1"),
+        Field("page_size", "I", "4096"),
+        Field("compat", "Q", "feature bits that an old program may ignore"),
+        Field("read_only_compat", "Q", "feature bits that an old program may read but not write"),
+        Field("incompat", "Q", "feature bits that an old program must refuse"),
+        Field("uuid", "16s", "random, names this pool"),
+        Field("created_ns", "Q", "Unix time in nanoseconds"),
+        Field("reserved", "40s", "zero"),
+        Field("digest", "16s", "of the 112 bytes before"),
+    ),
+)
+
+POINTER_FIELDS: Final = ("offset", "length", "digest")
+
+SLOT: Final = Record(
+    "root slot",
+    128,
+    (
+        Field("magic", "4s", "`ROOT`"),
+        Field("reserved", "4s", "zero"),
+        Field("sequence", "Q", "the commit number; 0 = formatted, nothing committed"),
+        Field("next_version", "Q", "the id that the next version gets; over every id below"),
+        Field("size", "Q", "bytes of the pool that this root may reach into"),
+        Field("uuid", "16s", "that of the superblock"),
+        Field("table_offset", "Q", "model table record; 0 when there is none yet"),
+        Field("table_length", "Q", "its bytes, header included"),
+        Field("table_digest", "16s", "its digest"),
+        Field("reserved_2", "32s", "zero"),
+        Field("digest", "16s", "of the 112 bytes before"),
+    ),
+)
+
+HEADER: Final = Record(
+    "record header",
+    64,
+    (
+        Field("magic", "4s", "`PREC`"),
+        Field("kind", "H", "1 model table, 2 model index, 3 version, 4 layout, 5 tree"),
+        Field("kind_version", "H", "1"),
+        Field("reserved", "Q", "zero"),
+        Field("length", "Q", "bytes of payload that follow"),
+        Field("commit", "Q", "the commit that wrote it"),
+        Field("uuid", "16s", "that of the superblock"),
+        Field("digest", "16s", "of the 48 bytes before and the payload"),
+    ),
+)
+
+TABLE_ENTRY: Final = Record(
+    "model table entry",
+    48,
+    (
+        Field("offset", "Q", "model index record"),
+        Field("length", "Q", "its bytes, header included"),
+        Field("digest", "16s", "its digest"),
+        Field("name_offset", "Q", "bytes from the start of the names"),
+        Field("name_length", "Q", "bytes of UTF-8"),
+    ),
+)
+
+INDEX_ENTRY: Final = Record(
+    "model index entry",
+    96,
+    (
+        Field("id", "Q", "of the version; unique in the pool, grows"),
+        Field("commit", "Q", "the commit that made it visible"),
+        Field("step", "q", "the caller's"),
+        Field("time_ns", "Q", "Unix time in nanoseconds"),
+        Field("token", "16s", "random, names the version in reference files"),
+        Field("size", "Q", "sum of its storages in bytes, shared ones included"),
+        Field("reserved", "8s", "zero"),
+        Field("offset", "Q", "version record"),
+        Field("length", "Q", "its bytes, header included"),
+        Field("digest", "16s", "its digest"),
+    ),
+)
+
+VERSION_HEAD: Final = Record(
+    "version head",
+    152,
+    (
+        Field("id", "Q", "as in the model index"),
+        Field("commit", "Q", "as in the model index"),
+        Field("step", "q", "as in the model index"),
+        Field("time_ns", "Q", "as in the model index"),
+        Field("token", "16s", "as in the model index"),
+        Field("size", "Q", "as in the model index"),
+        Field("layout_offset", "Q", "layout record"),
+        Field("layout_length", "Q", "its bytes, header included"),
+        Field("layout_digest", "16s", "its digest"),
+        Field("tree_offset", "Q", "tree record"),
+        Field("tree_length", "Q", "its bytes, header included"),
+        Field("tree_digest", "16s", "its digest"),
+        Field("storages", "Q", "number of storage entries"),
+        Field("extents", "Q", "number of extent entries"),
+        Field("units", "Q", "number of unit digests"),
+        Field("name_length", "Q", "bytes of the model's name in UTF-8"),
+    ),
+)
+
+STORAGE: Final = Record(
+    "storage entry",
+    56,
+    (
+        Field("length", "Q", "bytes"),
+        Field("first_extent", "Q", "index of its first extent entry"),
+        Field("extents", "Q", "number of its extent entries, which add up to its length"),
+        Field("first_unit", "Q", "index of its first unit digest; it has one for each 16 MiB"),
+        Field("born", "Q", "the commit that copied the bytes; an older one if they are shared"),
+        Field("digest", "16s", "of the storage: that of its one unit, or of its units' digests"),
+    ),
+)
+
+EXTENT: Final = Record(
+    "extent entry",
+    16,
+    (
+        Field("offset", "Q", "bytes from the start of the pool"),
+        Field("length", "Q", "bytes, over 0"),
+    ),
+)
+
+UNIT_DIGEST: Final = Record(
+    "unit digest", 16, (Field("digest", "16s", "xxh3_128 of up to 16 MiB of a storage"),)
+)
+
+TABLES: Final = (
+    SUPERBLOCK,
+    SLOT,
+    HEADER,
+    TABLE_ENTRY,
+    INDEX_ENTRY,
+    VERSION_HEAD,
+    STORAGE,
+    EXTENT,
+    UNIT_DIGEST,
+)

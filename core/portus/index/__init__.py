@@ -1,0 +1,1 @@
+"""What a pool holds: models, their versions, and the extents of each."""

@@ -1,0 +1,148 @@
+"""What a root leads to: the models of a pool and their versions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from portus.errors import CorruptionError
+from portus.format.layout import Kind
+from portus.index.records import (
+    NOWHERE,
+    Pointer,
+    VersionEntry,
+    VersionRecord,
+    decode_index,
+    decode_table,
+    decode_version,
+    read,
+)
+from portus.index.roots import Root, read_roots
+from portus.index.space import Runs, extents_runs, merged, runs_of
+from portus.media.base import Medium
+
+_log: Final = logging.getLogger("portus")
+
+_RETRIES_MAX: Final = 1000  # a writer that commits faster than we read 1000 times is not real
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model's index record and what it lists, oldest commit first."""
+
+    pointer: Pointer
+    versions: tuple[VersionEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """All that one root reaches, but for the versions' own records."""
+
+    root: Root
+    models: dict[str, Model] = field(default_factory=dict)
+
+    def entries(self) -> Iterator[VersionEntry]:
+        """Every version of every model."""
+        for model in self.models.values():
+            yield from model.versions
+
+    def ids(self) -> frozenset[int]:
+        """The ids of every version."""
+        return frozenset(entry.info.id for entry in self.entries())
+
+    def find(self, version: int) -> VersionEntry | None:
+        """The version of that id, or None."""
+        return next((entry for entry in self.entries() if entry.info.id == version), None)
+
+    def record_runs(self) -> Runs:
+        """The pages of the table and of the model indices."""
+        pointers = [self.root.table, *(model.pointer for model in self.models.values())]
+        return extents_runs(pointer.extent for pointer in pointers)
+
+
+def read_catalogue(medium: Medium, root: Root) -> Catalogue:
+    """Raises ``CorruptionError`` if the table or any model index is damaged."""
+    catalogue = Catalogue(root)
+    if root.size > medium.size:
+        raise CorruptionError(
+            f"{medium.info.name}: commit {root.sequence} needs {root.size} bytes, found "
+            f"{medium.size}; was it truncated?"
+        )
+    if root.table == NOWHERE:
+        return catalogue
+    for name, pointer in decode_table(read(medium, root.table, Kind.MODEL_TABLE)):
+        entries = decode_index(read(medium, pointer, Kind.MODEL_INDEX))
+        if any(entry.info.model != name for entry in entries):
+            raise CorruptionError(f"model index of {name!r}: it is that of another model")
+        catalogue.models[name] = Model(pointer, tuple(entries))
+    return catalogue
+
+
+def newest_catalogue(medium: Medium, uuid: bytes) -> Catalogue:
+    """The catalogue of the newest root that can be read whole.
+
+    A writer may commit while this reads: a root that changed meanwhile is read again. A root
+    that stays and is damaged is passed over for the older one, with an error in the log (V4).
+    Raises ``CorruptionError`` when neither can be read.
+    """
+    for _ in range(_RETRIES_MAX):
+        roots = read_roots(medium, uuid)
+        if not roots:
+            raise CorruptionError(f"{medium.info.name}: both root slots are damaged")
+        found, failure = _first_readable(medium, roots)
+        if failure is not None and read_roots(medium, uuid) != roots:
+            continue
+        if failure is not None and (found is None or not found.models):
+            raise failure  # an empty pool in place of a damaged one would hide the loss
+        assert found is not None
+        if failure is not None:
+            _log.error(
+                "%s: commit %d is damaged (%s); going back to commit %d",
+                medium.info.name,
+                roots[0].sequence,
+                failure,
+                found.root.sequence,
+            )
+        return found
+    raise CorruptionError(f"{medium.info.name}: its roots changed {_RETRIES_MAX} times in one read")
+
+
+def _first_readable(
+    medium: Medium, roots: list[Root]
+) -> tuple[Catalogue | None, CorruptionError | None]:
+    failure = None
+    for root in roots:
+        try:
+            return read_catalogue(medium, root), failure
+        except CorruptionError as error:
+            failure = failure or error
+    return None, failure
+
+
+def read_version(medium: Medium, entry: VersionEntry) -> VersionRecord:
+    """The record of one version. Raises ``CorruptionError``."""
+    record = decode_version(read(medium, entry.pointer, Kind.VERSION))
+    if record.info != entry.info:
+        raise CorruptionError(
+            f"version record at byte {entry.pointer.offset}: expected {entry.info}, "
+            f"found {record.info}"
+        )
+    offsets, lengths, size = record.extents["offset"], record.extents["length"], medium.size
+    if len(offsets) and max(int(offsets.max()), int((offsets + lengths).max())) > size:
+        raise CorruptionError(
+            f"version {entry.info.id} reaches beyond the {size} bytes of {medium.info.name}; "
+            f"was it truncated?"
+        )
+    return record
+
+
+def version_runs(entry: VersionEntry, record: VersionRecord) -> Runs:
+    """Every page that a version reaches: its record, layout, tree and bytes."""
+    return merged(
+        [
+            extents_runs([entry.pointer.extent, record.layout.extent, record.tree.extent]),
+            runs_of(record.extents["offset"], record.extents["length"]),
+        ]
+    )

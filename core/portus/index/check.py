@@ -1,0 +1,169 @@
+"""``check``: walks a pool and names every rule of the format that it breaks.
+
+Theory. Both root slots are read, and all that they reach, until no commit came in between: what is
+then known was reached at one moment. A version is pinned while it is looked at; one that was
+retired meanwhile is passed over, since its pages may be somebody else's by now. So a check may run
+while a writer is at work, and finds nothing that is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from portus.errors import CorruptionError, StaleError
+from portus.format.layout import VERSION_ID_MAX
+from portus.index.catalogue import read_catalogue
+from portus.index.check_catalogue import (
+    Standing,
+    Subject,
+    check_catalogues,
+    check_fixed_pages,
+    load_slots,
+)
+from portus.index.check_reach import check_reach
+from portus.index.check_version import Bytes, Flags, Seen, Versions
+from portus.index.findings import RULES, Finding, Findings, Severity
+from portus.index.pool import PoolReader
+from portus.index.records import VersionEntry
+from portus.index.roots import read_roots
+from portus.media.base import Locks, Medium
+from portus.media.local import LocalFiles
+from portus.media.lock import FileLocks
+from portus.spec import VersionInfo
+
+__all__ = ["RULES", "Finding", "Severity", "check"]
+
+_RETRIES_MAX: Final = 1000
+
+Progress = Callable[[int, int], None]
+"""Told bytes done, and bytes to do in all."""
+
+
+def check(
+    pool: str | os.PathLike[str] | PoolReader,
+    *,
+    data: bool = True,
+    progress: Progress | None = None,
+    only: Callable[[VersionInfo], bool] | None = None,
+) -> list[Finding]:
+    """Every broken rule of one pool file; none for a healthy one. Changes nothing.
+
+    data: read every byte of every version too, once for all versions that share it.
+    progress: called now and then with bytes done and bytes to do in all.
+    only: look at these versions alone; the catalogues are looked at all the same.
+
+    Works while somebody writes the pool. Blocks. Raises ``MediumError`` if the pool cannot be
+    opened or its first pages cannot be read, ``UsageError`` if a newer Portus wrote it,
+    ``StaleError`` if commits never stop for long enough.
+    """
+    if isinstance(pool, PoolReader):
+        return _check(pool.medium, pool.locks, data, progress, only)
+    path = os.fspath(pool)
+    with contextlib.ExitStack() as stack:
+        medium = stack.enter_context(contextlib.closing(LocalFiles().open(path, writable=False)))
+        locks = stack.enter_context(contextlib.closing(FileLocks(path, writable=False)))
+        return _check(medium, locks, data, progress, only)
+
+
+def _check(
+    medium: Medium,
+    locks: Locks,
+    data: bool,
+    progress: Progress | None,
+    only: Callable[[VersionInfo], bool] | None,
+) -> list[Finding]:
+    findings = Findings()
+    uuid = check_fixed_pages(medium, findings)
+    if uuid is None:
+        return findings.all
+    standing = check_catalogues(medium, uuid, findings)
+    subject = Subject(medium, uuid, findings)
+    pins = _Pins(subject, standing, locks)
+    seen = _look(subject, standing, pins, only)
+    check_reach(seen, standing.records.values(), findings)
+    if data:
+        _read_bytes(subject, seen, pins, progress or (lambda done, total: None))
+    return findings.all
+
+
+def _look(
+    subject: Subject,
+    standing: Standing,
+    pins: _Pins,
+    only: Callable[[VersionInfo], bool] | None,
+) -> list[Seen]:
+    versions, found = Versions(subject, standing), []
+    for entry in standing.entries.values():
+        if only is None or only(entry.info):
+            with pins.held(entry) as there:
+                seen = versions.look(entry) if there else None
+            if seen is not None:
+                found.append(seen)
+    return found
+
+
+def _read_bytes(subject: Subject, seen: list[Seen], pins: _Pins, progress: Progress) -> None:
+    verifier = Bytes(subject)
+    todo: list[tuple[Seen, Flags, int]] = []
+    for each in seen:
+        some = verifier.unknown(each)
+        todo.append((each, some, int(each.record.storages["length"][some].sum())))
+    total, before = sum(size for _, _, size in todo), 0
+    progress(0, total)
+    for each, some, size in todo:
+        done = before
+
+        def advance(length: int) -> None:
+            nonlocal done
+            done += length
+            progress(done, total)
+
+        with pins.held(each.entry) as there:
+            if there:
+                verifier.verify(each, some, advance)
+        before += size
+        progress(before, total)
+
+
+class _Pins:
+    """Holds versions of a standing while they are looked at."""
+
+    def __init__(self, subject: Subject, standing: Standing, locks: Locks) -> None:
+        self._subject: Final = subject
+        self._slots = standing.slots
+        self._there = frozenset(standing.entries)
+        self._locks: Final = locks
+
+    @contextlib.contextmanager
+    def held(self, entry: VersionEntry) -> Iterator[bool]:
+        """Pin a version; False if no root reaches it any more, or its id is impossible."""
+        version = entry.info.id
+        if not 0 < version < VERSION_ID_MAX:
+            yield False
+            return
+        self._locks.pin(version)
+        try:
+            # After the pin, as in ``PoolReader.pinned``: a writer that asked before has let go of
+            # it in a slot by now.
+            yield self._is_there(version)
+        finally:
+            self._locks.unpin(version)
+
+    def _is_there(self, version: int) -> bool:
+        for _ in range(_RETRIES_MAX):
+            slots = load_slots(self._subject.medium)
+            if slots == self._slots:
+                return version in self._there
+            self._there, self._slots = self._reached(), slots
+        raise StaleError(f"{self._subject.medium.info.name}: commits came too fast; try again")
+
+    def _reached(self) -> frozenset[int]:
+        """The ids in both catalogues; a damaged one was found already."""
+        ids: set[int] = set()
+        for root in read_roots(self._subject.medium, self._subject.uuid):
+            with contextlib.suppress(CorruptionError):
+                ids |= read_catalogue(self._subject.medium, root).ids()
+        return frozenset(ids)

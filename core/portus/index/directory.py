@@ -1,0 +1,257 @@
+"""Pool files and pool directories: where a pool is, how it is made, and who has it open.
+
+A pool directory holds a pool file for each writer (a run, a rank), ``<name>.portus``. A new pool
+file is made under a hidden name, formatted, persisted, and only then linked under its own: whoever
+finds that name finds a whole pool, and of two makers one wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import urllib.parse
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from portus.errors import BusyError, MediumError, UsageError
+from portus.format.layout import DATA_START
+from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder
+from portus.media.base import Files, Locks, Names
+from portus.media.local import LocalFiles
+from portus.media.lock import FileLocks
+
+SUFFIX: Final = ".portus"
+DEFAULT_DIRECTORY: Final = ".portus"
+DIRECTORY_VARIABLE: Final = "PORTUS_POOL"
+
+_CACHE_TAG: Final = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n"
+    "# Checkpoints of Portus. Not a cache to clear: but backups of running pools are of no use.\n"
+)
+
+
+class FileSystem(Files, Names, Protocol):
+    """Names that can be changed and looked at."""
+
+
+def default_directory(root: str = ".") -> str:
+    """Where pools are if nobody says: ``$PORTUS_POOL``, else ``.portus`` under ``root``."""
+    return os.environ.get(DIRECTORY_VARIABLE) or os.path.join(root, DEFAULT_DIRECTORY)
+
+
+def pool_file(pool: str | os.PathLike[str] | None, name: str) -> str:
+    """The absolute path of the pool file that ``pool`` means for the writer called ``name``.
+
+    pool: a pool file (it exists, or ends in ``.portus``); else a pool directory, made later;
+    None: the default one.
+    """
+    place = os.path.abspath(os.fspath(pool) if pool is not None else default_directory())
+    is_file = os.path.isfile(place) or (
+        place.endswith(SUFFIX) and os.path.basename(place) != SUFFIX and not os.path.isdir(place)
+    )
+    return place if is_file else os.path.join(place, urllib.parse.quote(name, safe="") + SUFFIX)
+
+
+def pool_files(pool: str | os.PathLike[str] | None) -> list[str]:
+    """The pool files there are: ``pool`` itself, or those of the pool directory.
+
+    Raises ``UsageError`` if there is nothing of that name.
+    """
+    place = os.path.abspath(os.fspath(pool) if pool is not None else default_directory())
+    if os.path.isdir(place):
+        names = sorted(name for name in os.listdir(place) if name.endswith(SUFFIX))
+        paths = [os.path.join(place, name) for name in names]
+        return [path for path in paths if os.path.isfile(path)]
+    if not os.path.exists(place):
+        raise UsageError(f"{place}: there is no pool, and no pool directory, of this name")
+    return [place]
+
+
+def make_directory(directory: str) -> None:
+    """Make a pool directory if it is not there, marked so that git and backups pass it over."""
+    if os.path.isdir(directory):
+        return
+    try:
+        os.makedirs(directory, exist_ok=True)
+        if os.path.basename(directory) == DEFAULT_DIRECTORY:
+            for name, text in ((".gitignore", "*\n"), ("CACHEDIR.TAG", _CACHE_TAG)):
+                with open(os.path.join(directory, name), "w", encoding="ascii") as file:
+                    file.write(text)
+    except OSError as error:
+        raise MediumError(
+            error.errno, f"{directory}: cannot make the pool directory: {error.strerror}"
+        ) from error
+
+
+def create_pool(path: str, files: FileSystem) -> None:
+    """Make an empty pool file at ``path``, durable with its name; nothing if one is there.
+
+    Its directory exists. Raises ``MediumError``; then there is no pool, and nothing half-made.
+    """
+    directory, name = os.path.split(path)
+    fresh = os.path.join(directory, f".{name}.{os.getpid()}.new")
+    _remove_unfinished(directory, name, files)
+    try:
+        medium = files.create(fresh, DATA_START)
+        try:
+            format_pool(medium)
+        finally:
+            medium.close()
+        _publish(fresh, path, files)
+    finally:
+        files.remove(fresh)
+    files.sync(directory)
+
+
+def _remove_unfinished(directory: str, name: str, files: FileSystem) -> None:
+    """What makers that were killed left behind; those of living processes stay."""
+    for entry in files.entries(directory):
+        maker = entry.removeprefix(f".{name}.").removesuffix(".new")
+        if entry == f".{name}.{maker}.new" and maker.isdigit() and not _is_alive(int(maker)):
+            files.remove(os.path.join(directory, entry))
+
+
+def _is_alive(process: int) -> bool:
+    """False also for this process: it is not making a pool of this name yet."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
+
+
+def remove_pool(path: str, files: FileSystem) -> None:
+    """Remove a pool file that nobody has open, and what is around it if that is empty."""
+    files.remove(path)
+    for directory in (os.path.splitext(path)[0] + ".references", os.path.dirname(path)):
+        left = set(files.entries(directory))
+        if left and left <= {".gitignore", "CACHEDIR.TAG"}:
+            for name in left:
+                files.remove(os.path.join(directory, name))
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
+
+
+def _publish(fresh: str, path: str, files: FileSystem) -> None:
+    try:
+        files.link(fresh, path)  # a second maker's link fails; a rename would take our place
+    except MediumError as error:
+        if error.errno == errno.EEXIST:
+            return
+        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK):
+            raise
+        files.replace(fresh, path)
+
+
+def open_reader(path: str, files: FileSystem | None = None) -> PoolReader:
+    """The pool file at ``path``, for reading; somebody may be writing it."""
+    medium = (files or LocalFiles()).open(path, writable=False)
+    try:
+        return PoolReader(medium, FileLocks(path, writable=False))
+    except BaseException:
+        medium.close()
+        raise
+
+
+@dataclass(slots=True)
+class _Shared:
+    writer: PoolWriter
+    users: int
+
+
+class Writers:
+    """The pools that this process writes. One opened twice is shared, and closed once by each."""
+
+    def __init__(self) -> None:
+        self._guard = threading.RLock()
+        self._shared: dict[tuple[int, int], _Shared] = {}
+        self._opening: dict[tuple[int, int], threading.Lock] = {}
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def open(
+        self, path: str, *, timeout_s: float = 10.0, max_bytes: int | None = None
+    ) -> PoolWriter:
+        """The one writer of the pool file at ``path``, which exists.
+
+        Waits up to ``timeout_s`` for another process to let go. Raises ``BusyError`` naming it.
+        """
+        files = LocalFiles()
+        status = files.status(path)
+        if status is None:
+            raise UsageError(f"{path}: there is no pool file of this name")
+        with self._guard:
+            opening = self._opening.setdefault(status.identity, threading.Lock())
+        with opening:  # one at a time for each pool; other pools do not wait for it
+            with self._guard:
+                shared = self._shared.get(status.identity)
+            if shared is None:
+                opened = open_writer(path, files, timeout_s=timeout_s, max_bytes=max_bytes)
+                shared = _Shared(opened, 0)
+            with self._guard:
+                self._shared[status.identity] = shared
+                shared.users += 1
+            return shared.writer
+
+    def close(self, writer: PoolWriter) -> bool:
+        """Let go of what ``open`` gave. The last one closes the pool; True then."""
+        with self._guard:
+            found = [key for key, each in self._shared.items() if each.writer is writer]
+        for identity in found:
+            with self._opening[identity]:
+                shared = self._shared[identity]
+                shared.users -= 1
+                if shared.users:
+                    return False
+                with self._guard:
+                    del self._shared[identity]
+                writer.close()
+        return True
+
+    def _forget(self) -> None:
+        # In a forked child the pools belong to the parent; media and locks closed themselves.
+        self._guard, self._shared, self._opening = threading.RLock(), {}, {}
+
+
+WRITERS: Final = Writers()
+"""Those of this process."""
+
+
+def open_writer(
+    path: str,
+    files: FileSystem,
+    *,
+    timeout_s: float = 10.0,
+    max_bytes: int | None = None,
+    locks: Locks | None = None,
+) -> PoolWriter:
+    """The pool file at ``path``, for writing; ``Writers`` shares one between all users.
+
+    locks: instead of those of the file, for tests on files of another kind.
+    """
+    before = files.status(path)  # whoever holds the lock may remove the file meanwhile
+    with contextlib.ExitStack() as undo:
+        medium = files.open(path, writable=True)
+        undo.callback(medium.close)
+        held = locks or FileLocks(path, writable=True, describe_holder=lambda: read_holder(medium))
+        undo.callback(held.close)
+        try:
+            writer = PoolWriter(medium, held, timeout_s=timeout_s, max_bytes=max_bytes)
+        except BusyError as error:
+            hint = f"{error.strerror}. To read it meanwhile: portus.open({path!r})"
+            raise BusyError(error.errno, hint) from error
+        found = files.status(path)
+        if before is None or found is None or found.identity != before.identity:
+            raise MediumError(
+                errno.ENOENT, f"{path}: removed or replaced while it was opened; open it again"
+            )
+        # Whoever made the pool may have been killed before the name was durable.
+        files.sync(os.path.dirname(path))
+        undo.pop_all()
+        return writer

@@ -1,0 +1,124 @@
+"""What a check may find: the rules of the format, and findings against them.
+
+``docs/format.md`` holds the rules too, and is tested.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+RULES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "F1": "Both copies of the superblock MUST be whole, and equal.",
+        "F2": "Reserved fields and padding MUST be zero.",
+        "F3": (
+            "A root slot MUST be whole, carry the pool's uuid, and hold a sequence whose parity is "
+            "the slot's number. After a crash one of the two MAY be torn. Slot 1 is zero until the "
+            "first commit."
+        ),
+        "F4": (
+            "Two whole slots MUST have sequences that differ by one; `next_version` and `size` "
+            "MUST NOT fall from the older to the newer."
+        ),
+        "F5": (
+            "The `size` of a root MUST NOT exceed that of the medium, and all that the root "
+            "reaches MUST lie between byte 32768 and its `size`."
+        ),
+        "F6": (
+            "A record MUST begin at a multiple of 8, and have the magic, the kind that is expected "
+            "there, a known kind version, the pool's uuid, and the length and the digest that "
+            "its pointer says. It MUST NOT be of a later commit than what points at it."
+        ),
+        "F7": (
+            "The names in a model table MUST be unique and sorted by their UTF-8, lie end to end "
+            "behind the entries, and end with the payload."
+        ),
+        "F8": (
+            "A model index MUST name the model that the table names, list at least one version, "
+            "in ascending order of commit and of id, and end with the payload."
+        ),
+        "F9": (
+            "In the whole pool ids MUST be unique, from 1 to below `next_version`; commits of "
+            "versions unique and not above the root's sequence; tokens unique."
+        ),
+        "F10": "A version record MUST say what the model index says, and end with the name.",
+        "F11": (
+            "The extent entries and the unit digests of a version's storages MUST follow each "
+            "other without gaps, extents add up to their storage and be over 0, storages add up to "
+            "the version's `size`, and `born` lie between 1 and the version's commit."
+        ),
+        "F12": "The digest of a storage MUST be that of its one unit, or of its units' digests.",
+        "F13": (
+            "Extents and records MUST NOT overlap; an extent or a record that several versions "
+            "reach MUST be the same in all of them, and occur once in each."
+        ),
+        "F14": (
+            "A layout MUST be a JSON array of tensors. Each MUST have unique name, a storage of "
+            "the version or -1, and, if its dtype is known, lie within that storage."
+        ),
+        "F15": (
+            "A tree MUST be JSON in UTF-8, and refer to each tensor of the layout once, and to "
+            "no other."
+        ),
+        "V1": "A page MUST NOT hold bytes of two commits.",
+        "V4": "The bytes of every unit MUST have the digest that was taken when they were saved.",
+    }
+)
+
+
+class Severity(enum.Enum):
+    """An error breaks a rule. A warning may be the trace of a crash, and does no harm."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One broken rule. ``invariant`` is a key of ``RULES``; ``where`` names place and owner."""
+
+    invariant: str
+    where: str
+    expected: str
+    found: str
+    severity: Severity = Severity.ERROR
+
+    def __str__(self) -> str:
+        return f"{self.invariant}: {self.where}: expected {self.expected}, found {self.found}"
+
+
+class Findings:
+    """Collects findings, each once: what both roots reach is looked at twice."""
+
+    def __init__(self) -> None:
+        self._found: Final[dict[Finding, None]] = {}
+
+    @property
+    def all(self) -> list[Finding]:
+        """In the order in which they were found."""
+        return list(self._found)
+
+    def error(self, invariant: str, where: str, expected: str, found: str) -> None:
+        """Add an error."""
+        self._add(Finding(invariant, where, expected, found))
+
+    def warning(self, invariant: str, where: str, expected: str, found: str) -> None:
+        """Add a warning."""
+        self._add(Finding(invariant, where, expected, found, Severity.WARNING))
+
+    def require(self, holds: bool, invariant: str, where: str, expected: str, found: str) -> None:
+        """Add an error unless ``holds``."""
+        if not holds:
+            self.error(invariant, where, expected, found)
+
+    def extend(self, others: Findings) -> None:
+        """Add those of another collection."""
+        self._found.update(others._found)
+
+    def _add(self, finding: Finding) -> None:
+        assert finding.invariant in RULES
+        self._found[finding] = None

@@ -1,0 +1,320 @@
+"""Typed records on a medium: how they are framed, found again, and turned into values.
+
+A record is a header, then a payload. Who points at a record holds its offset, length and digest
+(``Pointer``), so a record that is read is the one that was meant, whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from portus.errors import CorruptionError, UsageError
+from portus.format.checksum import digest
+from portus.format.layout import (
+    EXTENT,
+    HEADER,
+    INDEX_ENTRY,
+    KIND_VERSION,
+    NAME_SIZE_MAX,
+    RECORD_MAGIC,
+    RECORD_SIZE_MAX,
+    STORAGE,
+    TABLE_ENTRY,
+    UNIT_DIGEST,
+    VERSION_HEAD,
+    Kind,
+)
+from portus.format.record import Value
+from portus.media.base import Medium
+from portus.spec import Extent, TensorSpec, VersionInfo
+
+_SUM_MAX: Final = 1 << 62
+"""Bytes of a version, or extents, are below it: what 64 bits hold with a sign, and to spare."""
+
+Rows = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """Where a record is, and its digest. Offset 0 points nowhere."""
+
+    offset: int
+    length: int
+    digest: bytes
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.offset, self.length)
+
+
+NOWHERE: Final = Pointer(0, 0, bytes(16))
+
+
+@dataclass(frozen=True, slots=True)
+class VersionEntry:
+    """A version as its model's index lists it."""
+
+    info: VersionInfo
+    pointer: Pointer
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecord:
+    """Everything about one version but its bytes, its tree and its layout.
+
+    ``storages``, ``extents`` and ``units`` are arrays of the format's rows of those names.
+    """
+
+    info: VersionInfo
+    layout: Pointer
+    tree: Pointer
+    storages: Rows
+    extents: Rows
+    units: Rows
+
+    def storage_extents(self, index: int) -> tuple[Extent, ...]:
+        """Where the bytes of one storage are, in order."""
+        row = self.storages[index]
+        first = int(row["first_extent"])
+        rows = self.extents[first : first + int(row["extents"])]
+        return tuple(Extent(int(each["offset"]), int(each["length"])) for each in rows)
+
+
+def frame(kind: Kind, commit: int, uuid: bytes, payload: bytes) -> bytes:
+    """A record: header and payload."""
+    blank = HEADER.pack(
+        magic=RECORD_MAGIC,
+        kind=int(kind),
+        kind_version=KIND_VERSION,
+        length=len(payload),
+        commit=commit,
+        uuid=uuid,
+    )
+    body = blank[:-16]
+    return body + digest(body + payload) + payload
+
+
+def point(offset: int, record: bytes) -> Pointer:
+    """The pointer to ``record``, which goes to ``offset``."""
+    return Pointer(offset, len(record), record[HEADER.size - 16 : HEADER.size])
+
+
+def read(medium: Medium, pointer: Pointer, kind: Kind) -> memoryview:
+    """The payload of a record, checked. Raises ``CorruptionError`` naming kind and place."""
+    where = f"{kind.name.lower().replace('_', ' ')} record at byte {pointer.offset}"
+    if not HEADER.size <= pointer.length <= RECORD_SIZE_MAX:
+        raise CorruptionError(f"{where}: length {pointer.length} is out of range")
+    if pointer.offset + pointer.length > medium.size:
+        raise CorruptionError(
+            f"{where}: ends at byte {pointer.offset + pointer.length}, but the pool "
+            f"{medium.info.name} has {medium.size}; was it truncated?"
+        )
+    data = memoryview(bytearray(pointer.length))
+    medium.load(pointer.offset, data)
+    header = HEADER.unpack(data)
+    found = _digest(data)
+    if found != pointer.digest or header["digest"] != pointer.digest:
+        raise CorruptionError(
+            f"{where} of {medium.info.name}: expected digest {pointer.digest.hex()}, "
+            f"found {found.hex()}"
+        )
+    if header["kind"] != kind or header["kind_version"] != KIND_VERSION:
+        raise UsageError(
+            f"{where}: kind {header['kind']!r} version {header['kind_version']!r} is not known "
+            f"to this Portus; upgrade it"
+        )
+    return data[HEADER.size :].toreadonly()
+
+
+def _digest(record: memoryview) -> bytes:
+    hasher = xxhash.xxh3_128(record[: HEADER.size - 16])
+    hasher.update(record[HEADER.size :])
+    return hasher.digest()
+
+
+def encode_table(entries: Sequence[tuple[str, Pointer]]) -> bytes:
+    """Payload of a model table: a count, the entries sorted by name, the names."""
+    names, rows, offset = [], [], 0
+    for name, pointer in sorted(entries):
+        raw = name.encode("utf-8")
+        rows.append(TABLE_ENTRY.pack(**_fields(pointer), name_offset=offset, name_length=len(raw)))
+        names.append(raw)
+        offset += len(raw)
+    return len(rows).to_bytes(8, "little") + b"".join(rows) + b"".join(names)
+
+
+def decode_table(payload: memoryview) -> list[tuple[str, Pointer]]:
+    """The models and their indices. Raises ``CorruptionError``."""
+    count = int.from_bytes(payload[:8], "little")
+    _fits("model table", count, TABLE_ENTRY.size, len(payload) - 8)
+    names = payload[8 + count * TABLE_ENTRY.size :]
+    found = []
+    for index in range(count):
+        row = TABLE_ENTRY.unpack(payload, 8 + index * TABLE_ENTRY.size)
+        start, length = _int(row, "name_offset"), _int(row, "name_length")
+        found.append((_name(names, start, length), _pointer(row)))
+    return found
+
+
+def encode_index(model: str, entries: Sequence[VersionEntry]) -> bytes:
+    """Payload of a model index: name length, count, the name padded to 8, the entries."""
+    rows = [
+        INDEX_ENTRY.pack(**_info_fields(entry.info), **_fields(entry.pointer)) for entry in entries
+    ]
+    raw = model.encode("utf-8")
+    return (
+        len(raw).to_bytes(8, "little")
+        + len(rows).to_bytes(8, "little")
+        + raw
+        + bytes(-len(raw) % 8)
+        + b"".join(rows)
+    )
+
+
+def decode_index(payload: memoryview) -> list[VersionEntry]:
+    """The versions of one model, oldest commit first. Raises ``CorruptionError``."""
+    length = int.from_bytes(payload[:8], "little")
+    count = int.from_bytes(payload[8:16], "little")
+    model = _name(payload[16:], 0, length)
+    start = 16 + length + -length % 8
+    _fits("model index", count, INDEX_ENTRY.size, len(payload) - start)
+    entries = []
+    for index in range(count):
+        row = INDEX_ENTRY.unpack(payload, start + index * INDEX_ENTRY.size)
+        entries.append(VersionEntry(_info(model, row), _pointer(row)))
+    return entries
+
+
+def encode_version(record: VersionRecord) -> bytes:
+    """Payload of a version: head, storages, extents, units, the model's name."""
+    raw = record.info.model.encode("utf-8")
+    head = VERSION_HEAD.pack(
+        **_info_fields(record.info),
+        **_fields(record.layout, "layout_"),
+        **_fields(record.tree, "tree_"),
+        storages=len(record.storages),
+        extents=len(record.extents),
+        units=len(record.units),
+        name_length=len(raw),
+    )
+    return b"".join(
+        (head, record.storages.tobytes(), record.extents.tobytes(), record.units.tobytes(), raw)
+    )
+
+
+def decode_version(payload: memoryview) -> VersionRecord:
+    """Raises ``CorruptionError`` when counts, indices or lengths do not fit together."""
+    head = VERSION_HEAD.unpack(payload)
+    counts = [_int(head, name) for name in ("storages", "extents", "units")]
+    offset, arrays = VERSION_HEAD.size, []
+    for table, count in zip((STORAGE, EXTENT, UNIT_DIGEST), counts, strict=True):
+        _fits(table.name, count, table.size, len(payload) - offset)
+        arrays.append(table.array(payload, offset, count))
+        offset += count * table.size
+    model = _name(payload[offset:], 0, _int(head, "name_length"))
+    record = VersionRecord(
+        _info(model, head), _pointer(head, "layout_"), _pointer(head, "tree_"), *arrays
+    )
+    _check_arrays(record)
+    return record
+
+
+_layout_encoder = msgspec.json.Encoder()
+_layout_decoder = msgspec.json.Decoder(tuple[TensorSpec, ...])
+
+
+def encode_layout(tensors: Sequence[TensorSpec]) -> bytes:
+    """Payload of a layout: the tensor specs as JSON."""
+    return _layout_encoder.encode(tensors)
+
+
+def decode_layout(payload: memoryview) -> tuple[TensorSpec, ...]:
+    """Raises ``CorruptionError``."""
+    try:
+        return _layout_decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptionError(f"layout record: {error}") from error
+
+
+def _check_arrays(record: VersionRecord) -> None:
+    storages, extents, units = record.storages, record.extents, record.units
+    # Before anything is added up: sums of wild numbers wrap around, and then they may look right.
+    for column in (storages["length"], extents["length"], storages["extents"]):
+        if float(column.sum(dtype=np.float64)) > _SUM_MAX:
+            raise CorruptionError(f"version {record.info.id}: lengths are out of range")
+    counts = storages["extents"].astype(np.int64)
+    per_storage = np.zeros(len(storages), np.uint64)
+    ends = np.cumsum(counts)
+    if not np.array_equal(storages["first_extent"].astype(np.int64), ends - counts) or (
+        int(ends[-1]) if len(ends) else 0
+    ) != len(extents):
+        raise CorruptionError(f"version {record.info.id}: extent entries do not follow each other")
+    owner = np.repeat(np.arange(len(storages)), counts)
+    np.add.at(per_storage, owner, extents["length"])
+    if not np.array_equal(per_storage, storages["length"]):
+        raise CorruptionError(f"version {record.info.id}: extents do not add up to the storages")
+    needed = np.maximum(1, -(-storages["length"].astype(np.int64) // (16 << 20)))
+    after = np.cumsum(needed)
+    if not np.array_equal(storages["first_unit"].astype(np.int64), after - needed) or (
+        int(after[-1]) if len(after) else 0
+    ) != len(units):
+        raise CorruptionError(f"version {record.info.id}: unit digests do not follow each other")
+
+
+def _fields(pointer: Pointer, prefix: str = "") -> dict[str, Value]:
+    return {
+        prefix + "offset": pointer.offset,
+        prefix + "length": pointer.length,
+        prefix + "digest": pointer.digest,
+    }
+
+
+def _pointer(row: dict[str, Value], prefix: str = "") -> Pointer:
+    return Pointer(
+        _int(row, prefix + "offset"), _int(row, prefix + "length"), _bytes(row, prefix + "digest")
+    )
+
+
+def _info_fields(info: VersionInfo) -> dict[str, Value]:
+    return {
+        "id": info.id,
+        "commit": info.commit,
+        "step": info.step,
+        "time_ns": info.time_ns,
+        "token": info.token,
+        "size": info.size,
+    }
+
+
+def _info(model: str, row: dict[str, Value]) -> VersionInfo:
+    numbers = {name: _int(row, name) for name in ("id", "commit", "step", "time_ns", "size")}
+    return VersionInfo(model=model, token=_bytes(row, "token"), **numbers)
+
+
+def _int(row: dict[str, Value], name: str) -> int:
+    return cast(int, row[name])
+
+
+def _bytes(row: dict[str, Value], name: str) -> bytes:
+    return cast(bytes, row[name])
+
+
+def _name(names: memoryview, start: int, length: int) -> str:
+    if length > NAME_SIZE_MAX or start + length > len(names):
+        raise CorruptionError(f"a model's name of {length} bytes at {start} is out of range")
+    try:
+        return str(names[start : start + length], "utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptionError(f"a model's name is not UTF-8: {error}") from error
+
+
+def _fits(what: str, count: int, size: int, room: int) -> None:
+    if count * size > room:
+        raise CorruptionError(f"{what}: {count} entries do not fit in {room} bytes")

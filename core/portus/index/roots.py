@@ -1,0 +1,159 @@
+"""The two root slots: which one counts, and how it is replaced.
+
+A slot is believed when its digest and its pool's uuid are right; of two, the one with the higher
+sequence counts. Commit n goes to slot n mod 2, so the slot of commit n-1 is never touched by it:
+whatever tears, one slot stays whole. No width of an atomic store is assumed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import cast
+
+from portus.errors import CorruptionError, UsageError
+from portus.format.checksum import digest
+from portus.format.layout import (
+    DATA_START,
+    FORMAT_VERSION,
+    INCOMPAT_KNOWN,
+    MAGIC,
+    READ_ONLY_COMPAT_KNOWN,
+    ROOT_MAGIC,
+    SLOT,
+    SLOT_OFFSETS,
+    SUPERBLOCK,
+    SUPERBLOCK_OFFSETS,
+)
+from portus.format.record import Record, Value
+from portus.index.records import NOWHERE, Pointer
+from portus.media.base import Medium
+from portus.spec import PAGE, Extent
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """What never changes about a pool. ``writable``: no feature that this program cannot write."""
+
+    uuid: bytes
+    created_ns: int
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What one slot says. ``size``: bytes of the pool it may reach into."""
+
+    sequence: int
+    next_version: int
+    size: int
+    table: Pointer
+
+    @property
+    def slot(self) -> int:
+        """Which of the two slots it belongs in."""
+        return self.sequence % 2
+
+
+FIRST_ROOT = Root(sequence=0, next_version=1, size=DATA_START, table=NOWHERE)
+
+
+def format_superblock(medium: Medium, uuid: bytes | None = None) -> Superblock:
+    """Store (not persist) the superblock, twice, and the first root. For a new medium only."""
+    block = Superblock(uuid or os.urandom(16), time.time_ns(), True)
+    body = SUPERBLOCK.pack(
+        magic=MAGIC,
+        format_version=FORMAT_VERSION,
+        page_size=PAGE,
+        uuid=block.uuid,
+        created_ns=block.created_ns,
+    )
+    for offset in SUPERBLOCK_OFFSETS:
+        medium.store(offset, _seal(body))
+    store_root(medium, block.uuid, FIRST_ROOT)
+    return block
+
+
+def read_superblock(medium: Medium) -> Superblock:
+    """The first of its copies that is whole.
+
+    Raises ``CorruptionError`` if none is, ``UsageError`` if a newer Portus wrote the pool or if
+    it is no pool at all.
+    """
+    if medium.size < DATA_START:
+        raise CorruptionError(
+            f"{medium.info.name}: expected a pool of at least {DATA_START} bytes, found "
+            f"{medium.size}; was it truncated, or is it not a pool?"
+        )
+    magic = b""
+    for offset in SUPERBLOCK_OFFSETS:
+        row = _read(medium, SUPERBLOCK, offset)
+        if row is not None and row["magic"] == MAGIC:
+            return _superblock(medium.info.name, row)
+        head = memoryview(bytearray(16))
+        medium.load(offset, head)
+        magic = magic or bytes(head)
+    if magic != MAGIC:
+        raise CorruptionError(f"{medium.info.name} is not a Portus pool: it starts with {magic!r}")
+    raise CorruptionError(f"{medium.info.name}: both copies of the superblock are damaged")
+
+
+def _superblock(name: str, row: dict[str, Value]) -> Superblock:
+    unknown = cast(int, row["incompat"]) & ~INCOMPAT_KNOWN
+    if row["format_version"] != FORMAT_VERSION or row["page_size"] != PAGE or unknown:
+        raise UsageError(
+            f"{name}: written by a newer Portus (format {row['format_version']!r}, page size "
+            f"{row['page_size']!r}, unknown features {unknown:#x}); this one knows format "
+            f"{FORMAT_VERSION}. Upgrade portus-checkpoint"
+        )
+    writable = not cast(int, row["read_only_compat"]) & ~READ_ONLY_COMPAT_KNOWN
+    return Superblock(cast(bytes, row["uuid"]), cast(int, row["created_ns"]), writable)
+
+
+def store_root(medium: Medium, uuid: bytes, root: Root) -> Extent:
+    """Store a root in its slot, and say which bytes must be persisted for it to count."""
+    body = SLOT.pack(
+        magic=ROOT_MAGIC,
+        sequence=root.sequence,
+        next_version=root.next_version,
+        size=root.size,
+        uuid=uuid,
+        table_offset=root.table.offset,
+        table_length=root.table.length,
+        table_digest=root.table.digest,
+    )
+    offset = SLOT_OFFSETS[root.slot]
+    medium.store(offset, _seal(body))
+    return Extent(offset, PAGE)
+
+
+def read_roots(medium: Medium, uuid: bytes) -> list[Root]:
+    """The roots that are whole, newest first: none, one or two."""
+    roots = []
+    for slot, offset in enumerate(SLOT_OFFSETS):
+        row = _read(medium, SLOT, offset)
+        if row is None or row["magic"] != ROOT_MAGIC or row["uuid"] != uuid:
+            continue
+        table = Pointer(
+            cast(int, row["table_offset"]),
+            cast(int, row["table_length"]),
+            cast(bytes, row["table_digest"]),
+        )
+        numbers = {name: cast(int, row[name]) for name in ("sequence", "next_version", "size")}
+        root = Root(table=table, **numbers)
+        if root.slot == slot:
+            roots.append(root)
+    return sorted(roots, key=lambda root: -root.sequence)
+
+
+def _seal(body: bytes) -> bytes:
+    """A record with its digest in its last 16 bytes, which were zero."""
+    return body[:-16] + digest(body[:-16])
+
+
+def _read(medium: Medium, record: Record, offset: int) -> dict[str, Value] | None:
+    data = memoryview(bytearray(record.size))
+    medium.load(offset, data)
+    row = record.unpack(data)
+    return row if row["digest"] == digest(data[:-16]) else None

@@ -1,0 +1,85 @@
+"""Free space is derived, never stored (V10): what no root and no pin reaches is free.
+
+Space is counted in pages. A *reach* is a sorted array of page runs (first page, page after the
+last), one for each version and one for the records of each root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from portus.spec import PAGE, Extent
+
+Runs = npt.NDArray[np.int64]
+
+EMPTY: Final[Runs] = np.empty((0, 2), np.int64)
+
+
+def runs_of(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Runs:
+    """The pages that byte ranges touch, sorted and merged. Empty ranges touch none."""
+    start = np.asarray(offsets).astype(np.int64)
+    size = np.asarray(lengths).astype(np.int64)
+    some = size > 0
+    first = start[some] // PAGE
+    after = -(-(start[some] + size[some]) // PAGE)
+    return merged([np.stack([first, after], axis=1)])
+
+
+def extents_runs(extents: Iterable[Extent]) -> Runs:
+    """The same for extents."""
+    listed = list(extents)
+    return runs_of([each.offset for each in listed], [each.length for each in listed])
+
+
+def merged(reaches: Iterable[Runs]) -> Runs:
+    """The union of reaches."""
+    together = np.concatenate([EMPTY, *reaches])
+    if len(together) < 2:
+        return together
+    together = together[np.argsort(together[:, 0], kind="stable")]
+    furthest = np.maximum.accumulate(together[:, 1])
+    opens = np.ones(len(together), bool)
+    opens[1:] = together[1:, 0] > furthest[:-1]
+    first = np.flatnonzero(opens)
+    last = np.append(first[1:] - 1, len(together) - 1)
+    return np.stack([together[first, 0], furthest[last]], axis=1)
+
+
+def gaps(reach: Runs, first_page: int, after_page: int) -> Runs:
+    """The pages of [first_page, after_page) that ``reach`` (merged) leaves free."""
+    inside = reach[(reach[:, 1] > first_page) & (reach[:, 0] < after_page)]
+    starts = np.append(np.int64(first_page), inside[:, 1])
+    ends = np.append(inside[:, 0], np.int64(after_page))
+    some = ends > starts
+    return np.stack([starts[some], ends[some]], axis=1)
+
+
+def page_count(runs: Runs) -> int:
+    """Pages in merged runs."""
+    return int((runs[:, 1] - runs[:, 0]).sum())
+
+
+def choose(free: Runs, pages: int) -> list[Extent] | None:
+    """``pages`` pages of the free runs: the smallest run that holds them all, else the largest
+    runs first. None if there are not enough."""
+    if pages == 0:
+        return []
+    sizes = free[:, 1] - free[:, 0]
+    fitting = np.flatnonzero(sizes >= pages)
+    if len(fitting):
+        best = fitting[np.argmin(sizes[fitting])]
+        return [Extent(int(free[best, 0]) * PAGE, pages * PAGE)]
+    if int(sizes.sum()) < pages:
+        return None
+    chosen, missing = [], pages
+    for index in np.argsort(-sizes, kind="stable"):
+        taken = min(missing, int(sizes[index]))
+        chosen.append(Extent(int(free[index, 0]) * PAGE, taken * PAGE))
+        missing -= taken
+        if not missing:
+            break
+    return chosen

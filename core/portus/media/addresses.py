@@ -1,0 +1,126 @@
+"""Address ranges that stay put while what is mapped into them grows."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from contextlib import suppress
+from typing import Final
+
+from portus.errors import MediumError
+from portus.media import linux
+from portus.media.process import leave_in_child, not_here, still
+
+RANGE_MAX: Final = 4 << 40
+"""Bytes of addresses set aside for one medium. They cost nothing; a process has 128 TiB."""
+
+_LIMITED_SHARE: Final = 8
+"""Under ``ulimit -v`` set-aside addresses count as used: take at most this part of the limit."""
+
+
+class AddressRange:
+    """Addresses of this process, filled from the front with a file or with fresh memory.
+
+    They are absent in forked children, where every use raises ``UsageError``.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        """Set aside addresses for ``size`` bytes and for as much growth as can be had.
+
+        name: of the medium, for messages. Raises ``MediumError`` if not even ``size`` fits.
+        """
+        self.name: Final = name
+        self.mapped = 0
+        self._process: Final = os.getpid()
+        self._length = 0
+        self._start = self._reserve(_pages(max(size, 1)))
+        leave_in_child(self)
+
+    @property
+    def start(self) -> int:
+        """The first address."""
+        if self._start == 0:
+            raise not_here(self.name, self._process)
+        return self._start
+
+    def map(self, size: int, descriptor: int = -1, *, huge: bool = False) -> None:
+        """Make the first ``size`` bytes usable: those of the file, or (-1) zeros.
+
+        What is mapped already stays as it is. huge: ask for huge pages.
+        Raises ``MediumError``; then nothing more can be mapped.
+        """
+        start, length = self.start, _pages(size) - self.mapped
+        if length <= 0:
+            return
+        if self.mapped + length > self._length:
+            raise self._error(size, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
+        shared = linux.MAP_SHARED if descriptor >= 0 else linux.MAP_PRIVATE | linux.MAP_ANONYMOUS
+        place = (descriptor, self.mapped if descriptor >= 0 else 0)
+        with still:
+            try:
+                linux.map_pages(
+                    start + self.mapped,
+                    length,
+                    linux.PROT_READ | linux.PROT_WRITE,
+                    shared | linux.MAP_FIXED,
+                    place,
+                )
+            except OSError as error:
+                # The failed call may have left a hole, and others may map something there:
+                # never touch those addresses again.
+                self._length = self.mapped
+                raise self._error(size, error) from error
+            linux.advise_pages(start + self.mapped, length, linux.MADV_DONTFORK)
+        if huge:
+            with suppress(OSError):  # The kernel may have none; then pages are small.
+                linux.advise_pages(start + self.mapped, length, linux.MADV_HUGEPAGE)
+        self.mapped += length
+
+    def close(self) -> None:
+        """Give the addresses back. A second call does nothing."""
+        start, self._start = self._start, 0
+        if start and self._length:
+            linux.unmap_pages(start, self._length)
+
+    def leave(self) -> None:
+        """Forget the addresses, in a forked child."""
+        # Nothing is mapped here in the child (MADV_DONTFORK): by now the addresses may be others'.
+        self._start = 0
+
+    def _reserve(self, needed: int) -> int:
+        """The most that the system gives, from RANGE_MAX down to ``needed`` bytes."""
+        wanted = max(needed, min(max(RANGE_MAX, 4 * needed), _limit() // _LIMITED_SHARE))
+        flags = linux.MAP_PRIVATE | linux.MAP_ANONYMOUS | linux.MAP_NORESERVE
+        while True:
+            wanted = _pages(wanted)
+            with still:
+                try:
+                    start = linux.map_pages(0, wanted, linux.PROT_NONE, flags, (-1, 0))
+                except OSError as error:
+                    if wanted <= needed:
+                        raise self._error(needed, error) from error
+                    wanted = max(needed, wanted // 4)
+                    continue
+                linux.advise_pages(start, wanted, linux.MADV_DONTFORK)
+            self._length = wanted
+            return start
+
+    def _error(self, size: int, cause: OSError) -> MediumError:
+        return MediumError(
+            cause.errno,
+            f"{self.name}: cannot map {size} bytes ({cause.strerror}); {self.mapped} are mapped, "
+            f"{self._length} were set aside: raise `ulimit -v`, or free memory, and open it again",
+        )
+
+
+def _pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _limit() -> int:
+    """Bytes of addresses this process may have."""
+    import resource
+
+    soft, _hard = resource.getrlimit(resource.RLIMIT_AS)
+    return 1 << 62 if soft == resource.RLIM_INFINITY else soft

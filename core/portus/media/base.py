@@ -1,0 +1,170 @@
+"""What a medium promises. Read this before you write one.
+
+1. After ``persist(ranges)`` returns, the bytes stored in those ranges before the call survive
+   power loss, as far as the medium can promise (``MediumInfo.volatile`` says when it cannot).
+2. Nothing else. A store not yet persisted may survive, or not, in any order, torn at any 512
+   bytes (a file) or any 8 bytes (memory); no store is atomic: who needs that puts a checksum
+   around it.
+3. After ``grow(size)`` returns, every byte below ``size`` can be stored without running out of
+   space, reads as zero until stored, and the new size survives power loss.
+4. After a failed ``persist`` or ``grow`` that may have lost bytes, the medium is *poisoned*: every
+   later ``grow``, ``store`` and ``persist`` raises ``MediumError``; ``load`` goes on. Durability
+   is unknown, so nobody retries.
+
+All methods raise ``MediumError`` for what the machine refuses and ``UsageError`` for a range
+outside the medium. ``load`` and ``store`` may be called from several threads on disjoint ranges.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from portus.spec import Extent
+
+
+class MediumKind(enum.Enum):
+    """How bytes reach the medium."""
+
+    FILE_MAPPED = "file, mapped"
+    FILE_PLAIN = "file, pwrite"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class MediumInfo:
+    """What a medium is. ``name`` is its path, or a word; ``granularity`` in bytes is the unit
+    that can tear apart on power loss; ``volatile``: its bytes do not survive power loss at all
+    (tmpfs, plain memory)."""
+
+    kind: MediumKind
+    name: str
+    granularity: int
+    volatile: bool
+    writable: bool
+
+
+class Medium(Protocol):
+    """Bytes that can be read, stored and persisted. See the module for the promise."""
+
+    @property
+    def info(self) -> MediumInfo:
+        """What it is; the same as long as it is open."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that can be addressed now. A reader sees growth by another process."""
+
+    def grow(self, size: int) -> None:
+        """Make the medium ``size`` bytes long, allocated and durable; never shrinks it."""
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        """Put ``data`` (contiguous bytes) at ``offset``; not durable until persisted."""
+
+    def load(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` (writable, contiguous) from ``offset``. Sees every earlier store."""
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        """Return when every byte stored before in ``ranges`` survives power loss."""
+
+    def close(self) -> None:
+        """Let go of everything. A second call does nothing. Does not persist."""
+
+
+@runtime_checkable
+class MappedMedium(Medium, Protocol):
+    """A medium whose bytes also have addresses in this process, while it is open."""
+
+    def address(self, extent: Extent) -> int:
+        """The address of ``extent``, writable if the medium is; valid until ``close``.
+
+        It stays valid across ``grow``. Raises ``UsageError`` outside the medium, and
+        ``MediumError`` when poisoned.
+        """
+
+    def wrote(self, extent: Extent) -> None:
+        """Say that bytes of ``extent`` were changed through its address.
+
+        The medium may start to write them back; it does not wait. They count as stored.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    """``identity`` is (device, inode): equal for two hard links. ``links`` is the link count."""
+
+    identity: tuple[int, int]
+    links: int
+    size: int
+    time_ns: int
+
+
+class Files(Protocol):
+    """The names of files: the one place from which files are made, linked, renamed, removed.
+
+    No change of a name is durable before ``sync(directory)`` of the directory that holds it
+    returns; before that it may have happened after a crash, or not, in any order.
+    All raise ``MediumError`` (with the ``errno`` of the cause) unless they say otherwise.
+    """
+
+    def create(self, path: str, size: int) -> Medium:
+        """A new file of ``size`` zero bytes, allocated; it must not exist (``MediumError``,
+        EEXIST). Its bytes and size are durable after ``persist``, its name after ``sync``."""
+
+    def open(self, path: str, *, writable: bool) -> Medium:
+        """The file at ``path``, as the best medium its file system allows."""
+
+    def link(self, source: str, target: str) -> None:
+        """A second name for the file ``source``. ``target`` must not exist (EEXIST)."""
+
+    def replace(self, source: str, target: str) -> None:
+        """Rename ``source`` to ``target``, atomically, in place of what was there."""
+
+    def remove(self, path: str) -> None:
+        """Remove the name. It is no error if it is not there."""
+
+    def sync(self, directory: str) -> None:
+        """Return when every earlier change of names in ``directory`` survives power loss."""
+
+
+class Names(Protocol):
+    """Looking at names, without opening."""
+
+    def entries(self, directory: str) -> list[str]:
+        """The names in ``directory``, sorted; empty if there is no such directory."""
+
+    def status(self, path: str) -> FileStatus | None:
+        """What is at ``path``, or None if nothing is. Follows symbolic links."""
+
+
+class Locks(Protocol):
+    """Who writes a pool, and who reads which version of it. Held by process, not by thread."""
+
+    def acquire_writer(self, timeout_s: float) -> None:
+        """Become the one writer; waits up to ``timeout_s``, then raises ``BusyError``, naming the
+        holder. Does nothing if it is the writer already."""
+
+    def release_writer(self) -> None:
+        """Let others write. A second call does nothing."""
+
+    def has_writer(self) -> bool:
+        """True while somebody is the writer: another process, or another object in this one."""
+
+    def pin(self, version: int) -> None:
+        """Keep the space of ``version`` from reuse. Counted: pins of one version may nest."""
+
+    def unpin(self, version: int) -> None:
+        """Take one pin back."""
+
+    def pinned(self, version: int) -> bool:
+        """True if any process, this one included, pins ``version``. Asked by the writer before
+        it reuses space. A pin taken later finds the version gone from the root."""
+
+    def pins(self) -> set[int]:
+        """Every version that any process pins now, this one included. Asked by a writer that
+        opens the pool: it cannot know what the one before it had retired."""
+
+    def close(self) -> None:
+        """Let go of the writer lock and of all pins."""

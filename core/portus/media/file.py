@@ -1,0 +1,385 @@
+"""Files as media: ``PlainFile`` writes with pwrite, ``MappedFile`` also has addresses.
+
+Theory. Each file has one descriptor, opened before the first store and kept: the kernel reports
+a failed write-back once, to descriptors that were open when it happened. Loads use preadv, so a
+bad sector or a truncated file is an error, not a signal; stores use pwrite for the same reason.
+Only bytes that go through an address can be hit by SIGBUS, and for those every block was
+allocated by ``grow``, or when the file was opened. Pages of the mapping and of pwrite are the
+same pages, so both see each other at once. Persist is fdatasync of the whole file; write-back
+begins during the copy.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from portus.errors import MediumError, UsageError
+from portus.media import linux
+from portus.media.addresses import AddressRange
+from portus.media.base import MediumInfo, MediumKind
+from portus.media.process import Descriptor
+from portus.spec import Extent
+
+SECTOR: Final = 512
+"""Bytes that a disk writes as one; a larger store can tear at any multiple of it."""
+
+WRITEBACK_MIN: Final = 16 << 20
+"""Bytes stored before write-back is started on them: fewer calls, longer runs on the disk."""
+
+_ZEROS: Final = bytes(1 << 20)
+
+_ADVICE: Final = {
+    errno.ENOSPC: "free space on it, or put the pool elsewhere",
+    errno.EDQUOT: "raise the quota, or put the pool elsewhere",
+    errno.EFBIG: "raise `ulimit -f`, or put the pool on a file system that allows larger files",
+    errno.EIO: "the device failed: see the kernel's log",
+    errno.EROFS: "mount it for writing, or put the pool elsewhere",
+    errno.EACCES: "check owner and mode of the file and its directory",
+    errno.EPERM: "check owner, mode and attributes of the file and its directory",
+    errno.ENOENT: "check the path",
+    errno.EEXIST: "choose another name",
+}
+
+Sync = Callable[[int], None]
+"""Given a descriptor, return when its data is on the medium; raises ``OSError``."""
+
+data_sync: Final[Sync] = getattr(os, "fdatasync", os.fsync)
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """What matters of the file system that holds a file.
+
+    ``volatile``: in memory, gone at power loss. ``early``: it is of use to start write-back
+    before the sync.
+    """
+
+    volatile: bool
+    early: bool
+
+
+class PlainFile:
+    """A regular file, stored to with pwrite. Owns its descriptor."""
+
+    kind: ClassVar[MediumKind] = MediumKind.FILE_PLAIN
+
+    def __init__(
+        self,
+        descriptor: Descriptor,
+        file_system: FileSystem,
+        *,
+        writable: bool,
+        sync: Sync = data_sync,
+    ) -> None:
+        """sync: what ``persist`` calls; tests pass one that fails."""
+        self._descriptor: Final = descriptor
+        self._file_system: Final = file_system
+        self._writable: Final = writable
+        self._sync: Final = sync
+        self._lock: Final = threading.Lock()
+        self._growing: Final = threading.Lock()
+        self._poison = ""
+        self._known = 0
+        self._begin = self._end = self._stored = 0
+        self._known = self.size
+
+    @property
+    def path(self) -> str:
+        """The name it was opened by."""
+        return self._descriptor.path
+
+    @property
+    def info(self) -> MediumInfo:
+        """Its granularity is a sector of the disk."""
+        return MediumInfo(self.kind, self.path, SECTOR, self._file_system.volatile, self._writable)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file now, also after another process made it grow."""
+        return os.fstat(self._descriptor.number).st_size
+
+    def grow(self, size: int) -> None:
+        """Without space it is undone, and does not poison; a failed sync does."""
+        self._check_writable()
+        with self._growing:
+            before = self.size
+            if size <= before:
+                return
+            self._allocate(before, size)
+            try:
+                os.fsync(self._descriptor.number)
+            except OSError as error:
+                raise self._poisoned("sync of a growth", error) from error
+            try:
+                self._reach(size)
+            except MediumError:
+                self._shrink(before)
+                raise
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        """Through pwrite; an error leaves these bytes, and only these, undefined."""
+        self._check_writable()
+        view = memoryview(data)
+        self._check_range(offset, view.nbytes)
+        if not view.c_contiguous:
+            raise UsageError(f"{self.path}: store from memory that has gaps")
+        if view.nbytes == 0:
+            return
+        self._check_length(offset + view.nbytes)
+        try:
+            _write_all(self._descriptor.number, view.cast("B"), offset)
+        except OSError as error:
+            raise file_error(
+                "store", self.path, error, f"{view.nbytes} bytes at {offset}"
+            ) from error
+        self._write_early(offset, view.nbytes)
+
+    def load(self, offset: int, target: memoryview) -> None:
+        """Through preadv. ``MediumError`` if somebody cut the file off in between."""
+        self._check_range(offset, target.nbytes)
+        if target.readonly or not target.c_contiguous:
+            raise UsageError(f"{self.path}: load into memory that is read-only or has gaps")
+        if target.nbytes == 0:
+            return
+        try:
+            found = self._read(offset, target.cast("B"))
+        except OSError as error:
+            raise file_error(
+                "load", self.path, error, f"{target.nbytes} bytes at {offset}"
+            ) from error
+        if found < target.nbytes:
+            raise self._truncated(offset + target.nbytes)
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        """Blocks for as long as the device needs. Any failure poisons."""
+        self._check_writable()
+        for extent in ranges:
+            self._check_range(extent.offset, extent.length)
+        if not any(extent.length for extent in ranges):
+            return
+        try:
+            self._sync(self._descriptor.number)
+        except OSError as error:
+            raise self._poisoned("persist", error) from error
+
+    def close(self) -> None:
+        """Close the descriptor. Nobody may be inside another call."""
+        self._descriptor.close()
+
+    def _check_writable(self) -> None:
+        _ = self._descriptor.number  # Raises when closed, and in a forked child.
+        if not self._writable:
+            raise UsageError(f"{self.path}: opened for reading; open it with writable=True")
+        if self._poison:
+            raise MediumError(errno.EIO, self._poison)
+
+    def _check_range(self, offset: int, length: int) -> None:
+        end = offset + length
+        if end > self._known:
+            self._known = max(self._known, self.size)
+        if offset < 0 or end > self._known:
+            raise UsageError(
+                f"{self.path}: bytes {offset} to {end} are outside the file of {self._known} bytes"
+            )
+
+    def _check_length(self, end: int) -> None:
+        """Storing behind the end of a file that somebody cut would be SIGBUS, or a hole."""
+        if end > os.fstat(self._descriptor.number).st_size:
+            raise self._truncated(end)
+
+    def _truncated(self, expected: int) -> MediumError:
+        found = os.fstat(self._descriptor.number).st_size
+        return MediumError(
+            errno.EIO,
+            f"{self.path}: expected bytes up to {expected}, found the end at {found}: "
+            "the file was truncated by somebody else; restore it from a copy",
+        )
+
+    def _poisoned(self, operation: str, error: OSError) -> MediumError:
+        self._poison = (
+            f"{self.path}: not written to any more: {operation} failed ({error.strerror}), "
+            "so what was stored since the one before may be lost; "
+            f"older bytes can still be loaded; {advice(error)}, then open it again"
+        )
+        return MediumError(error.errno, self._poison)
+
+    def _reach(self, size: int) -> None:
+        """From now on bytes below ``size`` can be asked for."""
+        self._known = size
+
+    def _allocate(self, before: int, size: int) -> None:
+        number = self._descriptor.number
+        try:
+            allocate(number, before, size - before)
+        except OSError as error:
+            free = _free_bytes(number)
+            self._shrink(before)
+            raise MediumError(
+                error.errno,
+                f"{self.path}: cannot grow from {before} to {size} bytes: {error.strerror}; "
+                f"needed {size - before}, free {free}; {advice(error)}",
+            ) from error
+
+    def _shrink(self, size: int) -> None:
+        """Undo a failed growth, also where the size is the same but blocks were added."""
+        try:
+            os.ftruncate(self._descriptor.number, size)
+        except OSError as error:
+            raise self._poisoned("undoing a failed growth", error) from error
+
+    def _read(self, offset: int, target: memoryview) -> int:
+        """Fill ``target``; returns the bytes found, fewer at the end of the file."""
+        done = 0
+        while done < len(target):
+            count = self._read_once(offset + done, target[done:])
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def _read_once(self, offset: int, target: memoryview) -> int:
+        number = self._descriptor.number
+        if hasattr(os, "preadv"):
+            return os.preadv(number, [target], offset)
+        with self._lock:  # Windows: one file position for all threads.
+            os.lseek(number, offset, os.SEEK_SET)
+            data = os.read(number, len(target))
+        target[: len(data)] = data
+        return len(data)
+
+    def _write_early(self, offset: int, length: int) -> None:
+        """Count stored bytes, and start write-back on the hull of what was stored since the last
+        time. Clean pages in between cost nothing."""
+        if not self._file_system.early:
+            return
+        with self._lock:
+            self._begin = min(self._begin, offset) if self._stored else offset
+            self._end = max(self._end, offset + length)
+            self._stored += length
+            if self._stored < WRITEBACK_MIN:
+                return
+            begin, end = self._begin, self._end
+            self._begin = self._end = self._stored = 0
+        linux.start_writeback(self._descriptor.number, begin, end - begin)
+
+
+class MappedFile(PlainFile):
+    """A file of a local file system, opened for writing, whose bytes also have addresses.
+
+    Only where an allocated block never needs a new one when it is stored to: there a store
+    through an address cannot run out of space.
+    """
+
+    kind: ClassVar[MediumKind] = MediumKind.FILE_MAPPED
+
+    def __init__(
+        self, descriptor: Descriptor, file_system: FileSystem, *, sync: Sync = data_sync
+    ) -> None:
+        """Raises ``MediumError`` if the addresses cannot be had, or the file has holes that cannot
+        be filled; ``descriptor`` stays open."""
+        size = os.fstat(descriptor.number).st_size
+        try:
+            _fill_holes(descriptor.number, size, every_block_counts=file_system.volatile)
+        except OSError as error:
+            raise file_error("fill holes of", descriptor.path, error) from error
+        self._addresses: Final = AddressRange(descriptor.path, size)
+        try:
+            self._addresses.map(size, descriptor.number, huge=file_system.volatile)
+        except MediumError:
+            self._addresses.close()
+            raise
+        super().__init__(descriptor, file_system, writable=True, sync=sync)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file that are mapped too."""
+        return min(super().size, self._addresses.mapped)
+
+    def address(self, extent: Extent) -> int:
+        """Storing there while somebody truncates the file is SIGBUS; that is asked here, once."""
+        self._check_writable()
+        self._check_range(extent.offset, extent.length)
+        self._check_length(extent.end)
+        return self._addresses.start + extent.offset
+
+    def wrote(self, extent: Extent) -> None:
+        """Starts write-back when enough has been written; may block while the disk is busy."""
+        self._check_writable()
+        self._check_range(extent.offset, extent.length)
+        self._write_early(extent.offset, extent.length)
+
+    def close(self) -> None:
+        """Also gives the addresses back: nobody may use one any more."""
+        self._addresses.close()
+        super().close()
+
+    def _reach(self, size: int) -> None:
+        self._addresses.map(size, self._descriptor.number, huge=self._file_system.volatile)
+        super()._reach(size)
+
+
+def file_error(operation: str, path: str, cause: OSError, what: str = "") -> MediumError:
+    """``cause`` as a ``MediumError`` that says where it happened, and what to do."""
+    text = f"{path}: cannot {operation}" + (f" {what}" if what else "")
+    return MediumError(cause.errno, f"{text}: {cause.strerror or cause}; {advice(cause)}")
+
+
+def advice(cause: OSError) -> str:
+    """What the operator can do about ``cause``."""
+    return _ADVICE.get(cause.errno or 0, "see the kernel's log, and whether it is still mounted")
+
+
+def allocate(number: int, offset: int, length: int) -> None:
+    """Lengthen a file by zeros that have their blocks; raises ``OSError``, then maybe half done.
+
+    What cannot fit is refused at once: tmpfs would take all memory before it noticed.
+    """
+    status = os.fstatvfs(number)
+    if status.f_blocks > 0 and status.f_bfree * status.f_frsize < length:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    try:
+        linux.allocate(number, offset, length)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        _write_zeros(number, offset, length)
+
+
+def _fill_holes(number: int, size: int, *, every_block_counts: bool) -> None:
+    """Give every byte its block: a pool that was copied is sparse where it was never written to.
+
+    every_block_counts: of tmpfs, whose count of blocks is exact, and whose fallocate is slow.
+    """
+    if size == 0 or (every_block_counts and os.fstat(number).st_blocks * 512 >= size):
+        return
+    try:
+        linux.allocate(number, 0, size)
+    except OSError as error:
+        # Without fallocate (ext2) there are no blocks that look like holes: this is exact.
+        if error.errno != errno.EOPNOTSUPP or os.lseek(number, 0, os.SEEK_HOLE) < size:
+            raise
+
+
+def _write_zeros(number: int, offset: int, length: int) -> None:
+    end = offset + length
+    while offset < end:
+        piece = memoryview(_ZEROS)[: end - offset]
+        _write_all(number, piece, offset)
+        offset += len(piece)
+
+
+def _write_all(number: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(number, data[done:], offset + done)
+
+
+def _free_bytes(number: int) -> int:
+    """What an unprivileged process may still allocate on the file system."""
+    status = os.fstatvfs(number)
+    return status.f_bavail * status.f_frsize

@@ -1,0 +1,135 @@
+"""Linux calls that Python does not offer, through libc. Nothing is looked up before it is used.
+
+They raise ``OSError`` as the functions of ``os`` do; who calls them translates. All of them let
+other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import struct
+import sys
+from typing import Final
+
+PROT_NONE: Final = 0
+PROT_READ: Final = 1
+PROT_WRITE: Final = 2
+MAP_SHARED: Final = 1
+MAP_PRIVATE: Final = 2
+MAP_FIXED: Final = 0x10
+MAP_ANONYMOUS: Final = 0x20
+MAP_NORESERVE: Final = 0x4000
+MADV_DONTFORK: Final = 10
+MADV_HUGEPAGE: Final = 14
+MADV_POPULATE_WRITE: Final = 23
+
+EXT_TYPE: Final = 0xEF53
+XFS_TYPE: Final = 0x58465342
+TMPFS_TYPE: Final = 0x01021994
+RAMFS_TYPE: Final = 0x858458F6
+
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_SYNC_FILE_RANGE_WRITE: Final = 2
+_ALLOCATE_MAX: Final = 256 << 20
+_ALLOCATE_MIN: Final = 64 << 10
+"""Bytes per fallocate. On tmpfs a signal undoes the whole call, so under a timer that fires often
+a long one would never end: each signal makes the next ones shorter."""
+
+_XFS_GEOMETRY: Final = struct.Struct("=88xiI16x")
+_XFS_IOC_FSGEOMETRY_V4: Final = (2 << 30) | (_XFS_GEOMETRY.size << 16) | (ord("X") << 8) | 124
+_XFS_REFLINK: Final = 1 << 20
+"""Source: ``xfs_fsop_geom_v4`` and ``XFS_FSOP_GEOM_FLAGS_REFLINK`` in the kernel's xfs_fs.h."""
+
+
+def map_pages(
+    address: int, length: int, protection: int, flags: int, place: tuple[int, int]
+) -> int:
+    """mmap(2). ``place`` is (descriptor, offset in the file), or (-1, 0). Returns the address."""
+    call = _libc().mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    result = call(address, length, protection, flags, *place)
+    if result == _MAP_FAILED:
+        raise _error()
+    return int(result)
+
+
+def unmap_pages(address: int, length: int) -> None:
+    """munmap(2)."""
+    call = _libc().munmap
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    if call(address, length) != 0:
+        raise _error()
+
+
+def advise_pages(address: int, length: int, advice: int) -> None:
+    """madvise(2)."""
+    call = _libc().madvise
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if call(address, length, advice) != 0:
+        raise _error()
+
+
+def start_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Ask the kernel to begin writing dirty pages. Only a hint: errors show at the next sync.
+
+    May block for a moment while the device's queue is full.
+    """
+    call = _libc().sync_file_range
+    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    call(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
+
+
+def allocate(descriptor: int, offset: int, length: int) -> None:
+    """fallocate(2), in pieces: zeros where there was nothing, and the file gets longer.
+
+    EOPNOTSUPP where the file system (or this platform) cannot.
+    """
+    call = getattr(_libc(), "fallocate", None) if sys.platform == "linux" else None
+    if call is None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    end, piece_max = offset + length, _ALLOCATE_MAX
+    while offset < end:
+        piece = min(end - offset, piece_max)
+        if call(descriptor, 0, offset, piece) == 0:
+            offset += piece
+        elif ctypes.get_errno() == errno.EINTR:
+            piece_max = max(piece_max // 4, _ALLOCATE_MIN)
+        else:
+            raise _error()
+
+
+def file_system_type(descriptor: int) -> int | None:
+    """``f_type`` of fstatfs(2), or None where this platform has none."""
+    if sys.platform != "linux":
+        return None
+    answer = (ctypes.c_long * 64)()  # Larger than struct statfs, of which f_type is the first.
+    if _libc().fstatfs(descriptor, answer) != 0:
+        raise _error()
+    return int(answer[0])
+
+
+def may_share_blocks(descriptor: int) -> bool:
+    """True unless the xfs that holds the file says that it was made without reflink."""
+    import fcntl
+
+    try:
+        answer = fcntl.ioctl(descriptor, _XFS_IOC_FSGEOMETRY_V4, bytes(_XFS_GEOMETRY.size))
+    except OSError:
+        return True
+    _version, flags = _XFS_GEOMETRY.unpack(answer)
+    return bool(flags & _XFS_REFLINK)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

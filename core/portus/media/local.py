@@ -1,0 +1,154 @@
+"""Files of the file systems of this machine, and the choice of a medium for each.
+
+Addresses are used where a block that was allocated is overwritten in place: ext2, ext3, ext4,
+tmpfs, and xfs made without reflink. Everywhere else (network and FUSE file systems, overlay,
+btrfs, ZFS, shared xfs blocks) a store may need space or a peer, which through an address would be
+SIGBUS; there pwrite is used, whose failure is an error.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from portus.errors import MediumError, UsageError
+from portus.media import linux
+from portus.media.base import FileStatus
+from portus.media.file import FileSystem, MappedFile, PlainFile, Sync, data_sync, file_error
+from portus.media.process import Descriptor
+
+_LOG: Final = logging.getLogger("portus")
+_VOLATILE: Final = (linux.TMPFS_TYPE, linux.RAMFS_TYPE)
+_IN_PLACE: Final = (linux.EXT_TYPE, linux.TMPFS_TYPE)
+
+Result = TypeVar("Result")
+
+
+class LocalFiles:
+    """``Files`` and ``Names`` through the operating system. Holds nothing; any number may be."""
+
+    def __init__(self, *, mapped: bool = True, sync: Sync = data_sync) -> None:
+        """mapped: use addresses where the file system allows. sync: what ``persist`` calls."""
+        self._mapped: Final = mapped
+        self._sync: Final = sync
+
+    def create(self, path: str, size: int) -> PlainFile:
+        """Also durable in its size. If it does not fit, the name is gone again."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        descriptor = _translate("create", path, lambda: Descriptor(path, flags))
+        try:
+            # Grown before it is mapped, so that addresses are set aside for its real size.
+            PlainFile(descriptor, _file_system(descriptor)[0], writable=True).grow(size)
+            return self._medium(descriptor, writable=True)
+        except MediumError:
+            descriptor.close()
+            self.remove(path)
+            raise
+
+    def open(self, path: str, *, writable: bool) -> PlainFile:
+        """``UsageError`` for what is no regular file."""
+        mode = _translate("open", path, lambda: os.stat(path)).st_mode
+        if not stat.S_ISREG(mode):
+            raise UsageError(f"{path}: expected a regular file, found {_kind(mode)}; give a file")
+        flags = os.O_RDWR if writable else os.O_RDONLY
+        descriptor = _translate("open", path, lambda: Descriptor(path, flags))
+        return self._medium(descriptor, writable=writable)
+
+    def link(self, source: str, target: str) -> None:
+        """A hard link. ``MediumError`` also where the file system has none (EPERM, EXDEV)."""
+        _translate(f"link {source} as", target, lambda: os.link(source, target))
+
+    def replace(self, source: str, target: str) -> None:
+        """rename(2): both names must be on one file system."""
+        _translate(f"rename {source} to", target, lambda: os.replace(source, target))
+
+    def remove(self, path: str) -> None:
+        """unlink(2)."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise file_error("remove", path, error) from error
+
+    def sync(self, directory: str) -> None:
+        """fsync of the directory."""
+        descriptor = _translate("sync", directory, lambda: Descriptor(directory, os.O_RDONLY))
+        try:
+            os.fsync(descriptor.number)
+        except OSError as error:
+            # EINVAL: a file system whose directories have nothing to sync (some network ones).
+            if error.errno != errno.EINVAL:
+                raise file_error("sync", directory, error) from error
+        finally:
+            descriptor.close()
+
+    def entries(self, directory: str) -> list[str]:
+        """Names of every kind, hidden ones too."""
+        try:
+            return sorted(os.listdir(directory))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise file_error("list", directory, error) from error
+
+    def status(self, path: str) -> FileStatus | None:
+        """None also for a symbolic link that leads nowhere."""
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise file_error("look at", path, error) from error
+        identity = (found.st_dev, found.st_ino)
+        return FileStatus(identity, found.st_nlink, found.st_size, found.st_mtime_ns)
+
+    def _medium(self, descriptor: Descriptor, *, writable: bool) -> PlainFile:
+        """The best medium for the file of ``descriptor``, which is closed if there is none."""
+        try:
+            file_system, in_place = _file_system(descriptor)
+            if writable and self._mapped and in_place:
+                try:
+                    return MappedFile(descriptor, file_system, sync=self._sync)
+                except MediumError as error:
+                    _LOG.warning("%s; written to by pwrite, which is slower", error.strerror)
+            return PlainFile(descriptor, file_system, writable=writable, sync=self._sync)
+        except MediumError:
+            descriptor.close()
+            raise
+
+
+def _file_system(descriptor: Descriptor) -> tuple[FileSystem, bool]:
+    """What holds the file, and whether its blocks are overwritten in place."""
+    found = _translate(
+        "ask for the file system of",
+        descriptor.path,
+        lambda: linux.file_system_type(descriptor.number),
+    )
+    in_place = found in _IN_PLACE or (
+        found == linux.XFS_TYPE and not linux.may_share_blocks(descriptor.number)
+    )
+    early = found in (linux.EXT_TYPE, linux.XFS_TYPE)
+    return FileSystem(volatile=found in _VOLATILE, early=early), in_place
+
+
+def _translate(operation: str, path: str, call: Callable[[], Result]) -> Result:
+    try:
+        return call()
+    except OSError as error:
+        raise file_error(operation, path, error) from error
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFCHR: "a character device",
+        stat.S_IFBLK: "a block device",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "something else")

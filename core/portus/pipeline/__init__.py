@@ -1,0 +1,1 @@
+"""One save in flight, from its plan to its commit."""

@@ -1,0 +1,90 @@
+"""What the caller of save holds: a handle on one save, and what the save cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from portus.errors import PortusError
+from portus.spec import VersionInfo
+
+
+@dataclass(slots=True)
+class SaveStats:
+    """What one save cost. Times in seconds, sizes in bytes.
+
+    ``call_s``: inside the call of save, the wait for a free place in the queue (``queue_s``)
+    included. ``fence_s``: what optimizers and other writers waited for it. ``copy_s``: hashing
+    and copying, wherever it ran. ``commit_s``: persists and index. ``total_s``: from the call to
+    the commit; 0 until then. ``state_bytes``: all storages; ``copied_bytes`` of them were
+    written, ``shared_bytes`` were found in an older version.
+    """
+
+    call_s: float = 0.0
+    queue_s: float = 0.0
+    fence_s: float = 0.0
+    copy_s: float = 0.0
+    commit_s: float = 0.0
+    total_s: float = 0.0
+    state_bytes: int = 0
+    copied_bytes: int = 0
+    shared_bytes: int = 0
+    hashed_bytes: int = 0
+
+    @property
+    def blocked_s(self) -> float:
+        """All that training felt."""
+        return self.call_s + self.fence_s
+
+
+class SavePending(Protocol):
+    """What a handle needs of a save."""
+
+    @property
+    def stats(self) -> SaveStats: ...
+
+    @property
+    def over(self) -> bool: ...
+
+    def result(self, timeout_s: float | None) -> VersionInfo: ...
+
+
+class RefusedSave:
+    """A save that never began. ``error`` says why."""
+
+    over: Final = True
+
+    def __init__(self, error: PortusError, stats: SaveStats) -> None:
+        self.error: Final = error
+        self.stats: Final = stats
+        self.reported = False
+
+    def result(self, timeout_s: float | None) -> VersionInfo:
+        """Raises ``error``."""
+        self.reported = True
+        raise self.error
+
+
+class SaveHandle:
+    """One save, from the call on."""
+
+    def __init__(self, save: SavePending) -> None:
+        self._save = save
+
+    def wait(self, timeout: float | None = None) -> VersionInfo:
+        """Return when the version is durable; what it is.
+
+        timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out, and what
+        made the save fail: ``MediumError``, ``AbandonedError``...; older versions stay loadable.
+        """
+        return self._save.result(timeout)
+
+    @property
+    def done(self) -> bool:
+        """True when the save is over: committed, failed or given up."""
+        return self._save.over
+
+    @property
+    def stats(self) -> SaveStats:
+        """What it cost so far."""
+        return self._save.stats

@@ -1,0 +1,146 @@
+"""The rows of a version, gathered from groups of storages that were copied or shared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from portus.format.checksum import UNIT, storage_digest
+from portus.format.layout import EXTENT, STORAGE, UNIT_DIGEST
+from portus.index.records import Rows, VersionRecord
+from portus.pipeline.plan import Column
+from portus.transport.base import Digests, Sources
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Some storages of a save.
+
+    ``indices``: which, of the state's. ``extents``: their rows one after another, ``counts`` for
+    each. ``digests``: of their units. ``born``: the commit that copied them, 0 for this one.
+    """
+
+    indices: Column
+    extents: Rows
+    counts: Column
+    digests: Digests
+    born: Column
+
+
+def unit_counts(lengths: Column) -> Column:
+    """Units of storages of these lengths, in bytes."""
+    counts: Column = np.maximum(1, -(-lengths // UNIT))
+    return counts
+
+
+def sources(address: Column, length: Column, extents: Rows) -> Sources:
+    """What the transport moves: storages, and the extents that hold them end to end."""
+    return Sources(
+        address=address,
+        length=length,
+        extent_offset=extents["offset"].astype(np.int64),
+        extent_length=extents["length"].astype(np.int64),
+    )
+
+
+def shared(record: VersionRecord, indices: Column) -> Group:
+    """The storages ``indices`` as a committed version holds them."""
+    rows = record.storages[indices]
+    counts = rows["extents"].astype(np.int64)
+    units = unit_counts(rows["length"].astype(np.int64))
+    return Group(
+        indices,
+        record.extents[ranges(rows["first_extent"].astype(np.int64), counts)],
+        counts,
+        _as_digests(record.units[ranges(rows["first_unit"].astype(np.int64), units)]),
+        rows["born"].astype(np.int64),
+    )
+
+
+def chosen(group: Group, lengths: Column, some: Column) -> Group:
+    """The members of ``group`` at positions ``some``; ``lengths`` are those of its storages."""
+    units = unit_counts(lengths)
+    extent_rows = ranges((np.cumsum(group.counts) - group.counts)[some], group.counts[some])
+    unit_rows = ranges((np.cumsum(units) - units)[some], units[some])
+    return Group(
+        group.indices[some],
+        group.extents[extent_rows],
+        group.counts[some],
+        group.digests[unit_rows],
+        group.born[some],
+    )
+
+
+def equal_storages(left: Digests, right: Digests, lengths: Column) -> Column:
+    """Positions of the storages all of whose unit digests are equal on both sides."""
+    units = unit_counts(lengths)
+    different = np.any(left != right, axis=1)
+    owner = np.repeat(np.arange(len(lengths)), units)
+    return np.setdiff1d(np.arange(len(lengths)), owner[different])
+
+
+def rows_of(groups: list[Group], lengths: Column) -> tuple[Rows, Rows, Rows]:
+    """Storage, extent and unit rows of a version of storages of ``lengths``, each in one group."""
+    indices = np.concatenate([group.indices for group in groups] or [np.empty(0, np.int64)])
+    assert len(indices) == len(lengths), f"{len(indices)} of {len(lengths)} storages were placed"
+    counts = np.zeros(len(lengths), np.int64)
+    born = np.zeros(len(lengths), np.int64)
+    for group in groups:
+        counts[group.indices] = group.counts
+        born[group.indices] = group.born
+    extents = _in_order(
+        [np.repeat(group.indices, group.counts) for group in groups],
+        [group.extents for group in groups],
+        EXTENT.dtype,
+    )
+    per_storage = unit_counts(lengths)
+    units = _in_order(
+        [np.repeat(group.indices, per_storage[group.indices]) for group in groups],
+        [_as_rows(group.digests) for group in groups],
+        UNIT_DIGEST.dtype,
+    )
+    storages = np.zeros(len(lengths), STORAGE.dtype)
+    storages["length"] = lengths
+    storages["extents"] = counts
+    storages["first_extent"] = np.cumsum(counts) - counts
+    storages["first_unit"] = np.cumsum(per_storage) - per_storage
+    storages["born"] = born
+    storages["digest"] = _storage_digests(units, per_storage)
+    return storages, extents, units
+
+
+def _storage_digests(units: Rows, per_storage: Column) -> Rows:
+    first = np.cumsum(per_storage) - per_storage
+    digests = units["digest"][first].copy()
+    for index in np.flatnonzero(per_storage > 1):
+        own = units[first[index] : first[index] + per_storage[index]]
+        digests[index] = np.void(storage_digest([bytes(row["digest"]) for row in own]))
+    result: Rows = digests
+    return result
+
+
+_NO_OWNERS: Final = np.empty(0, np.int64)
+
+
+def _in_order(owners: list[Column], rows: list[Rows], dtype: np.dtype[np.void]) -> Rows:
+    if len(rows) == 1:
+        return rows[0]
+    order = np.argsort(np.concatenate([_NO_OWNERS, *owners]), kind="stable")
+    return np.concatenate([np.empty(0, dtype), *rows])[order]
+
+
+def ranges(first: Column, counts: Column) -> Column:
+    """first[0], first[0] + 1, ... (counts[0] of them), first[1], ..."""
+    before = np.cumsum(counts) - counts
+    ranges: Column = np.repeat(first - before, counts) + np.arange(int(counts.sum()))
+    return ranges
+
+
+def _as_rows(digests: Digests) -> Rows:
+    return np.ascontiguousarray(digests).view(UNIT_DIGEST.dtype).reshape(-1)
+
+
+def _as_digests(rows: Rows) -> Digests:
+    return np.ascontiguousarray(rows).view(np.uint8).reshape(-1, UNIT_DIGEST.size)

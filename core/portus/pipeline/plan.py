@@ -1,0 +1,115 @@
+"""What one save is made of, and where its bytes go, before a byte moves. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from portus.format.layout import EXTENT
+from portus.index.records import Rows, VersionRecord
+from portus.spec import PAGE, Extent
+
+Column = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+ALIGNED_SIZE: Final = 16 * PAGE
+"""Storages of at least this many bytes start on a page; smaller ones share pages, 64-aligned."""
+
+_ALIGNMENT: Final = 64
+
+
+class Feed(Protocol):
+    """A storage that has no address here (it is on a device), fetched a unit at a time."""
+
+    def units(self) -> AbstractContextManager[Iterator[tuple[int, int]]]:
+        """(address, length) of each unit (16 MiB, the last one shorter) in host memory, in order.
+
+        A unit is valid until the next one is asked for. When the last one was handed out, the
+        device's memory is not read any more.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A state at the call of save, as the pipeline sees it.
+
+    ``address`` and ``length``: of each storage, in this process, in bytes (address 0 if empty or
+    fed). ``late``: the storage stays as it is until the fence lets go, so it may be copied late;
+    the others are copied before the save returns. ``steady``: it probably equals what the
+    version before holds, so it is hashed before anything is copied. ``guarded``: the data
+    pointers of the late ones, by which a fence knows them. ``feeds``: by index, those on a
+    device. ``alive``: held until the save is over, so that no address is used again.
+    """
+
+    model: str
+    step: int
+    token: bytes
+    tree: bytes
+    layout: bytes
+    address: Column
+    length: Column
+    late: Flags
+    steady: Flags
+    guarded: frozenset[int] = frozenset()
+    feeds: Mapping[int, Feed] = field(default_factory=dict)
+    alive: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The newest committed version of the same model, to share with."""
+
+    record: VersionRecord
+    layout: bytes
+    tree: bytes
+
+
+def packed(lengths: Column) -> tuple[Column, int]:
+    """Offsets at which storages of ``lengths`` lie side by side, and the room they take, in bytes.
+
+    Big ones first, each on pages of its own; the small ones after them, 64-aligned.
+    """
+    big = lengths >= ALIGNED_SIZE
+    room = np.where(big, -(-lengths // PAGE) * PAGE, -(-lengths // _ALIGNMENT) * _ALIGNMENT)
+    offsets = np.zeros(len(lengths), np.int64)
+    start = 0
+    for group in (np.flatnonzero(big), np.flatnonzero(~big)):
+        ends = np.cumsum(room[group])
+        offsets[group] = start + ends - room[group]
+        start += int(ends[-1]) if len(ends) else 0
+    return offsets, start
+
+
+def placed(offsets: Column, lengths: Column, room: list[Extent]) -> tuple[Rows, Column]:
+    """Extent rows of storages at ``offsets`` of the reserved ``room`` (its extents end to end),
+    and how many rows each storage has."""
+    starts = np.cumsum([0] + [extent.length for extent in room])
+    if len(room) == 1:
+        some = lengths > 0
+        rows = np.zeros(int(some.sum()), EXTENT.dtype)
+        rows["offset"] = offsets[some] + room[0].offset
+        rows["length"] = lengths[some]
+        return rows, some.astype(np.int64)
+    pieces: list[tuple[int, int]] = []
+    counts = np.zeros(len(lengths), np.int64)
+    for index, (offset, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
+        before = len(pieces)
+        pieces += _pieces(offset, length, room, starts)
+        counts[index] = len(pieces) - before
+    return np.array(pieces, EXTENT.dtype), counts
+
+
+def _pieces(
+    offset: int, length: int, room: list[Extent], starts: npt.NDArray[np.int64]
+) -> Iterator[tuple[int, int]]:
+    while length > 0:
+        index = int(np.searchsorted(starts, offset, side="right")) - 1
+        inside = offset - int(starts[index])
+        taken = min(length, room[index].length - inside)
+        yield room[index].offset + inside, taken
+        offset, length = offset + taken, length - taken

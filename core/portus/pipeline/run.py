@@ -1,0 +1,481 @@
+"""One save, from the call to the commit.
+
+    PLANNED -> COPYING -> COPIED -> COMMITTED
+        \\________\\__________\\_____-> FAILED (also: given up)
+
+The caller's thread plans and copies what may not wait (``copy_now``); the worker copies the rest,
+audits, persists and commits (``run``). A fence waits for COPIED (``release``), and gives the save
+up when its time runs out: from then on the save never commits. Each change of stage is made
+under one lock, so that a save is either copied before the fence lets go or given up, never both.
+
+The audit (V7). The fence keeps known writers out while a storage is read late. Against unknown
+ones, the first and last bytes of every late storage are hashed at the call and again after the
+copy, and after the copy whole storages are hashed once more and compared with what was stored:
+all of them for the first saves, then a sample that moves on. A difference voids the save.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import numpy as np
+
+from portus.errors import AbandonedError, PortusError
+from portus.format.layout import EXTENT
+from portus.index.pool import NewVersion, PoolWriter
+from portus.index.records import Pointer, Rows
+from portus.pipeline.handle import SaveStats
+from portus.pipeline.parts import (
+    Group,
+    chosen,
+    equal_storages,
+    ranges,
+    rows_of,
+    shared,
+    sources,
+    unit_counts,
+)
+from portus.pipeline.plan import Before, Column, Feed, Flags, Snapshot, packed, placed
+from portus.spec import Extent, VersionInfo
+from portus.transport.base import Digests, Source, Stop
+from portus.transport.local import copy, hash_sources, same_bytes
+
+REFRESH_COMMITS: Final = 64
+"""A shared storage is copied afresh after so many commits, so that rot cannot hide in all."""
+
+AUDITED_WHOLE: Final = 3
+"""Saves of a run that are audited whole; then a sample of each."""
+
+SAMPLE_BYTES: Final = 16 << 20
+
+_LEAVE_S: Final = 1.0
+"""The longest that a writer waits, after a save was given up, for the copier to stop reading."""
+
+_EDGE: Final = 512
+"""Bytes at each end of a storage that are hashed at the call."""
+
+
+_NO_EXTENTS: Final[Rows] = np.empty(0, EXTENT.dtype)
+
+
+class Stage(enum.IntEnum):
+    """How far a save is. Order matters: from COPIED on the source is not read any more."""
+
+    PLANNED = 0
+    COPYING = 1
+    COPIED = 2
+    COMMITTED = 3
+    FAILED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What a save asks of whoever started it.
+
+    ``retire``: versions to let go of in the same commit. ``describe``: the name of a storage,
+    for messages. ``audit``: how many saves were audited before this one (-1: no audit).
+    ``publishing``: what must be durable before the commit is. ``committed``: told after it,
+    before anybody who waits, with which storages equalled those of the version before (or the
+    hint that was given, if there was none to compare with). ``guilty``: told the addresses of
+    storages that an audit found changed. Nothing here may hold on to the state.
+    """
+
+    retire: Callable[[], Collection[int]] = tuple
+    describe: Callable[[int], str] = str
+    audit: int = -1
+    publishing: Callable[[], None] = lambda: None
+    committed: Callable[[Before, Flags], None] = lambda version, steady: None
+    guilty: Callable[[Sequence[int]], None] = lambda indices: None
+
+
+class Save:
+    """One save in flight. ``before`` is asked for the newest version of the model."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        writer: PoolWriter,
+        before: Callable[[], Before | None],
+        policy: Policy,
+    ) -> None:
+        self._stats: Final = SaveStats(state_bytes=int(snapshot.length.sum()))
+        self.reported = False
+        """True once somebody was told why it failed."""
+        self._snapshot = snapshot
+        self._steady = snapshot.steady
+        self._writer: Final = writer
+        self._before: Final = before
+        self._policy: Final = policy
+        self._changed: Final = threading.Condition()
+        self._stop: Final = Stop()
+        self._stage = Stage.PLANNED
+        self._reading = False
+        self._error: PortusError | None = None
+        self._info: VersionInfo | None = None
+        self._groups: list[Group] = []
+        self._held: list[list[Extent]] = []
+        self._copied: list[Extent] = []
+        self._edges: Digests | None = None
+        self._born: Final = time.perf_counter()
+        self.storages: Final = snapshot.guarded
+
+    # The caller's thread.
+
+    def copy_now(self) -> None:
+        """Copy what may change as soon as this returns. Raises ``MediumError`` (no space), and
+        the save is over then."""
+        late = self._snapshot.late
+        if self._comparable() is not None:
+            self._steady = np.zeros(len(late), np.bool_)
+        try:
+            self._edges = self._hash_edges()
+            self._copy(np.flatnonzero(~late))
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    # The worker's thread.
+
+    def run(self) -> None:
+        """Copy the rest, audit, commit. What goes wrong is kept for ``result``."""
+        try:
+            self._advance(Stage.COPYING)
+            try:
+                self._copy(np.flatnonzero(self._snapshot.late))
+                self._audit()
+            finally:
+                self._stop_reading()
+            self._advance(Stage.COPIED)
+            self._commit()
+        except PortusError as error:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """The save is over, without a version. Changes nothing if it was over before."""
+        with self._changed:
+            if self._stage < Stage.COMMITTED:
+                self._stage = Stage.FAILED
+                self._error = error if isinstance(error, PortusError) else _unexpected(error)
+            self._changed.notify_all()
+        self._let_go()
+
+    # Any thread.
+
+    def release(self, timeout_s: float) -> bool:
+        """Wait until the sources may change; False if time ran out and the save was given up."""
+        start = time.perf_counter()
+        try:
+            return self._released(timeout_s)
+        finally:
+            self._stats.fence_s += time.perf_counter() - start
+
+    def _released(self, timeout_s: float) -> bool:
+        with self._changed:
+            if self._changed.wait_for(lambda: self._stage >= Stage.COPIED, timeout_s):
+                return True
+            self._stage = Stage.FAILED
+            self._error = AbandonedError(
+                f"save of step {self._snapshot.step} given up: its copy did not end within the "
+                f"fence time-out of {timeout_s:g} s ({self._stop.done} of "
+                f"{self._stats.state_bytes} bytes done). Older versions are untouched; look at "
+                f"the medium {self._writer.medium.info.name}"
+            )
+            self._stop.set()
+            self._changed.notify_all()
+            # The copier sees the stop within milliseconds. Until then it reads memory that the
+            # caller may be about to free (a resize); but a stuck medium may hold it for ever.
+            self._changed.wait_for(lambda: not self._reading, _LEAVE_S)
+            return False
+
+    @property
+    def over(self) -> bool:
+        """True when it is committed, failed or given up."""
+        return self._stage >= Stage.COMMITTED
+
+    @property
+    def stats(self) -> SaveStats:
+        """What it cost so far."""
+        return self._stats
+
+    @property
+    def error(self) -> PortusError | None:
+        """Why it failed, if it did."""
+        return self._error
+
+    def result(self, timeout_s: float | None) -> VersionInfo:
+        """See ``SaveHandle.wait``."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.over, timeout_s):
+                raise TimeoutError(
+                    f"save of step {self._snapshot.step}: not durable within {timeout_s:g} s"
+                )
+            if self._error is not None:
+                self.reported = True
+                raise self._error
+        assert self._info is not None
+        return self._info
+
+    # Copying.
+
+    def _copy(self, indices: Column) -> None:
+        start = time.perf_counter()
+        rest = self._share(indices)
+        fed = np.isin(rest, np.array(list(self._snapshot.feeds), np.int64))
+        for some, move in ((rest[~fed], self._copy_from_here), (rest[fed], self._copy_from_feeds)):
+            if len(some):
+                self._place_and_copy(some, move)
+        self._stats.copied_bytes += int(self._snapshot.length[rest].sum())
+        self._stats.copy_s += time.perf_counter() - start
+
+    def _place_and_copy(
+        self, indices: Column, move: Callable[[Column, Rows, Column], Digests]
+    ) -> None:
+        lengths = self._snapshot.length[indices]
+        offsets, size = packed(lengths)
+        extents, counts = placed(offsets, lengths, self._reserve(size))
+        digests = move(indices, extents, counts)
+        born = np.zeros(len(indices), np.int64)
+        self._groups.append(Group(indices, extents, counts, digests, born))
+        self._note_steady(indices, digests)
+
+    def _reserve(self, size: int) -> list[Extent]:
+        room = self._writer.reserve(size)
+        self._held.append(room)
+        self._copied += room
+        return room
+
+    def _copy_from_here(self, indices: Column, extents: Rows, counts: Column) -> Digests:
+        snapshot = self._snapshot
+        moved = sources(snapshot.address[indices], snapshot.length[indices], extents)
+        return copy(self._writer.medium, moved, self._stop)
+
+    def _copy_from_feeds(self, indices: Column, extents: Rows, counts: Column) -> Digests:
+        digests, first = [], 0
+        for index, count in zip(indices.tolist(), counts.tolist(), strict=True):
+            feed = self._snapshot.feeds[index]
+            digests.append(self._copy_fed(feed, extents[first : first + count]))
+            first += count
+        return np.concatenate(digests)
+
+    def _copy_fed(self, feed: Feed, extents: Rows) -> Digests:
+        places = [Extent(int(row["offset"]), int(row["length"])) for row in extents]
+        digests = []
+        with feed.units() as units:
+            for address, length in units:
+                own, places = _split(places, length)
+                source = Source(address, length, tuple(own))
+                digests.append(copy(self._writer.medium, [source], self._stop))
+        return np.concatenate(digests)
+
+    # Sharing.
+
+    def _comparable(self) -> Before | None:
+        """The version before, if it has as many storages."""
+        before = self._before()
+        fits = before is not None and len(before.record.storages) == len(self._snapshot.length)
+        return before if fits else None
+
+    def _share(self, indices: Column) -> Column:
+        """Share what equals the version before, and return the rest."""
+        before, snapshot = self._comparable(), self._snapshot
+        if before is None:
+            return indices
+        old = before.record.storages
+        fits = (
+            snapshot.steady[indices]
+            & (old["length"][indices].astype(np.int64) == snapshot.length[indices])
+            & (old["born"][indices].astype(np.int64) + REFRESH_COMMITS > before.record.info.commit)
+            & (snapshot.address[indices] != 0)
+        )
+        candidates = indices[fits]
+        if not len(candidates):
+            return indices
+        equal = candidates[self._find_equal(before, candidates)]
+        if not len(equal):
+            return indices
+        self._steady[equal] = True
+        self._groups.append(shared(before.record, equal))
+        self._stats.shared_bytes += int(snapshot.length[equal].sum())
+        return np.setdiff1d(indices, equal)
+
+    def _find_equal(self, before: Before, candidates: Column) -> Column:
+        """Positions of candidates that have the same digests and the same bytes; held then."""
+        group = shared(before.record, candidates)
+        extents = group.extents
+        self._held.append(self._writer.hold(extents["offset"], extents["length"]))
+        if before.record.info.id not in self._writer.catalogue().ids():
+            return np.empty(0, np.int64)  # retired just before it was held
+        lengths = self._snapshot.length[candidates]
+        address = self._snapshot.address[candidates]
+        self._stats.hashed_bytes += int(lengths.sum())
+        found = hash_sources(sources(address, lengths, group.extents[:0]), self._stop)
+        equal = equal_storages(found, group.digests, lengths)
+        own = chosen(group, lengths, equal)
+        moved = sources(address[equal], lengths[equal], own.extents)
+        return equal if same_bytes(self._writer.medium, moved, self._stop) else equal[:0]
+
+    def _note_steady(self, indices: Column, digests: Digests) -> None:
+        """Remember what was copied although it had not changed: next time it is hashed first."""
+        before = self._comparable()
+        if before is None:
+            return
+        lengths = self._snapshot.length[indices]
+        old_lengths = before.record.storages["length"][indices].astype(np.int64)
+        if not np.array_equal(lengths, old_lengths):
+            return
+        old = shared(before.record, indices).digests
+        self._steady[indices[equal_storages(digests, old, lengths)]] = True
+
+    # The audit.
+
+    def _hash_edges(self) -> Digests | None:
+        late = self._late_here()
+        if self._policy.audit < 0 or not len(late):
+            return None
+        address, length = self._snapshot.address[late], self._snapshot.length[late]
+        edge = np.minimum(length, _EDGE)
+        both = np.concatenate([address, address + length - edge])
+        return hash_sources(sources(both, np.concatenate([edge, edge]), _NO_EXTENTS), self._stop)
+
+    def _audit(self) -> None:
+        """Raise ``AbandonedError`` if a late storage changed between the call and now."""
+        if self._edges is None:
+            return
+        late = self._late_here()
+        edges = self._hash_edges()
+        assert edges is not None
+        changed = np.any((edges != self._edges).reshape(2, len(late), -1), axis=(0, 2))
+        guilty = set(late[changed].tolist()) | set(self._rehash(late).tolist())
+        if guilty:
+            self._policy.guilty(self._snapshot.address[sorted(guilty)].tolist())
+            raise AbandonedError(self._verdict(sorted(guilty)))
+
+    def _rehash(self, late: Column) -> Column:
+        """Indices of sampled storages whose bytes are not those that were stored."""
+        sample = late if self._policy.audit < AUDITED_WHOLE else self._sample(late)
+        length = self._snapshot.length
+        self._stats.hashed_bytes += int(length[sample].sum())
+        found = hash_sources(
+            sources(self._snapshot.address[sample], length[sample], _NO_EXTENTS), self._stop
+        )
+        stored = self._stored(sample)
+        same = equal_storages(found, stored, length[sample])
+        return np.setdiff1d(sample, sample[same])
+
+    def _sample(self, late: Column) -> Column:
+        """Another run of storages each time, about ``SAMPLE_BYTES`` of them, one at least."""
+        turned = np.roll(late, -(self._policy.audit * 7919) % len(late))
+        within = np.cumsum(self._snapshot.length[turned]) <= SAMPLE_BYTES
+        within[0] = self._snapshot.length[turned[0]] <= 4 * SAMPLE_BYTES
+        return np.sort(turned[within])
+
+    def _stored(self, indices: Column) -> Digests:
+        """The unit digests that were stored for late storages."""
+        lengths = self._snapshot.length
+        units = np.zeros((int(unit_counts(lengths).sum()), 16), np.uint8)
+        first = np.cumsum(unit_counts(lengths)) - unit_counts(lengths)
+        for group in self._groups:
+            counts = unit_counts(lengths[group.indices])
+            units[ranges(first[group.indices], counts)] = group.digests
+        return units[ranges(first[indices], unit_counts(lengths[indices]))]
+
+    def _late_here(self) -> Column:
+        """Late storages with an address in this process."""
+        snapshot = self._snapshot
+        return np.flatnonzero(snapshot.late & (snapshot.address != 0))
+
+    def _verdict(self, guilty: list[int]) -> str:
+        names = [self._policy.describe(index) for index in guilty[:3]]
+        more = f" and {len(guilty) - 3} more" if len(guilty) > 3 else ""
+        return (
+            f"save of step {self._snapshot.step} given up: {', '.join(names)}{more} changed "
+            f"while being saved, by something that no fence guards. From now on these are "
+            f"copied before save returns; older versions are untouched"
+        )
+
+    # The end.
+
+    def _commit(self) -> None:
+        start = time.perf_counter()
+        self._policy.publishing()
+        snapshot, before = self._snapshot, self._before()
+        storages, extents, units = rows_of(self._groups, snapshot.length)
+        new = NewVersion(
+            model=snapshot.model,
+            step=snapshot.step,
+            token=snapshot.token,
+            layout=self._known("layout", before) or snapshot.layout,
+            tree=self._known("tree", before) or snapshot.tree,
+            storages=storages,
+            extents=extents,
+            units=units,
+        )
+        record = self._writer.commit(new, self._copied, self._policy.retire())
+        assert record is not None
+        self._stats.commit_s = time.perf_counter() - start
+        self._stats.total_s = time.perf_counter() - self._born
+        self._let_go()
+        self._policy.committed(Before(record, snapshot.layout, snapshot.tree), self._steady)
+        with self._changed:
+            self._info = record.info
+            self._stage = Stage.COMMITTED
+            self._changed.notify_all()
+
+    def _known(self, name: Literal["layout", "tree"], before: Before | None) -> Pointer | None:
+        """The record of the version before, held, if it says the same."""
+        if before is None or getattr(before, name) != getattr(self._snapshot, name):
+            return None
+        pointer: Pointer = before.record.layout if name == "layout" else before.record.tree
+        self._held.append(self._writer.hold([pointer.offset], [pointer.length]))
+        alive = before.record.info.id in self._writer.catalogue().ids()
+        return pointer if alive else None
+
+    def _advance(self, stage: Stage) -> None:
+        with self._changed:
+            if self._stage is Stage.FAILED:
+                raise self._error or AbandonedError("given up")
+            self._stage = stage
+            self._reading = stage is Stage.COPYING
+            if stage is Stage.COPIED:
+                self._forget_sources()
+            self._changed.notify_all()
+
+    def _stop_reading(self) -> None:
+        with self._changed:
+            self._reading = False
+            self._changed.notify_all()
+
+    def _forget_sources(self) -> None:
+        """The caller's memory is not read any more: do not keep it alive."""
+        self._snapshot = replace(self._snapshot, alive=None, feeds={})
+
+    def _let_go(self) -> None:
+        """The end of ``run``, however it ended."""
+        self._forget_sources()
+        held, self._held = self._held, []
+        for extents in held:
+            self._writer.release(extents)
+
+
+def _unexpected(error: BaseException) -> PortusError:
+    wrapped = AbandonedError(f"save given up: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _split(places: list[Extent], length: int) -> tuple[list[Extent], list[Extent]]:
+    """The first ``length`` bytes of ``places``, and the rest."""
+    own, rest = [], list(places)
+    while length:
+        head = rest.pop(0)
+        taken = min(head.length, length)
+        own.append(Extent(head.offset, taken))
+        if taken < head.length:
+            rest.insert(0, Extent(head.offset + taken, head.length - taken))
+        length -= taken
+    return own, rest

@@ -1,0 +1,80 @@
+"""The nouns that every floor shares: frozen, validated, free of torch and of I/O."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from portus.errors import UsageError
+
+PAGE: Final = 4096
+"""Bytes. No two commits write the same page (V1); every reservation is a multiple of it."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extent:
+    """A run of bytes in a pool: ``offset`` from its start and ``length``, both in bytes."""
+
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.length < 0:
+            raise UsageError(f"extent out of range: offset {self.offset}, length {self.length}")
+
+    @property
+    def end(self) -> int:
+        """The first byte after it."""
+        return self.offset + self.length
+
+
+class TensorKind(enum.Enum):
+    """What a tensor was when it was saved, so that it comes back as the same class."""
+
+    TENSOR = "tensor"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """How one tensor looks at its storage.
+
+    ``name`` is its key path in the state, joined by dots. ``dtype`` is torch's name without the
+    ``torch.`` (``"float32"``). ``strides`` and ``offset`` count elements, as torch does;
+    ``storage`` is an index into the storages of the state, or -1 for a meta tensor.
+    ``device`` is where it lived (``"cpu"``, ``"cuda:0"``, ``"meta"``).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage: int
+    offset: int
+    kind: TensorKind = TensorKind.TENSOR
+    requires_grad: bool = False
+    conjugate: bool = False
+    negative: bool = False
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    """One committed version of a model.
+
+    ``id`` is unique in its pool and grows; ``commit`` is the commit that made it visible, the
+    order that "newest" means (V4); ``step`` is the caller's, and may come twice. ``token`` is 16
+    random bytes by which a reference file names the version. ``size`` is the sum of its
+    storages in bytes, shared ones included. ``time_ns`` is Unix time in nanoseconds.
+    """
+
+    model: str
+    id: int
+    commit: int
+    step: int
+    token: bytes
+    time_ns: int
+    size: int

@@ -1,0 +1,627 @@
+"""What every medium, every ``Files`` and every ``Locks`` must do, as tests to inherit.
+
+Subclass a contract, say how to make the thing and how to look at it behind its back, and pytest
+runs the suite on it. The back doors matter: a test of ``store`` must not trust ``load``. Nothing
+is skipped by capability; a medium with addresses inherits ``MappedMediumContract``.
+"""
+
+from __future__ import annotations
+
+import abc
+import array
+import ctypes
+import errno
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import pytest
+
+from portus.errors import BusyError, MediumError, UsageError
+from portus.media.base import Files, Locks, MappedMedium, Medium, Names
+from portus.spec import PAGE, Extent
+
+SIZE: Final = 3 * PAGE
+"""Bytes of the medium that most tests use."""
+
+_EDGES: Final = (0, 1, 511, 512, 513, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 7)
+
+
+class MediumContract(abc.ABC):
+    """Tests of ``Medium``. Each test gets its own instance of the subclass."""
+
+    @abc.abstractmethod
+    def make(self, size: int) -> Medium:
+        """A new writable medium of ``size`` zero bytes. The contract closes it."""
+
+    @abc.abstractmethod
+    def read_behind(self, medium: Medium, offset: int, length: int) -> bytes:
+        """What ``medium`` holds, without calling its ``load``."""
+
+    @abc.abstractmethod
+    def write_behind(self, medium: Medium, offset: int, data: bytes) -> None:
+        """Change what ``medium`` holds, without calling its ``store``."""
+
+    @abc.abstractmethod
+    def break_persist(self, medium: Medium) -> None:
+        """Let the next persist of something fail as a bad device would; later ones would work."""
+
+    @pytest.fixture
+    def medium(self) -> Iterator[Medium]:
+        """A medium of ``SIZE`` zero bytes."""
+        medium = self.make(SIZE)
+        yield medium
+        medium.close()
+
+    def test_a_new_medium_is_zero_writable_and_as_long_as_asked(self, medium: Medium) -> None:
+        assert medium.size == SIZE
+        assert medium.info.writable
+        assert medium.info.granularity > 0
+        assert load(medium, 0, SIZE) == bytes(SIZE)
+        assert self.read_behind(medium, 0, SIZE) == bytes(SIZE)
+
+    def test_load_sees_what_was_stored_and_its_neighbours_stay(self, medium: Medium) -> None:
+        tried = 0
+        for offset in _EDGES:
+            for length in _EDGES:
+                if offset + length <= SIZE:
+                    medium.store(0, b"\xff" * SIZE)
+                    data = random.Random(offset * SIZE + length).randbytes(length)
+                    medium.store(offset, data)
+                    expected = b"\xff" * offset + data + b"\xff" * (SIZE - offset - length)
+                    assert load(medium, 0, SIZE) == expected
+                    assert load(medium, offset, length) == data
+                    assert self.read_behind(medium, 0, SIZE) == expected
+                    tried += 1
+        assert tried > 60
+
+    def test_load_sees_what_is_there_and_not_what_it_remembers(self, medium: Medium) -> None:
+        medium.store(0, b"before")
+        self.write_behind(medium, 0, b"behind")
+        assert load(medium, 0, 6) == b"behind"
+
+    def test_many_bytes_are_stored_and_loaded(self) -> None:
+        medium, data = self.make(0), random.Random(1).randbytes((40 << 20) + 3)
+        medium.grow(len(data) + 5)
+        medium.store(5, data)
+        medium.persist([Extent(5, len(data))])
+        assert load(medium, 5, len(data)) == data
+        medium.close()
+
+    def test_any_contiguous_memory_is_taken_as_bytes(self, medium: Medium) -> None:
+        numbers = array.array("i", [1, 2, 3])
+        medium.store(8, memoryview(numbers))
+        assert self.read_behind(medium, 8, 12) == numbers.tobytes()
+        found = array.array("i", [0, 0, 0])
+        medium.load(8, memoryview(found))
+        assert found == numbers
+        medium.store(8, memoryview(bytearray(b"abc")).toreadonly())
+        assert self.read_behind(medium, 8, 3) == b"abc"
+
+    def test_memory_with_gaps_or_without_leave_to_write_is_refused(self, medium: Medium) -> None:
+        gaps = memoryview(bytearray(b"abcdef"))[::2]
+        assert_raises(
+            UsageError,
+            lambda: medium.store(0, gaps),
+            lambda: medium.load(0, gaps),
+            lambda: medium.load(0, memoryview(b"abc")),
+        )
+        assert self.read_behind(medium, 0, SIZE) == bytes(SIZE)
+
+    def test_nothing_outside_the_medium_is_touched(self, medium: Medium) -> None:
+        for offset, length in ((-1, 1), (-1, 0), (SIZE, 1), (SIZE - 1, 2), (SIZE + 1, 0)):
+            with pytest.raises(UsageError):
+                medium.store(offset, b"x" * length)
+            with pytest.raises(UsageError):
+                medium.load(offset, memoryview(bytearray(length)))
+            if offset >= 0:
+                with pytest.raises(UsageError):
+                    medium.persist([Extent(0, 1), Extent(offset, length)])
+        assert medium.size == SIZE
+        assert self.read_behind(medium, 0, SIZE) == bytes(SIZE)
+        medium.store(SIZE - 1, b"x")  # None of it has poisoned the medium.
+
+    def test_an_error_names_the_medium(self, medium: Medium) -> None:
+        with pytest.raises(UsageError, match=medium.info.name):
+            medium.store(SIZE, b"x")
+
+    def test_nothing_can_be_stored_and_loaded_up_to_the_end(self, medium: Medium) -> None:
+        for offset in (0, 7, SIZE):
+            medium.store(offset, b"")
+            medium.load(offset, memoryview(bytearray()))
+
+    def test_growth_is_zero_and_keeps_what_was_there(self, medium: Medium) -> None:
+        medium.store(0, b"a" * SIZE)
+        for size in (SIZE + 1, SIZE + 5000, 9 * PAGE, 9 * PAGE + 1, 700 * PAGE + 3):
+            before = medium.size
+            medium.grow(size)
+            assert medium.size == size
+            assert load(medium, before, size - before) == bytes(size - before)
+            assert self.read_behind(medium, before, size - before) == bytes(size - before)
+            medium.store(size - 1, b"z")
+            assert load(medium, size - 1, 1) == b"z"
+            medium.store(size - 1, b"\0")
+        assert load(medium, 0, SIZE) == b"a" * SIZE
+
+    def test_grow_never_shrinks(self, medium: Medium) -> None:
+        medium.store(SIZE - 1, b"z")
+        for size in (SIZE, SIZE - 1, 0):
+            medium.grow(size)
+            assert medium.size == SIZE
+        assert load(medium, SIZE - 1, 1) == b"z"
+
+    def test_an_empty_medium_can_grow(self) -> None:
+        medium = self.make(0)
+        assert medium.size == 0
+        medium.grow(1)
+        assert load(medium, 0, 1) == b"\0"
+        medium.close()
+
+    def test_persist_takes_any_ranges_inside(self, medium: Medium) -> None:
+        medium.store(10, b"kept")
+        medium.persist([])
+        medium.persist([Extent(SIZE, 0)])
+        medium.persist([Extent(10, 4), Extent(0, SIZE), Extent(10, 4), Extent(12, 0)])
+        assert self.read_behind(medium, 10, 4) == b"kept"
+
+    def test_a_failed_persist_poisons_for_good_and_loads_go_on(self, medium: Medium) -> None:
+        medium.store(0, b"older")
+        medium.persist([Extent(0, 5)])
+        self.break_persist(medium)
+        medium.store(5, b"newer")
+        with pytest.raises(MediumError, match=medium.info.name):
+            medium.persist([Extent(5, 5)])
+        assert_raises(
+            MediumError,
+            lambda: medium.persist([Extent(5, 5)]),
+            lambda: medium.persist([]),
+            lambda: medium.store(0, b"x"),
+            lambda: medium.grow(2 * SIZE),
+            match=medium.info.name,
+        )
+        assert medium.size == SIZE
+        assert load(medium, 0, 5) == b"older"
+        assert self.read_behind(medium, 0, 5) == b"older"
+
+    def test_a_closed_medium_is_not_used(self) -> None:
+        medium = self.make(SIZE)
+        medium.close()
+        medium.close()
+        assert_raises(
+            UsageError,
+            lambda: medium.store(0, b"x"),
+            lambda: medium.load(0, memoryview(bytearray(1))),
+            lambda: medium.persist([Extent(0, 1)]),
+            lambda: medium.grow(2 * SIZE),
+        )
+
+    def test_threads_use_disjoint_ranges_while_it_grows(self, medium: Medium) -> None:
+        rounds, part = 200, SIZE // 4
+
+        def work(index: int) -> None:
+            source = random.Random(index)
+            for _ in range(rounds):
+                data = source.randbytes(part)
+                medium.store(index * part, data)
+                assert load(medium, index * part, part) == data
+
+        with ThreadPoolExecutor(5) as threads:
+            jobs = [threads.submit(work, index) for index in range(4)]
+            for size in range(2 * SIZE, 40 * SIZE, 2 * SIZE):
+                medium.grow(size)
+            for job in jobs:
+                job.result()
+        assert load(medium, SIZE, medium.size - SIZE) == bytes(medium.size - SIZE)
+
+
+class MappedMediumContract(MediumContract):
+    """``MediumContract``, and tests of the addresses of a ``MappedMedium``."""
+
+    @abc.abstractmethod
+    def make(self, size: int) -> MappedMedium:
+        """As in ``MediumContract``."""
+
+    @pytest.fixture
+    def mapped(self) -> Iterator[MappedMedium]:
+        """A medium of ``SIZE`` zero bytes."""
+        medium = self.make(SIZE)
+        yield medium
+        medium.close()
+
+    def test_it_is_seen_to_be_mapped(self, mapped: MappedMedium) -> None:
+        assert isinstance(mapped, MappedMedium)
+
+    def test_bytes_written_at_an_address_are_loaded(self, mapped: MappedMedium) -> None:
+        extent = Extent(PAGE - 2, 5)
+        ctypes.memmove(mapped.address(extent), b"hello", 5)
+        mapped.wrote(extent)
+        assert load(mapped, PAGE - 3, 7) == b"\0hello\0"
+        mapped.persist([extent])
+        assert self.read_behind(mapped, PAGE - 3, 7) == b"\0hello\0"
+
+    def test_stored_bytes_are_at_their_address(self, mapped: MappedMedium) -> None:
+        mapped.store(100, b"hello")
+        assert ctypes.string_at(mapped.address(Extent(100, 5)), 5) == b"hello"
+
+    def test_offsets_and_addresses_go_together(self, mapped: MappedMedium) -> None:
+        first = mapped.address(Extent(0, SIZE))
+        assert first % PAGE == 0
+        assert mapped.address(Extent(SIZE - 1, 1)) == first + SIZE - 1
+        assert mapped.address(Extent(SIZE, 0)) == first + SIZE
+
+    def test_an_address_stays_when_the_medium_grows(self, mapped: MappedMedium) -> None:
+        before = mapped.address(Extent(0, SIZE))
+        ctypes.memmove(before, b"kept", 4)
+        for size in (SIZE + 1, 5 * SIZE + 1, (64 << 20) + 1):
+            mapped.grow(size)
+            assert mapped.address(Extent(0, size)) == before
+            assert ctypes.string_at(before, 4) == b"kept"
+            assert ctypes.string_at(before + size - 1, 1) == b"\0"
+            ctypes.memmove(before + size - 2, b"z", 1)
+            mapped.wrote(Extent(size - 2, 1))
+            assert load(mapped, size - 2, 2) == b"z\0"
+            ctypes.memmove(before + size - 2, b"\0", 1)
+
+    def test_much_can_be_written_at_an_address(self) -> None:
+        length, piece = 40 << 20, 1 << 20
+        mapped, data = self.make(length), random.Random(2).randbytes(length)
+        address = mapped.address(Extent(0, length))
+        for offset in range(0, length, piece):
+            ctypes.memmove(address + offset, data[offset : offset + piece], piece)
+            mapped.wrote(Extent(offset, piece))
+        mapped.persist([Extent(0, length)])
+        assert load(mapped, 0, length) == data
+        assert self.read_behind(mapped, 0, length) == data
+        mapped.close()
+
+    def test_nothing_outside_has_an_address(self, mapped: MappedMedium) -> None:
+        for extent in (Extent(SIZE, 1), Extent(SIZE - 1, 2), Extent(SIZE + 1, 0)):
+            with pytest.raises(UsageError):
+                mapped.address(extent)
+            with pytest.raises(UsageError):
+                mapped.wrote(extent)
+
+    def test_a_poisoned_medium_gives_no_address(self, mapped: MappedMedium) -> None:
+        self.break_persist(mapped)
+        with pytest.raises(MediumError):
+            mapped.persist([Extent(0, 1)])
+        with pytest.raises(MediumError):
+            mapped.address(Extent(0, 1))
+        with pytest.raises(MediumError):
+            mapped.wrote(Extent(0, 1))
+
+    def test_a_closed_medium_gives_no_address(self) -> None:
+        mapped = self.make(SIZE)
+        mapped.close()
+        with pytest.raises(UsageError):
+            mapped.address(Extent(0, 1))
+
+
+class FilesContract(abc.ABC):
+    """Tests of ``Files`` and ``Names``: what they do to names, as seen without a crash."""
+
+    @abc.abstractmethod
+    def files(self) -> Files:
+        """The thing under test; always the same within one test."""
+
+    @abc.abstractmethod
+    def names(self) -> Names:
+        """The view of names that goes with it."""
+
+    @abc.abstractmethod
+    def directory(self) -> str:
+        """An empty directory, without a slash at its end; the same within one test."""
+
+    @abc.abstractmethod
+    def read_behind(self, path: str) -> bytes | None:
+        """All bytes of the file at ``path``, not through ``files()``; None if there is none."""
+
+    @abc.abstractmethod
+    def write_behind(self, path: str, data: bytes) -> None:
+        """Put a new file with ``data`` at ``path``, not through ``files()``."""
+
+    def path(self, name: str) -> str:
+        """``name`` in the directory."""
+        return f"{self.directory()}/{name}"
+
+    def test_a_created_file_is_zero_and_there(self) -> None:
+        medium = self.files().create(self.path("a"), SIZE + 1)
+        assert medium.size == SIZE + 1
+        assert medium.info.writable
+        assert medium.info.name == self.path("a")
+        medium.persist([Extent(0, SIZE + 1)])
+        medium.close()
+        self.files().sync(self.directory())
+        assert self.read_behind(self.path("a")) == bytes(SIZE + 1)
+        assert self.names().entries(self.directory()) == ["a"]
+
+    def test_create_replaces_nothing(self) -> None:
+        self.write_behind(self.path("a"), b"old")
+        assert_errno(errno.EEXIST, lambda: self.files().create(self.path("a"), 10))
+        assert self.read_behind(self.path("a")) == b"old"
+
+    def test_an_opened_file_holds_what_was_there(self) -> None:
+        self.write_behind(self.path("a"), b"0123456789")
+        for writable in (False, True):
+            medium = self.files().open(self.path("a"), writable=writable)
+            assert medium.size == 10
+            assert medium.info.writable == writable
+            assert load(medium, 3, 4) == b"3456"
+            medium.close()
+
+    def test_what_a_writer_stored_stays_in_the_file(self) -> None:
+        self.write_behind(self.path("a"), b"0123456789")
+        medium = self.files().open(self.path("a"), writable=True)
+        medium.store(3, b"abc")
+        medium.grow(12)
+        medium.persist([Extent(0, 12)])
+        medium.close()
+        assert self.read_behind(self.path("a")) == b"012abc6789\0\0"
+
+    def test_a_reader_changes_nothing(self) -> None:
+        self.write_behind(self.path("a"), b"0123456789")
+        medium = self.files().open(self.path("a"), writable=False)
+        assert_raises(
+            UsageError,
+            lambda: medium.store(0, b"x"),
+            lambda: medium.grow(20),
+            lambda: medium.persist([Extent(0, 1)]),
+        )
+        medium.close()
+        assert self.read_behind(self.path("a")) == b"0123456789"
+
+    def test_a_reader_sees_stores_and_growth(self) -> None:
+        writer = self.files().create(self.path("a"), 10)
+        reader = self.files().open(self.path("a"), writable=False)
+        writer.store(0, b"new")
+        assert load(reader, 0, 4) == b"new\0"
+        writer.grow(PAGE * 2)
+        writer.store(PAGE, b"newer")
+        assert reader.size == PAGE * 2
+        assert load(reader, PAGE, 5) == b"newer"
+        reader.close()
+        writer.close()
+
+    def test_a_missing_file_is_an_error_with_its_errno(self) -> None:
+        missing = self.path("missing")
+        assert_errno(errno.ENOENT, lambda: self.files().open(missing, writable=False))
+        assert_errno(errno.ENOENT, lambda: self.files().open(missing, writable=True))
+        assert_errno(errno.ENOENT, lambda: self.files().link(missing, self.path("b")))
+        assert_errno(errno.ENOENT, lambda: self.files().replace(missing, self.path("b")))
+        assert self.names().entries(self.directory()) == []
+
+    def test_a_linked_file_has_two_names(self) -> None:
+        self.write_behind(self.path("a"), b"data")
+        self.files().link(self.path("a"), self.path("b"))
+        first, second = self.names().status(self.path("a")), self.names().status(self.path("b"))
+        assert first is not None
+        assert second is not None
+        assert first.identity == second.identity
+        assert first.links == second.links == 2
+        self.files().remove(self.path("a"))
+        assert self.read_behind(self.path("b")) == b"data"
+        left = self.names().status(self.path("b"))
+        assert left is not None
+        assert left.links == 1
+
+    def test_link_replaces_nothing(self) -> None:
+        self.write_behind(self.path("a"), b"data")
+        self.write_behind(self.path("b"), b"other")
+        assert_errno(errno.EEXIST, lambda: self.files().link(self.path("a"), self.path("b")))
+        assert self.read_behind(self.path("b")) == b"other"
+
+    def test_replace_takes_the_place_of_what_was_there(self) -> None:
+        self.write_behind(self.path("a"), b"new")
+        self.write_behind(self.path("b"), b"old")
+        before = self.names().status(self.path("a"))
+        self.files().replace(self.path("a"), self.path("b"))
+        after = self.names().status(self.path("b"))
+        assert self.read_behind(self.path("a")) is None
+        assert self.read_behind(self.path("b")) == b"new"
+        assert before is not None
+        assert after is not None
+        assert before.identity == after.identity
+
+    def test_remove_takes_the_name_and_is_content_without(self) -> None:
+        self.write_behind(self.path("a"), b"data")
+        self.files().remove(self.path("a"))
+        self.files().remove(self.path("a"))
+        assert self.read_behind(self.path("a")) is None
+
+    def test_an_open_file_outlives_its_name(self) -> None:
+        medium = self.files().create(self.path("a"), 10)
+        medium.store(0, b"data")
+        self.files().replace(self.path("a"), self.path("b"))
+        medium.store(4, b"more")
+        assert self.read_behind(self.path("b")) == b"datamore\0\0"
+        self.files().remove(self.path("b"))
+        medium.persist([Extent(0, 10)])
+        assert load(medium, 0, 8) == b"datamore"
+        medium.close()
+
+    def test_entries_are_sorted_and_none_without_a_directory(self) -> None:
+        for name in ("b", ".hidden", "a"):
+            self.write_behind(self.path(name), b"")
+        assert self.names().entries(self.directory()) == [".hidden", "a", "b"]
+        assert self.names().entries(self.path("missing")) == []
+
+    def test_status_tells_size_and_time_or_that_nothing_is_there(self) -> None:
+        assert self.names().status(self.path("a")) is None
+        self.write_behind(self.path("a"), b"12345")
+        self.write_behind(self.path("b"), b"")
+        first, second = self.names().status(self.path("a")), self.names().status(self.path("b"))
+        assert first is not None
+        assert second is not None
+        assert (first.size, first.links) == (5, 1)
+        assert first.identity != second.identity
+        assert 0 < first.time_ns <= second.time_ns
+
+
+class LocksContract(abc.ABC):
+    """Tests of ``Locks``, between holders in one process."""
+
+    @abc.abstractmethod
+    def open_locks(self, describe_holder: Callable[[], str]) -> Locks:
+        """A holder beside all others that this test opened. The contract closes it."""
+
+    @pytest.fixture
+    def pair(self) -> Iterator[tuple[Locks, Locks]]:
+        """Two holders of the same locks."""
+        first, second = (self.open_locks(lambda: "pid 7 on host h") for _ in range(2))
+        yield first, second
+        first.close()
+        second.close()
+
+    def test_there_is_one_writer(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        with pytest.raises(BusyError, match="pid 7 on host h"):
+            second.acquire_writer(0)
+        first.release_writer()
+        second.acquire_writer(0)
+        with pytest.raises(BusyError):
+            first.acquire_writer(0)
+
+    def test_others_see_that_there_is_a_writer(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        assert not second.has_writer()
+        first.acquire_writer(0)
+        assert second.has_writer()
+        second.pin(1)
+        assert second.has_writer()
+        first.release_writer()
+        assert not second.has_writer()
+
+    def test_all_pins_of_all_are_listed(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        assert first.pins() == set()
+        for version in (0, 1, 2, 70, 1 << 61):
+            second.pin(version)
+        second.pin(70)
+        first.pin(5)
+        assert first.pins() == {0, 1, 2, 5, 70, 1 << 61}
+        second.unpin(1)
+        second.unpin(70)
+        assert first.pins() == {0, 2, 5, 70, 1 << 61}
+
+    def test_a_writer_stays_the_writer(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        first.acquire_writer(0)
+        second.release_writer()  # It is not the writer: nothing happens.
+        with pytest.raises(BusyError):
+            second.acquire_writer(0)
+        first.release_writer()
+        first.release_writer()
+        second.acquire_writer(0)
+
+    def test_the_wait_for_the_writer_has_an_end(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        begin_s = time.monotonic()
+        with pytest.raises(BusyError):
+            second.acquire_writer(0.05)
+        assert time.monotonic() - begin_s >= 0.05
+
+    def test_who_waits_gets_the_lock_that_is_let_go(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        waiting = threading.Thread(target=second.acquire_writer, args=(60,))
+        waiting.start()
+        first.release_writer()
+        waiting.join()
+        with pytest.raises(BusyError):
+            first.acquire_writer(0)
+
+    def test_close_lets_go_of_all(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        first.pin(3)
+        first.close()
+        first.close()
+        second.acquire_writer(0)
+        assert not second.pinned(3)
+        assert_raises(
+            UsageError,
+            lambda: first.acquire_writer(0),
+            lambda: first.pin(3),
+            lambda: first.pinned(3),
+        )
+
+    def test_a_pin_is_seen_by_all_and_holds_one_version(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        for holder in pair:
+            holder.pin(5)
+            assert [first.pinned(version) for version in (4, 5, 6)] == [False, True, False]
+            assert second.pinned(5)
+            holder.unpin(5)
+            assert not first.pinned(5)
+            assert not second.pinned(5)
+
+    def test_pins_are_counted(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        second.pin(0)
+        second.pin(0)
+        first.pin(0)
+        second.unpin(0)
+        assert first.pinned(0)
+        second.unpin(0)
+        assert first.pinned(0)
+        first.unpin(0)
+        assert not first.pinned(0)
+
+    def test_only_what_is_pinned_is_unpinned(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.pin(1)
+        for version in (1, 2):
+            with pytest.raises(UsageError):
+                second.unpin(version)
+        assert second.pinned(1)
+
+    def test_being_asked_takes_nothing(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        assert not first.pinned(9)
+        second.pin(9)
+        assert first.pinned(9)
+        first.pin(9)
+
+    def test_a_version_that_cannot_be_is_refused(self, pair: tuple[Locks, Locks]) -> None:
+        for version in (-1, 1 << 62):
+            with pytest.raises(UsageError):
+                pair[0].pin(version)
+
+    def test_the_writer_may_pin_and_readers_need_no_writer(self, pair: tuple[Locks, Locks]) -> None:
+        first, second = pair
+        first.acquire_writer(0)
+        first.pin(1)
+        second.pin(1)
+        first.release_writer()
+        assert first.pinned(1)
+
+
+def load(medium: Medium, offset: int, length: int) -> bytes:
+    """Bytes that ``medium.load`` gives; the target holds something else before."""
+    target = bytearray(b"\xa5" * length)
+    medium.load(offset, memoryview(target))
+    return bytes(target)
+
+
+def assert_raises(
+    error: type[Exception], *calls: Callable[[], object], match: str | None = None
+) -> None:
+    """Each of ``calls`` raises ``error``, whose text has ``match``."""
+    for call in calls:
+        with pytest.raises(error, match=match):
+            call()
+
+
+def assert_errno(number: int, call: Callable[[], object]) -> None:
+    """``call`` raises a ``MediumError`` with this errno."""
+    with pytest.raises(MediumError) as caught:
+        call()
+    assert caught.value.errno == number

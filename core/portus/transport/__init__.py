@@ -1,0 +1,1 @@
+"""How bytes get from the trainer to a medium and back, hashed on the way."""

@@ -1,0 +1,262 @@
+"""What a transport moves: sources, the segments they are cut into, and the word to stop.
+
+Theory. All sources of one call, laid end to end, are a *stream* of bytes; so are all their
+extents. Cutting the stream wherever a source, a unit (16 MiB of one source) or an extent begins
+gives *segments*: runs that are contiguous on both sides and lie in one unit. An engine then needs
+no more than columns of addresses and lengths, so 10,000 small sources cost one call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.errors import AbandonedError, UsageError
+from portus.format.checksum import DIGEST_SIZE, UNIT, digest
+from portus.spec import PAGE, Extent
+
+Column = NDArray[np.int64]
+"""(n,) int64."""
+
+Digests = NDArray[np.uint8]
+"""(units, 16) uint8: the units of all sources, one after another. A source has
+``unit_count(length)`` rows, so an empty one has one row, the digest of nothing."""
+
+
+class StoppedError(AbandonedError):
+    """The ``Stop`` of a call was set before it was through. What it wrote so far is of no use."""
+
+
+class Stop:
+    """Asks a running call to end, from any thread, and tells how far it is.
+
+    It may be given to several calls; ``done`` then counts the bytes of all of them.
+    """
+
+    def __init__(self) -> None:
+        self._shared = (ctypes.c_int64 * 2)()
+        self._lock = threading.Lock()
+
+    def set(self) -> None:
+        """Ask. Calls that were given this raise ``StoppedError`` within milliseconds, for good."""
+        self._shared[0] = 1
+
+    def is_set(self) -> bool:
+        """True once asked."""
+        return self._shared[0] != 0
+
+    def check(self) -> None:
+        """Raise ``StoppedError`` if asked."""
+        if self.is_set():
+            raise StoppedError(f"stopped by request after {self.done} bytes")
+
+    @property
+    def done(self) -> int:
+        """Bytes that were copied, hashed or compared so far."""
+        return self._shared[1]
+
+    def add(self, length: int) -> None:
+        """Count ``length`` more bytes as done."""
+        with self._lock:
+            self._shared[1] += length
+
+    @property
+    def shared(self) -> int:
+        """The address of two int64, (asked, bytes done), for a helper that looks by itself."""
+        return ctypes.addressof(self._shared)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One storage in this process, and where it is in the pool.
+
+    ``address`` is of its first byte; 0 where ``length`` (bytes) is 0, or nothing is moved.
+    ``extents`` hold it in order and have the same length together; none means that the call
+    needs no pool. The caller keeps the memory alive during the call.
+    """
+
+    address: int
+    length: int
+    extents: tuple[Extent, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.address < 0 or self.length < 0:
+            raise UsageError(f"source out of range: address {self.address}, length {self.length}")
+        held = sum(extent.length for extent in self.extents)
+        if self.extents and held != self.length:
+            raise UsageError(f"extents of a source: expected {self.length} bytes, found {held}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """Many sources as columns: no Python object for each.
+
+    ``address`` and ``length``: one row for each source. ``extent_offset`` and ``extent_length``:
+    the extents of all sources, in order; what counts is that the lengths add up to those of the
+    sources, so one extent may hold many small sources side by side. Empty: no pool is needed.
+    """
+
+    address: Column
+    length: Column
+    extent_offset: Column
+    extent_length: Column
+
+    def __post_init__(self) -> None:
+        columns = (self.address, self.length, self.extent_offset, self.extent_length)
+        if any(column.dtype != np.int64 or column.ndim != 1 for column in columns):
+            raise UsageError("columns of sources: expected one-dimensional int64")
+        if len(self.address) != len(self.length):
+            raise UsageError(
+                f"columns of sources: {len(self.address)} addresses, {len(self.length)} lengths"
+            )
+        if len(self.extent_offset) != len(self.extent_length):
+            raise UsageError(
+                f"columns of sources: {len(self.extent_offset)} extent offsets, "
+                f"{len(self.extent_length)} extent lengths"
+            )
+        if any(len(column) and int(column.min()) < 0 for column in columns):
+            raise UsageError("columns of sources: found a negative number")
+        held = int(self.extent_length.sum())
+        if len(self.extent_length) and held != self.size:
+            raise UsageError(f"extents of sources: expected {self.size} bytes, found {held}")
+
+    @property
+    def size(self) -> int:
+        """Bytes of all sources together."""
+        return int(self.length.sum())
+
+    def require(self, *, addresses: bool, extents: bool) -> Sources:
+        """These sources, if they have what is asked for. Raises ``UsageError``."""
+        if addresses and bool(np.any((self.address == 0) & (self.length > 0))):
+            raise UsageError("sources: expected an address for each, found 0")
+        if extents and self.size and not len(self.extent_length):
+            raise UsageError("sources: expected extents, found none")
+        return self
+
+    @classmethod
+    def of(cls, sources: Sequence[Source]) -> Sources:
+        """The columns of ``sources``. All of them have extents, or none; empty ones aside."""
+        extents = [extent for source in sources for extent in source.extents]
+        return cls(
+            address=_column([source.address for source in sources]),
+            length=_column([source.length for source in sources]),
+            extent_offset=_column([extent.offset for extent in extents]),
+            extent_length=_column([extent.length for extent in extents]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segments:
+    """The sources of one call, cut. Segments of one unit follow each other, in order.
+
+    ``address``: in this process. ``offset``: in the pool, -1 where no pool is needed. ``length``:
+    bytes, over 0, at most ``UNIT``. ``row``: of the unit in the digests; it never falls.
+    """
+
+    address: Column
+    offset: Column
+    length: Column
+    row: Column
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return int(self.length.sum())
+
+    def part(self, start: int, stop: int) -> Segments:
+        """The segments from ``start`` to before ``stop``, not copied."""
+        cut = slice(start, stop)
+        return Segments(
+            address=self.address[cut],
+            offset=self.offset[cut],
+            length=self.length[cut],
+            row=self.row[cut],
+        )
+
+    def pieces(self, size_max: int) -> Segments:
+        """The same bytes in segments of ``size_max`` at most, each taken for a unit."""
+        count = -(-self.length // size_max)
+        owner = np.repeat(np.arange(len(self)), count)
+        start = (np.arange(len(owner)) - (np.cumsum(count) - count)[owner]) * size_max
+        return Segments(
+            address=self.address[owner] + start,
+            offset=self.offset[owner] + start,
+            length=np.minimum(self.length[owner] - start, size_max),
+            row=np.arange(len(owner)),
+        )
+
+    def batches(self, size_max: int, *, gap: int = 0) -> Iterator[Segments]:
+        """Runs of whole units, ``size_max`` bytes at most, or else one unit.
+
+        ``gap`` bytes are counted on top of each segment.
+        """
+        if not len(self):
+            return
+        ends = np.flatnonzero(np.diff(self.row, append=-1)) + 1
+        bytes_before = np.cumsum(self.length + gap)[ends - 1]
+        start = unit = done = 0
+        while start < len(self):
+            unit = max(unit + 1, int(np.searchsorted(bytes_before, done + size_max, "right")))
+            yield self.part(start, int(ends[unit - 1]))
+            start, done = int(ends[unit - 1]), int(bytes_before[unit - 1])
+
+    def box(self) -> Extent:
+        """The smallest extent of the pool with all of them in it."""
+        start = int(self.offset.min())
+        return Extent(start, int((self.offset + self.length).max()) - start)
+
+    def runs(self, gap: int = PAGE) -> list[Extent]:
+        """Where they are in the pool, in order of offset; those less than ``gap`` apart joined.
+
+        What lies between two of them less than a page apart is in pages that they touch, and
+        reservations are whole pages: whoever has the two has that too.
+        """
+        order = np.argsort(self.offset, kind="stable")
+        starts = self.offset[order]
+        ends = np.maximum.accumulate(starts + self.length[order])
+        first = np.flatnonzero(np.append(True, starts[1:] - ends[:-1] >= gap))
+        last = np.append(first[1:], len(starts)) - 1
+        return [
+            Extent(start, end - start)
+            for start, end in zip(starts[first].tolist(), ends[last].tolist(), strict=True)
+        ]
+
+
+def cut(sources: Sources) -> tuple[Segments, Digests]:
+    """The segments of ``sources``, and their digests: those of empty sources set, the rest zero."""
+    units = np.maximum(1, -(-sources.length // UNIT))
+    owner = np.repeat(np.arange(len(units)), units)  # the source of each unit
+    rank = np.arange(len(owner)) - (np.cumsum(units) - units)[owner]
+    source_start = np.cumsum(sources.length) - sources.length
+    unit_start = source_start[owner] + rank * UNIT
+    extent_start = np.cumsum(sources.extent_length) - sources.extent_length
+    digests = np.zeros((len(owner), DIGEST_SIZE), np.uint8)
+    digests[sources.length[owner] == 0] = np.frombuffer(digest(b""), np.uint8)
+
+    cuts = np.unique(np.concatenate([unit_start, extent_start]))
+    cuts = cuts[cuts < sources.size]
+    # An empty source or extent begins where the next one does; "right" finds that next one.
+    row = np.searchsorted(unit_start, cuts, "right") - 1
+    offset = np.full(len(cuts), -1, np.int64)
+    if len(extent_start):
+        extent = np.searchsorted(extent_start, cuts, "right") - 1
+        offset = sources.extent_offset[extent] + cuts - extent_start[extent]
+    segments = Segments(
+        address=sources.address[owner[row]] + cuts - source_start[owner[row]],
+        offset=offset,
+        length=np.diff(cuts, append=sources.size),
+        row=row,
+    )
+    return segments, digests
+
+
+def _column(numbers: list[int]) -> Column:
+    return np.array(numbers, np.int64)

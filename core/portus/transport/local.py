@@ -1,0 +1,419 @@
+"""Moves bytes between this process and a pool on the same machine, hashing them on the way.
+
+Two engines do the innermost loop: the helper in C (``native``) where it is there, and pure Python.
+Both give the same bytes and the same digests. A call works through batches, so that a mapped
+medium starts to write back early, a ``Stop`` is seen, and Python's signals are handled.
+
+What is promised: when a call returns, its digests are of the bytes of the sources, as they were
+at some moment during the call; a copy of what changed meanwhile may differ from its digest (the
+fence prevents that, and the audit finds it). When a call raises, the extents (``copy``) or the
+targets (``fetch``) hold anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeGuard
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from portus.errors import MediumError
+from portus.media.base import MappedMedium, Medium
+from portus.spec import PAGE, Extent
+from portus.transport import native
+from portus.transport.base import (
+    Column,
+    Digests,
+    Segments,
+    Source,
+    Sources,
+    Stop,
+    StoppedError,
+    cut,
+)
+
+__all__ = [
+    "Digests",
+    "Engine",
+    "PurePython",
+    "Source",
+    "Sources",
+    "Stop",
+    "StoppedError",
+    "check",
+    "copy",
+    "fetch",
+    "hash_sources",
+    "same_bytes",
+]
+
+BATCH: Final = 128 << 20
+"""Bytes for one call of an engine, at most (one unit at least); then write-back may begin."""
+
+PIECE: Final = 4 << 20
+"""Bytes that pure Python copies, and then hashes, in one step. Smaller pieces stay warmer, but each
+step takes Python's lock from the training."""
+
+SCRATCH: Final = 4 << 20
+"""Bytes of the buffer through which small sources come, many with one load."""
+
+LOAD: Final = 1 << 20
+"""Bytes of one load of a big source."""
+
+TWO_THREADS_MIN: Final = 64 << 20
+"""Bytes from which a second thread is worth its start."""
+
+
+Buffer = NDArray[np.uint8]
+
+
+class Engine(Protocol):
+    """The innermost loops."""
+
+    def move(self, segments: Segments, target: Column | None, digests: Digests, stop: Stop) -> None:
+        """Hash ``segments`` (whole units) into their rows of ``digests``, and copy each to its
+        address in ``target`` (None: only hash). Counts on ``stop``, and raises ``StoppedError``."""
+
+    def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
+        """True if each segment has the bytes at its address in ``target``.
+
+        Raises ``StoppedError``.
+        """
+
+
+class PurePython:
+    """The engine that is always there."""
+
+    def move(self, segments: Segments, target: Column | None, digests: Digests, stop: Stop) -> None:
+        """See ``Engine``."""
+        places = segments.address if target is None else target
+        columns = (segments.row, segments.address, places, segments.length)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for row, unit in itertools.groupby(rows, key=lambda row: row[0]):
+            hasher = xxhash.xxh3_128()
+            for _, source_start, target_start, length in unit:
+                for start in range(0, length, PIECE):
+                    stop.check()
+                    step = min(PIECE, length - start)
+                    if target is not None:
+                        ctypes.memmove(target_start + start, source_start + start, step)
+                    hasher.update(_view(source_start + start, step))
+                    stop.add(step)
+            digests[row] = np.frombuffer(hasher.digest(), np.uint8)
+
+    def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
+        """See ``Engine``."""
+        columns = (segments.address, target, segments.length)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for source_start, target_start, length in rows:
+            for start in range(0, length, PIECE):
+                stop.check()
+                step = min(PIECE, length - start)
+                if not np.array_equal(
+                    np.frombuffer(_view(source_start + start, step), np.uint8),
+                    np.frombuffer(_view(target_start + start, step), np.uint8),
+                ):
+                    return False
+                stop.add(step)
+        return True
+
+
+def copy(
+    medium: Medium,
+    sources: Sequence[Source] | Sources,
+    stop: Stop,
+    *,
+    engine: Engine | None = None,
+) -> Digests:
+    """Copy ``sources`` into their extents of ``medium``, and return their digests.
+
+    The bytes count as stored, not as persisted. Blocks; the helper takes a second thread for big
+    totals, at a low priority. Raises ``StoppedError``, and what the medium raises. ``engine`` is
+    for tests; by default the best there is.
+    """
+    segments, digests = cut(_columns(sources).require(addresses=True, extents=True))
+    call = _Call(medium, engine or best_engine(), digests, stop)
+    if isinstance(medium, MappedMedium):
+        for batch in segments.batches(BATCH):
+            _copy_mapped(call, medium, batch)
+    else:
+        scratch = np.empty(SCRATCH, np.uint8)
+        for batch in segments.batches(SCRATCH):
+            _copy_stored(call, batch, scratch)
+    return digests
+
+
+def hash_sources(
+    sources: Sequence[Source] | Sources, stop: Stop, *, engine: Engine | None = None
+) -> Digests:
+    """The digests of ``sources``; their extents are ignored. Blocks. Raises ``StoppedError``."""
+    engine = engine or best_engine()
+    segments, digests = cut(_columns(sources).require(addresses=True, extents=False))
+    for batch in segments.batches(BATCH):
+        engine.move(batch, None, digests, stop)
+    return digests
+
+
+def same_bytes(
+    medium: Medium,
+    sources: Source | Sequence[Source] | Sources,
+    stop: Stop | None = None,
+    *,
+    engine: Engine | None = None,
+) -> bool:
+    """True if all ``sources`` have the bytes that their extents hold.
+
+    Loads, and never looks through a mapping: a bad sector is a ``MediumError``, not the end of
+    the process. Blocks. Raises ``StoppedError``, and what the medium raises.
+    """
+    engine, stop = engine or best_engine(), stop or Stop()
+    columns = _columns([sources] if isinstance(sources, Source) else sources)
+    segments, _ = cut(columns.require(addresses=True, extents=True))
+    scratch = np.empty(SCRATCH, np.uint8)
+    for batch in segments.pieces(LOAD).batches(SCRATCH, gap=PAGE):
+        if not engine.same(batch, _load(medium, batch, scratch, stop), stop):
+            return False
+    return True
+
+
+def fetch(
+    medium: Medium,
+    targets: Sequence[Source] | Sources,
+    stop: Stop,
+    *,
+    engine: Engine | None = None,
+) -> Digests:
+    """Fill ``targets`` (writable addresses) from their extents; the digests of what arrived.
+
+    Blocks; takes a second thread for big totals. Raises ``StoppedError``, and what the medium
+    raises.
+    """
+    columns = _columns(targets).require(addresses=True, extents=True)
+    segments, digests = cut(columns)
+    call = _Call(medium, engine or best_engine(), digests, stop)
+    _arrive(call, segments, keep=True)
+    return digests
+
+
+def check(
+    medium: Medium,
+    sources: Sequence[Source] | Sources,
+    stop: Stop,
+    *,
+    engine: Engine | None = None,
+) -> Digests:
+    """The digests of what the extents of ``sources`` hold; their addresses are ignored.
+
+    Blocks; takes a second thread for big totals. Raises ``StoppedError``, and what the medium
+    raises.
+    """
+    columns = _columns(sources).require(addresses=False, extents=True)
+    segments, digests = cut(columns)
+    call = _Call(medium, engine or best_engine(), digests, stop)
+    _arrive(call, segments, keep=False)
+    return digests
+
+
+def best_engine() -> Engine:
+    """The helper if it can be used, else pure Python."""
+    return native.helper() or PurePython()
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call works with."""
+
+    medium: Medium
+    engine: Engine
+    digests: Digests
+    stop: Stop
+
+
+def _copy_mapped(call: _Call, medium: MappedMedium, batch: Segments) -> None:
+    box = batch.box()
+    target = batch.offset + (medium.address(box) - box.offset)
+    try:
+        call.engine.move(batch, target, call.digests, call.stop)
+    finally:  # also when stopped: what was changed counts as stored
+        for run in batch.runs():
+            medium.wrote(run)
+
+
+def _copy_stored(call: _Call, batch: Segments, scratch: Buffer) -> None:
+    """A big unit is stored from where it lies; small ones are gathered first, for few stores."""
+    if batch.size > SCRATCH:
+        call.engine.move(batch, None, call.digests, call.stop)
+        for address, offset, length in _rows(batch):
+            call.stop.check()
+            call.medium.store(offset, _view(address, length))
+        return
+    runs = batch.runs(gap=1)
+    call.engine.move(batch, _places(batch, runs, scratch), call.digests, call.stop)
+    for run, place in _laid(runs, scratch):
+        call.stop.check()
+        call.medium.store(run.offset, place)
+
+
+def _arrive(call: _Call, segments: Segments, *, keep: bool) -> None:
+    """Load all segments and hash them, and leave them at their addresses if they are to be kept."""
+    if len(segments) and _is_memory(call.medium, segments):
+        _arrive_from_memory(call, segments, keep=keep)
+        return
+
+    def work(batches: Iterator[Segments]) -> None:
+        scratch = np.empty(SCRATCH, np.uint8)
+        for batch in batches:
+            if batch.size + PAGE * len(batch) > SCRATCH:
+                _arrive_unit(call, batch, scratch, keep=keep)
+            else:
+                _arrive_small(call, batch, scratch, keep=keep)
+
+    batches = segments.batches(SCRATCH, gap=PAGE)
+    if _gains_by_two(segments, call.engine):
+        _together(work, batches)
+    else:
+        work(batches)
+
+
+def _is_memory(medium: Medium, segments: Segments) -> TypeGuard[MappedMedium]:
+    """True if the bytes are memory, tmpfs or plain: then no sector under an address can be bad."""
+    if not isinstance(medium, MappedMedium) or not medium.info.volatile:
+        return False
+    try:
+        medium.address(segments.box())
+    except MediumError:  # poisoned for writing; it can still be loaded from
+        return False
+    return True
+
+
+def _arrive_from_memory(call: _Call, segments: Segments, *, keep: bool) -> None:
+    """Hash the medium's own bytes, and copy them where they go in the same pass."""
+    assert isinstance(call.medium, MappedMedium)
+    for batch in segments.batches(BATCH):
+        box = batch.box()
+        place = batch.offset + (call.medium.address(box) - box.offset)
+        there = Segments(address=place, offset=batch.offset, length=batch.length, row=batch.row)
+        call.engine.move(there, batch.address if keep else None, call.digests, call.stop)
+
+
+def _arrive_unit(call: _Call, unit: Segments, scratch: Buffer, *, keep: bool) -> None:
+    """One big unit: loaded straight to where it goes, and hashed there while it is warm."""
+    hasher = xxhash.xxh3_128()
+    for address, offset, length in _rows(unit.pieces(LOAD)):
+        call.stop.check()
+        place = _view(address, length) if keep else scratch.data[:length]
+        call.medium.load(offset, place)
+        hasher.update(place)
+        call.stop.add(length)
+    call.digests[unit.row[0]] = np.frombuffer(hasher.digest(), np.uint8)
+
+
+def _arrive_small(call: _Call, batch: Segments, scratch: Buffer, *, keep: bool) -> None:
+    """Many small units: loaded together, then hashed and copied from there."""
+    places = _load(call.medium, batch, scratch, call.stop)
+    arrived = Segments(address=places, offset=batch.offset, length=batch.length, row=batch.row)
+    call.engine.move(arrived, batch.address if keep else None, call.digests, call.stop)
+
+
+def _load(medium: Medium, batch: Segments, scratch: Buffer, stop: Stop) -> Column:
+    """Load ``batch`` into ``scratch``, neighbours at once; the address there of each segment."""
+    runs = batch.runs()
+    for run, place in _laid(runs, scratch):
+        stop.check()
+        medium.load(run.offset, place)
+    return _places(batch, runs, scratch)
+
+
+def _laid(runs: list[Extent], scratch: Buffer) -> Iterator[tuple[Extent, memoryview]]:
+    """Each run with its place, when all are laid into ``scratch`` end to end."""
+    start = 0
+    for run in runs:
+        assert start + run.length <= len(scratch)
+        yield run, scratch.data[start : start + run.length]
+        start += run.length
+
+
+def _places(batch: Segments, runs: list[Extent], scratch: Buffer) -> Column:
+    """The address of each segment when ``runs``, which hold them, are laid into ``scratch``."""
+    run_start = np.array([run.offset for run in runs], np.int64)
+    run_length = np.array([run.length for run in runs], np.int64)
+    run_of = np.searchsorted(run_start, batch.offset, "right") - 1
+    place = np.cumsum(run_length) - run_length - run_start
+    return scratch.ctypes.data + place[run_of] + batch.offset
+
+
+def _gains_by_two(segments: Segments, engine: Engine) -> bool:
+    """Pure Python has its lock for small segments most of the time; two threads then only fight."""
+    many = segments.size >= TWO_THREADS_MIN
+    return many and (segments.size > LOAD * len(segments) or not isinstance(engine, PurePython))
+
+
+class _Shared(Iterator[Segments]):
+    """Batches for several threads: each goes to one of them."""
+
+    def __init__(self, batches: Iterator[Segments]) -> None:
+        self._batches = batches
+        self._lock = threading.Lock()
+
+    def __next__(self) -> Segments:
+        with self._lock:
+            return next(self._batches)
+
+    def end(self) -> None:
+        """Nobody gets any more."""
+        with self._lock:
+            self._batches = iter(())
+
+
+def _together(work: Callable[[Iterator[Segments]], None], batches: Iterator[Segments]) -> None:
+    """Do ``work`` on ``batches`` in this thread and a second one.
+
+    If one fails, the other ends with its batch, and the error is raised here.
+    """
+    shared = _Shared(batches)
+
+    def take_part() -> None:
+        try:
+            work(shared)
+        except BaseException:
+            shared.end()
+            raise
+
+    with ThreadPoolExecutor(1, "portus-transport") as second:
+        try:
+            other = second.submit(take_part)
+        except RuntimeError:  # the interpreter is going down, and starts no thread any more
+            other = None
+        take_part()
+        if other is not None:
+            other.result()
+
+
+def _columns(sources: Sequence[Source] | Sources) -> Sources:
+    return sources if isinstance(sources, Sources) else Sources.of(sources)
+
+
+def _rows(segments: Segments) -> Iterator[tuple[int, int, int]]:
+    """(address, offset, length) of each."""
+    columns = (segments.address, segments.offset, segments.length)
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _view(address: int, length: int) -> memoryview:
+    """The ``length`` bytes at ``address``; the caller keeps them alive, and writes if it may."""
+    view: memoryview = _memory_view(address, length, _WRITABLE)
+    return view
+
+
+_WRITABLE: Final = 0x200  # PyBUF_WRITE, of CPython's object.h
+
+_memory_view: Final = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+)(("PyMemoryView_FromMemory", ctypes.pythonapi))

@@ -1,0 +1,168 @@
+"""The optional helper in C: one call for a whole list of segments, without Python's lock.
+
+``native.c`` has no hash of its own. It calls the xxHash inside the ``xxhash`` extension module,
+whose functions are found by name in that file. A helper that is not there, is of another version,
+or computes anything else than ``xxhash`` does, is refused, and pure Python does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import random
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from portus.format.checksum import digest
+from portus.transport.base import Column, Digests, Segments, Stop
+
+PATH: Final = os.path.join(os.path.dirname(__file__), "_native.so")
+
+ABI: Final = 3
+"""The same number as in ``native.c``."""
+
+PIECE: Final = 128 << 10
+"""Bytes that are copied and then hashed while the cache still holds them."""
+
+SECOND_THREAD_MIN: Final = 32 << 20
+"""Bytes from which a second thread is worth its start."""
+
+# The fields of ``struct hash``, in order. Builds for x86 that pick the best instructions of the
+# processor at run time export that choice under a second name.
+_FUNCTIONS: Final = (
+    ("XXH3_createState",),
+    ("XXH3_freeState",),
+    ("XXH3_128bits_reset",),
+    ("XXH3_128bits_update_dispatch", "XXH3_128bits_update"),
+    ("XXH3_128bits_digest",),
+    ("XXH3_128bits_dispatch", "XXH3_128bits"),
+)
+
+
+class _RefusedError(Exception):
+    """Why there is no helper."""
+
+
+class Helper:
+    """The engine of ``native.c``."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._library = ctypes.CDLL(path)
+            self._hash_library = ctypes.CDLL(_xxhash_path())
+            self._hash = (ctypes.c_void_p * len(_FUNCTIONS))(
+                *(_function(self._hash_library, names) for names in _FUNCTIONS)
+            )
+            _declare(self._library)
+        except (OSError, AttributeError) as error:
+            raise _RefusedError(str(error)) from error
+        if (found := self._library.portus_abi()) != ABI:
+            raise _RefusedError(f"{path}: expected version {ABI}, found {found}")
+
+    def move(self, segments: Segments, target: Column | None, digests: Digests, stop: Stop) -> None:
+        """See ``local.Engine``."""
+        threads = 2 if segments.size >= SECOND_THREAD_MIN and _processors() > 1 else 1
+        result = self._library.portus_move(
+            self._hash,
+            len(segments),
+            *(_pointer(column) for column in (segments.address, target)),
+            *(_pointer(column) for column in (segments.length, segments.row)),
+            PIECE,
+            threads,
+            digests.ctypes.data,
+            stop.shared,
+        )
+        if result < 0:
+            raise MemoryError("no memory for the state of a hash")
+        if result > 0:
+            stop.check()
+
+    def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
+        """See ``local.Engine``."""
+        equal = self._library.portus_same(
+            len(segments),
+            *(_pointer(column) for column in (segments.address, target, segments.length)),
+            stop.shared,
+        )
+        stop.check()
+        return bool(equal == len(segments))
+
+
+def load(path: str) -> Helper | None:
+    """The helper at ``path``, loaded and tested; None if it cannot be used."""
+    try:
+        found = Helper(path)
+    except _RefusedError:
+        return None
+    return found if _agrees(found) else None
+
+
+@functools.cache
+def helper() -> Helper | None:
+    """The helper of this installation; looked for at the first call."""
+    return load(PATH)
+
+
+def available() -> bool:
+    """True if copies in this process use the helper."""
+    return helper() is not None
+
+
+def _xxhash_path() -> str:
+    path = getattr(getattr(xxhash, "_xxhash", None), "__file__", None)
+    if not isinstance(path, str):
+        raise OSError("xxhash: expected an extension module, found none")
+    return path
+
+
+def _function(library: ctypes.CDLL, names: tuple[str, ...]) -> int | None:
+    name = next((name for name in names if hasattr(library, name)), names[-1])
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    number, pointer = ctypes.c_int64, ctypes.c_void_p
+    library.portus_abi.argtypes = []
+    library.portus_move.argtypes = [pointer, number, *[pointer] * 4, *[number] * 2, *[pointer] * 2]
+    library.portus_same.argtypes = [number, *[pointer] * 4]
+    for function in (library.portus_abi, library.portus_move, library.portus_same):
+        function.restype = number
+
+
+def _processors() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _pointer(column: Column | None) -> int | None:
+    if column is None:
+        return None
+    assert column.dtype == np.int64
+    assert column.flags.c_contiguous
+    return column.ctypes.data
+
+
+def _agrees(engine: Helper) -> bool:
+    """True if it copies, and hashes as ``xxhash`` does: at once, in pieces, over two segments."""
+    data = np.frombuffer(random.Random(0).randbytes(2 * PIECE + 800), np.uint8)
+    copied = ~data
+    address, length = data.ctypes.data, len(data)
+    starts = np.array([0, 3, 3 + 200, 3 + 200 + 17], np.int64)
+    segments = Segments(
+        address=address + starts,
+        offset=starts,
+        length=np.diff(starts, append=length),
+        row=np.array([0, 1, 1, 2], np.int64),
+    )
+    target = copied.ctypes.data + starts
+    digests = np.zeros((3, 16), np.uint8)
+    engine.move(segments, target, digests, Stop())
+    expected = [digest(data.data[start:end]) for start, end in ((0, 3), (3, 220), (220, length))]
+    if digests.tobytes() != b"".join(expected) or not np.array_equal(data, copied):
+        return False
+    equal = engine.same(segments, target, Stop())
+    copied[-1] ^= 1
+    return equal and not engine.same(segments, target, Stop())

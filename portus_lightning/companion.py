@@ -1,0 +1,224 @@
+"""The silent companion of ``PortusIO``: a callback that tells it what a plugin cannot see.
+
+Lightning adds it to every Trainer by its entry point; it acts only where the Trainer's plugin is a
+``PortusIO``. It
+
+- tells the plugin the run's root directory, and says loudly when a strategy's checkpoints do not
+  go through the plugin at all;
+- makes resume exact: the random number generators of all ranks are part of the checkpoint;
+- hands the statistics of saves to the loggers;
+- puts real torch files in place of the best and last references at the normal end.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+import torch
+
+import portus
+from portus_lightning import randomness, stock
+from portus_lightning.io import PortusIO
+from portus_lightning.resume import renew_at_epoch_end
+
+KEY: Final = "portus_random"
+"""Where the generators are in a checkpoint: {"format": 1, "ranks": (world size, ROOM) uint8}."""
+
+
+class CompanionHooks:
+    """The hooks; each copy of Lightning joins them with its own ``Callback``."""
+
+    def __init__(self) -> None:
+        self._generators: torch.Tensor | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Tell the plugin where the run is; say what it cannot do."""
+        io = plugin_of(trainer)
+        if io is None or not _is_first(self, trainer):
+            return
+        io.begin(stock.local_path(trainer.default_root_dir))
+        if stage == "fit" and io.is_on():
+            for message in warnings_for(trainer, io):
+                _warn(trainer, message)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add the generators of every rank. Runs on all ranks."""
+        io = plugin_of(trainer)
+        if io is None or not io.is_on() or not _is_first(self, trainer):
+            return
+        own = randomness.capture(trainer.strategy.root_device)
+        if trainer.world_size > 1:
+            own = trainer.strategy.all_gather(own.to(trainer.strategy.root_device)).cpu()
+        checkpoint[KEY] = {"format": 1, "ranks": own.reshape(-1, randomness.ROOM)}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep this rank's generators until the data loaders have been made."""
+        saved = checkpoint.get(KEY)
+        if saved is None or trainer.state.fn != "fit" or saved.get("format") != 1:
+            return
+        ranks = saved["ranks"]
+        if trainer.global_rank < len(ranks):
+            self._generators = ranks[trainer.global_rank].clone()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put the generators back: after the iterators were made, before anything is drawn. And
+        make room for the first save."""
+        _make_room(trainer, pl_module)
+        generators, self._generators = self._generators, None
+        if generators is None:
+            return
+        device = trainer.strategy.root_device
+        renew_at_epoch_end(trainer.fit_loop, lambda: randomness.restore(generators, device))
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Log what saves cost, as soon as they are over."""
+        self._log_stats(trainer)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """After the normal end: the last statistics, and real files for the best and the last."""
+        io = plugin_of(trainer)
+        if io is None:
+            return
+        io.teardown()  # some strategies forget it
+        self._log_stats(trainer)
+        if io.is_on() and io.materialize == "end" and trainer.is_global_zero:
+            io.put_real_files(best_and_last(trainer))
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Finish saves also under strategies that do not tell their plugin about the end."""
+        io = plugin_of(trainer)
+        if io is not None:
+            io.teardown()
+
+    def _log_stats(self, trainer: Any) -> None:
+        io = plugin_of(trainer)
+        if io is None or not _is_first(self, trainer):
+            return
+        for stats in io.take_stats():
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics_of(stats), step=trainer.global_step)
+
+
+def _make_room(trainer: Any, pl_module: Any) -> None:
+    """Tell the plugin where checkpoints will go, and about how big they are."""
+    io = plugin_of(trainer)
+    if io is None or not io.is_on() or not io.prepare or not trainer.is_global_zero:
+        return
+    if bypass(trainer.strategy) or trainer.fast_dev_run:
+        return
+    directories = [getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks]
+    local = [stock.local_path(each) for each in directories if each]
+    if local and local[0] is not None:
+        io.make_room(local[0], _size_of(pl_module, trainer.optimizers))
+
+
+def _size_of(module: Any, optimizers: Any) -> int:
+    """Bytes of weights and of optimizer state; state to come is taken for two moments."""
+    weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    trained = {
+        id(parameter): parameter.nbytes
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    }
+    return int(weights + 2 * sum(trained.values()))
+
+
+def plugin_of(trainer: Any) -> PortusIO | None:
+    """The Trainer's ``PortusIO``, also inside of wrappers; None if it has another plugin."""
+    io = trainer.strategy.checkpoint_io
+    for _ in range(8):
+        if isinstance(io, PortusIO):
+            return io
+        io = getattr(io, "checkpoint_io", None)
+    return None
+
+
+def metrics_of(stats: portus.SaveStats) -> dict[str, float]:
+    """What loggers get for one save. ``blocked_ms`` is all that training felt of it."""
+    return {
+        "portus/blocked_ms": stats.blocked_s * 1e3,
+        "portus/fence_ms": stats.fence_s * 1e3,
+        "portus/total_ms": stats.total_s * 1e3,
+        "portus/save_gb_per_s": stats.state_bytes / 1e9 / stats.total_s if stats.total_s else 0.0,
+        "portus/copied_gb": stats.copied_bytes / 1e9,
+        "portus/shared_gb": stats.shared_bytes / 1e9,
+    }
+
+
+def best_and_last(trainer: Any) -> list[str]:
+    """The files of the best and the last checkpoint of each ``ModelCheckpoint``, no link twice."""
+    found: dict[str, None] = {}
+    for callback in trainer.checkpoint_callbacks:
+        for name in ("best_model_path", "last_model_path"):
+            path = getattr(callback, name, "") or ""
+            local = stock.local_path(path) if path else None
+            if local and os.path.isfile(local) and portus.is_reference(local):
+                found[os.path.realpath(local)] = None
+    return list(found)
+
+
+def warnings_for(trainer: Any, io: PortusIO) -> list[str]:
+    """What a user must know before training starts."""
+    found = []
+    what = bypass(trainer.strategy)
+    if what:
+        found.append(
+            f"checkpoints of {what} do NOT go through Portus: this strategy writes them by itself. "
+            "They are as safe and as fast as without Portus"
+        )
+    uploads = [type(logger).__name__ for logger in trainer.loggers if _uploads_each(logger)]
+    if uploads and io.materialize != "all":
+        io.materialize = "all"
+        found.append(
+            f"{', '.join(uploads)} uploads each checkpoint as it is saved, so each is made a real "
+            "torch file at once; training waits for it. Log only the last model to avoid that"
+        )
+    elif io.materialize == "none" and any(_uploads_at_end(logger) for logger in trainer.loggers):
+        found.append(
+            "a logger uploads checkpoints at the end, and with materialize='none' they would be "
+            "references of 1 KB: use materialize='end'"
+        )
+    return found
+
+
+def bypass(strategy: Any) -> str:
+    """The strategy's name, if it writes checkpoints without asking its plugin; else nothing."""
+    name = type(strategy).__name__
+    bases = {base.__name__ for base in type(strategy).__mro__}
+    if "DeepSpeedStrategy" in bases:
+        return name
+    if "FSDPStrategy" in bases:
+        sharded = getattr(strategy, "_state_dict_type", "full") == "sharded"
+        return f"{name} with sharded checkpoints" if sharded else ""
+    if "ModelParallelStrategy" in bases:
+        sharded = getattr(strategy, "_save_distributed_checkpoint", False)
+        return f"{name} with distributed checkpoints" if sharded else ""
+    owner = next(b for b in type(strategy).__mro__ if "save_checkpoint" in vars(b))
+    return "" if owner.__name__ == "Strategy" else name
+
+
+# Compared with values: Lightning's DummyLogger (lr_find uses it) has a method of every name.
+
+
+def _uploads_each(logger: Any) -> bool:
+    each = getattr(logger, "_log_model_checkpoints", False) is True
+    return each or getattr(logger, "_log_model", False) == "all"
+
+
+def _uploads_at_end(logger: Any) -> bool:
+    return getattr(logger, "_log_model", False) in (True, "all")
+
+
+def _is_first(companion: CompanionHooks, trainer: Any) -> bool:
+    """False for a second companion: one came by the entry point, one was passed by hand."""
+    return companion is next(c for c in trainer.callbacks if isinstance(c, CompanionHooks))
+
+
+def _warn(trainer: Any, message: str) -> None:
+    if trainer.is_global_zero:
+        import warnings
+
+        warnings.warn(f"Portus: {message}", UserWarning, stacklevel=2)

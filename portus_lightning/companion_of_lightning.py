@@ -1,0 +1,11 @@
+"""The companion callback for Trainers of ``lightning.pytorch``."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback
+
+from portus_lightning.companion import CompanionHooks
+
+
+class PortusCompanion(CompanionHooks, Callback):
+    """See ``companion``. A class of a module, so that a Trainer that holds it can be pickled."""

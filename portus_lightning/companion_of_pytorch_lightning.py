@@ -1,0 +1,11 @@
+"""The companion callback for Trainers of ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+from pytorch_lightning import Callback
+
+from portus_lightning.companion import CompanionHooks
+
+
+class PortusCompanion(CompanionHooks, Callback):
+    """See ``companion``. A class of a module, so that a Trainer that holds it can be pickled."""

@@ -1,0 +1,48 @@
+"""A real torch file of the newest checkpoint, renewed now and then, in a place that lasts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Final
+
+import portus
+
+_log: Final = logging.getLogger("portus_lightning")
+
+
+class Copies:
+    """Renews the file ``target`` at most every ``every_s`` seconds, on a thread of its own.
+
+    Holds one checkpoint in memory while it copies. What goes wrong is logged; the file that was
+    there stays.
+    """
+
+    def __init__(self, target: str, every_s: float) -> None:
+        self._target: Final = target
+        self._every_s: Final = every_s
+        self._next_s = time.monotonic() + every_s
+        self._thread: threading.Thread | None = None
+
+    def offer(self, path: str) -> None:
+        """Copy the checkpoint at ``path``, which may still be on its way, if it is time."""
+        if time.monotonic() < self._next_s or (self._thread and self._thread.is_alive()):
+            return
+        self._next_s = time.monotonic() + self._every_s
+        self._thread = threading.Thread(target=self._copy, args=(path,), name="portus-copy")
+        self._thread.start()
+
+    def finish(self, path: str | None) -> None:
+        """Wait for what is under way, and copy the newest checkpoint, if there is one, now."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if path is not None:
+            self._copy(path)
+
+    def _copy(self, path: str) -> None:
+        try:
+            portus.materialize(path, to=self._target)
+        except portus.PortusError as error:
+            _log.warning("Portus: %s was not copied to %s: %s", path, self._target, error)

@@ -1,0 +1,404 @@
+"""``PortusIO``: the checkpoint plugin."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+
+import portus
+from portus_lightning import stock
+from portus_lightning.copies import Copies
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+else:
+    CheckpointIO = object  # stock.adopt makes it one, in whichever copy of Lightning is loaded
+
+_log: Final = logging.getLogger("portus_lightning")
+
+_STEP_KEYS: Final = ("global_step", "step", "iteration", "iter", "num_steps")
+"""Where a checkpoint says its step: the Trainer's key, then what Fabric loops call it."""
+
+_WRITERS_MAX: Final = 64
+"""Runs that save to the same checkpoint directory at once; each has its own pool file."""
+
+_NAME_MAX: Final = 120
+
+
+_KEPT: Final = (
+    "materialize",
+    "prepare",
+    "_pool",
+    "_model",
+    "_copy_to",
+    "_copy_every_s",
+    "_settings",
+    "_root",
+    "_over",
+    "_number",
+)
+"""Attributes that go into a copy of a plugin."""
+
+
+class PortusIO(CheckpointIO):
+    """Saves checkpoints to a Portus pool in the background, while training goes on.
+
+    ``Trainer(plugins=[PortusIO()])``, and everything else stays as it was: at each checkpoint's
+    path a small file appears that ``torch.load`` follows into the pool.
+
+    Args:
+        pool: A pool file, or a directory for pool files, one for each run. By default
+            ``$PORTUS_POOL``, or ``.portus`` under the Trainer's ``default_root_dir``.
+        model: The name of this run in the pool. By default from the checkpoint directory.
+        on_error: What the next save does after one failed: "warn" logs it and training goes on,
+            "raise" raises it. A pool that cannot be opened at the start raises always.
+        snapshot: "auto" copies what optimizers write in the background and the rest at once;
+            "sync" copies all at once; "device" clones GPU memory on the GPU first, if it fits.
+        verify: Whether loads compare checksums.
+        materialize: When real torch files are put in place of the small ones: "end" does it for
+            the best and the last checkpoint at the normal end of training, "all" for each at
+            once, "none" never.
+        copy_to: A real torch file that is renewed from the newest checkpoint now and then and at
+            the end, on a file system that outlives this machine. By default there is none.
+        copy_every_minutes: How often.
+        fence_timeout: The longest, in seconds, that an optimizer's step waits for a save; then
+            that save is given up and training goes on.
+        max_bytes: The pool file does not grow beyond this many bytes.
+        prepare: Whether the start of training makes room in the pool, in the background, so that
+            the first save is as fast as later ones. Room that no save used is given back.
+    """
+
+    _newest: str | None
+
+    def __init__(
+        self,
+        pool: str | os.PathLike[str] | None = None,
+        *,
+        model: str | None = None,
+        on_error: Literal["warn", "raise"] = "warn",
+        snapshot: Literal["auto", "sync", "device"] = "auto",
+        verify: bool = True,
+        materialize: Literal["end", "all", "none"] = "end",
+        copy_to: str | os.PathLike[str] | None = None,
+        copy_every_minutes: float = 30.0,
+        fence_timeout: float = 60.0,
+        max_bytes: int | None = None,
+        prepare: bool = True,
+    ) -> None:
+        if materialize not in ("end", "all", "none"):
+            raise portus.UsageError(
+                f"materialize: expected 'end', 'all' or 'none', found {materialize!r}"
+            )
+        self.materialize: Literal["end", "all", "none"] = materialize
+        self.prepare: bool = prepare
+        self._pool: Final = None if pool is None else os.fspath(pool)
+        self._model: Final = model
+        self._copy_to: Final = None if copy_to is None else os.fspath(copy_to)
+        self._copy_every_s: Final = copy_every_minutes * 60
+        self._settings: Final[dict[str, Any]] = {
+            "on_error": on_error,
+            "snapshot": snapshot,
+            "verify": verify,
+            "fence_timeout": fence_timeout,
+            "max_bytes": max_bytes,
+        }
+        self._start()
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: object | None = None,
+    ) -> None:
+        """Start to save ``checkpoint``; its file is at ``path`` when this returns.
+
+        What cannot be stored in a pool (a URL, an object of an unknown class) is saved by
+        Lightning's own code. Raises ``BusyError``, ``MediumError`` and the like if the pool cannot
+        be opened.
+        """
+        local = stock.local_path(path)
+        if local is None or storage_options is not None or not self.is_on():
+            stock.torch_io().save_checkpoint(checkpoint, path, storage_options)
+            return
+        handle = self._save(checkpoint, local)
+        if handle is not None:
+            self._handles.append(handle)
+            self._newest = local
+            if self.materialize == "all":
+                self.put_real_files([local])
+            elif self._copies is not None:
+                self._copies.offer(local)
+        if self._over:
+            self._close()
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """The verified checkpoint at ``path``; waits for it if it is being saved by this process.
+
+        A file that Portus did not write is loaded by Lightning's own code. Tensors are on the CPU
+        unless ``map_location`` names a device.
+        """
+        local = stock.local_path(path)
+        if local is None or not portus.is_reference(local):
+            return stock.torch_io().load_checkpoint(path, map_location, weights_only)
+        loaded = _moved(portus.load_reference(local), map_location)
+        assert isinstance(loaded, dict), f"{local}: a checkpoint is a dict, found {type(loaded)}"
+        return loaded
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove the checkpoint at ``path``, after the saves that were asked for before."""
+        local = stock.local_path(path)
+        if local is None or not os.path.isfile(local):
+            stock.torch_io().remove_checkpoint(path)
+            return
+        checkpointer = self._mine()
+        if checkpointer is not None:
+            checkpointer.remove(local)
+        else:
+            # Nothing is in flight. The pool sees by its link that the file was deleted.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(local)
+
+    def teardown(self) -> None:
+        """Finish what is in flight and let go of the pool. Later saves return when durable."""
+        self._over = True
+        if self._copies is not None:
+            self._copies.finish(self._newest)
+            self._newest = None
+        self._close()
+
+    # For the companion callback.
+
+    def begin(self, root: str | None) -> None:
+        """A Trainer starts: saves are in the background. ``root``: its directory, if local."""
+        self._root = root
+        self._over = False
+        self._newest = None
+        self._copies = Copies(self._copy_to, self._copy_every_s) if self._copy_to else None
+        self._number = 1
+
+    def make_room(self, directory: str, size: int) -> None:
+        """Training starts, and checkpoints of about ``size`` bytes will go to ``directory``."""
+        try:
+            self._open(os.path.join(directory, "checkpoint")).prepare(size)
+        except portus.BusyError:
+            raise
+        except portus.PortusError as error:
+            _log.warning("Portus: cannot prepare for the first save: %s", error)
+
+    def is_on(self) -> bool:
+        """False where saves are left to Lightning: ``$PORTUS_DISABLE``, or not on Linux."""
+        if os.environ.get("PORTUS_DISABLE", "") not in ("", "0"):
+            return False
+        if sys.platform != "linux":
+            _say_once(
+                f"Portus saves on Linux only; on {sys.platform} checkpoints are saved by "
+                "Lightning itself, and loading works"
+            )
+            return False
+        return True
+
+    def take_stats(self) -> list[portus.SaveStats]:
+        """What the saves cost that ended since the last call."""
+        ended = []
+        while self._handles and self._handles[0].done:
+            ended.append(self._handles.popleft().stats)
+        return ended
+
+    def put_real_files(self, paths: list[str]) -> None:
+        """Materialise these files; what stands in the way is said, with what to do."""
+        for path in paths:
+            try:
+                portus.materialize(path)
+            except portus.PortusError as error:
+                _log.warning(
+                    "Portus: %s stays a reference into the pool: %s. Before you copy or upload "
+                    "it: portus materialize %s",
+                    path,
+                    error,
+                    path,
+                )
+
+    # One instance goes through deepcopy, pickle and fork; its pool does not.
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: self.__dict__[name] for name in _KEPT}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._start()
+        self.__dict__.update(state)
+
+    def _start(self) -> None:
+        self.begin(None)
+        self._checkpointer: portus.Checkpointer | None = None
+        self._process = 0
+        self._guard = threading.RLock()
+        self._handles: deque[portus.SaveHandle] = deque(maxlen=16)
+        self._count = 0
+        stock.adopt(type(self), load=True)
+        portus.register_reference_loader()
+        INSTANCES.append(True)
+
+    def _save(self, checkpoint: dict[str, Any], path: str) -> portus.SaveHandle | None:
+        """Start the save; None if the pool cannot store it, and Lightning has saved it."""
+        step = self._step_of(checkpoint)
+        now = self._over or self.materialize == "all" or _is_last_chance(path)
+        while True:
+            try:
+                checkpointer = self._open(path)
+                try:
+                    return checkpointer.save(checkpoint, step, reference=path, synchronous=now)
+                except portus.UsageError as error:
+                    self._save_stock(checkpointer, checkpoint, path, error)
+                    return None
+            except portus.BusyError:
+                # Another run saves to the same directory; it has its pool file, take the next.
+                if self._model is not None or self._number >= _WRITERS_MAX:
+                    raise
+                self._close()
+                self._number += 1
+
+    def _step_of(self, checkpoint: dict[str, Any]) -> int:
+        for key in _STEP_KEYS:
+            step = checkpoint.get(key)
+            if isinstance(step, int):
+                return step
+        self._count += 1
+        return self._count
+
+    def _save_stock(
+        self,
+        checkpointer: portus.Checkpointer,
+        checkpoint: dict[str, Any],
+        path: str,
+        error: portus.UsageError,
+    ) -> None:
+        _say_once(f"Portus cannot store this checkpoint, Lightning saves it instead: {error}")
+        checkpointer.wait()  # or a save in flight would replace the file
+        stock.torch_io().save_checkpoint(checkpoint, path)
+
+    def _mine(self) -> portus.Checkpointer | None:
+        """The open pool; None in a forked child, which has no part in its parent's."""
+        return self._checkpointer if self._process == os.getpid() else None
+
+    def _open(self, path: str) -> portus.Checkpointer:
+        with self._guard:
+            checkpointer = self._mine()
+            if checkpointer is None:
+                checkpointer = self._checkpointer = self._make(path)
+                self._process = os.getpid()
+            return checkpointer
+
+    def _make(self, path: str) -> portus.Checkpointer:
+        directory = os.path.dirname(path)
+        root = run_root(directory, self._root)
+        shared = self._pool or os.environ.get("PORTUS_POOL")
+        place = shared or os.path.join(root, ".portus")
+        name = self._model or _name(directory, root, is_shared=shared is not None)
+        if self._number > 1:
+            if os.path.isfile(place):
+                raise portus.BusyError(
+                    errno.EAGAIN, f"{place}: another process saves to it; give a directory"
+                )
+            name = f"{name}~{self._number}"
+        return portus.Checkpointer(place, name, keep=1, **self._settings)
+
+    def _close(self) -> None:
+        with self._guard:
+            checkpointer = self._mine()
+            self._checkpointer = None
+            if checkpointer is not None:
+                checkpointer.close()
+
+
+# For LightningCLI, which asks about the class before it makes one.
+stock.adopt(PortusIO, load=False)
+
+INSTANCES: Final[deque[bool]] = deque(maxlen=1)
+"""Not empty once a ``PortusIO`` was made in this process."""
+
+
+def _is_last_chance(path: str) -> bool:
+    """True for what Lightning saves when SLURM is about to end the job: it must be durable now."""
+    return os.path.basename(path).startswith("hpc_ckpt_")
+
+
+def run_root(directory: str, root: str | None) -> str:
+    """The directory that gets ``.portus``: never the checkpoint directory, on its file system.
+
+    directory: of the checkpoints. root: the Trainer's ``default_root_dir``, None if unknown.
+    """
+    for candidate in (root, os.getcwd()):
+        if candidate is None:
+            continue
+        candidate = os.path.abspath(candidate)
+        is_above = os.path.commonpath([candidate, directory]) == candidate
+        if (is_above or candidate == root) and _device(candidate) == _device(directory):
+            return candidate
+    return os.path.dirname(directory)
+
+
+def _device(path: str) -> int:
+    """The file system of ``path``, or of what is to hold it."""
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return os.stat(path).st_dev
+
+
+def _name(directory: str, root: str, *, is_shared: bool) -> str:
+    """A name for the run that saves to ``directory``: the same after a restart.
+
+    Where several projects share a pool directory, a part of a digest keeps them apart.
+    """
+    below = os.path.relpath(directory, root).replace(os.sep, "/")
+    name = "/".join(part for part in below.split("/") if part not in (".", ".."))
+    name = name.removesuffix("/checkpoints") or os.path.basename(root) or "run"
+    if is_shared or len(name) > _NAME_MAX:
+        mark = hashlib.sha256(os.fsencode(directory)).hexdigest()[:8]
+        name = f"{name[-_NAME_MAX:]}-{mark}"
+    return name
+
+
+def _moved(state: object, map_location: Any) -> object:
+    """``state`` on the device that ``map_location`` names; as it is for anything but a device."""
+    if not isinstance(map_location, str | torch.device):
+        return state
+    device = torch.device(map_location)
+    moved: dict[int, torch.Tensor] = {}
+
+    def move(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return moved.setdefault(id(value), value.to(device))
+        if isinstance(value, dict):
+            for key in value:
+                value[key] = move(value[key])
+        elif isinstance(value, list):
+            value[:] = map(move, value)
+        elif type(value) is tuple:
+            return tuple(map(move, value))
+        return value
+
+    return move(state)
+
+
+_said: Final[set[str]] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)

@@ -1,0 +1,69 @@
+"""Lightning's own ways: its checkpoint classes, and its reading and writing of files.
+
+There are two copies of Lightning, ``lightning`` and ``pytorch_lightning`` (on
+``lightning_fabric``), with equal classes that are strangers to each other. ``PortusIO`` belongs to
+both: it is registered with the abstract base class of each copy that the program has loaded.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import importlib.util
+import os
+import sys
+from typing import Any, Final, Protocol
+
+_COPIES: Final = ("lightning.fabric", "lightning_fabric")
+
+
+class TorchIO(Protocol):
+    """``TorchCheckpointIO`` of either copy."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Write with ``torch.save``."""
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read with ``torch.load``."""
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove the file."""
+
+
+def adopt(plugin: type, *, load: bool) -> None:
+    """Make ``issubclass(plugin, CheckpointIO)`` true in every copy that is loaded.
+
+    load: if none is, load those that are installed, since a ``Trainer`` cannot be far.
+    """
+    copies = [copy for copy in _COPIES if copy in sys.modules]
+    if load and not copies:
+        copies = [copy for copy in _COPIES if _is_installed(copy)]
+    for copy in copies:
+        base = importlib.import_module(f"{copy}.plugins.io.checkpoint_io").CheckpointIO
+        assert isinstance(base, abc.ABCMeta)
+        base.register(plugin)
+
+
+def torch_io() -> TorchIO:
+    """Lightning's own plugin, of a copy that is loaded. ``ImportError`` without Lightning."""
+    copy = next((copy for copy in _COPIES if copy in sys.modules), _COPIES[0])
+    made: TorchIO = importlib.import_module(f"{copy}.plugins.io.torch_io").TorchCheckpointIO()
+    return made
+
+
+def local_path(path: str | os.PathLike[str]) -> str | None:
+    """The absolute path on this machine's file systems; None for a URL of another place."""
+    text = os.fspath(path)
+    if text.startswith(("file://", "local://")):
+        text = text.partition("://")[2]
+    elif "://" in text or "::" in text:
+        return None
+    return os.path.abspath(text)
+
+
+def _is_installed(copy: str) -> bool:
+    return importlib.util.find_spec(copy.partition(".")[0]) is not None

@@ -1,0 +1,369 @@
+"""A tiny GPT, trained by Lightning on the source of Python's standard library.
+
+    python recipes/gpt_tiny_lightning.py                  train; Portus is one line: plugins=[...]
+    python recipes/gpt_tiny_lightning.py --resume PATH    go on from a checkpoint
+    python recipes/gpt_tiny_lightning.py --demo           the story of the README, in four acts
+
+The demo trains once without interruption; trains again and is killed (SIGKILL) in the middle of a
+save; resumes by path, and compares: weights, optimizer and loss curve must be bit-identical. Then
+it trains with each way of checkpointing in turn, and shows what each one cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import logging
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+import portus
+from portus_lightning import PortusIO
+
+CONTEXT: Final = 96
+BATCH: Final = 8
+TEXT_BYTES: Final = 4 << 20
+
+
+class Text(Dataset[torch.Tensor]):
+    """Windows of CONTEXT + 1 bytes of the standard library's modules, one after another."""
+
+    def __init__(self) -> None:
+        library = Path(sysconfig.get_paths()["stdlib"])
+        text = b"".join(path.read_bytes() for path in sorted(library.glob("*.py")))[:TEXT_BYTES]
+        self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return (len(self._bytes) - 1) // CONTEXT
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._bytes[index * CONTEXT : (index + 1) * CONTEXT + 1].long()
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a norm and a dropout."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (batch, length, width)."""
+        batch, length, width = x.shape
+        parts = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, -1).unbind(2)
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        dropout = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        grown: torch.Tensor = x + self.feed(self.norms[1](x))
+        return grown
+
+
+class TinyGPT(LightningModule):
+    """A GPT over bytes; 3.3 million parameters as it stands."""
+
+    def __init__(self, layers: int = 4, width: int = 256, heads: int = 4, dropout: float = 0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        self.head.weight = self.tokens.weight  # tied, as in GPT-2
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        x = self.tokens(inputs) + self.places.weight[: inputs.shape[1]]
+        logits = self.head(self.norm(self.blocks(x)))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class LossCurve(Callback):
+    """Every loss, with all its digits, in a CSV file; a line on the terminal now and then."""
+
+    def __init__(self, path: Path, every: int = 10) -> None:
+        self._path, self._every = path, every
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
+    ) -> None:
+        loss = float(outputs["loss"])
+        with self._path.open("a", newline="") as file:
+            csv.writer(file).writerow([trainer.global_step, loss.hex()])
+        if trainer.global_step % self._every == 0:
+            print(f"    step {trainer.global_step:3d}  loss {loss:.4f}", flush=True)
+
+
+class Announce(Callback):
+    """Says on the terminal that a save begins, so that the demo can kill in the middle of it."""
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        print(f"    saving step {trainer.global_step}", flush=True)
+
+
+def train(
+    place: Path,
+    io: CheckpointIO | None,
+    *,
+    steps: int,
+    every: int,
+    resume: str | None = None,
+    callbacks: tuple[Callback, ...] = (),
+) -> Trainer:
+    """Train, with a checkpoint every ``every`` steps (0: none) below ``place``."""
+    seed_everything(1, verbose=False)
+    place.mkdir(parents=True, exist_ok=True)
+    # The shuffle and the position in it are part of the checkpoint.
+    loader = StatefulDataLoader(Text(), batch_size=BATCH, shuffle=True, num_workers=0)
+    saving = ModelCheckpoint(
+        place / "checkpoints", filename="{step}", every_n_train_steps=every, save_top_k=-1
+    )
+    trainer = Trainer(
+        default_root_dir=place,
+        max_steps=steps,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=every > 0,
+        callbacks=[*callbacks, *([saving] if every else [])],
+        plugins=[io] if io else None,
+    )
+    trainer.fit(TinyGPT(), loader, ckpt_path=resume, weights_only=False if resume else None)
+    return trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt-tiny"))
+    parser.add_argument("--resume", help="a checkpoint to go on from")
+    parser.add_argument("--demo", action="store_true", help="kill, resume, compare, measure")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if arguments.demo:
+        demo(arguments.out, arguments.steps, arguments.every)
+        return
+    callbacks = (LossCurve(_curve(arguments.out)), Announce())
+    train(
+        arguments.out,
+        PortusIO(materialize="none"),
+        steps=arguments.steps,
+        every=arguments.every,
+        resume=arguments.resume,
+        callbacks=callbacks,
+    )
+
+
+# --- the demo -------------------------------------------------------------------------------
+
+
+def demo(out: Path, steps: int, every: int) -> None:
+    """Kill, resume, compare, measure. Ends with exit code 1 if anything is not bit-identical."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    kill_at = steps * 2 // 3 // every * every
+    print(f"1. {steps} steps without interruption, a checkpoint every {every} steps")
+    _run(out / "whole", steps, every)
+    print(f"2. the same, killed (SIGKILL) in the middle of the save of step {kill_at}")
+    _run(out / "killed", steps, every, kill_at=kill_at)
+    newest = _checkpoint(out / "killed", kill_at)
+    _say_what_is_left(out / "killed", kill_at)
+    print(f"3. resumed by path: --resume {newest}")
+    _run(out / "killed", steps, every, resume=newest)
+    identical = _compare(out, steps)
+    print("4. what each way of checkpointing costs this training, a checkpoint at every 2nd step")
+    picture = out / "cost.png"
+    _measure(out / "cost", picture)
+    pool = out / "killed" / ".portus"
+    print()
+    print("What happened: a run was killed in the middle of a save. It resumed from the newest")
+    print(f"committed checkpoint, and ended {'BIT-IDENTICAL to' if identical else 'DIFFERENT from'}"
+          " a run that was never interrupted.")  # fmt: skip
+    print(f"The plot:     {picture}")
+    print(f"The pool:     {pool}")
+    print(f"Look into it: {Path(sys.executable).parent / 'portus'} ls {pool}")
+    sys.exit(not identical)
+
+
+def _run(
+    place: Path, steps: int, every: int, *, resume: Path | None = None, kill_at: int = 0
+) -> None:
+    """Train in a process of its own; kill it as soon as it says that it saves step ``kill_at``."""
+    command = [sys.executable, __file__, "--out", str(place), "--steps", str(steps)]
+    command += ["--every", str(every)] + (["--resume", str(resume)] if resume else [])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with _killed_with_us(process):
+        for line in process.stdout:
+            if "saving" not in line:
+                print(line, end="", flush=True)
+            elif kill_at and line.split()[-1] == str(kill_at):
+                _wait_for(_checkpoint(place, kill_at))  # the save has begun
+                process.kill()
+                print(f"    killed: pid {process.pid}, in the save of step {kill_at}", flush=True)
+        code = process.wait()
+    if code not in (0, -signal.SIGKILL if kill_at else 0):
+        sys.exit(f"the training ended with exit code {code}")
+
+
+@contextlib.contextmanager
+def _killed_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _wait_for(path: Path, seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.0005)
+
+
+def _say_what_is_left(place: Path, step: int) -> None:
+    with portus.open(place / ".portus") as view:
+        committed = [info.step for info in view.versions()]
+    whole = step in committed
+    print(f"    committed in the pool: steps {committed}")
+    print(f"    the save of step {step} was " + ("just committed" if whole else "cut off; its "
+          f"file leads to step {committed[-1]}"))  # fmt: skip
+
+
+def _compare(out: Path, steps: int) -> bool:
+    """Compare weights, optimizer and losses of the two runs, bit for bit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole, killed = (
+            torch.load(_checkpoint(out / name, steps), weights_only=False)
+            for name in ("whole", "killed")
+        )
+    results = {
+        "weights": _same(whole["state_dict"], killed["state_dict"]),
+        "optimizer": _same(whole["optimizer_states"], killed["optimizer_states"]),
+        "learning rate": _same(whole["lr_schedulers"], killed["lr_schedulers"]),
+        "loss curve": _losses(out / "whole") == _losses(out / "killed"),
+    }
+    for name, equal in results.items():
+        print(f"    {name}: {'bit-identical' if equal else 'DIFFERENT'}")
+    return all(results.values())
+
+
+def _same(left: object, right: object) -> bool:
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and torch.equal(left, right)
+    if isinstance(left, dict):
+        return isinstance(right, dict) and left.keys() == right.keys() and all(
+            _same(left[key], right[key]) for key in left
+        )  # fmt: skip
+    if isinstance(left, (list, tuple)):
+        return isinstance(right, (list, tuple)) and len(left) == len(right) and all(
+            map(_same, left, right)
+        )  # fmt: skip
+    return left == right
+
+
+def _losses(place: Path) -> dict[int, str]:
+    """The loss of each step, exactly; of a step taken twice, that of the later run."""
+    with _curve(place).open(newline="") as file:
+        return {int(step): loss for step, loss in csv.reader(file)}
+
+
+def _measure(place: Path, picture: Path, steps: int = 20, rounds: int = 3) -> None:
+    """The same training with each way of checkpointing, in turn; a table and a picture."""
+    ways: dict[str, Callable[[], CheckpointIO | None]] = {
+        "none": lambda: None,
+        "Lightning default": TorchCheckpointIO,
+        "AsyncCheckpointIO": AsyncCheckpointIO,
+        "Portus": lambda: PortusIO(materialize="none"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            train(place, way(), steps=steps, every=0 if name == "none" else 2)
+            if number:  # the first round warms up
+                seconds[name].append(time.perf_counter() - start)
+            shutil.rmtree(place, ignore_errors=True)
+        print(f"    round {number} of {rounds}", flush=True)
+    costs = {
+        name: [
+            1e3 * (mine - none) / (steps // 2)
+            for mine, none in zip(times, seconds["none"], strict=True)
+        ]
+        for name, times in seconds.items()
+    }
+    print(f"    {'way':20s} {'training':>12s} {'cost of a checkpoint':>22s}")
+    for name, times in seconds.items():
+        cost = f"{statistics.median(costs[name]):.0f} ms" if name != "none" else "-"
+        print(f"    {name:20s} {statistics.median(times):10.2f} s {cost:>22s}")
+    _plot(costs, picture)
+
+
+def _plot(costs: dict[str, list[float]], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = {name: values for name, values in costs.items() if name != "none"}
+    figure, axes = pyplot.subplots(figsize=(7, 3))
+    axes.barh(list(shown), [statistics.median(values) for values in shown.values()])
+    for index, values in enumerate(shown.values()):
+        axes.plot(values, [index] * len(values), "k|", markersize=12)
+    axes.set_xlabel("training time lost to one checkpoint (ms)")
+    axes.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+
+
+def _checkpoint(place: Path, step: int) -> Path:
+    return place / "checkpoints" / f"step={step}.ckpt"
+
+
+def _curve(place: Path) -> Path:
+    place.mkdir(parents=True, exist_ok=True)
+    return place / "losses.csv"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    main()

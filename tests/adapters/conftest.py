@@ -1,0 +1,43 @@
+"""Adapter tests: Lightning finds the companion callback as on a user's machine."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import portus
+
+PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+GROUPS = ("lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The entry points of this tree, also where it is only on the path. Its directory, to be put
+    before others on the path of subprocesses; empty where Portus is installed."""
+    site = tmp_path_factory.mktemp("site")
+    if not any(point.name == "portus" for point in entry_points(group=GROUPS[0])):
+        _write_metadata(site)
+        sys.path.insert(0, str(site))
+        portus.register_reference_loader()  # torch was imported before it could ask
+    yield site
+    if str(site) in sys.path:
+        sys.path.remove(str(site))
+
+
+def _write_metadata(site: Path) -> None:
+    information = site / "portus_checkpoint-0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: portus-checkpoint\n")
+    # No TOML reader in Python 3.10; these tables are simple.
+    tables = re.findall(
+        r'\[project\.entry-points\."(.+?)"\]\nportus = "(.+?)"', PROJECT.read_text()
+    )
+    assert {group for group, _ in tables} >= set(GROUPS)
+    lines = [f"[{group}]\nportus = {place}\n" for group, place in tables]
+    (information / "entry_points.txt").write_text("\n".join(lines))

@@ -1,0 +1,447 @@
+"""What scripts do with checkpoints, under a Trainer whose plugin is ``PortusIO``."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+import portus
+from portus_lightning import PortusIO
+from tests.adapters.tiny import NO_FUSS, Net, every_step, files, loader, same, trainer
+
+pytestmark = NO_FUSS
+
+
+class AtEachStep(Callback):
+    """Calls a function after each training step, with the Trainer and the step."""
+
+    def __init__(self, act: Any) -> None:
+        self.act = act
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.act(trainer, trainer.global_step)
+
+
+def pool_of(root: Path) -> portus.PoolView:
+    return portus.open(root / ".portus")
+
+
+# --- the moment save returns ---
+
+
+def test_a_checkpoint_is_there_and_loads_the_moment_save_returns(tmp_path: Path) -> None:
+    seen = []
+
+    def look(trainer: Any, step: int) -> None:
+        path = tmp_path / "ckpt" / f"{step}.ckpt"
+        trainer.save_checkpoint(path)
+        assert 0 < os.path.getsize(path) < 4096
+        for mode in ({}, {"weights_only": True, "mmap": True}, {"weights_only": False}):
+            loaded = torch.load(path, **mode)  # type: ignore[arg-type]
+            assert loaded["global_step"] == step
+        assert same(dict(loaded["state_dict"]), dict(trainer.lightning_module.state_dict()))
+        trainer.save_checkpoint(tmp_path / "ckpt" / "same.ckpt")  # the same path each time
+        assert torch.load(tmp_path / "ckpt" / "same.ckpt")["global_step"] == step
+        seen.append(step)
+
+    trainer(tmp_path, callbacks=[AtEachStep(look)], enable_checkpointing=False).fit(Net(), loader())
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert files(tmp_path) == [*(f"{step}.ckpt" for step in seen), "same.ckpt"]
+
+
+def test_the_state_is_the_one_at_the_save_although_training_went_on(tmp_path: Path) -> None:
+    expected = {}
+
+    def save(trainer: Any, step: int) -> None:
+        model = trainer.lightning_module
+        copies = {name: value.clone() for name, value in model.state_dict().items()}
+        moments = trainer.optimizers[0].state_dict()["state"]
+        expected[step] = copies, copy.deepcopy(moments)
+        trainer.save_checkpoint(tmp_path / "ckpt" / f"{step}.ckpt")
+
+    fit = trainer(tmp_path, callbacks=[AtEachStep(save)], enable_checkpointing=False, max_epochs=3)
+    fit.fit(Net(64), loader())
+    assert len(expected) == 18
+    for step, (weights, moments) in expected.items():
+        loaded = torch.load(tmp_path / "ckpt" / f"{step}.ckpt")
+        assert same(dict(loaded["state_dict"]), weights), step
+        assert same(loaded["optimizer_states"][0]["state"], moments), step
+
+
+def test_a_checkpoint_equals_what_lightning_would_have_saved(tmp_path: Path) -> None:
+    stock, ours = TorchCheckpointIO(), PortusIO(tmp_path / "pool")
+
+    def save(trainer: Any, step: int) -> None:
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+        stock.save_checkpoint(checkpoint, tmp_path / "stock.ckpt")
+        ours.save_checkpoint(checkpoint, tmp_path / "ours.ckpt")
+        ours_loaded = ours.load_checkpoint(tmp_path / "ours.ckpt")
+        assert same(ours_loaded, stock.load_checkpoint(tmp_path / "stock.ckpt"))
+
+    callbacks = [AtEachStep(save), EMAWeightAveraging(), every_step(tmp_path, monitor="loss")]
+    trainer(tmp_path, plugin=None, callbacks=callbacks).fit(Net(), loader())
+    ours.teardown()
+
+
+# --- ModelCheckpoint ---
+
+
+def test_top_k_and_last_and_best_work_and_removed_versions_leave_the_pool(tmp_path: Path) -> None:
+    keep = every_step(tmp_path, monitor="loss", save_top_k=2, save_last=True)
+    fit = trainer(tmp_path, callbacks=[keep], max_epochs=2, plugin=PortusIO(materialize="none"))
+    model = Net()
+    fit.fit(model, loader())
+    assert len(files(tmp_path)) == 3
+    assert set(files(tmp_path)) == {os.path.basename(p) for p in [*keep.best_k_models, "last.ckpt"]}
+    with pool_of(tmp_path) as pool:
+        assert len(pool.versions()) == 3
+    best = torch.load(keep.best_model_path)
+    assert os.path.basename(keep.best_model_path) == f"step={best['global_step']}.ckpt"
+    assert torch.load(tmp_path / "ckpt" / "last.ckpt")["global_step"] == 12
+    loaded = Net.load_from_checkpoint(keep.best_model_path)
+    assert same(dict(loaded.state_dict()), dict(best["state_dict"]))
+    fit.validate(model, loader(shuffle=False), ckpt_path="best", verbose=False)
+    assert same(dict(model.state_dict()), dict(best["state_dict"]))
+    keep = every_step(tmp_path, monitor="loss", save_top_k=2, save_last=True)
+    more = trainer(tmp_path, callbacks=[keep], max_epochs=3)
+    more.fit(Net(), loader(), ckpt_path="last")
+    assert more.global_step == 18
+
+
+def test_save_last_as_a_link_leads_to_the_newest(tmp_path: Path) -> None:
+    keep = every_step(tmp_path, save_last="link", monitor="loss", save_top_k=2)
+    trainer(tmp_path, callbacks=[keep]).fit(Net(), loader())
+    last = tmp_path / "ckpt" / "last.ckpt"
+    assert last.is_symlink()
+    assert 1 <= torch.load(last)["global_step"] <= 6
+    keep = every_step(tmp_path, save_last="link", monitor="loss", save_top_k=2)
+    again = trainer(tmp_path, callbacks=[keep], max_epochs=2)
+    again.fit(Net(), loader(), ckpt_path=last)
+    assert again.global_step == 12
+
+
+class Wide(Net):
+    """Its weights are nearly all of its checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 40000), torch.nn.Linear(40000, 1))
+
+
+def test_two_saves_of_one_step_cost_one_copy(tmp_path: Path) -> None:
+    io = PortusIO(materialize="none")
+    copied: list[tuple[int, int]] = []
+    logged = io.take_stats
+
+    def note() -> Any:
+        stats = logged()
+        copied.extend((each.copied_bytes, each.state_bytes) for each in stats)
+        return stats
+
+    io.take_stats = note  # type: ignore[method-assign]
+    keep = every_step(tmp_path, every_n_train_steps=2, save_last=True)
+    trainer(tmp_path, callbacks=[keep], plugin=io, max_epochs=3).fit(Wide(), loader())
+    size = copied[0][1]
+    pairs = list(zip(copied[0::2], copied[1::2], strict=True))
+    assert len(pairs) == 9
+    assert all(second[0] < size / 10 for _, second in pairs[1:]), pairs
+
+
+def test_validation_time_saves_follow_the_metric(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(
+        tmp_path / "ckpt", monitor="val", save_top_k=1, filename="{epoch}-{val:.4f}"
+    )
+    fit = trainer(tmp_path, callbacks=[keep, EMAWeightAveraging()], max_epochs=3)
+    model = Net()
+    fit.fit(model, loader(), loader(shuffle=False))
+    assert len(files(tmp_path)) == 1
+    best = torch.load(keep.best_model_path)
+    assert f"{keep.best_model_score:.4f}" in keep.best_model_path
+    assert set(best) >= {"current_model_state", "averaging_state"}
+    fit.fit_loop.max_epochs = 4
+    fit.fit(model, loader(), loader(shuffle=False), ckpt_path=keep.best_model_path)
+
+
+class TwoOptimizers(Net):
+    """Manual optimization with two optimizers, which step after each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        for optimizer, module in zip(self.optimizers(), (self.layers, self.other), strict=True):
+            optimizer.zero_grad()
+            loss: torch.Tensor = module(batch / 24).pow(2).mean()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers.parameters(), 0.1, momentum=0.9), torch.optim.Adam(
+            self.other.parameters()
+        )
+
+
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_manual_optimization_with_two_optimizers_saves_and_resumes(
+    tmp_path: Path, precision: Any
+) -> None:
+    expected = {}
+
+    def note(trainer: Any, step: int) -> None:
+        state = trainer.lightning_module.state_dict()
+        expected[step] = {name: value.clone() for name, value in state.items()}
+
+    keep = every_step(tmp_path, every_n_train_steps=2)
+    fit = trainer(tmp_path, callbacks=[AtEachStep(note), keep], precision=precision)
+    fit.fit(TwoOptimizers(), loader())
+    assert len(files(tmp_path)) == 6
+    for name in files(tmp_path):
+        loaded = torch.load(tmp_path / "ckpt" / name)
+        assert same(dict(loaded["state_dict"]), expected[loaded["global_step"]])
+        assert len(loaded["optimizer_states"]) == 2
+    keep = every_step(tmp_path, every_n_train_steps=2)
+    again = trainer(tmp_path, callbacks=[keep], max_epochs=2, precision=precision)
+    again.fit(TwoOptimizers(), loader(), ckpt_path=tmp_path / "ckpt" / files(tmp_path)[-1])
+    assert again.global_step > 12
+
+
+# --- files ---
+
+
+def test_files_are_copied_moved_and_deleted_like_any_others(tmp_path: Path) -> None:
+    trainer(tmp_path, callbacks=[every_step(tmp_path)], plugin=PortusIO(materialize="none")).fit(
+        Net(), loader()
+    )
+    home, away = tmp_path / "ckpt", tmp_path / "away"
+    away.mkdir()
+    shutil.copy(home / "step=1.ckpt", home / "copy.ckpt")
+    shutil.move(home / "step=2.ckpt", away / "moved.ckpt")
+    (home / "step=3.ckpt").unlink()
+    os.symlink("step=4.ckpt", home / "link.ckpt")
+    for path, step in [
+        (home / "copy.ckpt", 1),
+        (away / "moved.ckpt", 2),
+        (home / "link.ckpt", 4),
+    ]:
+        assert torch.load(path)["global_step"] == step
+        assert Net.load_from_checkpoint(path).hparams["width"] == 8
+    tmp_path.rename(tmp_path.with_name("elsewhere"))
+    moved = tmp_path.with_name("elsewhere")
+    assert torch.load(moved / "ckpt" / "step=5.ckpt")["global_step"] == 5
+    assert torch.load(moved / "away" / "moved.ckpt")["global_step"] == 2
+    # A new run in the same place: the space of what was deleted is used again.
+    again = trainer(moved, callbacks=[every_step(moved, filename="new-{step}")])
+    again.fit(Net(), loader())
+    with pool_of(moved) as pool:
+        assert [info.step for info in pool.versions()].count(3) <= 2
+    assert torch.load(moved / "ckpt" / "copy.ckpt")["global_step"] == 1
+
+
+def test_at_the_end_best_and_last_are_real_files_and_keep_their_time(tmp_path: Path) -> None:
+    keep = every_step(tmp_path, monitor="loss", save_top_k=3, save_last=True)
+    before = {}
+
+    class Look(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            io = trainer.strategy.checkpoint_io
+            io._checkpointer.wait()
+            for path in (keep.best_model_path, keep.last_model_path):
+                assert portus.is_reference(path)
+                before[path] = os.stat(path).st_mtime_ns
+
+    trainer(tmp_path, callbacks=[Look(), keep]).fit(Net(), loader())
+    references = [name for name in files(tmp_path) if portus.is_reference(tmp_path / "ckpt" / name)]
+    assert len(references) == 2
+    for path, changed_ns in before.items():
+        assert os.stat(path).st_mtime_ns == changed_ns
+    shutil.rmtree(tmp_path / ".portus")
+    for path in (keep.best_model_path, keep.last_model_path):
+        assert torch.load(path, weights_only=True)["state_dict"]
+    assert same(
+        dict(Net.load_from_checkpoint(keep.best_model_path).state_dict()),
+        dict(torch.load(keep.best_model_path)["state_dict"]),
+    )
+
+
+def test_an_interrupted_run_keeps_references_and_saves_what_was_asked_for(tmp_path: Path) -> None:
+    def stop(trainer: Any, step: int) -> None:
+        if step == 4:
+            raise RuntimeError("the user's own mistake")
+
+    keep = every_step(tmp_path, every_n_train_steps=3, save_last=True)
+    with pytest.raises(RuntimeError, match="own mistake"):
+        trainer(tmp_path, callbacks=[AtEachStep(stop), keep]).fit(Net(), loader())
+    assert files(tmp_path) == ["last.ckpt", "step=3.ckpt"]
+    assert all(portus.is_reference(tmp_path / "ckpt" / name) for name in files(tmp_path))
+    assert torch.load(tmp_path / "ckpt" / "last.ckpt")["global_step"] == 3
+
+
+def test_every_checkpoint_is_a_real_file_if_asked(tmp_path: Path) -> None:
+    plugin = PortusIO(materialize="all")
+    trainer(tmp_path, plugin=plugin, callbacks=[every_step(tmp_path)]).fit(Net(), loader())
+    assert len(files(tmp_path)) == 6
+    assert not any(portus.is_reference(tmp_path / "ckpt" / name) for name in files(tmp_path))
+
+
+def test_a_copy_in_a_place_that_lasts_is_renewed(tmp_path: Path) -> None:
+    durable = tmp_path / "durable" / "newest.ckpt"
+    seen = set()
+
+    def look(trainer: Any, step: int) -> None:
+        if durable.exists():
+            assert not portus.is_reference(durable)
+            seen.add(torch.load(durable)["global_step"])
+
+    io = PortusIO(materialize="none", copy_to=durable, copy_every_minutes=0)
+    callbacks = [AtEachStep(look), every_step(tmp_path)]
+    trainer(tmp_path, plugin=io, callbacks=callbacks, max_epochs=9).fit(Net(), loader())
+    assert seen
+    assert torch.load(durable)["global_step"] == 54
+    assert os.listdir(durable.parent) == ["newest.ckpt"]
+
+
+def test_after_the_end_a_save_returns_when_it_is_durable_and_the_pool_is_free(
+    tmp_path: Path,
+) -> None:
+    fit = trainer(tmp_path, enable_checkpointing=False)
+    model = Net()
+    fit.fit(model, loader())
+    fit.save_checkpoint(tmp_path / "ckpt" / "final.ckpt")
+    with pool_of(tmp_path) as pool:
+        assert len(pool.versions()) == 1
+        name = pool.models()[0]
+        file = pool.paths[0]
+    with portus.Checkpointer(file, name) as other:
+        assert other.steps() == [6]
+    assert torch.load(tmp_path / "ckpt" / "final.ckpt")["global_step"] == 6
+
+
+def test_a_fresh_process_that_never_imports_portus_loads_by_path(
+    tmp_path: Path, installed: Path
+) -> None:
+    keep = every_step(tmp_path, save_last=True)
+    trainer(tmp_path, callbacks=[keep], plugin=PortusIO(materialize="none")).fit(Net(), loader())
+    program = (
+        "import sys, torch\n"
+        "for mode in ({}, {'weights_only': False}, {'mmap': True}, {'map_location': 'cpu'}):\n"
+        "    loaded = torch.load(sys.argv[1], **mode)\n"
+        "print(loaded['global_step'], len(loaded['optimizer_states'][0]['state']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "ckpt" / "last.ckpt")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(installed), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["6", "6"]
+
+
+# --- where things are, and what is said ---
+
+
+def test_the_pool_is_beside_the_checkpoints_hidden_and_marked(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    fit.fit(Net(), loader())
+    assert sorted(os.listdir(tmp_path)) == [".portus", "lightning_logs"]
+    pool = tmp_path / ".portus"
+    assert (pool / ".gitignore").read_text() == "*\n"
+    assert (pool / "lightning_logs%2Fversion_0.portus").is_file()
+    umask = os.umask(0)
+    os.umask(umask)
+    path = fit.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    assert os.stat(path).st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_nothing_is_made_before_the_first_save(tmp_path: Path) -> None:
+    trainer(tmp_path, enable_checkpointing=False).fit(Net(), loader())
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_saves_cost_reaches_the_loggers(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    keep = every_step(tmp_path)
+    trainer(tmp_path, logger=logger, callbacks=[keep], log_every_n_steps=1).fit(Net(), loader())
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    columns = rows[0].split(",")
+    place = columns.index("portus/blocked_ms")
+    assert {"portus/save_gb_per_s", "portus/total_ms", "portus/copied_gb"} <= set(columns)
+    values = [row.split(",")[place] for row in rows[1:]]
+    assert sum(value != "" for value in values) == 6
+    assert all(float(value) > 0 for value in values if value)
+
+
+def test_a_trainer_without_the_plugin_is_left_alone(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, plugin=None, callbacks=[every_step(tmp_path)])
+    fit.fit(Net(), loader())
+    assert os.listdir(tmp_path) == ["ckpt"]
+    loaded = torch.load(tmp_path / "ckpt" / "step=6.ckpt")
+    assert "portus_random" not in loaded
+
+
+def test_training_leaves_no_thread_and_no_open_pool(tmp_path: Path) -> None:
+    import threading
+
+    trainer(tmp_path, callbacks=[every_step(tmp_path)]).fit(Net(), loader())
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        if not [t for t in threading.enumerate() if t.name.startswith("portus")]:
+            break
+        time.sleep(0.01)
+    assert not [t for t in threading.enumerate() if t.name.startswith("portus")]
+    held = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if _is_open(n)]
+    assert not [path for path in held if str(tmp_path) in path]
+
+
+def _is_open(number: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{number}")
+
+
+class Odd:
+    """A class that no pool stores."""
+
+
+class WithOddParameters(LightningModule):
+    def __init__(self, odd: object) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch / 24).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_what_no_pool_stores_is_saved_by_lightning_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep = every_step(tmp_path)
+    with caplog.at_level("WARNING", "portus_lightning"):
+        trainer(tmp_path, callbacks=[keep]).fit(WithOddParameters(Odd()), loader())
+    assert "Lightning saves it instead" in caplog.text
+    assert "odd" in caplog.text
+    assert len(files(tmp_path)) == 6
+    loaded = torch.load(tmp_path / "ckpt" / "step=3.ckpt", weights_only=False)
+    assert isinstance(loaded["hyper_parameters"]["odd"], Odd)

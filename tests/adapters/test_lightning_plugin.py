@@ -1,0 +1,405 @@
+"""``PortusIO`` by itself: both copies of Lightning, paths, names, switches, errors."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+import pytest
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+
+import portus
+from portus_lightning import PortusIO, stock
+from portus_lightning.companion import bypass, metrics_of, warnings_for
+from portus_lightning.io import run_root
+
+STATE = {"global_step": 3, "weight": torch.arange(6.0), "note": "x"}
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def io(root: Path) -> Any:
+    made = PortusIO()
+    made.begin(str(root))
+    yield made
+    made.teardown()
+
+
+def equal(loaded: Any) -> bool:
+    return bool(loaded["note"] == "x" and torch.equal(loaded["weight"], STATE["weight"]))  # type: ignore[arg-type]
+
+
+# --- what it is ---
+
+
+def test_it_is_a_plugin_of_both_copies_of_lightning() -> None:
+    assert isinstance(PortusIO(), CheckpointIO)
+    other = importlib.import_module("lightning_fabric.plugins").CheckpointIO
+    assert other is not CheckpointIO
+    assert isinstance(PortusIO(), other)
+    assert issubclass(PortusIO, other)
+    assert bool(PortusIO()) is True  # Lightning asks
+
+
+def test_it_is_one_whatever_is_imported_first() -> None:
+    program = (
+        "from portus_lightning import PortusIO\n"
+        "plugin = PortusIO()\n"
+        "import pytorch_lightning as L\n"
+        "trainer = L.Trainer(accelerator='cpu', plugins=[plugin], logger=False,\n"
+        "    enable_progress_bar=False, enable_checkpointing=False)\n"
+        "assert trainer.strategy.checkpoint_io is plugin\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_imports_neither_torch_nor_lightning() -> None:
+    program = (
+        "import sys, portus_lightning, portus_lightning.callbacks as c\n"
+        "assert c.companion_callbacks() == c.companion_callbacks_for_pytorch_lightning() == []\n"
+        "heavy = {'torch', 'lightning', 'pytorch_lightning', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=os.environ | path)
+
+
+def test_it_is_pickled_and_copied_before_and_after_use(io: PortusIO, root: Path) -> None:
+    fresh = PortusIO(root / "pool", model="m", materialize="none", max_bytes=1 << 30)
+    for made in (copy.deepcopy(fresh), pickle.loads(pickle.dumps(fresh))):
+        made.save_checkpoint(STATE, root / "ckpt" / "a.ckpt")
+        made.teardown()
+        assert made.materialize == "none"
+    assert (root / "pool" / "m.portus").is_file()
+    io.save_checkpoint(STATE, root / "ckpt" / "b.ckpt")
+    other = pickle.loads(pickle.dumps(copy.deepcopy(io)))
+    assert equal(other.load_checkpoint(root / "ckpt" / "b.ckpt"))
+
+
+def test_arguments_out_of_range_say_so(root: Path) -> None:
+    with pytest.raises(portus.UsageError, match="materialize"):
+        PortusIO(materialize="sometimes")  # type: ignore[arg-type]
+    with pytest.raises(portus.UsageError, match="on_error"):
+        PortusIO(on_error="ignore").save_checkpoint(STATE, root / "a.ckpt")  # type: ignore[arg-type]
+
+
+# --- paths ---
+
+
+def test_what_is_saved_loads_here_and_in_a_new_plugin(io: PortusIO, root: Path) -> None:
+    path = root / "ckpt" / "deep" / "a.ckpt"
+    io.save_checkpoint(STATE, path)
+    assert equal(io.load_checkpoint(path))
+    assert equal(PortusIO().load_checkpoint(path, map_location=lambda s, _: s, weights_only=True))
+    assert equal(PortusIO().load_checkpoint(f"file://{path}", map_location="cpu"))
+    assert PortusIO().load_checkpoint(path, map_location="meta")["weight"].device.type == "meta"
+
+
+def test_a_relative_path_means_the_directory_at_the_call(
+    io: PortusIO, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    io.save_checkpoint(STATE, "ckpt/a.ckpt")
+    monkeypatch.chdir("/")
+    assert equal(io.load_checkpoint(root / "ckpt" / "a.ckpt"))
+
+
+def test_checkpoints_of_others_and_urls_are_left_to_lightning(io: PortusIO, root: Path) -> None:
+    torch.save(STATE, root / "foreign.ckpt")
+    assert equal(io.load_checkpoint(root / "foreign.ckpt"))
+    io.remove_checkpoint(root / "foreign.ckpt")
+    assert not (root / "foreign.ckpt").exists()
+    io.save_checkpoint(STATE, "memory://box/a.ckpt")
+    assert equal(io.load_checkpoint("memory://box/a.ckpt"))
+    io.remove_checkpoint("memory://box/a.ckpt")
+    assert not fsspec.filesystem("memory").exists("/box/a.ckpt")
+    (root / "sharded").mkdir()
+    (root / "sharded" / "part").write_text("x")
+    io.remove_checkpoint(root / "sharded")
+    assert os.listdir(root) == []
+    with pytest.raises(FileNotFoundError):
+        io.load_checkpoint(root / "missing.ckpt")
+    with pytest.raises(TypeError, match="storage_options"):
+        io.save_checkpoint(STATE, root / "a.ckpt", storage_options={"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/a/b.ckpt", "/a/b.ckpt"),
+        ("file:///a/b.ckpt", "/a/b.ckpt"),
+        ("s3://bucket/b.ckpt", None),
+        ("memory://b.ckpt", None),
+        ("simplecache::s3://bucket/b.ckpt", None),
+        ("https://host/b.ckpt", None),
+    ],
+)
+def test_only_paths_of_this_machine_are_local(path: str, expected: str | None) -> None:
+    assert stock.local_path(path) == expected
+
+
+def test_a_removal_waits_its_turn_and_frees_the_version(io: PortusIO, root: Path) -> None:
+    first, second = root / "ckpt" / "a.ckpt", root / "ckpt" / "b.ckpt"
+    io.save_checkpoint(STATE, first)
+    io.save_checkpoint(STATE, second)
+    io.remove_checkpoint(first)
+    io.teardown()
+    assert os.listdir(root / "ckpt") == ["b.ckpt"]
+    with portus.open(root / ".portus") as pool:
+        assert len(pool.versions()) == 1
+    io.remove_checkpoint(second)
+    assert os.listdir(root / "ckpt") == []
+
+
+def test_steps_come_from_the_checkpoint_or_are_counted(io: PortusIO, root: Path) -> None:
+    for number, state in enumerate([{"global_step": 70}, {"iteration": 71}, {"a": 1}, {"b": 2}]):
+        io.save_checkpoint(state, root / "ckpt" / f"{number}")
+    io.teardown()
+    with portus.open(root / ".portus") as pool:
+        assert [info.step for info in pool.versions()] == [70, 71, 1, 2]
+
+
+# --- where the pool is ---
+
+
+def test_the_pool_is_under_the_root_and_never_in_the_checkpoint_directory(root: Path) -> None:
+    inside, outside = str(root / "runs" / "ckpt"), "/dev/shm/portus-test/ckpt"
+    assert run_root(inside, str(root / "runs")) == str(root / "runs")
+    assert run_root(inside, None) == str(root)
+    assert run_root(str(root.parent / "other" / "ckpt"), None) == str(root.parent / "other")
+    assert run_root(str(root.parent / "other" / "ckpt"), str(root)) == str(root)
+    if os.stat("/dev/shm").st_dev != os.stat(root).st_dev:
+        # On the file system of the checkpoints, so that hard links can be.
+        assert run_root(outside, str(root)) == "/dev/shm/portus-test"
+
+
+def pools(place: Path) -> list[str]:
+    return sorted(name for name in os.listdir(place) if name.endswith(".portus"))
+
+
+def test_each_run_has_its_pool_file_and_finds_it_again(root: Path) -> None:
+    for _ in range(2):
+        for run in ("lightning_logs/version_0", "lightning_logs/version_1"):
+            io = PortusIO()
+            io.begin(str(root))
+            io.save_checkpoint(STATE, root / run / "checkpoints" / "a.ckpt")
+            io.teardown()
+    names = ["lightning_logs%2Fversion_0.portus", "lightning_logs%2Fversion_1.portus"]
+    assert pools(root / ".portus") == names
+
+
+def test_projects_that_share_a_pool_directory_do_not_meet(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORTUS_POOL", str(root / "shared"))
+    for project in ("a", "b"):
+        io = PortusIO()
+        io.begin(str(root / project))
+        io.save_checkpoint(STATE, root / project / "ckpt" / "x.ckpt")
+        io.teardown()
+    assert len(pools(root / "shared")) == 2
+    assert all(name.startswith("ckpt-") for name in pools(root / "shared"))
+
+
+def test_a_second_run_in_the_same_directory_takes_the_next_pool_file(root: Path) -> None:
+    program = (
+        "import sys\n"
+        "from portus_lightning import PortusIO\n"
+        "io = PortusIO()\n"
+        "io.begin(sys.argv[1])\n"
+        "io.save_checkpoint({'global_step': 1}, sys.argv[1] + '/ckpt/other.ckpt')\n"
+        "print('saved', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program, str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert other.stdout is not None
+    assert other.stdin is not None
+    try:
+        assert other.stdout.readline() == "saved\n"
+        io = PortusIO()
+        io.begin(str(root))
+        io.save_checkpoint(STATE, root / "ckpt" / "mine.ckpt")
+        io.teardown()
+    finally:
+        other.stdin.close()
+        other.wait(60)
+        other.stdout.close()
+    assert pools(root / ".portus") == ["ckpt.portus", "ckpt~2.portus"]
+    assert equal(torch.load(root / "ckpt" / "mine.ckpt"))
+    assert torch.load(root / "ckpt" / "other.ckpt")["global_step"] == 1
+
+
+# --- switches and errors ---
+
+
+def test_switched_off_it_saves_as_lightning_does_and_still_loads(
+    io: PortusIO, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    io.save_checkpoint(STATE, root / "ckpt" / "a.ckpt")
+    io.teardown()
+    monkeypatch.setenv("PORTUS_DISABLE", "1")
+    io.save_checkpoint(STATE, root / "ckpt" / "b.ckpt")
+    assert not portus.is_reference(root / "ckpt" / "b.ckpt")
+    assert equal(io.load_checkpoint(root / "ckpt" / "a.ckpt"))
+    assert equal(io.load_checkpoint(root / "ckpt" / "b.ckpt"))
+    monkeypatch.setenv("PORTUS_DISABLE", "0")
+    assert io.is_on()
+
+
+def test_on_other_systems_it_says_so_once_and_saves_as_lightning_does(
+    io: PortusIO, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    for name in ("a", "b"):
+        io.save_checkpoint(STATE, root / "ckpt" / name)
+    assert caplog.text.count("saves on Linux only") == 1
+    assert not portus.is_reference(root / "ckpt" / "a")
+
+
+def test_what_no_pool_stores_replaces_a_reference_only_after_its_save(
+    io: PortusIO, root: Path
+) -> None:
+    path = root / "ckpt" / "a.ckpt"
+    io.save_checkpoint(STATE, path)
+    io.save_checkpoint(STATE | {"global_step": 4}, path)
+    io.save_checkpoint(STATE | {"odd": OddThing()}, path)
+    io.teardown()
+    assert not portus.is_reference(path)
+    assert isinstance(torch.load(path, weights_only=False)["odd"], OddThing)
+
+
+class OddThing:
+    """A class that no pool stores."""
+
+
+def test_a_pool_that_cannot_be_opened_raises_at_the_first_save(root: Path) -> None:
+    (root / "file.portus").write_bytes(b"this is no pool" * 1000)
+    with pytest.raises(portus.PortusError):
+        PortusIO(root / "file.portus").save_checkpoint(STATE, root / "ckpt" / "a.ckpt")
+    assert not (root / "ckpt").exists()
+
+
+def test_a_file_that_cannot_be_materialised_is_said_with_the_command(
+    io: PortusIO, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = root / "ckpt" / "a.ckpt"
+    io.save_checkpoint(STATE, path)
+    io.teardown()
+    for name in pools(root / ".portus"):
+        (root / ".portus" / name).unlink()
+    io.put_real_files([str(path)])
+    assert f"portus materialize {path}" in caplog.text
+
+
+def test_a_forked_child_opens_a_pool_of_its_own(io: PortusIO, root: Path) -> None:
+    io.save_checkpoint(STATE, root / "ckpt" / "a.ckpt")
+    child = os.fork()
+    if child == 0:
+        try:
+            assert equal(io.load_checkpoint(root / "ckpt" / "a.ckpt"))
+            assert io._mine() is None
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# --- what is said at setup ---
+
+
+class Fake:
+    """Stands for a Trainer: ``warnings_for`` reads no more of it."""
+
+    def __init__(self, strategy: object, *loggers: object) -> None:
+        self.strategy, self.loggers = strategy, loggers
+
+
+def named(name: str, *bases: type, **attributes: object) -> Any:
+    return type(name, bases, {})() if not attributes else _with(type(name, bases, {})(), attributes)
+
+
+def _with(thing: Any, attributes: dict[str, object]) -> Any:
+    for name, value in attributes.items():
+        setattr(thing, name, value)
+    return thing
+
+
+Strategy = type("Strategy", (), {"save_checkpoint": lambda self: None})
+Sharded = type("FSDPStrategy", (Strategy,), {"save_checkpoint": lambda self: None})
+Parallel = type("ModelParallelStrategy", (Strategy,), {"save_checkpoint": lambda self: None})
+Deep = type("DeepSpeedStrategy", (Strategy,), {"save_checkpoint": lambda self: None})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "passes"),
+    [
+        (named("DDPStrategy", Strategy), True),
+        (named("SingleDeviceStrategy", Strategy), True),
+        (named("Mine", Deep), False),
+        (named("S", Sharded, _state_dict_type="sharded"), False),
+        (named("S", Sharded, _state_dict_type="full"), True),
+        (named("P", Parallel, _save_distributed_checkpoint=True), False),
+        (named("P", Parallel, _save_distributed_checkpoint=False), True),
+        (type("Unknown", (Strategy,), {"save_checkpoint": lambda self: None})(), False),
+    ],
+)
+def test_a_strategy_that_bypasses_the_plugin_is_named(strategy: Any, passes: bool) -> None:
+    assert (bypass(strategy) == "") == passes
+    said = warnings_for(Fake(strategy), PortusIO())
+    assert passes == (said == [])
+    assert passes or "do NOT go through Portus" in said[0]
+
+
+def test_the_strategies_of_lightning_are_told_apart() -> None:
+    strategies = importlib.import_module("lightning.pytorch.strategies")
+    for name in ("SingleDeviceStrategy", "DDPStrategy"):
+        assert bypass(object.__new__(getattr(strategies, name))) == ""
+    assert bypass(object.__new__(strategies.DeepSpeedStrategy)) == "DeepSpeedStrategy"
+
+
+def test_loggers_that_upload_get_real_files() -> None:
+    plain = named("DDPStrategy", Strategy)
+    io = PortusIO()
+    assert "WandbLogger" in warnings_for(Fake(plain, named("WandbLogger", _log_model="all")), io)[0]
+    assert io.materialize == "all"
+    assert warnings_for(Fake(plain, named("WandbLogger", _log_model=True)), PortusIO()) == []
+    never = PortusIO(materialize="none")
+    assert "1 KB" in warnings_for(Fake(plain, named("MLFlowLogger", _log_model=True)), never)[0]
+
+
+def test_metrics_have_units_in_their_names() -> None:
+    stats = portus.SaveStats(call_s=0.002, fence_s=0.001, total_s=0.5, state_bytes=10**9)
+    metrics = metrics_of(stats)
+    assert metrics["portus/blocked_ms"] == pytest.approx(3.0)
+    assert metrics["portus/save_gb_per_s"] == pytest.approx(2.0)
+    assert metrics_of(portus.SaveStats())["portus/save_gb_per_s"] == 0
+
+
+def test_stock_plugins_come_from_the_copy_that_is_loaded() -> None:
+    assert type(stock.torch_io()) is TorchCheckpointIO

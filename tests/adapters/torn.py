@@ -1,0 +1,139 @@
+"""Saves of a live training state, copied slowly, and compared with what the state was."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from portus.client.checkpointer import Checkpointer
+from portus.client.fence import Fence
+from portus.client.state import flatten
+from portus.client.writers import Stability
+from portus.errors import CorruptionError, PortusError
+from portus.pipeline.handle import SaveHandle
+from portus.pipeline.run import Stage
+
+PAUSE_S: Final = 0.02
+"""How long the copier sleeps before each save: many steps of these small models."""
+
+FENCE_S_MAX: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """Work before a save, in the same queue: what makes the copier slow."""
+
+    pause: Callable[[], object]
+
+    def run(self) -> None:
+        self.pause()
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+def _sleep() -> None:
+    time.sleep(PAUSE_S)
+
+
+def slow_down(checkpointer: Checkpointer, pause: Callable[[], object] = _sleep) -> None:
+    """Have the copier do ``pause`` before the next save."""
+    checkpointer._queue.put(_Before(pause))
+
+
+class SlowSaves:
+    """Saves to a pool of its own, and remembers what each state was.
+
+    ``pause`` is called by the copier before each save; it sleeps, if nothing is said.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        audited: bool = True,
+        pause: Callable[[], object] = _sleep,
+    ) -> None:
+        self.checkpointer = Checkpointer(folder, keep=None, fence_timeout=FENCE_S_MAX)
+        if not audited:
+            self.checkpointer._audited = -(1 << 40)
+        self.saves: list[SaveHandle] = []
+        self._pause = pause
+        self._wanted: list[dict[str, bytes]] = []
+
+    def save(self, state: object) -> None:
+        self._wanted.append(contents(state))
+        slow_down(self.checkpointer, self._pause)
+        self.saves.append(self.checkpointer.save(state, len(self.saves)))
+
+    def __deepcopy__(self, memo: object) -> SlowSaves:
+        """Lightning copies whole modules to average them."""
+        return self
+
+    def reading(self) -> bool:
+        """True while the last save still reads the live state."""
+        if not self.saves:
+            return False
+        stage: Stage = self.saves[-1]._save._stage  # type: ignore[attr-defined]
+        return stage < Stage.COPIED
+
+    def finish(self) -> None:
+        for save in self.saves:
+            with contextlib.suppress(PortusError):
+                save.wait(FENCE_S_MAX)
+
+    def torn(self) -> set[str]:
+        """Key paths of tensors that a committed version holds otherwise than the state did; the
+        message of a version that does not verify (written between its hash and its copy)."""
+        self.finish()
+        found: set[str] = set()
+        for step in self.checkpointer.steps():
+            try:
+                held = contents(self.checkpointer.load(step))
+            except CorruptionError as error:
+                found.add(str(error))
+            else:
+                found |= {name for name in held if held[name] != self._wanted[step][name]}
+        return found
+
+    def voided(self) -> int:
+        """Saves that were not committed."""
+        self.finish()
+        return len(self.saves) - len(self.checkpointer.steps())
+
+
+@contextlib.contextmanager
+def slow_saves(folder: Path, **settings: Any) -> Iterator[SlowSaves]:
+    saves = SlowSaves(folder, **settings)
+    try:
+        yield saves
+    finally:
+        saves.checkpointer.close()
+
+
+def contents(state: object) -> dict[str, bytes]:
+    """The bytes of every tensor of a state, by key path."""
+    flat = flatten(state)
+    memory = [torch.empty(0, dtype=torch.uint8).set_(each.clone()) for each in flat.storages]
+    return {spec.name: memory[spec.storage].numpy().tobytes() for spec in flat.tensors}
+
+
+class Sabotage:
+    """Ways to break what guards a save, so that a test can show that it would notice."""
+
+    @staticmethod
+    def never_wait(self: Fence, save: object) -> None:
+        """In place of ``Fence.guard``."""
+
+    @staticmethod
+    def all_stable(storages: object, owned: object, guilty: set[int]) -> bytearray:
+        """In place of ``classify``: only the audit makes anything volatile."""
+        return bytearray(
+            Stability.VOLATILE if storage.data_ptr() in guilty else Stability.STABLE
+            for storage in storages  # type: ignore[attr-defined]
+        )

@@ -1,0 +1,96 @@
+"""The rows as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+import portus
+from tests.bench.measure import Row
+
+
+def line(row: Row) -> str:
+    """One row of the table, in Markdown."""
+    value, sign = row.value, "<=" if row.at_most else ">="
+    figures = ", ".join(
+        f"{name} {_median(values):.4g} {row.unit}" for name, values in row.figures.items()
+    )
+    spread = f"{value.median:.3g} ({value.least:.3g} to {value.most:.3g})"
+    verdict = "yes" if row.met else "NO"
+    note = f"; {row.note}" if row.note else ""
+    return f"| {row.name} | {sign} {row.bar:.3g} | {spread} | {verdict} | {figures}{note} |"
+
+
+HEAD = "| what | bar | median (least to most) | met | medians |\n|---|---|---|---|---|"
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on."""
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "portus": portus.__version__,
+        "load": os.getloadavg()[0],
+    }
+
+
+def write_json(rows: list[Row], path: Path) -> None:
+    """Everything that was measured."""
+    data = {
+        "machine": machine(),
+        "rows": [{**asdict(row), "value": asdict(row.value), "met": row.met} for row in rows],
+    }
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def write_picture(rows: list[Row], path: Path) -> None:
+    """Each ratio against its bar, and the growth curves."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(15, 0.28 * len(rows) + 3))
+    plain = [row for row in rows if "growth" not in row.name]
+    places = range(len(plain))
+    left.barh(places, [_headroom(row) for row in plain],
+              color=["tab:green" if row.met else "tab:red" for row in plain])  # fmt: skip
+    left.axvline(1.0, color="black", linewidth=0.8)
+    left.set_yticks(places, [row.name for row in plain], fontsize=7)
+    left.invert_yaxis()
+    left.set_xscale("log")
+    left.set_xlabel("how far on the right side of its bar (1 = just met)")
+    for unit in ("MiB", "tensors"):
+        points = []
+        for row in rows:
+            found = re.search(rf"growth: (\d+) {unit}", row.name)
+            if found:
+                points.append((int(found[1]), row.value.median))
+        if points:
+            right.plot(*zip(*points, strict=True), marker="o", label=f"by {unit}")
+    right.set_xscale("log")
+    right.set_ylim(bottom=0)
+    right.set_xlabel("MiB in 64 tensors, or tensors in 256 MiB")
+    right.set_ylabel("time to commit / memcpy")
+    if right.has_data():
+        right.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def _headroom(row: Row) -> float:
+    median = max(row.value.median, 1e-9)
+    return row.bar / median if row.at_most else median / row.bar
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,69 @@
+"""``make bench``: every row of docs/benchmarks.md in one run.
+
+python -m tests.bench.run [--rounds 5] [--only commit] [--out bench-results]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tests.bench import loading, report, saving, training
+from tests.bench.measure import Row
+
+Group = Callable[[Path, Path, int], Iterable[Row]]
+
+GROUPS: dict[str, Group] = {
+    "commit": lambda memory, disk, rounds: saving.commit_rows(memory, rounds),
+    "durable": lambda memory, disk, rounds: [saving.durable_row(disk, rounds)],
+    "call": lambda memory, disk, rounds: [saving.call_row(memory, rounds)],
+    "training": lambda memory, disk, rounds: training.training_rows(memory, rounds),
+    "dip": lambda memory, disk, rounds: [training.dip_row(memory, rounds)],
+    "restore": lambda memory, disk, rounds: loading.restore_rows(memory, rounds),
+    "first": lambda memory, disk, rounds: [training.first_row(memory, max(3, rounds // 2))],
+    "memory": lambda memory, disk, rounds: [saving.memory_row(memory, rounds)],
+    "frozen": lambda memory, disk, rounds: [saving.frozen_row(memory)],
+    "open": lambda memory, disk, rounds: [loading.open_row(memory, rounds)],
+    "growth": lambda memory, disk, rounds: saving.growth_rows(memory, max(3, rounds // 2)),
+}
+
+
+def main() -> None:
+    """Measure, print a table as it grows, and leave JSON and PNG behind."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each row")
+    parser.add_argument("--only", choices=GROUPS, nargs="*", help="some groups of rows")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs directory")
+    parser.add_argument("--disk", type=Path, default=Path(), help="a directory on a disk")
+    parser.add_argument("--out", type=Path, default=Path("bench-results"), help="for the results")
+    arguments = parser.parse_args()
+
+    start, rows = time.monotonic(), []
+    print(report.machine())
+    print(report.HEAD)
+    memory = Path(tempfile.mkdtemp(prefix="portus-bench-", dir=arguments.memory))
+    disk = Path(tempfile.mkdtemp(prefix=".portus-bench-", dir=arguments.disk))
+    try:
+        for name in arguments.only or GROUPS:
+            for row in GROUPS[name](memory, disk, arguments.rounds):
+                rows.append(row)
+                print(report.line(row), flush=True)
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+        shutil.rmtree(disk, ignore_errors=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report.write_json(rows, arguments.out / "bench.json")
+    report.write_picture(rows, arguments.out / "bench.png")
+    missed = [row.name for row in rows if not row.met]
+    print(f"\n{len(rows)} rows in {time.monotonic() - start:.0f} s; {len(missed)} bars missed")
+    for name in missed:
+        print(f"  missed: {name}")
+    print(f"results: {arguments.out}/bench.json, {arguments.out}/bench.png")
+
+
+if __name__ == "__main__":
+    main()

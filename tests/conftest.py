@@ -1,0 +1,78 @@
+"""What every test shares: a clean environment, a printed seed, no thread left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+SEED = int(os.environ.get("PORTUS_TEST_SEED", random.SystemRandom().randrange(2**32)))
+THREAD_END_S_MAX = 5.0
+
+# No deadline: a busy machine is no fault of the code. `make long` searches deeper.
+hypothesis.settings.register_profile(
+    "quick", deadline=None, max_examples=60, print_blob=True, derandomize=False
+)
+hypothesis.settings.register_profile(
+    "long", parent=hypothesis.settings.get_profile("quick"), max_examples=1000
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    asked_for_long = config.getoption("markexpr") == "long"
+    hypothesis.settings.load_profile("long" if asked_for_long else "quick")
+
+
+def pytest_report_header() -> str:
+    return f"seed: PORTUS_TEST_SEED={SEED}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped with the reason where there is none."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if on_gpu else ""
+    for item in on_gpu if reason else ():
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_gpu() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return ""
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return f"no CUDA device (torch {torch.__version__}, {built})"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The run's seed, printed; one of its own for each test. A failing one becomes a named test."""
+    own = random.Random(f"{SEED} {request.node.nodeid}").randrange(2**32)
+    print(f"seed of this test: {own} (PORTUS_TEST_SEED={SEED})")
+    return own
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may have Portus set up for themselves."""
+    for name in [name for name in os.environ if name.startswith("PORTUS_")]:
+        if name != "PORTUS_TEST_SEED":
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Every thread of Portus (named ``portus...``) has ended when its test has."""
+    before = set(threading.enumerate())
+    yield
+    ours = [t for t in threading.enumerate() if t not in before and t.name.startswith("portus")]
+    until = time.monotonic() + THREAD_END_S_MAX
+    for thread in ours:
+        thread.join(max(0.0, until - time.monotonic()))
+    left = [thread.name for thread in ours if thread.is_alive()]
+    assert not left, f"threads left running: {left}; close what you opened"

@@ -1,0 +1,114 @@
+"""The media of this package, held to the contract; files on ext4 and on tmpfs."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from portus.media.base import MappedMedium, Medium, MediumKind
+from portus.media.file import PlainFile
+from portus.media.local import LocalFiles
+from portus.media.memory import Memory
+from portus.spec import Extent
+from portus.testing.contract import MappedMediumContract, MediumContract
+
+
+class Broken:
+    """A sync that fails once when asked to, as a device would."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def __call__(self, *_descriptor: int) -> None:
+        if self.fails:
+            self.fails = False
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        for number in _descriptor:
+            os.fdatasync(number)
+
+
+class OnDisk:
+    """Back doors of a file."""
+
+    @pytest.fixture(autouse=True, params=["/dev/shm", tempfile.gettempdir()])
+    def place(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        if not os.path.isdir(request.param):
+            pytest.skip(f"no directory {request.param} here")
+        with tempfile.TemporaryDirectory(dir=request.param) as directory:
+            self.directory, self.count, self.sync = Path(directory), 0, Broken()
+            yield
+
+    def new_path(self) -> str:
+        self.count += 1
+        return str(self.directory / f"medium {self.count}")
+
+    def read_behind(self, medium: Medium, offset: int, length: int) -> bytes:
+        with open(medium.info.name, "rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+    def write_behind(self, medium: Medium, offset: int, data: bytes) -> None:
+        with open(medium.info.name, "r+b") as file:
+            file.seek(offset)
+            file.write(data)
+
+    def break_persist(self, medium: Medium) -> None:
+        self.sync.fails = True
+
+
+class TestMappedFile(OnDisk, MappedMediumContract):
+    def make(self, size: int) -> MappedMedium:
+        medium = LocalFiles(sync=self.sync).create(self.new_path(), size)
+        if medium.info.kind is not MediumKind.FILE_MAPPED:
+            pytest.skip(f"the file system of {self.directory} is not one to be mapped")
+        assert isinstance(medium, MappedMedium)
+        return medium
+
+
+class TestPlainFile(OnDisk, MediumContract):
+    def make(self, size: int) -> Medium:
+        medium = LocalFiles(mapped=False, sync=self.sync).create(self.new_path(), size)
+        assert medium.info.kind is MediumKind.FILE_PLAIN
+        assert type(medium) is PlainFile
+        return medium
+
+
+class TestMemory(MappedMediumContract):
+    def make(self, size: int) -> MappedMedium:
+        self.sync = Broken()
+        return Memory(size, sync=self.sync)
+
+    def read_behind(self, medium: Medium, offset: int, length: int) -> bytes:
+        return ctypes.string_at(self._start(medium) + offset, length)
+
+    def write_behind(self, medium: Medium, offset: int, data: bytes) -> None:
+        ctypes.memmove(self._start(medium) + offset, data, len(data))
+
+    def break_persist(self, medium: Medium) -> None:
+        self.sync.fails = True
+
+    def _start(self, medium: Medium) -> int:
+        assert isinstance(medium, Memory)
+        return medium._addresses.start
+
+    def test_it_is_volatile(self, medium: Medium) -> None:
+        assert medium.info.volatile
+        assert medium.info.kind is MediumKind.MEMORY
+
+
+def test_a_store_that_was_not_persisted_waits_for_the_sync(tmp_path: Path) -> None:
+    synced: list[int] = []
+    medium = LocalFiles(sync=synced.append).create(str(tmp_path / "a"), 100)
+    medium.store(0, b"x")
+    medium.persist([])
+    medium.persist([Extent(3, 0)])
+    assert synced == []
+    medium.persist([Extent(0, 1), Extent(5, 1)])
+    assert len(synced) == 1
+    medium.close()

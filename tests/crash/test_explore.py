@@ -1,0 +1,176 @@
+"""Every legal image after a crash opens, whole (V1, V2, V3, V5, V10).
+
+The engine's pool, pipeline and reference files run on a simulated disk. Each exploration crashes
+them at every event, kills and power losses both, and lets the next process go on from there. With
+``-m long`` the same goes much deeper.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+import pytest
+
+from portus.spec import PAGE
+from portus.testing.crash import Faults
+from portus.testing.explore import Exploration, Explorer
+from tests.crash.trainer import (
+    SMALL,
+    Fact,
+    Plan,
+    Roomy,
+    Trainer,
+    collect,
+    disk,
+    grow,
+    process,
+    refer,
+    retire_by_itself,
+    save_and_retire,
+    save_one,
+    save_three,
+    verify,
+)
+
+IMAGES_MIN: Final = 10_000
+PROCESSOR_S_MAX: Final = 180
+
+SPENT_S: Final[dict[str, float]] = {}
+"""Processor time that each exploration took, in seconds."""
+
+Plans = tuple[Plan, ...]
+
+
+def only_open(trainer: Trainer) -> None:
+    """Makes the pool, if need be, and saves nothing."""
+
+
+EXPLORATIONS: Final[Mapping[str, tuple[Plans, tuple[int, ...]]]] = {
+    "first format, begun three times": ((only_open, only_open, save_one), (200, 20, 5)),
+    "save, share": ((save_three, save_one), (60, 4)),
+    "save, retire, use space again": ((save_and_retire, save_one), (60, 4)),
+    "retire by itself": ((retire_by_itself,), (100,)),
+    "grow": ((grow, save_one), (60, 4)),
+    "collect what was deleted": ((collect,), (30,)),
+    "reference files": ((refer, save_one), (60, 3)),
+    "crash in recovery from a crash": ((save_one, save_one, save_one), (60, 6, 3)),
+}
+"""What the processes do, and how many images are verified at a moment of each."""
+
+DEEPER: Final = 4
+
+
+@functools.cache
+def explored(name: str) -> Exploration:
+    """One of ``EXPLORATIONS``; the work is done once, whichever test asks first."""
+    plans, budgets = EXPLORATIONS[name]
+    start = time.process_time()
+    found = explorer(plans, budgets).explore()
+    SPENT_S[name] = time.process_time() - start
+    return found
+
+
+def explorer(
+    plans: Plans,
+    budgets: tuple[int, ...],
+    faults: Faults | None = None,
+    trainer: type[Trainer] = Trainer,
+) -> Explorer[Fact]:
+    first, *others = plans
+    return Explorer(
+        processes=[process(first, trainer), *(process(each, Roomy) for each in others)],
+        verify=verify,
+        start=lambda: disk(faults),
+        budgets=budgets,
+        noise=True,
+    )
+
+
+def persists_of(plan: Plan) -> int:
+    files = disk()
+    process(plan)(files, lambda fact: None)
+    return files.persists
+
+
+@functools.cache
+def explored_with(faults: Faults, plan: Plan) -> Exploration:
+    """``plan`` where an operation fails, and the pool is opened again in the same boot."""
+    return explorer((plan,), (30,), faults).explore()
+
+
+def persist_fails(number: int) -> Faults:
+    return Faults(persist=frozenset({number}))
+
+
+class Tight(Trainer):
+    """One that has to use space again, but has room for a save that is begun again."""
+
+    max_bytes = SMALL + 6 * PAGE
+
+
+def no_space(number: int) -> Faults:
+    return Faults(grow=frozenset({number}))
+
+
+@pytest.mark.parametrize("name", EXPLORATIONS)
+def test_every_crash_leaves_the_state_before_or_after(name: str) -> None:
+    found = explored(name)
+    print(f"{name}: {found}")
+    assert len(found.images) > 300
+
+
+@pytest.mark.parametrize("number", range(1, persists_of(save_and_retire) + 1))
+def test_a_failed_persist_and_a_power_loss_later_lose_nothing_reported(number: int) -> None:
+    print(explored_with(persist_fails(number), save_and_retire))
+
+
+@pytest.mark.parametrize("number", [3, 5, 8, 11])
+def test_a_failed_persist_loses_no_reference_file(number: int) -> None:
+    print(explored_with(persist_fails(number), refer))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_no_space_to_grow_loses_nothing(number: int) -> None:
+    print(explored_with(no_space(number), grow))
+
+
+def test_more_than_ten_thousand_distinct_images_were_opened_and_verified() -> None:
+    images = set[bytes]()
+    for name in EXPLORATIONS:
+        images |= explored(name).images
+    processor_s = sum(SPENT_S.values())
+    print(f"{len(images)} distinct images in {processor_s:.0f} s of processor time")
+    assert len(images) > IMAGES_MIN
+    assert processor_s < PROCESSOR_S_MAX
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget() -> Iterator[None]:
+    """Explorations are kept for this module, not for the rest of the run."""
+    yield
+    SPENT_S.clear()
+    explored.cache_clear()
+    explored_with.cache_clear()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", EXPLORATIONS)
+def test_a_deeper_search_finds_nothing_either(name: str, seed: int) -> None:
+    plans, budgets = EXPLORATIONS[name]
+    deeper = explorer(plans, tuple(budget * DEEPER for budget in budgets))
+    print(replace(deeper, seed=seed).explore())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("plan", [save_three, retire_by_itself, grow, collect, refer])
+def test_no_failed_persist_loses_anything(plan: Plan, seed: int) -> None:
+    trainer = Roomy if plan in (save_three, retire_by_itself) else Tight
+    for number in range(1, persists_of(plan) + 1):
+        search = explorer((plan, save_one), (30, 3), persist_fails(number), trainer)
+        print(number, replace(search, seed=seed).explore())

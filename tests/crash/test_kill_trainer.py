@@ -1,0 +1,121 @@
+"""``kill -9`` of a Lightning Trainer whose loader workers live on (design: locks and pins; V2)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import portus
+from portus.client.checkpointer import Checkpointer
+from portus.index.check import check
+from portus.index.findings import Severity
+from tests.crash.nursery import nursery
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
+
+DELAY_S_MAX = 0.05
+LINES_MAX = 10
+FILES_MAX = 6
+"""Checkpoints that one run may leave: the best three, two in flight, the one it resumed from."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.long)])
+def test_a_killed_trainer_resumes_at_once_from_the_newest_reported_checkpoint(
+    kills: int, tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    random_ = random.Random(seed)
+    step, lived, unreported = 0, 0, 0
+    for number in range(kills):
+        newest, workers = killed(tmp_path, step, random_)
+        try:
+            with opened_at_once(tmp_path, caplog) as checkpointer:
+                unreported += max(checkpointer.steps(), default=0) > newest
+            lived += any(is_alive(worker) for worker in workers)
+        finally:
+            for worker in workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
+        assert newest >= step, f"kill {number}"
+        step = newest
+        if step:
+            state = portus.load_reference(tmp_path / "checkpoints" / f"step={step}.ckpt")
+            assert isinstance(state, dict)
+            assert state["global_step"] == step
+            assert is_right(state)
+        tidy(tmp_path, step)
+    print(
+        f"{kills} kills, {step} steps; workers outlived the trainer {lived} times; "
+        f"{unreported} times more was committed than reported"
+    )
+    assert step
+    assert lived, "no worker outlived its trainer, so nothing was tried"
+
+
+def killed(root: Path, step: int, random_: random.Random) -> tuple[int, list[int]]:
+    """Train on from ``step`` and kill the trainer; the newest step that was reported, and the
+    workers."""
+    resume = str(root / "checkpoints" / f"step={step}.ckpt") if step else None
+    children = nursery("tests.crash.lightning_saver")
+    with children.start("train_for_ever", str(root), resume, step) as child:
+        lines = [child.until("started"), child.until("workers")]
+        assert lines[0] == f"started {step}"
+        lines += [child.line() for _ in range(random_.randint(0 if step else 1, LINES_MAX))]
+        time.sleep(random_.uniform(0, DELAY_S_MAX))
+        lines += child.kill()
+    saved = [int(line.split()[1]) for line in lines if line.startswith("saved")]
+    return max([step, *saved]), [
+        int(pid) for line in lines if line.startswith("workers") for pid in line.split()[1:]
+    ]
+
+
+@contextlib.contextmanager
+def opened_at_once(root: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Checkpointer]:
+    """The one pool of all the runs, for writing; nobody holds it, and it is whole."""
+    (path,) = (root / ".portus").glob("*.portus")
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "portus"), Checkpointer(path) as checkpointer:
+        assert not caplog.messages, "no lock is left, and no root is damaged"
+        yield checkpointer
+    assert not [each for each in check(path) if each.severity is Severity.ERROR]
+
+
+def is_right(checkpoint: dict[str, Any]) -> bool:
+    """True if it holds what its step says, and nothing of any other."""
+    step: int = checkpoint["global_step"]
+    state = checkpoint["state_dict"]
+    momentum = checkpoint["optimizer_states"][0]["state"][0]["momentum_buffer"]
+    pattern = 1 + torch.arange(len(momentum), dtype=torch.float64) % 97
+    return bool(
+        torch.equal(state["weight"], pattern * -(step * (step + 1) // 2))
+        and torch.equal(momentum, pattern * step)
+        and torch.equal(state["count"], torch.full((300,), float(step)))
+    )
+
+
+def tidy(root: Path, step: int) -> None:
+    """Remove what the killed run left, but the checkpoint to resume from."""
+    files = list((root / "checkpoints").iterdir())
+    assert len(files) <= FILES_MAX, files
+    for file in files:
+        if file.name != f"step={step}.ckpt":
+            file.unlink()
+
+
+def is_alive(process: int) -> bool:
+    """True for one that still runs: not for one that nobody waited for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

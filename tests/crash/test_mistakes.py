@@ -1,0 +1,446 @@
+"""The exploration finds what is wrong with an engine: each mistake here is one somebody could make.
+
+Each replaces one part of the process that ``test_explore`` runs. The right parts pass the same
+searches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+
+from portus.client.keeper import Keeper
+from portus.client.reference import FileSystem
+from portus.errors import MediumError, PortusError
+from portus.format.layout import DATA_START, SLOT_OFFSETS
+from portus.index.catalogue import Catalogue
+from portus.index.directory import create_pool
+from portus.index.pool import PoolReader, PoolWriter, format_pool
+from portus.index.roots import format_superblock
+from portus.index.space import Runs
+from portus.media.base import Locks
+from portus.media.lock import LockTable, ProcessLocks
+from portus.spec import PAGE, Extent
+from portus.testing.crash import NO_FAULTS, CrashMedium, Faults
+from portus.testing.explore import Explorer, ImageError
+from tests.crash.trainer import (
+    POOL,
+    CrashKeeper,
+    Fact,
+    Plan,
+    Trainer,
+    collect,
+    disk,
+    grow,
+    process,
+    refer,
+    save_and_retire,
+    save_one,
+    save_three,
+    verified,
+    verify,
+)
+
+
+def is_root(ranges: Sequence[Extent]) -> bool:
+    return any(extent.offset in SLOT_OFFSETS for extent in ranges)
+
+
+# --- wrong orders of persists ---------------------------------------------------------------
+
+
+class DataNotPersisted(CrashMedium):
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        super().persist(ranges[-1:])  # the records, or the root
+
+
+class NothingPersistedBeforeTheRoot(CrashMedium):
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        if is_root(ranges):
+            super().persist(ranges)
+
+
+class RootNotPersisted(CrashMedium):
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        if not is_root(ranges):
+            super().persist(ranges)
+
+
+class DataAndRootInOnePersist(CrashMedium):
+    waiting: tuple[Extent, ...] = ()
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        self.waiting = (*self.waiting, *ranges)
+        if is_root(ranges):
+            super().persist(self.waiting)
+
+
+class RootBeforeData(CrashMedium):
+    waiting: Sequence[Extent] = ()
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        if is_root(ranges):
+            super().persist(ranges)
+            super().persist(self.waiting)
+        else:
+            self.waiting = ranges
+
+
+class RootNotStoredAgainAtOpen(CrashMedium):
+    """A root that is found is believed, though it may be in caches only."""
+
+    opened = False
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        if self.opened or offset not in SLOT_OFFSETS:
+            super().store(offset, data)
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        if self.opened or not is_root(ranges):
+            super().persist(ranges)
+        self.opened = True
+
+
+class RetryAfterEio(CrashMedium):
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        try:
+            super().persist(ranges)
+        except MediumError:
+            self._poison = ""
+            super().persist(ranges)
+
+
+class GrowthNotDurable(CrashMedium):
+    """Neither grow nor persist syncs the size, as with msync."""
+
+    def grow(self, size: int) -> None:
+        before = self._file().sizes
+        super().grow(size)
+        self._file().sizes = tuple(dict.fromkeys((*before, self.size)))
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        sizes = self._file().sizes
+        super().persist(ranges)
+        self._file().sizes = sizes
+
+
+def on(medium: type[CrashMedium]) -> type[Trainer]:
+    """A process whose pool is on such a medium."""
+
+    class Wrong(Trainer):
+        def open_pool(self) -> PoolWriter:
+            self.files.sync("/pools")
+            number = self.files.disk.names.now[POOL]
+            opened = medium(self.files, number, POOL, writable=True)
+            return PoolWriter(opened, self.locks(), max_bytes=self.max_bytes)
+
+    return Wrong
+
+
+# --- wrong use of space ---------------------------------------------------------------------
+
+
+class SpaceUsedAgainTooEarly(PoolWriter):
+    """What the other slot still reaches counts as free."""
+
+    def _free_now(self) -> Runs:
+        roots, self._roots = self._roots, self._roots[:1]
+        try:
+            return super()._free_now()
+        finally:
+            self._roots = roots
+
+
+class TornSlotLeftAtOpen(PoolWriter):
+    """A slot that is torn in caches may be an older root on the medium."""
+
+    _open = False
+
+    def _recover(self) -> None:
+        super()._recover()
+        self._open = True
+
+    def _commit_again(self) -> None:
+        if self._open:
+            super()._commit_again()
+
+
+class OlderSlotForgottenAtOpen(TornSlotLeftAtOpen):
+    def _older(self, current: Catalogue) -> list[Catalogue]:
+        return []
+
+
+class RecordsShareAPage(PoolWriter):
+    """The records of a commit begin where those of the one before end."""
+
+    _rest = Extent(0, 0)
+
+    def reserve(self, length: int, *, contiguous: bool = False) -> list[Extent]:
+        if not contiguous:
+            return super().reserve(length)
+        if length <= self._rest.length:
+            [area] = [Extent(self._rest.offset, length)]
+            self.hold([area.offset], [area.length])
+        else:
+            [area] = super().reserve(length, contiguous=True)
+        end = area.offset + length + -length % 8
+        self._rest = Extent(end, -end % PAGE)
+        return [Extent(area.offset, length)] if area.length == length else [area]
+
+
+class SpaceOfANewVersionNotHeld(PoolWriter):
+    """What was reserved for a save can be reserved again by its own records."""
+
+    def _free_now(self) -> Runs:
+        held = list(self._held)
+        self._held.clear()
+        try:
+            return super()._free_now()
+        finally:
+            self._held.extend(held)
+
+
+def with_pool(pool: type[PoolWriter]) -> type[Trainer]:
+    """A process with such a writer."""
+
+    class Wrong(Trainer):
+        def open_pool(self) -> PoolWriter:
+            self.files.sync("/pools")
+            medium = self.files.open(POOL, writable=True)
+            return pool(medium, self.locks(), max_bytes=self.max_bytes)
+
+    return Wrong
+
+
+class BlindLocks(ProcessLocks):
+    def pinned(self, version: int) -> bool:
+        return False
+
+
+class Reading(Trainer):
+    """A process in which somebody reads, while others save and retire."""
+
+    new_locks: Callable[[LockTable], Locks] = ProcessLocks
+
+    def locks(self) -> Locks:
+        self.table = LockTable()
+        return type(self).new_locks(self.table)
+
+
+class PinIgnored(Reading):
+    new_locks = BlindLocks
+
+
+def save_while_read(trainer: Trainer) -> None:
+    assert isinstance(trainer, Reading)
+    trainer.save()
+    locks = ProcessLocks(trainer.table)
+    reader = PoolReader(trainer.files.open(POOL, writable=False), locks)
+    [version] = trainer.ids("a", trainer.steps())
+    with reader.pinned(version) as entry:
+        save_and_retire(trainer)
+        verified(reader, entry)
+
+
+# --- wrong order of names -------------------------------------------------------------------
+
+
+class Unsynced:
+    """Files whose directories are never synced."""
+
+    def __init__(self, files: FileSystem) -> None:
+        self._files = files
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._files, name)
+
+    def sync(self, directory: str) -> None:
+        pass
+
+
+def unsynced(files: FileSystem) -> FileSystem:
+    return cast(FileSystem, Unsynced(files))
+
+
+class DirectoryNotSyncedAtOpen(Trainer):
+    def open_pool(self) -> PoolWriter:
+        medium = self.files.open(POOL, writable=True)
+        return PoolWriter(medium, self.locks(), max_bytes=self.max_bytes)
+
+
+class DirectoryNeverSynced(DirectoryNotSyncedAtOpen):
+    def create(self) -> None:
+        create_pool(POOL, unsynced(self.files))
+
+
+class FormattedInPlace(Trainer):
+    """The pool has its name before it is whole."""
+
+    def create(self) -> None:
+        medium = self.files.create(POOL, DATA_START)
+        self.files.sync("/pools")
+        format_pool(medium)
+
+
+class NamedBeforePersisted(Trainer):
+    def create(self) -> None:
+        medium = self.files.create("/pools/new", DATA_START)
+        format_superblock(medium)
+        self.files.replace("/pools/new", POOL)
+        self.files.sync("/pools")
+        medium.persist([Extent(0, DATA_START)])
+
+
+class ReferenceNotSettled(Trainer):
+    """A version is committed before the name of its new file is durable."""
+
+    def publish(self, path: str) -> None:
+        pass
+
+
+class ReferenceReplacedBeforeCommit(Trainer):
+    """A file that leads to a good version is replaced by one that does not yet."""
+
+    def write(self, model: str, step: int, retire: Collection[int], path: str | None) -> None:
+        if path is not None and self.files.status(path) is not None:
+            self.keeper.place(path, bytes(16), step, model)
+        super().write(model, step, retire, path)
+
+
+class RetiredBeforeCommit(Trainer):
+    def write(self, model: str, step: int, retire: Collection[int], path: str | None) -> None:
+        self.writer.retire(retire)
+        super().write(model, step, [], path)
+
+
+def keeping(keeper: type[Keeper]) -> type[Trainer]:
+    """A process with such a keeper of reference files."""
+
+    class Wrong(Trainer):
+        def open_keeper(self) -> Keeper:
+            return keeper(POOL, self.writer, self.files)
+
+    return Wrong
+
+
+class RetiredBeforeRemoved(CrashKeeper):
+    """The version goes first, and the file that leads to it after."""
+
+    def remove(self, path: str) -> None:
+        tokens = {each.token for each in self._known.values() if each.written_path == path}
+        entries = self._writer.catalogue().entries()
+        self._writer.retire([e.info.id for e in entries if e.info.token.hex() in tokens])
+        super().remove(path)
+
+
+class RemovalNotSynced(CrashKeeper):
+    """Versions go whose files may come back."""
+
+    def deleted(self) -> set[int]:
+        keeper = CrashKeeper.__new__(CrashKeeper)
+        keeper.__dict__ = {**self.__dict__, "_files": unsynced(self._files)}
+        return keeper.deleted()
+
+
+# --- they are found -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A wrong process, what it does before and after a crash, what is found then, and what fails
+    meanwhile."""
+
+    trainer: type[Trainer]
+    plans: tuple[Plan, ...]
+    found: str
+    faults: Faults = NO_FAULTS
+
+
+TORN = "storage . of step|digest"
+LOST = "found .*, expected"
+NOWHERE = "leads nowhere"
+
+MISTAKES = {
+    "data is not persisted": Mistake(on(DataNotPersisted), (save_three,), TORN),
+    "nothing is persisted before the root": Mistake(
+        on(NothingPersistedBeforeTheRoot), (save_three,), TORN
+    ),
+    "the root is not persisted": Mistake(on(RootNotPersisted), (save_three,), LOST),
+    "data and root go in one persist": Mistake(on(DataAndRootInOnePersist), (save_three,), TORN),
+    "the root is persisted before the data": Mistake(on(RootBeforeData), (save_three,), TORN),
+    "the root is not stored again at open": Mistake(
+        on(RootNotStoredAgainAtOpen), (save_and_retire, save_one), LOST
+    ),
+    "a failed persist is tried again": Mistake(
+        on(RetryAfterEio), (save_three,), TORN, Faults(persist=frozenset({3}))
+    ),
+    "growth is not durable when it is used": Mistake(on(GrowthNotDurable), (grow,), "truncated"),
+    "space is used again too early": Mistake(
+        with_pool(SpaceUsedAgainTooEarly), (save_and_retire,), TORN
+    ),
+    "a torn slot is left as it is at open": Mistake(
+        with_pool(TornSlotLeftAtOpen), (save_and_retire, save_one), TORN
+    ),
+    "the older slot is forgotten at open": Mistake(
+        with_pool(OlderSlotForgottenAtOpen), (save_and_retire, save_one), TORN
+    ),
+    "records of two commits share a page": Mistake(
+        with_pool(RecordsShareAPage), (save_three,), TORN
+    ),
+    "space in use is not held": Mistake(with_pool(SpaceOfANewVersionNotHeld), (save_three,), TORN),
+    "a pin is ignored": Mistake(PinIgnored, (save_while_read,), TORN),
+    "the directory is never synced": Mistake(DirectoryNeverSynced, (save_one,), LOST),
+    "the directory is not synced at open": Mistake(
+        DirectoryNotSyncedAtOpen, (save_one, save_one), LOST
+    ),
+    "a pool is formatted in place": Mistake(FormattedInPlace, (save_one,), "not a P|not a p"),
+    "a pool is named before it is persisted": Mistake(
+        NamedBeforePersisted, (save_one,), "not a P|not a p"
+    ),
+    "a reference is not durable at the commit": Mistake(
+        ReferenceNotSettled, (refer,), "looks deleted|leads to"
+    ),
+    "a reference is replaced before the commit": Mistake(
+        ReferenceReplacedBeforeCommit, (refer,), "leads to"
+    ),
+    "a version is retired before the next commit": Mistake(
+        RetiredBeforeCommit, (save_and_retire,), LOST
+    ),
+    "a version is retired before its file": Mistake(
+        keeping(RetiredBeforeRemoved), (refer,), NOWHERE
+    ),
+    "a version goes while its file may come back": Mistake(
+        keeping(RemovalNotSynced), (collect,), NOWHERE
+    ),
+}
+
+
+def explorer(mistake: Mistake) -> Explorer[Fact]:
+    return Explorer(
+        processes=[process(plan, mistake.trainer) for plan in mistake.plans],
+        verify=verify,
+        start=lambda: disk(mistake.faults),
+        budgets=(40, 6),
+        noise=True,
+    )
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(name: str) -> None:
+    search = explorer(MISTAKES[name])
+    with pytest.raises(AssertionError) as caught:
+        search.explore()
+    print(caught.value)
+    reason = caught.value.__cause__ or caught.value  # without a crash there is no image to name
+    assert re.search(MISTAKES[name].found, str(reason)), reason
+    if isinstance(caught.value, ImageError):
+        with pytest.raises((AssertionError, PortusError)):
+            search.replay(caught.value.case)
+
+
+def test_who_reads_while_others_save_and_retire_is_safe() -> None:
+    print(explorer(Mistake(Reading, (save_while_read,), "nothing")).explore())

@@ -1,0 +1,226 @@
+"""Makes the golden pool of the format of the day: ``python -m tests.golden.make``.
+
+Run it once for each released format, never again for that one. It writes, beside this file:
+
+``format-N.portus.gz``  a pool file
+``format-N.json``       what it lists, and what each version loads as (see ``describe``)
+``reference-N.ckpt``    a reference file; its fields are in the JSON file too
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import datetime
+import functools
+import gzip
+import json
+import math
+import os
+import pathlib
+import tempfile
+import types
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from portus.client.checkpointer import Checkpointer
+from portus.format.checksum import UNIT
+from portus.format.layout import FORMAT_VERSION
+from portus.format.reference import FORMAT as REFERENCE_VERSION
+from portus.format.reference import Reference, encode
+from portus.index.check import check
+from portus.index.directory import WRITERS, open_reader
+from portus.spec import PAGE
+from tests.golden import kinds
+from tests.golden.describe import Describer
+
+HERE: Final = Path(__file__).resolve().parent
+
+DTYPES: Final = (
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+)
+
+REFERENCE: Final = Reference(
+    id="0123456789abcdef" * 2,
+    token="89abcdef01234567" * 2,
+    pool="fedcba9876543210" * 2,
+    pool_path="/data/runs/.portus/golden.portus",
+    pool_relative="../.portus/golden.portus",
+    model="golden",
+    step=12,
+    written_path="/data/runs/checkpoints/last ä.ckpt",
+    written_ns=1_700_000_000_000_000_000,
+    fallback="76543210fedcba98" * 2,
+    fallback_step=11,
+)
+
+
+def tensors(step: int) -> dict[str, Any]:
+    """Tensors of every dtype and kind. Only ``weight`` depends on the step."""
+    raw = torch.arange(48, dtype=torch.uint8)
+    weight = torch.arange(40_000, dtype=torch.float32) % 7 + step  # packs well
+    grid = torch.arange(120, dtype=torch.float32).reshape(2, 3, 4, 5)
+    return {
+        "dtypes": {name: (raw % 2 if name == "bool" else raw).view(getattr(torch, name))
+                   for name in DTYPES},
+        "weight": weight,
+        "tied": weight,
+        "view": weight[10:20],
+        "columns": weight[:100].view(10, 10).t(),
+        "channels_last": grid.contiguous(memory_format=torch.channels_last),
+        "expanded": torch.tensor([1.5]).expand(3, 4),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "frozen": torch.nn.Parameter(torch.full((30_000,), 0.5), requires_grad=False),
+        "buffer": torch.nn.Buffer(torch.zeros(2)),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "negative": torch.tensor([1 + 2j]).conj().imag,
+        "meta": torch.empty(2, 3, device="meta"),
+    }  # fmt: skip
+
+
+def containers() -> dict[str, Any]:
+    """A container of every kind."""
+    ordered = collections.OrderedDict(b=torch.ones(1), a=2)
+    ordered._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
+    default = collections.defaultdict(list, {"a": [1]})
+    attributes = kinds.Attributes(a=1)
+    attributes.extra = "x"  # type: ignore[attr-defined]
+    return {
+        "list": [1, "two", 3.0, None, True, [torch.zeros(1)]],
+        "tuple": (1, (2, torch.zeros(1))),
+        "keys": {0: "int", (1, "a"): "tuple", None: "none", True: "bool", "$x": "dollar", 0.5: ""},
+        "ordered": ordered,
+        "default": default,
+        "counter": collections.Counter("aab"),
+        "deque": collections.deque([1, 2], maxlen=3),
+        "namespace": types.SimpleNamespace(a=1, b=torch.zeros(1)),
+        "arguments": argparse.Namespace(lr=0.1),
+        "mapping": attributes,
+        "point": kinds.Point(1.0, 2.0),
+        "settings": kinds.Settings("a", 0.5, [1, 2]),
+        "empties": [{}, [], (), set()],
+    }
+
+
+def leaves() -> dict[str, Any]:
+    """A leaf of every kind."""
+    zone = datetime.timezone(datetime.timedelta(hours=2), "two")
+    return {
+        "numbers": [1 << 80, -(1 << 70), 2**63, -1, math.inf, -math.inf, math.nan, -0.0, 1 + 2j],
+        "texts": ["ä ∀", "\udcff", "$", ""],
+        "bytes": [b"\0\1", bytearray(b"ab")],
+        "long bytes": bytes(range(256)) * 20,
+        "sets": [{1, 2}, frozenset({"a"})],
+        "ranges": [range(1, 9, 2), slice(None, 3)],
+        "torch": [torch.Size([2, 3]), torch.float16, torch.device("cuda", 1), torch.strided,
+                  torch.channels_last],
+        "paths": [pathlib.Path("a/b"), pathlib.PurePosixPath("/a/b"),
+                  pathlib.PureWindowsPath("c:/d")],
+        "times": [
+            datetime.timedelta(days=1, microseconds=3),
+            zone,
+            datetime.timezone.utc,
+            datetime.datetime(2024, 2, 29, 12, 30, 1, 2, tzinfo=zone, fold=1),
+            datetime.date(2024, 2, 29),
+            datetime.time(1, 2, 3),
+        ],
+        "arrays": {
+            "small": np.arange(6, dtype=np.int16).reshape(2, 3),
+            "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+            "large": np.arange(2000, dtype=np.float64),
+            "fields": np.zeros(2, [("a", "<i4"), ("b", "<f8", (2,))]),
+            "texts": np.array(["a", "bc"]),
+            "times": np.array(["2024-02-29"], "M8[D]"),
+        },
+        "scalars": [np.float32(1.5), np.int64(-1), np.str_("a\0"), np.dtype("<f4"), np.bool_(True)],
+        "enums": [kinds.Color.GREEN, kinds.Style.BOLD | kinds.Style.WIDE],
+        "names": [kinds.double, kinds.Settings, dict],
+        "partial": functools.partial(torch.optim.SGD, lr=0.1),
+    }  # fmt: skip
+
+
+class Making:
+    """A pool being made, and what each of its versions is."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.path = os.path.join(directory, "golden.portus")
+        self.states: dict[str, object] = {}
+
+    def save(self, run: Checkpointer, step: int, state: object) -> None:
+        info = run.save(state, step).wait()
+        self.states[info.token.hex()] = Describer().describe(state)
+
+    def fill(self) -> None:
+        with Checkpointer(self.path, "all", keep=None) as run:
+            for step in (1, 2, 3):  # a storage is shared once it was seen not to change
+                self.save(run, step, {**tensors(step), **containers(), **leaves()})
+            self.save(run, -4, torch.arange(3))
+        with Checkpointer(self.path, "units ä", keep=1) as run:
+            marked = torch.zeros(UNIT + PAGE, dtype=torch.uint8)
+            marked[0], marked[-1] = 1, 2
+            self.save(run, 7, [marked, "seven"])
+            self.save(run, 7, [marked, "seven again"])
+        with Checkpointer(self.path, "extents", keep=None) as run:
+            self.save(run, 1, {"a": torch.arange(40_000) % 5})
+            with scattered(self.path):
+                self.save(run, 2, {"a": torch.arange(40_000) % 6})
+
+    def listed(self) -> list[dict[str, object]]:
+        """Every version in the pool, with its state."""
+        reader = open_reader(self.path)
+        try:
+            infos = [entry.info for entry in reader.catalogue().entries()]
+        finally:
+            reader.close()
+        infos.sort(key=lambda info: info.commit)
+        return [
+            {**asdict(info), "token": info.token.hex(), "state": self.states[info.token.hex()]}
+            for info in infos
+        ]
+
+
+@contextlib.contextmanager
+def scattered(path: str) -> Iterator[None]:
+    """Leave only runs of 64 KiB free, so that a storage gets several extents."""
+    writer = WRITERS.open(path)
+    held = []
+    while writer.free_bytes():
+        held.append(writer.reserve(min(64 << 10, writer.free_bytes())))
+    for each in held[::2]:
+        writer.release(each)
+    try:
+        yield
+    finally:
+        for each in held[1::2]:
+            writer.release(each)
+        WRITERS.close(writer)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        making = Making(directory)
+        making.fill()
+        assert check(making.path) == []
+        versions = ",\n".join(map(json.dumps, making.listed()))  # a line for each
+        pool = Path(making.path).read_bytes()
+    stem = f"format-{FORMAT_VERSION}"
+    (HERE / f"{stem}.portus.gz").write_bytes(gzip.compress(pool, 9, mtime=0))
+    (HERE / f"{stem}.json").write_text(
+        f'{{"reference": {json.dumps(asdict(REFERENCE))},\n"versions": [\n{versions}\n]}}\n'
+    )
+    (HERE / f"reference-{REFERENCE_VERSION}.ckpt").write_bytes(encode(REFERENCE))
+
+
+if __name__ == "__main__":
+    main()

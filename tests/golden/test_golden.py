@@ -1,0 +1,151 @@
+"""Pools and reference files of every released format open and load bit-identically, for ever."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from portus.client import leaves, tree
+from portus.client.tree import decode
+from portus.client.view import PoolView
+from portus.format.layout import FORMAT_VERSION, Kind
+from portus.format.reference import FORMAT as REFERENCE_VERSION
+from portus.format.reference import Reference, encode
+from portus.format.reference import decode as decode_reference
+from portus.index.check import check
+from portus.index.directory import open_reader, open_writer
+from portus.index.records import VersionRecord
+from portus.index.rescue import find_versions
+from portus.media.local import LocalFiles
+from tests.golden import kinds  # noqa: F401 - its classes are in the pools
+from tests.golden.describe import Describer
+
+HERE = Path(__file__).resolve().parent
+POOLS = sorted(HERE.glob("format-*.portus.gz"))
+
+
+def expected(number: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((HERE / f"format-{number}.json").read_text())
+    return found
+
+
+@pytest.fixture(params=POOLS, ids=lambda path: path.name)
+def golden(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A golden pool, unpacked, and what is in it."""
+    packed: Path = request.param
+    path = tmp_path / packed.name.removesuffix(".gz")
+    path.write_bytes(gzip.decompress(packed.read_bytes()))
+    return path, expected(int(packed.name.split("-")[1].split(".")[0]))
+
+
+Golden = tuple[Path, dict[str, Any]]
+
+
+def test_the_format_of_the_day_has_a_golden_pool() -> None:
+    assert HERE / f"format-{FORMAT_VERSION}.portus.gz" in POOLS
+    assert (HERE / f"reference-{REFERENCE_VERSION}.ckpt").is_file()
+
+
+def test_golden_files_are_small() -> None:
+    assert sum(path.stat().st_size for path in HERE.iterdir() if path.is_file()) < 150_000
+
+
+def test_a_golden_pool_lists_what_was_saved(golden: Golden) -> None:
+    path, content = golden
+    with PoolView(path) as view:
+        found = sorted(view.versions(), key=lambda info: info.commit)
+    listed = [
+        (info.model, info.id, info.commit, info.step, info.token.hex(), info.time_ns, info.size)
+        for info in found
+    ]
+    names = ("model", "id", "commit", "step", "token", "time_ns", "size")
+    assert listed == [tuple(each[name] for name in names) for each in content["versions"]]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_every_version_of_a_golden_pool_loads_bit_identically(golden: Golden) -> None:
+    path, content = golden
+    with PoolView(path) as view:
+        for file, entry in view.entries():
+            state = file.load_version(entry.info.token)
+            [known] = [v for v in content["versions"] if v["token"] == entry.info.token.hex()]
+            assert json.loads(json.dumps(Describer().describe(state))) == known["state"]
+
+
+def test_a_check_of_a_golden_pool_finds_nothing(golden: Golden) -> None:
+    assert check(golden[0]) == []
+
+
+def test_a_golden_pool_can_be_written_and_is_healthy_then(golden: Golden) -> None:
+    path, content = golden
+    writer = open_writer(str(path), LocalFiles())
+    try:
+        writer.retire([content["versions"][0]["id"]])
+    finally:
+        writer.close()
+    assert check(path) == []
+
+
+def test_a_golden_pool_gives_its_versions_without_roots(golden: Golden) -> None:
+    medium = LocalFiles().open(str(golden[0]), writable=False)
+    try:
+        found = {record.info.token.hex() for record in find_versions(medium)}
+    finally:
+        medium.close()
+    assert found >= {version["token"] for version in golden[1]["versions"]}
+
+
+def test_a_golden_pool_has_one_of_everything(golden: Golden) -> None:
+    reader = open_reader(str(golden[0]))
+    try:
+        entries = list(reader.catalogue().entries())
+        records = [reader.record(entry) for entry in entries]
+        trees = [decode(bytes(reader.payload(record.tree, Kind.TREE))) for record in records]
+    finally:
+        reader.close()
+    assert any(_units(record) > 1 for record in records), "a storage of several units"
+    assert any((record.storages["extents"] > 1).any() for record in records), "several extents"
+    assert any((r.storages["born"] < r.info.commit).any() for r in records), "a shared storage"
+    assert any((record.storages["length"] == 0).any() for record in records), "an empty storage"
+    assert len({entry.info.model for entry in entries}) > 1
+    used = {tag for root in trees for tag in _tags(root)}
+    assert {*leaves.KINDS, *tree.WRAPPERS, "$tensor", "$dict"} - used == set()
+
+
+def _units(record: VersionRecord) -> int:
+    return int(
+        np.diff(record.storages["first_unit"].astype(np.int64), append=len(record.units)).max()
+    )
+
+
+def _tags(node: object) -> set[str]:
+    if isinstance(node, list):
+        return set().union(*map(_tags, node))
+    if not isinstance(node, dict):
+        return set()
+    own = {tag for tag in node if len(node) == 1 and tag.startswith("$")}
+    return own.union(*map(_tags, node.values()))
+
+
+@pytest.mark.parametrize("path", sorted(HERE.glob("reference-*.ckpt")), ids=lambda path: path.name)
+def test_a_golden_reference_file_says_what_it_said(path: Path) -> None:
+    fields = expected(FORMAT_VERSION)["reference"]
+    reference = decode_reference(path.read_bytes())
+    assert reference == Reference(**fields)
+    assert encode(Reference(**fields)) == path.read_bytes()
+
+
+def test_the_description_of_a_state_sees_every_bit() -> None:
+    zeros = torch.zeros(100)
+    other = torch.zeros(100)
+    other[99] = -0.0
+    assert Describer().describe(zeros) != Describer().describe(other)
+    assert Describer().describe([zeros, zeros]) != Describer().describe([zeros, zeros.clone()])
+    assert Describer().describe(0.0) != Describer().describe(-0.0)
+    assert Describer().describe((1,)) != Describer().describe([1])

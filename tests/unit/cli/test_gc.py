@@ -1,0 +1,102 @@
+"""``portus gc``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.unit.cli.scene import Run, portus, portus_json
+
+
+def steps(run: Run) -> list[int]:
+    models = portus_json("ls", run.net)["pools"][0]["models"]
+    return [each["step"] for model in models for each in model["versions"]]
+
+
+def unlinked(run: Run) -> None:
+    """As where no hard link can be made: the links directory holds a copy."""
+    links = run.pool / "net.references"
+    [name] = os.listdir(links)
+    data = run.last.read_bytes()
+    os.unlink(links / name)
+    (links / f"{name}.copy").write_bytes(data)
+
+
+def contents(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_versions_whose_reference_files_were_deleted_are_let_go_of(run: Run) -> None:
+    run.last.unlink()
+    said = portus("gc")
+    assert said.code == 0
+    assert "net@20 let go of" in said.out
+    assert steps(run) == [10]
+    assert os.listdir(run.pool / "net.references") == []
+    assert portus("gc").out.count("nothing to do") == 2
+
+
+def test_what_has_a_reference_or_never_had_one_stays(run: Run) -> None:
+    os.rename(run.last, run.root / "moved.ckpt")
+    document = portus_json("gc", "--missing")
+    assert [pool["retired"] for pool in document["pools"]] == [[], []]
+    assert steps(run) == [10, 20]
+
+
+def test_a_dry_run_says_the_same_and_changes_nothing(run: Run) -> None:
+    run.last.unlink()
+    before = contents(run.root)
+    document = portus_json("gc", "--dry-run", "--empty")
+    assert document["dry_run"] is True
+    assert [each["step"] for each in document["pools"][0]["retired"]] == [20]
+    assert [pool["removed"] for pool in document["pools"]] == [False, False]
+    assert contents(run.root) == before
+
+
+def test_a_dry_run_works_while_a_trainer_writes_and_gc_does_not(run: Run) -> None:
+    run.last.unlink()
+    with run.trainer():
+        assert portus("gc", "--dry-run").code == 0
+    assert steps(run) == [10, 20]
+
+
+def test_what_may_have_been_moved_is_let_go_of_only_when_said(run: Run) -> None:
+    unlinked(run)
+    assert steps(run) == [10, 20]
+    run.last.unlink()
+    assert "last.ckpt (missing)" in portus("ls").out
+    assert portus("gc").code == 0
+    assert steps(run) == [10, 20]
+    assert [each["step"] for each in portus_json("gc", "--missing")["pools"][0]["retired"]] == [20]
+    assert steps(run) == [10]
+    assert os.listdir(run.pool / "net.references") == []
+
+
+def test_a_version_that_another_reference_holds_stays(run: Run) -> None:
+    with run.trainer() as trainer:
+        keeper = trainer._open_or_create()[1]
+        keeper.place(str(run.root / "b.ckpt"), trainer.versions()[-1].token, 20, "net")
+    run.last.unlink()
+    assert portus_json("gc")["pools"][0]["retired"] == []
+    (run.root / "b.ckpt").unlink()
+    assert len(portus_json("gc")["pools"][0]["retired"]) == 1
+
+
+def test_empty_pool_files_are_removed_only_when_said(run: Run) -> None:
+    run.last.unlink()
+    assert portus("rm", "net", "--yes").code == 0
+    assert portus("gc").code == 0
+    assert run.net.exists()
+    assert portus_json("gc", "--empty")["pools"][0]["removed"] is True
+    assert not run.net.exists()
+    assert not (run.pool / "net.references").exists()
+    assert (run.pool / "other.portus").exists()
+
+
+def test_one_pool_that_cannot_be_collected_does_not_stop_the_others(run: Run) -> None:
+    run.last.unlink()
+    (run.pool / "a.portus").write_bytes(b"x" * 40_000)
+    said = portus("gc")
+    assert said.code == 1
+    assert "is not a Portus pool" in said.err
+    assert steps(run) == [10]

@@ -1,0 +1,144 @@
+"""``portus ls``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from portus.client.checkpointer import Checkpointer
+from tests.unit.cli.scene import Run, portus, portus_json
+
+
+def test_it_lists_models_steps_sizes_and_reference_files(run: Run) -> None:
+    said = portus("ls")
+    assert said.code == 0
+    assert said.err == ""
+    lines = said.out.splitlines()
+    assert lines[0].startswith(f"{run.net}: 2 versions, file of ")
+    assert lines[1].split() == ["MODEL", "STEP", "SAVED", "SIZE", "REFERENCES"]
+    assert lines[2].split()[:2] == ["net", "10"]
+    assert lines[3].split()[:2] == ["net", "20"]
+    assert lines[3].endswith("  last.ckpt")
+    assert "ago" in lines[3]
+    assert "KiB" in lines[3]
+
+
+def test_its_document_says_the_same(run: Run) -> None:
+    document = portus_json("ls")
+    net, other = document["pools"]
+    assert net["path"] == str(run.net)
+    assert net["size"] == run.net.stat().st_size
+    [model] = net["models"]
+    assert model["name"] == "net"
+    assert [each["step"] for each in model["versions"]] == [10, 20]
+    assert [each["references"] for each in model["versions"]] == [
+        [],
+        [{"path": str(run.last), "state": "alive"}],
+    ]
+    assert other["models"][0]["versions"][0]["step"] == -1
+
+
+@pytest.mark.parametrize("how", ["argument", "option", "variable", "above", "file"])
+def test_a_pool_is_found(run: Run, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    below = run.root / "a" / "b"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below if how in ("above", "file") else "/")
+    if how == "variable":
+        monkeypatch.setenv("PORTUS_POOL", str(run.pool))
+    ways: dict[str, list[str | Path]] = {
+        "argument": [run.pool],
+        "option": ["--pool", run.pool],
+        "file": [run.net],
+    }
+    arguments = ways.get(how, [])
+    assert len(portus_json("ls", *arguments)["pools"]) == (1 if how == "file" else 2)
+
+
+def test_no_pool_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")  # nobody's pool is above
+    said = portus("ls")
+    assert said.code == 2
+    assert said.out == ""
+    assert "--pool PATH" in said.err
+    assert len(said.err.splitlines()) == 1
+    document = portus_json("ls", tmp_path / "nothing", code=2)
+    assert document["error"]["kind"] == "UsageError"
+    assert document["error"]["exit_code"] == 2
+
+
+def test_a_damaged_pool_does_not_hide_the_others(run: Run) -> None:
+    run.net.write_bytes(b"x" * 40_000)
+    said = portus("ls")
+    assert said.code == 1
+    assert "is not a Portus pool" in said.err
+    assert "other" in said.out
+    document = portus_json("ls", code=1)
+    assert [sorted(pool) for pool in document["pools"]] == [
+        ["models", "path", "size", "uuid"],
+        ["error", "path"],
+    ]
+
+
+def test_old_versions_are_left_out_unless_all_are_asked_for(run: Run) -> None:
+    with run.trainer() as trainer:
+        for step in range(30, 45):
+            trainer.save({"x": torch.zeros(1)}, step).wait()
+    said = portus("ls", run.net)
+    assert "7 older: --all" in said.out
+    assert len(portus("ls", run.net, "--all").out.splitlines()) == 2 + 17
+    assert len(portus_json("ls", run.net)["pools"][0]["models"][0]["versions"]) == 17
+
+
+def test_what_became_of_reference_files_is_said(run: Run) -> None:
+    os.rename(run.last, run.root / "elsewhere.ckpt")
+    assert portus("ls").out.count("last.ckpt (moved)") == 1
+    (run.root / "elsewhere.ckpt").unlink()
+    assert portus("ls").out.count("last.ckpt (deleted)") == 1
+    assert portus_json("ls")["pools"][0]["models"][0]["versions"][1]["references"] == [
+        {"path": str(run.last), "state": "deleted"}
+    ]
+
+
+def test_a_file_that_another_one_followed_is_said_to_have_moved(run: Run) -> None:
+    os.rename(run.last, run.root / "elsewhere.ckpt")
+    with run.trainer() as trainer:
+        trainer.save({"x": torch.zeros(1)}, 30, reference=run.last).wait()
+    lines = portus("ls", run.net).out.splitlines()
+    assert lines[-2].endswith("last.ckpt (moved)")
+    assert lines[-1].endswith("last.ckpt")
+
+
+def test_a_copy_put_in_place_of_a_reference_holds_it_and_nothing_is_changed(run: Run) -> None:
+    data = run.last.read_bytes()
+    run.last.unlink()
+    run.last.write_bytes(data)
+    links = run.pool / "net.references"
+    before = {name: os.stat(links / name).st_ino for name in os.listdir(links)}
+    assert portus_json("ls")["pools"][0]["models"][0]["versions"][1]["references"] == [
+        {"path": str(run.last), "state": "alive"}
+    ]
+    assert {name: os.stat(links / name).st_ino for name in os.listdir(links)} == before
+
+
+def test_it_works_while_a_trainer_writes(run: Run) -> None:
+    with run.trainer() as trainer:
+        handle = trainer.save(run.states[20], 30)
+        assert portus("ls").code == 0
+        handle.wait()
+        assert [v["step"] for v in portus_json("ls")["pools"][0]["models"][0]["versions"]] == [
+            10,
+            20,
+            30,
+        ]
+
+
+def test_odd_names_are_shown_as_they_are(run: Run) -> None:
+    with Checkpointer(run.pool, "[bold]a/b c[/] ä") as trainer:
+        trainer.save([1], 5).wait()
+    assert "[bold]a/b c[/] ä" in portus("ls").out
+    assert portus("show", "[bold]a/b c[/] ä@5").code == 0

@@ -1,0 +1,107 @@
+"""Words for sizes and times; errors as exit codes; help."""
+
+from __future__ import annotations
+
+import pytest
+
+from portus import errors
+from portus.cli.output import (
+    EXIT_CODES,
+    age_text,
+    exit_code,
+    moment_text,
+    said,
+    size_text,
+)
+from tests.unit.cli.scene import portus
+
+COMMANDS = ("ls", "show", "verify", "export", "materialize", "rm", "gc")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (150 * 1024, "150 KiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 70, "1024 EiB"),
+    ],
+)
+def test_sizes_have_units(size: int, text: str) -> None:
+    assert size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("passed_s", "text"),
+    [
+        (0, "0 s ago"),
+        (59, "59 s ago"),
+        (60, "1 min ago"),
+        (3600, "1 h ago"),
+        (47 * 3600, "47 h ago"),
+        (72 * 3600, "3 days ago"),
+        (-1, "in the future"),
+    ],
+)
+def test_times_are_said_as_ages(passed_s: int, text: str) -> None:
+    assert age_text(0, passed_s * 10**9) == text
+
+
+def test_a_moment_has_its_zone() -> None:
+    text = moment_text(1_700_000_000_000_000_000)
+    assert text.startswith("2023-11-1")
+    assert text[-6] in "+-"
+    assert text[-3] == ":"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.UsageError("x"), 2),
+        (errors.CorruptionError("x"), 1),
+        (errors.MediumError(28, "x"), 74),
+        (errors.BusyError(11, "x"), 75),
+        (errors.StaleError("x"), 75),
+        (errors.TransportError("x"), 75),
+    ],
+)
+def test_every_error_has_an_exit_code_that_the_help_tells(
+    error: errors.PortusError, code: int
+) -> None:
+    assert exit_code(error) == code
+    assert f"{code} " in EXIT_CODES
+    assert said(error) == "x"
+
+
+def test_an_error_is_one_line() -> None:
+    assert said(errors.UsageError("a\n  b")) == "a b"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_json_help_and_exit_codes(command: str) -> None:
+    told = portus(command, "--help")
+    assert told.code == 0
+    assert "--json" in told.out
+    assert "Exit codes" in told.out
+    if command not in ("ls", "gc"):
+        assert "--pool" in told.out
+
+
+def test_help_names_every_command() -> None:
+    told = portus("--help")
+    assert all(f"  {command} " in told.out for command in COMMANDS)
+    assert "Exit codes" in told.out
+
+
+def test_the_version_is_told() -> None:
+    import portus as face
+
+    assert portus("--version").out.strip() == face.__version__
+
+
+def test_a_wrong_call_is_exit_code_2() -> None:
+    assert portus("show").code == 2
+    assert portus("nonsense").code == 2
+    assert portus("ls", "--nonsense").code == 2

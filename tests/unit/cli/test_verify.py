@@ -1,0 +1,89 @@
+"""``portus verify``."""
+
+from __future__ import annotations
+
+import pytest
+
+from portus.format.layout import SLOT_OFFSETS, SUPERBLOCK_OFFSETS
+from tests.unit.cli.scene import Run, portus, portus_json
+
+
+def test_a_healthy_pool_is_said_to_be(run: Run) -> None:
+    said = portus("verify")
+    assert said.code == 0
+    assert [line.split(": ")[1].split(";")[0] for line in said.out.splitlines()] == [
+        "healthy",
+        "healthy",
+    ]
+    document = portus_json("verify")
+    assert document["healthy"] is True
+    assert [pool["versions"] for pool in document["pools"]] == [2, 1]
+    assert document["pools"][0]["size"] > 8000
+
+
+def test_damage_is_named_with_exit_code_1(run: Run) -> None:
+    run.damage(20, "model.weight")
+    said = portus("verify")
+    assert said.code == 1
+    assert "error V4: version 2 of 'net' (step 20), storage" in said.out
+    assert "model.weight" in said.out
+    assert f"{run.net}: DAMAGED" in said.out
+    document = portus_json("verify", code=1)
+    assert document["healthy"] is False
+    [finding] = document["pools"][0]["findings"]
+    assert finding["invariant"] == "V4"
+    assert finding["severity"] == "error"
+    assert finding["rule"].endswith("when they were saved.")
+
+
+@pytest.mark.parametrize(
+    ("target", "code"), [("net@10", 0), ("net@20", 1), ("net", 1), ("other", 0)]
+)
+def test_only_what_is_asked_for_is_read(run: Run, target: str, code: int) -> None:
+    run.damage(20, "model.weight")
+    assert portus("verify", target).code == code
+
+
+def test_a_reference_file_can_be_verified(run: Run) -> None:
+    assert portus("verify", run.last).code == 0
+    run.damage(20, "model.weight")
+    assert portus("verify", run.last).code == 1
+
+
+def test_a_torn_slot_is_a_warning_and_exit_code_0(run: Run) -> None:
+    data = bytearray(run.net.read_bytes())
+    data[SLOT_OFFSETS[1] + 50] ^= 1
+    run.net.write_bytes(data)
+    said = portus("verify")
+    assert said.code == 0
+    assert "warning F3" in said.out
+    assert portus_json("verify")["pools"][0]["findings"][0]["severity"] == "warning"
+
+
+def test_a_pool_without_a_superblock_is_damaged(run: Run) -> None:
+    data = bytearray(run.net.read_bytes())
+    for offset in SUPERBLOCK_OFFSETS:
+        data[offset + 50] ^= 1
+    run.net.write_bytes(data)
+    said = portus("verify")
+    assert said.code == 1
+    assert said.out.count("error F1") == 2
+    assert "other.portus: healthy" in said.out
+
+
+def test_it_works_while_a_trainer_writes(run: Run) -> None:
+    with run.trainer() as trainer:
+        for step in range(30, 36):
+            trainer.save(run.states[20], step)
+            assert portus("verify").code == 0
+        trainer.wait()
+    assert portus("verify").code == 0
+
+
+def test_damage_is_named_for_every_version_that_shares_the_bytes(run: Run) -> None:
+    run.damage(20, "model.half")
+    findings = portus_json("verify", code=1)["pools"][0]["findings"]
+    assert [each["where"].split(",")[0] for each in findings] == [
+        "version 1 of 'net' (step 10)",
+        "version 2 of 'net' (step 20)",
+    ]

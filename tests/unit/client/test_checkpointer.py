@@ -1,0 +1,493 @@
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import portus
+from portus.client.checkpointer import Checkpointer
+from portus.client.view import PoolView
+from portus.errors import CorruptionError, MediumError, UsageError
+from portus.index.directory import open_reader
+
+
+class Training:
+    """A little model that is really trained."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(64, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 64)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(16, 64)).pow(2).mean().backward()
+        self.optimizer.step()
+
+    def state(self, step: int = 0) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": step,
+            "numpy": np.arange(5000) + step,
+        }
+
+
+def same(left: object, right: object) -> bool:
+    """Bit for bit, through dicts, lists and tuples."""
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and bool(
+            left.dtype == right.dtype and torch.equal(left, right)
+        )
+    if isinstance(left, np.ndarray):
+        return isinstance(right, np.ndarray) and bool(np.array_equal(left, right))
+    if isinstance(left, dict):
+        return (
+            isinstance(right, dict)
+            and list(left) == list(right)
+            and all(same(left[key], right[key]) for key in left)
+        )
+    if isinstance(left, (list, tuple)):
+        return type(left) is type(right) and all(map(same, left, right))
+    return left == right
+
+
+@pytest.fixture
+def training() -> Training:
+    torch.manual_seed(0)
+    return Training()
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Path:
+    return tmp_path / "pool"
+
+
+@pytest.fixture
+def checkpointer(pool: Path) -> Iterator[Checkpointer]:
+    with Checkpointer(pool) as opened:
+        yield opened
+
+
+def test_every_version_holds_the_state_at_its_call(
+    checkpointer: Checkpointer, training: Training
+) -> None:
+    states = {}
+    for step in range(6):
+        training.step()
+        states[step] = copy.deepcopy(training.state(step))
+        handle = checkpointer.save(training.state(step), step)
+        training.step()
+        assert handle.wait(10).step == step
+        assert same(checkpointer.load(step), states[step])
+    assert checkpointer.steps() == [4, 5]
+    assert same(checkpointer.load(4), states[4])
+
+
+def test_a_load_right_after_a_save_waits_for_it(
+    checkpointer: Checkpointer, training: Training
+) -> None:
+    training.step()
+    checkpointer.save(training.state(7), 7)
+    assert same(checkpointer.load(), training.state(7))
+
+
+def test_restore_into_fills_the_same_tensors_and_sets_the_rest(
+    checkpointer: Checkpointer, training: Training
+) -> None:
+    training.step()
+    checkpointer.save(training.state(3), 3)
+    saved = copy.deepcopy(training.state(3))
+    training.step()
+    target = training.state(4)
+    pointers = [tensor.data_ptr() for tensor in training.model.state_dict().values()]
+    restored = checkpointer.restore_into(target)
+    assert restored.version.step == 3
+    assert same(target, saved)
+    assert same(training.model.state_dict(), saved["model"])
+    assert [t.data_ptr() for t in training.model.state_dict().values()] == pointers
+
+
+def test_restore_into_by_names_leaves_the_rest_alone(
+    checkpointer: Checkpointer, training: Training
+) -> None:
+    training.step()
+    checkpointer.save(training.state(3), 3)
+    saved = copy.deepcopy(training.state(3))
+    training.step()
+    later = copy.deepcopy(training.state(4))
+    target = training.state(4)
+    checkpointer.restore_into(target, names="model.0.*")
+    assert torch.equal(target["model"]["0.weight"], saved["model"]["0.weight"])
+    assert torch.equal(target["model"]["2.weight"], later["model"]["2.weight"])
+    assert target["step"] == 4
+
+
+def test_restore_into_renames(checkpointer: Checkpointer) -> None:
+    checkpointer.save({"old": torch.arange(4)}, 0)
+    target = {"new": torch.zeros(4, dtype=torch.int64)}
+    checkpointer.restore_into(target, rename={"old": "new"})
+    assert target["new"].tolist() == [0, 1, 2, 3]
+
+
+def test_restore_into_what_does_not_fit_lists_it_and_touches_nothing(
+    checkpointer: Checkpointer,
+) -> None:
+    checkpointer.save({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(4)}, 0)
+    target = {"a": torch.zeros(2), "b": torch.zeros(5), "d": torch.zeros(4)}
+    with pytest.raises(UsageError) as caught:
+        checkpointer.restore_into(target)
+    for part in ("size mismatch for b", "[3]", "[5]", "missing in the version: d", "unexpected"):
+        assert part in str(caught.value)
+    assert not any(bool(tensor.any()) for tensor in target.values())
+    assert checkpointer.restore_into(
+        {"a": target["a"], "d": target["d"]}, strict=False
+    ).missing == ("d",)
+    assert target["a"].tolist() == [1, 1]
+
+
+def test_restore_into_casts_views_and_ties(checkpointer: Checkpointer) -> None:
+    base = torch.arange(20.0)
+    state = {"tied": base, "view": base[5:9], "transposed": torch.arange(6.0).reshape(2, 3).t()}
+    checkpointer.save(state, 0)
+    target = {
+        "tied": torch.zeros(20, dtype=torch.float64),
+        "view": torch.zeros(4),
+        "transposed": torch.zeros(3, 2),
+    }
+    checkpointer.restore_into(target)
+    assert target["tied"].tolist() == base.tolist()
+    assert target["view"].tolist() == [5, 6, 7, 8]
+    assert torch.equal(target["transposed"], state["transposed"])
+
+
+def test_a_part_is_loaded_by_pattern(checkpointer: Checkpointer, training: Training) -> None:
+    training.step()
+    checkpointer.save(training.state(), 0)
+    part = checkpointer.load(names=["model.0.*", "step"])
+    assert isinstance(part, dict)
+    assert set(part) == {"model", "step"}
+    assert list(part["model"]) == ["0.weight", "0.bias"]
+
+
+def test_the_newest_that_verifies_is_loaded_when_the_newest_is_damaged(
+    checkpointer: Checkpointer, training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = {}
+    for step in (1, 2):
+        training.step()
+        states[step] = copy.deepcopy(training.state(step))
+        checkpointer.save(training.state(step), step).wait()
+    _damage(checkpointer.path, step=2)
+    with caplog.at_level(logging.ERROR, "portus"):
+        assert same(checkpointer.load(), states[1])
+    assert "FALLING BACK to step 1" in caplog.text
+    with pytest.raises(CorruptionError, match=r"model 'default', step 2 .*is damaged within"):
+        checkpointer.load(2)
+
+
+def test_restore_into_is_untouched_when_nothing_verifies(
+    checkpointer: Checkpointer, training: Training
+) -> None:
+    training.step()
+    checkpointer.save(training.state(1), 1).wait()
+    _damage(checkpointer.path, step=1)
+    training.step()
+    target = training.state(2)
+    before = copy.deepcopy(target)
+    with pytest.raises(CorruptionError):
+        checkpointer.restore_into(target)
+    assert same(target, before)
+
+
+def test_frozen_weights_are_written_once(checkpointer: Checkpointer) -> None:
+    frozen = torch.nn.Linear(512, 512).requires_grad_(False)
+    head = torch.nn.Linear(512, 8)
+    optimizer = torch.optim.AdamW(head.parameters())
+    sizes = []
+    for step in range(3):
+        optimizer.zero_grad()
+        head(frozen(torch.randn(4, 512))).sum().backward()
+        optimizer.step()
+        state = {"frozen": frozen.state_dict(), "head": head.state_dict()}
+        handle = checkpointer.save(state, step)
+        handle.wait()
+        sizes.append(handle.stats.copied_bytes)
+    assert sizes[1] <= 0.06 * sizes[0]
+    assert sizes[2] <= 0.06 * sizes[0]
+
+
+def test_two_saves_of_one_step_copy_once(checkpointer: Checkpointer, training: Training) -> None:
+    for _ in range(3):
+        training.step()
+        first = checkpointer.save(training.state(1), 1)
+        second = checkpointer.save({**training.state(1), "note": "last"}, 1)
+        second.wait()
+        assert second.stats.copied_bytes <= first.stats.copied_bytes * 0.02 + 50_000
+    assert same(checkpointer.load(), {**training.state(1), "note": "last"})
+
+
+def test_steps_may_come_twice_and_the_later_commit_is_newest(checkpointer: Checkpointer) -> None:
+    for value in (1, 2):
+        checkpointer.save({"x": torch.tensor([value])}, 5)
+    loaded = checkpointer.load(5)
+    assert isinstance(loaded, dict)
+    assert int(loaded["x"]) == 2
+
+
+def test_what_cannot_be_saved_is_named_and_nothing_is_left(checkpointer: Checkpointer) -> None:
+    with pytest.raises(UsageError, match=r"model.*state_dict"):
+        checkpointer.save({"model": torch.nn.Linear(2, 2)}, 0)
+    checkpointer.save({"x": torch.ones(1)}, 1).wait()
+    assert checkpointer.steps() == [1]
+
+
+def test_nothing_is_made_before_the_first_save(pool: Path) -> None:
+    with Checkpointer(pool):
+        assert not pool.exists()
+    with Checkpointer(pool) as checkpointer:
+        checkpointer.prepare(1 << 20)
+    assert not pool.exists(), "prepared but never used: taken away again"
+
+
+def test_a_prepared_pool_takes_the_first_save_without_growing(pool: Path) -> None:
+    with Checkpointer(pool, keep=1) as checkpointer:
+        checkpointer.prepare(8 << 20)
+        checkpointer.wait()
+        size = os.path.getsize(checkpointer.path)
+        for step in range(3):
+            checkpointer.save({"x": torch.full((1 << 21,), float(step))}, step).wait()
+        assert os.path.getsize(checkpointer.path) == size
+
+
+def test_a_pool_directory_is_marked_for_git_and_backups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer() as checkpointer:
+        checkpointer.save({}, 0).wait()
+    assert (tmp_path / ".portus" / ".gitignore").read_text() == "*\n"
+    assert (tmp_path / ".portus" / "CACHEDIR.TAG").exists()
+    assert (tmp_path / ".portus" / "default.portus").exists()
+
+
+def test_the_same_process_shares_the_writer(pool: Path) -> None:
+    with (
+        Checkpointer(pool, model="a") as first,
+        Checkpointer(pool / "a.portus", model="b") as second,
+    ):
+        first.save({"x": torch.ones(1)}, 1).wait()
+        second.save({"x": torch.ones(2)}, 2).wait()
+        assert first.path == second.path
+        assert (first.steps(), second.steps()) == ([1], [2])
+
+
+def test_another_process_is_refused_and_told_how_to_read(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer.save({"x": torch.ones(3)}, 1).wait()
+    script = (
+        "import sys, portus\n"
+        "from portus.index.directory import WRITERS\n"
+        "try:\n"
+        "    WRITERS.open(sys.argv[1], timeout_s=0.1)\n"
+        "except portus.BusyError as error:\n"
+        "    print('busy:', error)\n"
+        "with portus.open(sys.argv[1]) as view:\n"
+        "    print('read:', view.load()['x'].tolist())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, checkpointer.path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert f"pid {os.getpid()}" in result.stdout
+    assert "portus.open(" in result.stdout
+    assert "read: [1.0, 1.0, 1.0]" in result.stdout
+
+
+def test_a_forked_child_may_not_use_it(checkpointer: Checkpointer) -> None:
+    checkpointer.save({"x": torch.ones(3)}, 1).wait()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            checkpointer.save({}, 2)
+            os.write(write, b"saved")
+        except UsageError as error:
+            os.write(write, str(error).encode()[:200])
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert b"forked child" in os.read(read, 500)
+    checkpointer.save({"x": torch.ones(3)}, 2).wait()
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_a_failed_save_is_reported_once_and_older_versions_load(
+    pool: Path, on_error: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(pool, on_error=on_error, max_bytes=8 << 20) as checkpointer:
+        checkpointer.save({"x": torch.ones(1000)}, 1).wait()
+        handle = checkpointer.save({"x": torch.ones(16 << 20)}, 2)
+        assert handle.done
+        if on_error == "raise":
+            with pytest.raises(MediumError, match="max_bytes"):
+                checkpointer.save({"x": torch.ones(1000)}, 3)
+        checkpointer.save({"x": torch.ones(1000)}, 4).wait()
+        assert checkpointer.steps()[-1] == 4
+        assert (caplog.text.count("a save failed") == 1) == (on_error == "warn")
+        with pytest.raises(MediumError, match="needs room for"):
+            handle.wait()
+
+
+def test_an_error_told_by_the_handle_is_not_told_again(pool: Path) -> None:
+    with Checkpointer(pool, on_error="raise", max_bytes=8 << 20) as checkpointer:
+        with pytest.raises(MediumError):
+            checkpointer.save({"x": torch.ones(16 << 20)}, 2).wait()
+        checkpointer.save({"x": torch.ones(10)}, 3).wait()
+
+
+def test_a_version_with_a_reference_file_is_not_retired_by_keep(
+    checkpointer: Checkpointer, tmp_path: Path
+) -> None:
+    checkpointer.save({"x": torch.tensor([0])}, 0, reference=tmp_path / "best.ckpt").wait()
+    for step in range(1, 6):
+        checkpointer.save({"x": torch.tensor([step])}, step).wait()
+    assert checkpointer.steps() == [0, 4, 5]
+    checkpointer.remove(tmp_path / "best.ckpt")
+    checkpointer.wait()
+    assert not (tmp_path / "best.ckpt").exists()
+    assert checkpointer.steps() == [4, 5]
+
+
+def test_a_reference_is_there_at_once_and_leads_to_what_was_saved(
+    checkpointer: Checkpointer, tmp_path: Path
+) -> None:
+    portus.register_reference_loader()
+    path = tmp_path / "last.ckpt"
+    for step in range(4):
+        checkpointer.save({"x": torch.tensor([step])}, step, reference=path)
+        assert path.stat().st_size > 0
+        loaded = torch.load(path)
+        assert isinstance(loaded, dict)
+        assert int(loaded["x"]) == step
+    checkpointer.wait()
+    assert checkpointer.steps() == [2, 3][-len(checkpointer.steps()) :]
+
+
+def test_a_reader_in_this_process_sees_all_files_of_a_directory(pool: Path) -> None:
+    for model in ("one", "two"):
+        with Checkpointer(pool, model=model) as checkpointer:
+            checkpointer.save({"name": model}, 1).wait()
+    with PoolView(pool) as view:
+        assert view.models() == ["one", "two"]
+        assert view.load("two") == {"name": "two"}
+        with pytest.raises(UsageError, match="no model 'three'"):
+            view.load("three")
+
+
+def test_the_pool_is_found_again_after_a_restart_and_shares_what_is_frozen(pool: Path) -> None:
+    frozen = torch.randn(100_000)
+    with Checkpointer(pool) as checkpointer:
+        checkpointer.save({"frozen": frozen, "x": torch.ones(1)}, 1).wait()
+    with Checkpointer(pool) as checkpointer:
+        assert checkpointer.steps() == [1]
+        handle = checkpointer.save({"frozen": frozen, "x": torch.zeros(1)}, 2)
+        handle.wait()
+        assert handle.stats.copied_bytes == 4
+
+
+def test_saves_from_several_threads_are_all_kept(pool: Path) -> None:
+    with Checkpointer(pool, keep=None) as checkpointer:
+        threads = [
+            threading.Thread(
+                target=lambda n=n: [
+                    checkpointer.save({"x": torch.tensor([n, i])}, 100 * n + i) for i in range(10)
+                ]
+            )
+            for n in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        checkpointer.wait()
+        expected = sorted(100 * n + i for n in range(4) for i in range(10))
+        assert sorted(checkpointer.steps()) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"keep": 0}, {"model": ""}, {"on_error": "ignore"}, {"fence_timeout": 0}, {"snapshot": "x"}],
+)
+def test_senseless_arguments_are_refused(pool: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"expected|valid SnapshotMode"):
+        Checkpointer(pool, **arguments)
+
+
+def test_a_file_that_is_no_pool_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(100_000))
+    with pytest.raises(CorruptionError, match="not a Portus pool"):
+        Checkpointer(path)
+    assert path.read_bytes() == bytes(100_000)
+
+
+def test_a_step_that_is_no_integer_is_refused(checkpointer: Checkpointer) -> None:
+    with pytest.raises(UsageError, match="step"):
+        checkpointer.save({}, "one")  # type: ignore[arg-type]
+    checkpointer.save({}, np.int64(3)).wait()
+    assert checkpointer.steps() == [3]
+
+
+def test_a_program_that_never_closes_still_gets_its_last_save(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch, portus\n"
+        "c = portus.Checkpointer(sys.argv[1])\n"
+        "c.save({'x': torch.ones(1 << 20)}, 1)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=True)
+    with PoolView(tmp_path) as view:
+        assert view.steps() == [1]
+
+
+def _damage(path: str, step: int) -> None:
+    """Flip a bit in the middle of the biggest storage of a version."""
+    reader = open_reader(path)
+    (entry,) = [e for e in reader.catalogue().entries() if e.info.step == step]
+    record = reader.record(entry)
+    reader.close()
+    extent = record.storage_extents(int(np.argmax(record.storages["length"])))[0]
+    with open(path, "r+b") as file:
+        file.seek(extent.offset + extent.length // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_nothing_of_the_state_is_kept_alive_by_a_save_that_is_over(
+    checkpointer: Checkpointer, training: Training
+) -> None:
+    training.step()
+    for step in range(3):
+        own = torch.ones(1000)
+        watched = weakref.ref(own)
+        state = {**training.state(), "own": own}
+        checkpointer.save(state, step).wait()
+        del own, state
+        assert watched() is None

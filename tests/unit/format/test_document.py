@@ -1,0 +1,80 @@
+"""``docs/format.md`` says what the code does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from portus.client import leaves, tree, tree_writer
+from portus.format import layout
+from portus.format.checksum import UNIT
+from portus.format.dtypes import ITEM_SIZES
+from portus.format.record import Record
+from portus.index.findings import RULES
+from portus.media.lock import PIN_BASE, WRITER_BYTE
+from portus.spec import PAGE
+
+TEXT = (Path(__file__).resolve().parents[3] / "docs" / "format.md").read_text()
+
+
+@pytest.mark.parametrize("table", layout.TABLES, ids=lambda table: table.name)
+def test_the_document_holds_the_table(table: Record) -> None:
+    assert table.table() in TEXT
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_document_holds_the_rule(rule: str) -> None:
+    assert f"- **{rule}** {RULES[rule]}\n" in TEXT
+
+
+def test_every_record_of_the_layout_is_in_the_tables() -> None:
+    records = [value for value in vars(layout).values() if isinstance(value, Record)]
+    assert set(map(id, records)) == set(map(id, layout.TABLES))
+
+
+def test_the_document_names_every_tag_of_a_tree() -> None:
+    tags = {*leaves.KINDS, *tree.WRAPPERS, "$tensor", "$dict", "$array", "$bytes", "$bytearray"}
+    assert {tag for tag in tags if f"`{tag}`" not in TEXT} == set()
+
+
+def test_the_document_holds_the_zones() -> None:
+    superblock, copy = layout.SUPERBLOCK_OFFSETS
+    slots = layout.SLOT_OFFSETS
+    for offset, what in (
+        (superblock, "superblock"),
+        (slots[0], "root slot 0: even commits"),
+        (slots[1], "root slot 1: odd commits"),
+        (layout.HOLDER_OFFSET, "holder: who opened the pool for writing last"),
+        (copy, "copy of the superblock"),
+    ):
+        assert f"| {offset // PAGE} | {offset} | {what} |" in TEXT
+    assert f"| {layout.DATA_START // PAGE} on | {layout.DATA_START} |" in TEXT
+    assert f"up to {layout.HOLDER_SIZE - 1} bytes of text" in TEXT
+
+
+def test_the_document_holds_the_kinds_of_records() -> None:
+    for kind in layout.Kind:
+        name = kind.name.lower().replace("_", " ")
+        assert f"| {kind.value} | {name} |" in TEXT
+        assert f"{kind.value} {name}" in layout.HEADER.table()
+
+
+def test_the_document_holds_the_numbers() -> None:
+    assert f"# The pool format, version {layout.FORMAT_VERSION}\n" in TEXT
+    assert f"is {PAGE} bytes" in TEXT
+    assert f"is {UNIT >> 20} MiB of a storage" in TEXT
+    assert f"more than {tree_writer.INLINE_MAX} bytes are a storage" in TEXT
+    assert f"Containers nest to a depth of {tree.DEPTH_MAX}" in TEXT
+    assert layout.VERSION_ID_MAX == 1 << 61
+    assert f"| a model's name | {layout.NAME_SIZE_MAX} bytes" in TEXT
+    assert layout.RECORD_SIZE_MAX == 64 << 30
+    assert (PIN_BASE, WRITER_BYTE) == (1 << 62, (1 << 62) - 1)
+
+
+def test_the_layout_sizes_every_dtype_that_is_saved() -> None:
+    from portus.client.tensors import DTYPES
+
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == {
+        name: size for name, size in ITEM_SIZES.items() if name in DTYPES
+    }

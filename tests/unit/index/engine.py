@@ -1,0 +1,105 @@
+"""A small pool in memory, for tests of the index: versions are given as plain bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from portus.format.checksum import UNIT, digest, storage_digest
+from portus.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST
+from portus.index.pool import NewVersion, PoolReader, PoolWriter, format_pool
+from portus.index.records import VersionRecord
+from portus.media.lock import LockTable, ProcessLocks
+from portus.media.memory import Memory
+from portus.spec import Extent
+
+
+def writer(size: int = DATA_START, **options: int) -> PoolWriter:
+    """A writer of a fresh pool in memory."""
+    medium = Memory(size)
+    format_pool(medium)
+    return PoolWriter(medium, ProcessLocks(LockTable()), **options)
+
+
+def reader_of(pool: PoolReader, table: LockTable | None = None) -> PoolReader:
+    """A reader of the same medium, with locks of its own."""
+    return PoolReader(pool.medium, ProcessLocks(table or LockTable()))
+
+
+def save(
+    pool: PoolWriter,
+    storages: Sequence[bytes],
+    *,
+    model: str = "model",
+    step: int = 0,
+    retire: Sequence[int] = (),
+) -> VersionRecord:
+    """Commit a version of these storages."""
+    room = pool.reserve(sum(map(len, storages)))
+    rows: list[tuple[object, ...]] = []
+    extents: list[tuple[int, int]] = []
+    units: list[tuple[object]] = []
+    places = _Room(room)
+    for data in storages:
+        parts = [data[start : start + UNIT] for start in range(0, len(data), UNIT)] or [b""]
+        digests = [digest(part) for part in parts]
+        first = len(extents)
+        done = 0
+        for offset, length in places.take(len(data)):
+            pool.medium.store(offset, data[done : done + length])
+            extents.append((offset, length))
+            done += length
+        whole = np.void(storage_digest(digests))
+        rows.append((len(data), first, len(extents) - first, len(units), 0, whole))
+        units += [(np.void(each),) for each in digests]
+    record = pool.commit(
+        NewVersion(
+            model=model,
+            step=step,
+            token=os.urandom(16),
+            layout=b"[]",
+            tree=b"{}",
+            storages=np.array(rows, STORAGE.dtype),
+            extents=np.array(extents, EXTENT.dtype),
+            units=np.array(units, UNIT_DIGEST.dtype),
+        ),
+        room,
+        retire,
+    )
+    pool.release(room)
+    assert record is not None
+    return record
+
+
+def stored(pool: PoolReader, record: VersionRecord) -> list[bytes]:
+    """The bytes of a version's storages, as the medium holds them."""
+    found = []
+    for index in range(len(record.storages)):
+        parts = []
+        for extent in record.storage_extents(index):
+            data = memoryview(bytearray(extent.length))
+            pool.medium.load(extent.offset, data)
+            parts.append(bytes(data))
+        found.append(b"".join(parts))
+    return found
+
+
+class _Room:
+    """Hands out the bytes of reserved extents one after another."""
+
+    def __init__(self, room: Sequence[Extent]) -> None:
+        self._left = [[extent.offset, extent.length] for extent in room]
+
+    def take(self, length: int) -> list[tuple[int, int]]:
+        """(offset, length) of the next ``length`` bytes."""
+        pieces = []
+        while length:
+            run = self._left[0]
+            taken = min(length, run[1])
+            pieces.append((run[0], taken))
+            run[0], run[1], length = run[0] + taken, run[1] - taken, length - taken
+            if not run[1]:
+                self._left.pop(0)
+        return pieces

@@ -1,0 +1,232 @@
+"""Small pools made by hand, and a way to forge their records, with every digest right."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from portus.format.checksum import UNIT, digest, storage_digest
+from portus.format.layout import (
+    DATA_START,
+    EXTENT,
+    HEADER,
+    INDEX_ENTRY,
+    STORAGE,
+    TABLE_ENTRY,
+    UNIT_DIGEST,
+    Kind,
+)
+from portus.index.pool import NewVersion, PoolWriter, format_pool
+from portus.index.records import (
+    Pointer,
+    VersionEntry,
+    VersionRecord,
+    decode_index,
+    decode_table,
+    encode_layout,
+    frame,
+    point,
+    read,
+)
+from portus.index.roots import Root, read_roots, read_superblock, store_root
+from portus.media.base import Medium
+from portus.media.lock import LockTable, ProcessLocks
+from portus.media.memory import Memory
+from portus.spec import PAGE, Extent, TensorSpec
+
+OPENED: list[Memory] = []
+
+
+def close_all() -> None:
+    """Give the memory of all pools back."""
+    while OPENED:
+        OPENED.pop().close()
+
+
+class Pool:
+    """A pool in memory with one writer."""
+
+    def __init__(self) -> None:
+        self.medium = Memory(DATA_START)
+        OPENED.append(self.medium)
+        self.table = LockTable()
+        format_pool(self.medium)
+        self.writer = self.open()
+
+    def open(self) -> PoolWriter:
+        return PoolWriter(self.medium, ProcessLocks(self.table))
+
+    def reopen(self) -> None:
+        self.writer.locks.close()
+        self.writer = self.open()
+
+    def save(
+        self,
+        model: str,
+        step: int,
+        storages: Sequence[bytes],
+        *,
+        share: VersionRecord | None = None,
+        retire: Sequence[int] = (),
+    ) -> VersionRecord:
+        return save(self.writer, model, step, storages, share=share, retire=retire)
+
+    def entry(self, model: str, place: int = -1) -> VersionEntry:
+        return self.writer.catalogue().models[model].versions[place]
+
+
+def save(
+    writer: PoolWriter,
+    model: str,
+    step: int,
+    storages: Sequence[bytes],
+    *,
+    share: VersionRecord | None = None,
+    retire: Sequence[int] = (),
+) -> VersionRecord:
+    """Commit a version of ``storages``; those that equal the ones of ``share`` are shared."""
+    rows = np.zeros(len(storages), STORAGE.dtype)
+    extents: list[Extent] = []
+    units: list[bytes] = []
+    fresh: list[list[Extent]] = []
+    for index, data in enumerate(storages):
+        digests = [digest(data[at : at + UNIT]) for at in range(0, max(1, len(data)), UNIT)]
+        old = share.storages[index] if share is not None else None
+        if old is not None and bytes(old["digest"]) == storage_digest(digests):
+            assert share is not None
+            own, born = list(share.storage_extents(index)), int(old["born"])
+        else:
+            own, born = _stored(writer, data, fresh), 0
+        rows[index] = (
+            len(data),
+            len(extents),
+            len(own),
+            len(units),
+            born,
+            np.void(storage_digest(digests)),
+        )
+        extents += own
+        units += digests
+    new = NewVersion(
+        model=model,
+        step=step,
+        token=os.urandom(16),
+        layout=_layout(storages) if share is None else share.layout,
+        tree=_tree(storages) if share is None else share.tree,
+        storages=rows,
+        extents=np.array([(each.offset, each.length) for each in extents], EXTENT.dtype),
+        units=np.frombuffer(b"".join(units), UNIT_DIGEST.dtype),
+    )
+    record = writer.commit(new, [each for room in fresh for each in room], retire)
+    for room in fresh:
+        writer.release(room)
+    assert record is not None
+    return record
+
+
+def _stored(writer: PoolWriter, data: bytes, fresh: list[list[Extent]]) -> list[Extent]:
+    own: list[Extent] = []
+    at = 0
+    fresh.append(writer.reserve(len(data)))
+    for room in fresh[-1]:
+        part = data[at : at + room.length]
+        writer.medium.store(room.offset, part)
+        own.append(Extent(room.offset, len(part)))
+        at += len(part)
+    return own
+
+
+def _layout(storages: Sequence[bytes]) -> bytes:
+    return encode_layout(
+        [
+            TensorSpec(f"t{index}", "uint8", (len(data),), (1,), index, 0)
+            for index, data in enumerate(storages)
+        ]
+    )
+
+
+def _tree(storages: Sequence[bytes]) -> bytes:
+    return msgspec.json.encode({f"t{i}": {"$tensor": i} for i in range(len(storages))})
+
+
+Edit = Callable[[bytearray], None]
+
+
+class Forger:
+    """Changes records of the newest root, and puts every digest above them right.
+
+    Afterwards both slots hold the forged root, as they do after it was committed twice.
+    """
+
+    def __init__(self, medium: Medium) -> None:
+        self.medium = medium
+        self.uuid = read_superblock(medium).uuid
+        self.root = read_roots(medium, self.uuid)[0]
+
+    def forge(self, kind: Kind, edit: Edit, *, header: bool = False, model: int = 0) -> None:
+        """``edit`` the payload (or the header) of the record of that ``kind``: of the model at that
+        place in the table, of its newest version."""
+        self._kind, self._edit, self._header = kind, edit, header
+        table = bytearray(read(self.medium, self.root.table, Kind.MODEL_TABLE))
+        if kind is not Kind.MODEL_TABLE:
+            _, pointer = decode_table(memoryview(table))[model]
+            place = 8 + model * TABLE_ENTRY.size
+            table[place : place + 32] = self._pack(self._index(pointer))
+        self.root_to(self._placed(Kind.MODEL_TABLE, self.root.table, table))
+
+    def root_to(self, table: Pointer, **changes: int) -> None:
+        """Both slots to ``table``, in a pool that is as long as it is now."""
+        root = replace(self.root, table=table, size=self.medium.size, **changes)
+        self.store(root, replace(root, sequence=root.sequence + 1))
+
+    def store(self, *roots: Root) -> None:
+        for root in roots:
+            store_root(self.medium, self.uuid, root)
+
+    def _index(self, pointer: Pointer) -> Pointer:
+        index = bytearray(read(self.medium, pointer, Kind.MODEL_INDEX))
+        if self._kind is not Kind.MODEL_INDEX:
+            entry = decode_index(memoryview(index))[-1]
+            index[-32:] = self._pack(self._version(entry.pointer))
+            assert INDEX_ENTRY.fields[-1].name == "digest"
+        return self._placed(Kind.MODEL_INDEX, pointer, index)
+
+    def _version(self, pointer: Pointer) -> Pointer:
+        version = bytearray(read(self.medium, pointer, Kind.VERSION))
+        for kind, place in ((Kind.LAYOUT, 56), (Kind.TREE, 88)):
+            if self._kind is kind:
+                offset, length = (
+                    int.from_bytes(version[at : at + 8], "little") for at in (place, place + 8)
+                )
+                below = Pointer(offset, length, bytes(version[place + 16 : place + 32]))
+                payload = bytearray(read(self.medium, below, kind))
+                version[place : place + 32] = self._pack(self._placed(kind, below, payload))
+        return self._placed(Kind.VERSION, pointer, version)
+
+    def _placed(self, kind: Kind, old: Pointer, payload: bytearray) -> Pointer:
+        """The record on a page of its own behind the pool."""
+        raw = bytearray(HEADER.size)
+        self.medium.load(old.offset, memoryview(raw))
+        commit = int.from_bytes(raw[24:32], "little")
+        if self._kind is kind and not self._header:
+            self._edit(payload)
+        record = bytearray(frame(kind, commit, self.uuid, bytes(payload)))
+        if self._kind is kind and self._header:
+            self._edit(record)
+            record[48:64] = digest(bytes(record[:48] + record[64:]))
+        offset = self.medium.size
+        self.medium.grow(offset + -(-len(record) // PAGE) * PAGE)
+        self.medium.store(offset, bytes(record))
+        return point(offset, bytes(record))
+
+    @staticmethod
+    def _pack(pointer: Pointer) -> bytes:
+        return (
+            pointer.offset.to_bytes(8, "little")
+            + pointer.length.to_bytes(8, "little")
+            + pointer.digest
+        )

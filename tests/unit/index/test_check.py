@@ -1,0 +1,837 @@
+"""A check names exactly what is broken, and nothing in a healthy pool."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from portus.errors import CorruptionError, MediumError, PortusError, UsageError
+from portus.format.checksum import UNIT, digest
+from portus.format.layout import (
+    DATA_START,
+    EXTENT,
+    HEADER,
+    HOLDER_OFFSET,
+    SLOT,
+    SLOT_OFFSETS,
+    STORAGE,
+    SUPERBLOCK,
+    SUPERBLOCK_OFFSETS,
+    VERSION_HEAD,
+    Kind,
+)
+from portus.format.record import Record
+from portus.index.check import RULES, Finding, Severity, check
+from portus.index.directory import create_pool, open_reader, open_writer
+from portus.index.pool import PoolReader
+from portus.index.records import VersionRecord
+from portus.media.local import LocalFiles
+from portus.media.lock import ProcessLocks
+from portus.media.memory import Memory
+from portus.spec import PAGE, Extent
+from tests.unit.index.pools import OPENED, Edit, Forger, Pool, close_all, save
+
+
+def found(pool: Pool, *, data: bool = True) -> list[Finding]:
+    reader = PoolReader(pool.medium, ProcessLocks(pool.table))
+    return check(reader, data=data)
+
+
+def rules(findings: list[Finding]) -> list[str]:
+    return [finding.invariant for finding in findings]
+
+
+@pytest.fixture(autouse=True)
+def pools_closed() -> Iterator[None]:
+    """Each sets much address space aside."""
+    yield
+    close_all()
+
+
+@pytest.fixture
+def pool() -> Pool:
+    """Two models; the first has two versions, which share a storage."""
+    pool = Pool()
+    first = pool.save("a", 1, [b"x" * 5000, b"y" * 10, b""])
+    pool.save("b", 7, [b"z" * 9000])
+    pool.save("a", 2, [b"x" * 5000, b"w" * 10, b""], share=first)
+    return pool
+
+
+def flip(medium: Memory, offset: int, mask: int = 1) -> None:
+    data = bytearray(1)
+    medium.load(offset, memoryview(data))
+    medium.store(offset, bytes([data[0] ^ mask]))
+
+
+# --- healthy pools ---------------------------------------------------------------------------
+
+
+def test_a_pool_just_made_is_healthy(tmp_path: Path) -> None:
+    path = str(tmp_path / "new.portus")
+    create_pool(path, LocalFiles())
+    assert check(path) == []
+
+
+def test_a_pool_with_versions_is_healthy(pool: Pool) -> None:
+    assert found(pool) == []
+    pool.reopen()
+    assert found(pool) == []
+
+
+def test_a_pool_is_healthy_after_every_one_of_many_commits(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = Pool()
+    last: dict[str, list[bytes]] = {}
+    newest_of: dict[str, VersionRecord] = {}
+    for step in range(120):
+        model = rng.choice(["a", "b", "ä ø"])
+        storages = last.get(model)
+        if storages is None or rng.random() < 0.1:
+            storages = [rng.randbytes(rng.choice([0, 9, 4096, 70000])) for _ in range(4)]
+            share = None
+        else:
+            changed = rng.randrange(4)
+            storages = [
+                rng.randbytes(len(each)) if index == changed else each
+                for index, each in enumerate(storages)
+            ]
+            newest = newest_of.get(model)
+            share = newest if newest and newest.info.id in pool.writer.catalogue().ids() else None
+        ids = sorted(pool.writer.catalogue().ids())
+        retire = rng.sample(ids, min(len(ids), rng.choice([0, 1, 3])))
+        newest_of[model] = pool.save(model, step, storages, share=share, retire=retire)
+        last[model] = storages
+        if rng.random() < 0.1:
+            pool.writer.retire(sorted(pool.writer.catalogue().ids())[:1])
+        if rng.random() < 0.1:
+            pool.reopen()
+        assert found(pool, data=step % 10 == 9) == []
+
+
+def test_a_commit_that_had_to_make_room_is_the_newest(pool: Pool) -> None:
+    """Room for its records came from a commit of its own, which retired a deleted version."""
+    pool.writer.deleted = lambda: [1]
+    left = pool.writer.reserve(pool.writer.free_bytes() - PAGE)
+    pool.save("b", 8, [b"z" * PAGE])
+    pool.writer.release(left)
+    assert found(pool) == []
+    pool.reopen()
+    assert [e.info.step for e in pool.writer.catalogue().models["b"].versions] == [7, 8]
+    assert [e.info.step for e in pool.writer.catalogue().models["a"].versions] == [2]
+
+
+def test_the_size_in_a_root_covers_records_for_which_the_pool_grew() -> None:
+    pool = Pool()
+    pool.save("a", 1, [b"x"])
+    pool.save("a", 2, [b"x" * pool.writer.free_bytes()])
+    assert found(pool) == []
+
+
+def test_every_page_of_a_version_of_several_units_and_extents_is_read() -> None:
+    pool = Pool()
+    pool.writer.ensure(3 * UNIT)
+    held = [pool.writer.reserve(UNIT // 2) for _ in range(5)]
+    for each in held[::2]:
+        pool.writer.release(each)
+    pool.writer.medium.store(pool.medium.size - 1, b"\1")
+    left = pool.writer.reserve(pool.writer.free_bytes() - 3 * (UNIT // 2))
+    data = os.urandom(UNIT + 12345)
+    pool.writer.release(left)
+    record = pool.save("a", 1, [b"1", data, b"2"])
+    assert found(pool) == []
+    extents = record.storage_extents(1)
+    for extent in extents:
+        flip(pool.medium, extent.end - 1)
+    findings = found(pool)
+    assert set(rules(findings)) == {"V4"}
+    assert "storage 1 (t1)" in findings[0].where
+
+
+# --- damage ----------------------------------------------------------------------------------
+
+
+def at(place: int, value: bytes) -> Edit:
+    """An edit that puts ``value`` over the bytes at ``place``."""
+
+    def edit(payload: bytearray) -> None:
+        payload[place : place + len(value)] = value
+
+    return edit
+
+
+def put(name: str, value: bytes, table: Record = VERSION_HEAD, start: int = 0) -> Edit:
+    """An edit that puts ``value`` over the field ``name`` of a row at ``start`` of a payload."""
+    names = [field.name for field in table.fields]
+    before = table.fields[: names.index(name)]
+    return at(start + sum(field.size for field in before), value)
+
+
+def replaced(old: bytes, new: bytes) -> Edit:
+    def edit(payload: bytearray) -> None:
+        assert payload.count(old) >= 1
+        payload[:] = payload.replace(old, new, 1)
+
+    return edit
+
+
+def appended(data: bytes) -> Edit:
+    return lambda payload: payload.extend(data)
+
+
+def number(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+STORAGES = VERSION_HEAD.size
+EXTENTS = STORAGES + 3 * STORAGE.size
+"""Where the rows of the newest version of model a begin: three storages, two extents."""
+
+INDEX = 16 + 8
+"""Where the entries of its index begin: two of them."""
+
+
+def swap_names(payload: bytearray) -> None:
+    payload[-2:] = payload[-1:] + payload[-2:-1]
+
+
+def twice_in_index(payload: bytearray) -> None:
+    payload[INDEX + 96 + 32 : INDEX + 96 + 48] = payload[INDEX + 32 : INDEX + 48]
+
+
+def first_extent_again(payload: bytearray) -> None:
+    """The second storage is at the first one's bytes: as many of them."""
+    payload[EXTENTS + 16 : EXTENTS + 24] = payload[EXTENTS : EXTENTS + 8]
+
+
+FORGERIES: dict[str, tuple[str, Kind, Edit]] = {
+    "names out of order": ("F7 F8 F8", Kind.MODEL_TABLE, swap_names),
+    "rest behind the names": ("F7", Kind.MODEL_TABLE, appended(b"c")),
+    "more models than fit": ("F7", Kind.MODEL_TABLE, at(0, b"\xff")),
+    "an index of another model": ("F8 F10 F10", Kind.MODEL_INDEX, at(16, b"q")),
+    "padding of a name": ("F2", Kind.MODEL_INDEX, at(17, b"q")),
+    "rest behind an index": ("F8", Kind.MODEL_INDEX, appended(bytes(8))),
+    "more versions than fit": ("F8", Kind.MODEL_INDEX, at(8, b"\xff")),
+    "reserved bytes of an entry": ("F2", Kind.MODEL_INDEX, at(INDEX + 56, b"q")),
+    "a token twice": ("F9 F10", Kind.MODEL_INDEX, twice_in_index),
+    "an impossible id": ("F9", Kind.MODEL_INDEX, at(INDEX + 96, number(1 << 63))),
+    "another step": ("F10", Kind.VERSION, put("step", number(9))),
+    "rest behind a version": ("F10", Kind.VERSION, appended(b"q")),
+    "another size": ("F11 F10", Kind.VERSION, put("size", number(9))),
+    "storages beyond the record": ("F11", Kind.VERSION, put("storages", number(99))),
+    "a wild number of extents": (
+        "F11",
+        Kind.VERSION,
+        put("extents", number((1 << 64) - 1), STORAGE, STORAGES),
+    ),
+    "a wild length": ("F11", Kind.VERSION, put("length", number(1 << 63), STORAGE, STORAGES)),
+    "born after its commit": ("F11 V1", Kind.VERSION, put("born", number(9), STORAGE, STORAGES)),
+    "another storage digest": ("F12", Kind.VERSION, put("digest", b"q", STORAGE, STORAGES)),
+    "an extent outside": ("F5", Kind.VERSION, put("offset", number(1 << 40), EXTENT, EXTENTS)),
+    "an extent in the fixed pages": (
+        "F5",
+        Kind.VERSION,
+        put("offset", number(PAGE), EXTENT, EXTENTS),
+    ),
+    "an extent that wraps around": (
+        "F5",
+        Kind.VERSION,
+        put("offset", number((1 << 64) - 8), EXTENT, EXTENTS),
+    ),
+    "no JSON in a layout": ("F14", Kind.LAYOUT, at(0, b"q")),
+    "two tensors of one name": ("F14", Kind.LAYOUT, replaced(b'"t1"', b'"t0"')),
+    "a tensor beyond its storage": ("F14", Kind.LAYOUT, replaced(b"[5000]", b"[5001]")),
+    "a tensor in no storage": ("F14", Kind.LAYOUT, replaced(b"[1],2,", b"[1],3,")),
+    "a tensor with negative strides": ("F14", Kind.LAYOUT, replaced(b"[1]", b"[-1]")),
+    "a shape that does not fit its strides": ("F14", Kind.LAYOUT, replaced(b"[1]", b"[1,1]")),
+    "no JSON in a tree": ("F15", Kind.TREE, at(0, b"q")),
+    "a tensor twice in a tree": ("F15", Kind.TREE, replaced(b"1}", b"0}")),
+    "a tensor once more in a tree": ("F15", Kind.TREE, replaced(b"{", b'{"q":{"$tensor":1},')),
+    "a tensor not in the layout": ("F15", Kind.TREE, replaced(b"1}", b"7}")),
+    "bytes out of UTF-8 in a tree": ("F15", Kind.TREE, replaced(b'"t1"', b'"\xff1"')),
+}
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_a_forged_record_is_named(pool: Pool, what: str) -> None:
+    expected, kind, edit = FORGERIES[what]
+    Forger(pool.medium).forge(kind, edit)
+    assert sorted(rules(found(pool))) == sorted(expected.split())
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_a_reader_of_a_forged_record_sees_it_or_says_that_it_is_wrong(
+    pool: Pool, what: str
+) -> None:
+    _, kind, edit = FORGERIES[what]
+    Forger(pool.medium).forge(kind, edit)
+    assert isinstance(listing(pool), list) or listing(pool) is CorruptionError
+
+
+HEADERS: dict[str, tuple[str, Edit]] = {
+    "magic": ("F6", put("magic", b"X", HEADER)),
+    "kind": ("F6", put("kind", b"\7", HEADER)),
+    "kind version": ("F6", put("kind_version", b"\7", HEADER)),
+    "reserved": ("F2", put("reserved", b"\7", HEADER)),
+    "length": ("F6", put("length", b"\7", HEADER)),
+    "uuid": ("F6", put("uuid", b"another pool....", HEADER)),
+    "commit": ("F6 V1", put("commit", number(99), HEADER)),
+}
+
+
+@pytest.mark.parametrize("what", HEADERS)
+@pytest.mark.parametrize("kind", [Kind.MODEL_TABLE, Kind.MODEL_INDEX, Kind.LAYOUT, Kind.TREE])
+def test_a_forged_header_is_named(pool: Pool, what: str, kind: Kind) -> None:
+    expected, edit = HEADERS[what]
+    Forger(pool.medium).forge(kind, edit, header=True)
+    # Alone on its page, a record of another commit meets nobody.
+    assert rules(found(pool)) == expected.replace(" V1", "").split()
+
+
+def test_a_version_record_of_another_commit_than_its_version_is_named(pool: Pool) -> None:
+    Forger(pool.medium).forge(Kind.VERSION, put("commit", number(1), HEADER), header=True)
+    assert rules(found(pool)) == ["F10"]
+
+
+def test_bytes_that_changed_are_named_with_tensor_and_place(pool: Pool) -> None:
+    record = pool.writer.record(pool.entry("a"))
+    [place] = record.storage_extents(1)
+    flip(pool.medium, place.offset + 3)
+    [finding] = found(pool)
+    assert finding.invariant == "V4"
+    assert finding.severity is Severity.ERROR
+    assert f"storage 1 (t1), its bytes 0 to 10, at byte {place.offset}" in finding.where
+    assert "version 3 of 'a' (step 2)" in finding.where
+    assert found(pool, data=False) == []
+
+
+def test_bytes_that_versions_share_are_read_once(pool: Pool) -> None:
+    told: list[tuple[int, int]] = []
+    check(
+        PoolReader(pool.medium, ProcessLocks(pool.table)),
+        progress=lambda done, total: told.append((done, total)),
+    )
+    total = 5000 + 10 + 10 + 9000
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_an_extent_of_two_storages_is_named() -> None:
+    pool = Pool()
+    pool.save("a", 1, [b"x" * 10, b"x" * 10, b""])
+    Forger(pool.medium).forge(Kind.VERSION, first_extent_again)
+    assert rules(found(pool)) == ["F13"]
+
+
+def test_extents_that_overlap_are_named() -> None:
+    pool = Pool()
+    pool.save("a", 1, [b"x" * 10, b"x" * 10, b""])
+
+    def shifted(payload: bytearray) -> None:
+        first_extent_again(payload)
+        payload[EXTENTS + 16] += 5
+
+    Forger(pool.medium).forge(Kind.VERSION, shifted)
+    findings = found(pool, data=False)
+    assert rules(findings) == ["F13"]
+    assert "it overlaps storage 0" in findings[0].found
+
+
+def test_every_extent_inside_of_another_is_named() -> None:
+    pool = Pool()
+    pool.save("a", 1, [b"x" * 3000, b"x" * 10, b"x" * 10])
+
+    def inside(payload: bytearray) -> None:
+        offset = int.from_bytes(payload[EXTENTS : EXTENTS + 8], "little")
+        payload[EXTENTS + 16 : EXTENTS + 24] = number(offset + 100)
+        payload[EXTENTS + 32 : EXTENTS + 40] = number(offset + 200)
+
+    Forger(pool.medium).forge(Kind.VERSION, inside)
+    findings = found(pool, data=False)
+    assert rules(findings) == ["F13", "F13"]
+    assert all("it overlaps storage 0" in finding.found for finding in findings)
+
+
+def test_a_page_of_two_commits_is_named(pool: Pool) -> None:
+    """The newest version of a has its second storage beside bytes of b, in their page."""
+    place = pool.writer.record(pool.entry("b")).storage_extents(0)[0]
+    pool.medium.store(place.end + 64, b"w" * 10)
+    edit = put("offset", number(place.end + 64), EXTENT, EXTENTS + 16)
+    Forger(pool.medium).forge(Kind.VERSION, edit)
+    [finding] = found(pool)
+    assert finding.invariant == "V1"
+    assert finding.where == f"page {place.end // PAGE} (byte {place.end // PAGE * PAGE})"
+    assert "commit 2" in finding.found
+    assert "commit 3" in finding.found
+
+
+def test_shared_bytes_said_to_be_of_another_commit_are_named(pool: Pool) -> None:
+    edit = put("born", number(3), STORAGE, STORAGES)
+    Forger(pool.medium).forge(Kind.VERSION, edit)
+    assert rules(found(pool)) == ["V1"]
+
+
+def test_a_storage_whose_units_do_not_give_its_digest_is_named() -> None:
+    pool = Pool()
+    pool.save("a", 1, [bytes(UNIT + 1)])
+    assert found(pool) == []
+    Forger(pool.medium).forge(Kind.VERSION, put("digest", b"qqqq", STORAGE, STORAGES))
+    assert rules(found(pool)) == ["F12"]
+
+
+# --- the fixed pages -------------------------------------------------------------------------
+
+
+def test_one_damaged_superblock_is_named(pool: Pool) -> None:
+    for index, offset in enumerate(SUPERBLOCK_OFFSETS):
+        flip(pool.medium, offset + 40)
+        findings = found(pool)
+        assert rules(findings) == ["F1"]
+        assert f"byte {SUPERBLOCK_OFFSETS[index]}" in findings[0].where
+        flip(pool.medium, offset + 40)
+
+
+def test_superblocks_that_differ_are_named(pool: Pool) -> None:
+    data = bytearray(SUPERBLOCK.size)
+    pool.medium.load(SUPERBLOCK_OFFSETS[1], memoryview(data))
+    data[60] ^= 1
+    data[-16:] = digest(bytes(data[:-16]))
+    pool.medium.store(SUPERBLOCK_OFFSETS[1], bytes(data))
+    assert rules(found(pool)) == ["F1"]
+
+
+def test_two_damaged_superblocks_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.portus"
+    create_pool(str(path), LocalFiles())
+    data = bytearray(path.read_bytes())
+    for offset in SUPERBLOCK_OFFSETS:
+        data[offset + 20] ^= 1
+    path.write_bytes(data)
+    assert rules(check(path)) == ["F1", "F1"]
+
+
+def test_what_is_no_pool_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.portus"
+    path.write_bytes(b"no pool")
+    assert rules(check(path)) == ["F1"]
+
+
+def test_a_pool_of_a_newer_format_is_refused(pool: Pool) -> None:
+    for offset in SUPERBLOCK_OFFSETS:
+        data = bytearray(SUPERBLOCK.size)
+        pool.medium.load(offset, memoryview(data))
+        data[40] = 1  # incompat
+        data[-16:] = digest(bytes(data[:-16]))
+        pool.medium.store(offset, bytes(data))
+    with pytest.raises(UsageError, match="newer Portus"):
+        found(pool)
+
+
+@pytest.mark.parametrize(
+    "offset",
+    [
+        SUPERBLOCK_OFFSETS[0] + SUPERBLOCK.size,
+        SLOT_OFFSETS[0] + SLOT.size,
+        SLOT_OFFSETS[1] + PAGE - 1,
+        HOLDER_OFFSET + 511,
+        HOLDER_OFFSET + PAGE - 1,
+        SUPERBLOCK_OFFSETS[1] + PAGE - 1,
+        SUPERBLOCK_OFFSETS[1] + PAGE,
+        DATA_START - 1,
+    ],
+)
+def test_padding_that_is_not_zero_is_named(pool: Pool, offset: int) -> None:
+    flip(pool.medium, offset)
+    assert rules(found(pool)) == ["F2"]
+
+
+def test_padding_behind_a_record_that_is_not_zero_is_named(pool: Pool) -> None:
+    tree = pool.writer.record(pool.entry("a")).tree
+    assert tree.extent.end % 8
+    flip(pool.medium, tree.extent.end)
+    assert rules(found(pool)) == ["F2"]
+
+
+# --- root slots ------------------------------------------------------------------------------
+
+
+def test_one_torn_slot_is_a_warning(pool: Pool) -> None:
+    for index, offset in enumerate(SLOT_OFFSETS):
+        flip(pool.medium, offset + 70)
+        [finding] = found(pool)
+        assert finding.invariant == "F3"
+        assert finding.severity is Severity.WARNING
+        assert f"slot {index}" in finding.where
+        flip(pool.medium, offset + 70)
+
+
+def test_two_torn_slots_are_an_error(pool: Pool) -> None:
+    for offset in SLOT_OFFSETS:
+        flip(pool.medium, offset + 70)
+    [finding] = found(pool)
+    assert finding.invariant == "F3"
+    assert finding.severity is Severity.ERROR
+
+
+def test_a_slot_of_another_pool_is_named(pool: Pool) -> None:
+    forger = Forger(pool.medium)
+    forger.uuid = bytes(16)
+    forger.store(forger.root)
+    assert rules(found(pool)) == ["F3"]
+
+
+def test_a_slot_of_the_wrong_parity_is_named(pool: Pool) -> None:
+    data = bytearray(SLOT.size)
+    pool.medium.load(SLOT_OFFSETS[1], memoryview(data))
+    pool.medium.store(SLOT_OFFSETS[0], bytes(data))
+    assert rules(found(pool)) == ["F3"]
+
+
+def test_roots_that_do_not_follow_each_other_are_named(pool: Pool) -> None:
+    forger = Forger(pool.medium)
+    forger.root_to(forger.root.table)
+    last = forger.root.sequence + 1
+    forger.root_to(forger.root.table, sequence=last + 2)
+    forger.root_to(forger.root.table, sequence=forger.root.sequence)
+    root = forger.root
+    forger.store(
+        *(
+            type(root)(sequence, root.next_version, forger.medium.size, root.table)
+            for sequence in (last, last + 3)
+        )
+    )
+    assert rules(found(pool)) == ["F4"]
+
+
+def test_a_newer_root_that_knows_fewer_versions_is_named(pool: Pool) -> None:
+    forger = Forger(pool.medium)
+    root = forger.root
+    older = type(root)(root.sequence, root.next_version + 1, root.size, root.table)
+    newer = type(root)(root.sequence + 1, root.next_version, root.size, root.table)
+    forger.store(older, newer)
+    assert rules(found(pool)) == ["F4"]
+
+
+def test_a_root_larger_than_its_medium_is_named(pool: Pool) -> None:
+    forger = Forger(pool.medium)
+    root = forger.root
+    forger.store(
+        *(
+            type(root)(sequence, root.next_version, root.size + PAGE, root.table)
+            for sequence in (root.sequence, root.sequence + 1)
+        )
+    )
+    assert set(rules(found(pool))) == {"F5"}
+
+
+def test_records_beyond_the_size_of_their_root_are_named(pool: Pool) -> None:
+    forger = Forger(pool.medium)
+    root = forger.root
+    forger.store(
+        *(
+            type(root)(sequence, root.next_version, DATA_START, root.table)
+            for sequence in (root.sequence, root.sequence + 1)
+        )
+    )
+    assert rules(found(pool)) == ["F5"]
+
+
+def test_a_slot_of_zeros_is_right_only_before_the_first_commit(pool: Pool) -> None:
+    pool.medium.store(SLOT_OFFSETS[1], bytes(SLOT.size))
+    [finding] = found(pool)
+    assert finding.severity is Severity.WARNING
+
+
+def test_a_damaged_record_of_the_older_root_alone_is_named(pool: Pool) -> None:
+    older = pool.writer._roots[1].root
+    flip(pool.medium, older.table.offset + 70)
+    [finding] = found(pool)
+    assert finding.invariant == "F6"
+    assert f"byte {older.table.offset}" in finding.where
+
+
+def test_versions_that_differ_between_the_roots_are_named(pool: Pool) -> None:
+    forger = Forger(pool.medium)
+    before = forger.root
+    forger.forge(Kind.VERSION, lambda payload: None)  # the same record, elsewhere
+    forged = Forger(pool.medium).root
+    forger.store(before, forged)
+    assert set(rules(found(pool))) >= {"F10"}
+
+
+# --- every byte ------------------------------------------------------------------------------
+
+
+def small() -> Pool:
+    pool = Pool()
+    pool.save("abc", 1, [b"x" * 100, b"y" * 10])
+    pool.save("abc", 2, [b"x" * 100, b"z" * 10], share=pool.writer.record(pool.entry("abc")))
+    return pool
+
+
+def listing(pool: Pool) -> object:
+    """All that a reader sees, bytes included; or the error that it gets."""
+    try:
+        reader = PoolReader(pool.medium, ProcessLocks(pool.table))
+        seen: list[object] = []
+        for entry in reader.catalogue().entries():
+            record = reader.record(entry)
+            seen += [entry.info, bytes(reader.payload(record.layout, Kind.LAYOUT))]
+            seen.append(bytes(reader.payload(record.tree, Kind.TREE)))
+            for extent in record.extents:
+                data = bytearray(int(extent["length"]))
+                reader.medium.load(int(extent["offset"]), memoryview(data))
+                seen.append(bytes(data))
+    except PortusError as error:
+        return type(error)
+    return seen
+
+
+def places(pool: Pool) -> tuple[list[int], list[int]]:
+    """The bytes of a pool that mean something, padding included, and the rest of it."""
+    ranges = [(offset, SLOT.size) for offset in (*SLOT_OFFSETS, *SUPERBLOCK_OFFSETS)]
+    for catalogue in pool.writer._roots:
+        pointers = [catalogue.root.table, *(model.pointer for model in catalogue.models.values())]
+        for entry in catalogue.entries():
+            record = pool.writer.record(entry)
+            pointers += [entry.pointer, record.layout, record.tree]
+            ranges += [(int(row["offset"]), int(row["length"])) for row in record.extents]
+        ranges += [(pointer.offset, pointer.length + -pointer.length % 8) for pointer in pointers]
+    meant = {place for offset, length in ranges for place in range(offset, offset + length)}
+    return sorted(meant), sorted(set(range(DATA_START + 64 * PAGE)) - meant)
+
+
+def harmless(pool: Pool, offsets: list[int], masks: tuple[int, ...]) -> int:
+    """Flip bytes, one at a time; how many flips were not found, and did no harm."""
+    healthy, unseen = listing(pool), 0
+    for offset in offsets:
+        for mask in masks:
+            flip(pool.medium, offset, mask)
+            if not found(pool):
+                assert listing(pool) == healthy, f"byte {offset} ^ {mask:#x} does harm unseen"
+                unseen += 1
+            flip(pool.medium, offset, mask)
+    assert found(pool) == []
+    return unseen
+
+
+def test_a_flipped_byte_is_found_or_does_no_harm(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = small()
+    meant, rest = places(pool)
+    tried = rng.sample(meant, 400)
+    assert harmless(pool, tried, (0x01,)) == 0
+    harmless(pool, rng.sample(rest, 40), (0xFF,))
+    print(f"{len(tried)} of {len(meant)} bytes that mean something were flipped")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_every_flip_of_every_byte_is_found_or_does_no_harm() -> None:
+    pool = small()
+    meant, rest = places(pool)
+    assert len(meant) > 2000
+    assert harmless(pool, meant, (0x01, 0x80, 0xFF)) == 0
+    harmless(pool, rest[::101], (0xFF,))
+    print(f"{3 * len(meant)} flips of bytes that mean something, {len(rest[::101])} of others")
+
+
+# --- while somebody writes -------------------------------------------------------------------
+
+
+def test_a_version_retired_while_it_is_checked_is_passed_over(pool: Pool) -> None:
+    """Its pages are written over between the look at its record and the look at its bytes."""
+    pool.save("a", 3, [os.urandom(50_000)])
+    victim = pool.entry("a", 0).info.id
+    place = pool.writer.record(pool.entry("a", 0)).storage_extents(1)[0]
+    told: list[int] = []
+
+    def overwrite(done: int, total: int) -> None:
+        if not told:
+            pool.save("b", 8, [b"1"], retire=[victim])
+            pool.save("b", 9, [b"2"])
+            pool.save("b", 10, [b"3"])
+            assert victim not in pool.writer._reach
+            pool.medium.store(place.offset, b"somebody else's")
+        told.append(done)
+
+    reader = PoolReader(pool.medium, ProcessLocks(pool.table))
+    assert check(reader, progress=overwrite) == []
+    assert told[-1] > 0
+
+
+def test_a_version_that_is_checked_keeps_its_pages(pool: Pool) -> None:
+    """Retired while its bytes are read: the writer sees the pin."""
+    told: list[int] = []
+    big = pool.save("c", 1, [os.urandom(80 << 20)])
+
+    def retire(done: int, total: int) -> None:
+        if len(told) == 1:
+            pool.save("b", 8, [b"1"], retire=[big.info.id])
+            pool.save("b", 9, [b"2"])
+            free = pool.writer.free_bytes()
+            room = pool.writer.reserve(free)
+            for each in room:
+                pool.medium.store(each.offset, b"\xff" * min(each.length, 1 << 20))
+            pool.writer.release(room)
+        told.append(done)
+
+    def only_big(info: object) -> bool:
+        return info == big.info
+
+    reader = PoolReader(pool.medium, ProcessLocks(pool.table))
+    assert check(reader, progress=retire, only=only_big) == []
+    assert len(told) > 2
+
+
+class Interrupted:
+    """A medium that does something just before its n-th load."""
+
+    def __init__(self, medium: Memory, place: int, act: Callable[[], None]) -> None:
+        self.info = medium.info
+        self.loads = 0
+        self._medium, self._place, self._act = medium, place, act
+
+    @property
+    def size(self) -> int:
+        return self._medium.size
+
+    def load(self, offset: int, target: memoryview) -> None:
+        self.loads += 1
+        if self.loads == self._place:
+            self._act()
+        self._medium.load(offset, target)
+
+    def grow(self, size: int) -> None: ...
+
+    def store(self, offset: int, data: bytes | memoryview) -> None: ...
+
+    def persist(self, ranges: Sequence[Extent]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_commits_between_any_two_loads_are_not_mistaken_for_damage() -> None:
+    """All that was there is retired, and every free byte is written over."""
+    place, loads = 0, 1
+    while place < loads:
+        place += 1
+        pool = Pool()
+        pool.save("a", 1, [b"x" * 5000, b"y"])
+        pool.save("b", 2, [b"z"])
+
+        def replace_all(pool: Pool = pool) -> None:
+            for step in range(3):
+                pool.save("c", step, [b"w"], retire=sorted(pool.writer.catalogue().ids()))
+            room = pool.writer.reserve(pool.writer.free_bytes())
+            for each in room:
+                pool.medium.store(each.offset, b"\xff" * each.length)
+            pool.writer.release(room)
+
+        medium = Interrupted(pool.medium, place, replace_all)
+        assert check(PoolReader(medium, ProcessLocks(pool.table))) == [], f"load {place}"
+        loads = medium.loads
+        close_all()
+    assert place > 25
+
+
+def test_nothing_is_found_while_a_writer_commits(tmp_path: Path, seed: int) -> None:
+    path = str(tmp_path / "a.portus")
+    create_pool(path, LocalFiles())
+    stop = threading.Event()
+    commits = 0
+
+    def work() -> None:
+        nonlocal commits
+        rng = random.Random(seed)
+        writer = open_writer(path, LocalFiles())
+        try:
+            while not stop.is_set():
+                ids = sorted(writer.catalogue().ids())
+                storages = [rng.randbytes(rng.randrange(200_000)) for _ in range(3)]
+                save(writer, rng.choice("abc"), commits, storages, retire=ids[:-4])
+                commits += 1
+        finally:
+            writer.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        checks = 0
+        while thread.is_alive() and (checks < 20 or commits < 100):
+            assert check(path) == []
+            checks += 1
+    finally:
+        stop.set()
+        thread.join()
+    print(f"{checks} checks during {commits} commits")
+    assert check(path) == []
+
+
+# --- what it is given ------------------------------------------------------------------------
+
+
+def test_only_the_versions_asked_for_are_looked_at(pool: Pool) -> None:
+    for place in (0, 1):
+        record = pool.writer.record(pool.entry("a", place))
+        flip(pool.medium, record.storage_extents(1)[0].offset)
+    reader = PoolReader(pool.medium, ProcessLocks(pool.table))
+    findings = check(reader, only=lambda info: info.step == 1)
+    assert len(findings) == 1
+    assert "step 1" in findings[0].where
+    assert check(reader, only=lambda info: info.model == "b") == []
+
+
+def test_a_path_that_cannot_be_opened_raises(tmp_path: Path) -> None:
+    with pytest.raises(MediumError):
+        check(tmp_path / "nothing.portus")
+
+
+def test_a_check_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.portus"
+    create_pool(str(path), LocalFiles())
+    writer = open_writer(str(path), LocalFiles())
+    save(writer, "a", 1, [b"x" * 10000])
+    writer.close()
+    before = path.read_bytes()
+    os.chmod(path, 0o400)
+    assert check(path) == []
+    assert path.read_bytes() == before
+    reader = open_reader(str(path))
+    try:
+        assert check(reader) == []
+    finally:
+        reader.close()
+
+
+def test_a_bad_sector_is_named_and_the_rest_is_read(pool: Pool) -> None:
+    record = pool.writer.record(pool.entry("a", 0))
+    place = record.storage_extents(1)[0]
+
+    class Bad(Memory):
+        def load(self, offset: int, target: memoryview) -> None:
+            if offset < place.end and offset + target.nbytes > place.offset:
+                raise MediumError(5, "bad sector")
+            super().load(offset, target)
+
+    bad = Bad(pool.medium.size)
+    OPENED.append(bad)
+    data = bytearray(pool.medium.size)
+    pool.medium.load(0, memoryview(data))
+    bad.store(0, bytes(data))
+    flip(bad, pool.writer.record(pool.entry("b")).storage_extents(0)[0].offset)
+    findings = check(PoolReader(bad, ProcessLocks()))
+    assert rules(findings) == ["V4", "V4"]
+    assert "bad sector" in findings[0].found
+    assert "storage 1 (t1)" in findings[0].where
+
+
+def test_every_rule_has_a_test() -> None:
+    text = Path(__file__).read_text()
+    assert [rule for rule in RULES if f'"{rule}' not in text and f" {rule}" not in text] == []

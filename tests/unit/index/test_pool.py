@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import errno
+import logging
+import random
+
+import pytest
+
+from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
+from portus.format.layout import DATA_START, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
+from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder
+from portus.index.roots import read_roots
+from portus.media.lock import LockTable, ProcessLocks
+from portus.media.memory import Memory
+from portus.spec import PAGE
+from tests.unit.index.engine import reader_of, save, stored, writer
+
+
+def _flip(pool: PoolReader, offset: int) -> None:
+    byte = memoryview(bytearray(1))
+    pool.medium.load(offset, byte)
+    pool.medium.store(offset, bytes([byte[0] ^ 1]))
+
+
+def test_what_is_committed_comes_back_from_a_fresh_reader() -> None:
+    pool = writer()
+    data = [b"weights" * 1000, b"", b"x", bytes(20 << 20)]
+    record = save(pool, data, model="ä model", step=-3)
+    found = reader_of(pool)
+    (entry,) = found.catalogue().entries()
+    assert entry.info == record.info
+    assert (entry.info.step, entry.info.model, entry.info.commit) == (-3, "ä model", 1)
+    assert stored(found, found.record(entry)) == data
+
+
+def test_newest_is_commit_order_when_a_step_comes_twice() -> None:
+    pool = writer()
+    infos = [save(pool, [b"a"], step=step).info for step in (5, 6, 5)]
+    assert [entry.info for entry in pool.catalogue().entries()] == infos
+    assert [info.id for info in infos] == [1, 2, 3]
+
+
+def test_committed_bytes_stay_while_others_come_and_go() -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    pool = writer()
+    alive: dict[int, tuple[str, list[bytes]]] = {}
+    for step in range(200):
+        model = rng.choice("abc")
+        data = [rng.randbytes(rng.choice([0, 1, 100, 5000, 30000])) for _ in range(4)]
+        gone = [each for each in alive if rng.random() < 0.5]
+        record = save(pool, data, model=model, step=step, retire=gone)
+        for each in gone:
+            del alive[each]
+        alive[record.info.id] = (model, data)
+        found = {entry.info.id: entry for entry in pool.catalogue().entries()}
+        assert found.keys() == alive.keys()
+        for version, (name, expected) in alive.items():
+            assert found[version].info.model == name
+            assert stored(pool, pool.record(found[version])) == expected
+    again = PoolWriter(pool.medium, ProcessLocks(LockTable()))
+    assert again.catalogue().models == pool.catalogue().models
+    assert again.free_bytes() == pool.free_bytes(), "free space is derived, so nothing leaks (V10)"
+
+
+def test_space_of_a_retired_version_is_used_again_and_the_pool_does_not_grow() -> None:
+    pool = writer()
+    last: list[int] = []
+    sizes = []
+    for step in range(20):
+        last = [save(pool, [bytes([step]) * (3 << 20)], step=step, retire=last).info.id]
+        sizes.append(pool.medium.size)
+    assert sizes[-1] == sizes[3]
+
+
+def test_no_two_commits_write_one_page() -> None:
+    medium = _Recorded(DATA_START)
+    format_pool(medium)
+    pool = PoolWriter(medium, ProcessLocks(LockTable()))
+    pages: list[set[int]] = []
+    for step in range(10):
+        medium.stored.clear()
+        save(pool, [b"small", bytes(PAGE + 1)], step=step)
+        pages.append({p for o, n in medium.stored for p in range(o // PAGE, -(-(o + n) // PAGE))})
+    shared = {offset // PAGE for offset in SLOT_OFFSETS}
+    for index, mine in enumerate(pages):
+        for other in pages[index + 1 :]:
+            assert mine & other <= shared
+
+
+def test_a_pinned_version_keeps_its_space_after_it_was_retired() -> None:
+    table = LockTable()
+    medium = Memory(DATA_START)
+    format_pool(medium)
+    pool = PoolWriter(medium, ProcessLocks(table))
+    first = save(pool, [b"first" * 1000])
+    reader = PoolReader(medium, ProcessLocks(table))
+    with reader.pinned(first.info.id) as entry:
+        record = reader.record(entry)
+        last = [first.info.id]
+        for step in range(6):
+            last = [save(pool, [bytes([step]) * 5000], step=step, retire=last).info.id]
+        assert stored(reader, record) == [b"first" * 1000]
+    for step in range(6):
+        last = [save(pool, [bytes([step]) * 5000], step=step, retire=last).info.id]
+    assert stored(reader, record) != [b"first" * 1000], "let go, the space was used again"
+
+
+def test_a_writer_that_opens_leaves_alone_what_a_reader_pins_since_the_writer_before_it() -> None:
+    table = LockTable()
+    medium = Memory(DATA_START)
+    format_pool(medium)
+    pool = PoolWriter(medium, ProcessLocks(table))
+    first = save(pool, [b"first" * 1000])
+    reader = PoolReader(medium, ProcessLocks(table))
+    with reader.pinned(first.info.id) as entry:
+        record = reader.record(entry)
+        pool.retire([first.info.id])
+        save(pool, [b"second"])
+        pool.locks.release_writer()  # killed; only the reader knows of the first version now
+        again = PoolWriter(medium, ProcessLocks(table))
+        last: list[int] = []
+        for step in range(6):
+            last = [save(again, [bytes([step]) * 5000], step=step, retire=last).info.id]
+        assert stored(reader, record) == [b"first" * 1000]
+        size = medium.size
+    for step in range(6):
+        last = [save(again, [bytes([step]) * 5000], step=step, retire=last).info.id]
+    assert medium.size == size, "let go, all free space is used again"
+
+
+def test_a_retired_version_cannot_be_pinned() -> None:
+    pool = writer()
+    record = save(pool, [b"x"])
+    pool.retire([record.info.id])
+    with (
+        pytest.raises(StaleError, match="ask for the newest again"),
+        reader_of(pool).pinned(record.info.id),
+    ):
+        pass
+
+
+def test_what_the_older_root_reaches_is_not_reserved() -> None:
+    pool = writer(DATA_START + (2 << 20), max_bytes=DATA_START + (2 << 20))
+    first = save(pool, [bytes(1 << 20)])
+    pool.retire([first.info.id])
+    held = pool.free_bytes()
+    assert held < 1 << 20, "slot of the commit before still reaches it"
+    pool.ensure((1 << 20) + (512 << 10))  # settles: commits once more, so that no slot reaches it
+    assert pool.free_bytes() > 1 << 20
+
+
+def test_no_space_is_an_error_that_says_how_much_and_changes_nothing() -> None:
+    pool = writer(max_bytes=DATA_START + (4 << 20))
+    record = save(pool, [b"kept"])
+    before = pool.free_bytes()
+    with pytest.raises(MediumError, match="max_bytes") as caught:
+        pool.reserve(64 << 20)
+    assert caught.value.errno == errno.ENOSPC
+    assert pool.free_bytes() == before
+    assert stored(pool, record) == [b"kept"]
+    save(pool, [b"more"])
+
+
+def test_deleted_versions_go_only_when_their_space_is_needed() -> None:
+    pool = writer(DATA_START + (4 << 20), max_bytes=DATA_START + (4 << 20))
+    first = save(pool, [bytes(1 << 20)]).info.id
+    pool.deleted = lambda: [first]
+    second = save(pool, [bytes(1 << 20)]).info.id
+    assert pool.catalogue().ids() == {first, second}
+    pool.release(pool.reserve(5 << 19))
+    assert pool.catalogue().ids() == {second}
+
+
+def test_a_damaged_newest_root_leads_to_the_one_before_and_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = writer()
+    save(pool, [b"one"], step=1)
+    save(pool, [b"two"], step=2)
+    table = pool.catalogue().root.table
+    _flip(pool, table.offset + table.length - 1)
+    with caplog.at_level(logging.ERROR, "portus"):
+        steps = [entry.info.step for entry in reader_of(pool).catalogue().entries()]
+    assert steps == [1]
+    assert "commit 2 is damaged" in caplog.text
+
+
+def test_both_roots_damaged_is_corruption_not_an_empty_pool() -> None:
+    pool = writer()
+    save(pool, [b"one"])
+    for offset in SLOT_OFFSETS:
+        _flip(pool, offset + 8)
+    with pytest.raises(CorruptionError, match="both root slots"):
+        reader_of(pool).catalogue()
+
+
+def test_the_second_superblock_serves_when_the_first_is_damaged() -> None:
+    pool = writer()
+    save(pool, [b"one"], step=1)
+    _flip(pool, SUPERBLOCK_OFFSETS[0] + 50)
+    assert [entry.info.step for entry in reader_of(pool).catalogue().entries()] == [1]
+    _flip(pool, SUPERBLOCK_OFFSETS[1] + 50)
+    with pytest.raises(CorruptionError, match="superblock"):
+        reader_of(pool)
+
+
+def test_no_pool_at_all_is_said() -> None:
+    medium = Memory(DATA_START)
+    medium.store(0, b"GGUF" + bytes(100))
+    with pytest.raises(CorruptionError, match="not a Portus pool"):
+        PoolReader(medium, ProcessLocks(LockTable()))
+    with pytest.raises(CorruptionError, match="truncated"):
+        PoolReader(Memory(100), ProcessLocks(LockTable()))
+
+
+def test_a_newer_format_is_refused_and_says_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
+    from portus.index import roots
+
+    medium = Memory(DATA_START)
+    monkeypatch.setattr(roots, "FORMAT_VERSION", 2)
+    format_pool(medium)
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match=r"newer Portus.*Upgrade"):
+        PoolReader(medium, ProcessLocks(LockTable()))
+
+
+def test_a_second_writer_is_refused_with_the_holder_named() -> None:
+    table = LockTable()
+    medium = Memory(DATA_START)
+    format_pool(medium)
+    pool = PoolWriter(medium, ProcessLocks(table))
+    with pytest.raises(BusyError):
+        PoolWriter(medium, ProcessLocks(table), timeout_s=0.05)
+    assert "pid" in read_holder(medium)
+    pool.locks.release_writer()
+    PoolWriter(medium, ProcessLocks(table), timeout_s=0.05)
+
+
+def test_a_truncated_pool_is_corruption_and_not_a_crash() -> None:
+    pool = writer()
+    save(pool, [bytes(1 << 20)])
+    short = Memory(DATA_START + PAGE)
+    data = memoryview(bytearray(short.size))
+    pool.medium.load(0, data)
+    short.store(0, data)
+    with pytest.raises(CorruptionError, match="truncated"):
+        PoolReader(short, ProcessLocks(LockTable())).catalogue()
+
+
+def test_a_failed_persist_leaves_every_older_version_and_ends_writing() -> None:
+    failing = [False]
+
+    def sync() -> None:
+        if failing[0]:
+            raise OSError(errno.EIO, "input/output error")
+
+    medium = Memory(DATA_START, sync=sync)
+    format_pool(medium)
+    pool = PoolWriter(medium, ProcessLocks(LockTable()))
+    record = save(pool, [b"old"])
+    failing[0] = True
+    with pytest.raises(MediumError):
+        save(pool, [b"new"])
+    failing[0] = False
+    with pytest.raises(MediumError):
+        save(pool, [b"never retried"])
+    (root, _) = read_roots(medium, pool.superblock.uuid)
+    assert root.sequence == record.info.commit
+    assert stored(reader_of(pool), record) == [b"old"]
+
+
+def test_readers_of_a_busy_writer_never_see_wrong_bytes() -> None:
+    import threading
+
+    table = LockTable()
+    medium = Memory(DATA_START)
+    format_pool(medium)
+    pool = PoolWriter(medium, ProcessLocks(table))
+    last = [save(pool, [b"\0" * 40000]).info.id]
+    done = threading.Event()
+    reads, stale = [0], [0]
+    wrong: list[str] = []
+
+    def read() -> None:
+        reader = PoolReader(medium, ProcessLocks(table))
+        while not done.is_set():
+            (entry,) = reader.catalogue().entries()
+            try:
+                with reader.pinned(entry.info.id) as pinned:
+                    (data,) = stored(reader, reader.record(pinned))
+            except StaleError:
+                stale[0] += 1
+                continue
+            reads[0] += 1
+            if data != bytes([entry.info.step % 256]) * 40000:
+                wrong.append(f"step {entry.info.step}")
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    step = 0
+    while reads[0] < 200 and step < 20000:
+        step += 1
+        last = [save(pool, [bytes([step % 256]) * 40000], step=step, retire=last).info.id]
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert reads[0] >= 200
+
+
+class _Recorded(Memory):
+    """Memory that notes every store; no addresses are given, so every store is a call."""
+
+    def __init__(self, size: int) -> None:
+        self.stored: list[tuple[int, int]] = []
+        super().__init__(size)
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        self.stored.append((offset, len(data)))
+        super().store(offset, data)

@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from portus.errors import AbandonedError, MediumError
+from portus.format.layout import DATA_START
+from portus.index.pool import PoolWriter, format_pool
+from portus.media.lock import LockTable, ProcessLocks
+from portus.media.memory import Memory
+from portus.pipeline.plan import Before, Flags, Snapshot, packed, placed
+from portus.pipeline.run import Policy, Save
+from portus.spec import PAGE, Extent
+
+
+class Gate(Memory):
+    """Memory that lets nothing be copied until it is opened; ``reached``: somebody waits.
+
+    Gives no addresses, so every copy is a call of ``store``."""
+
+    address = None  # type: ignore[assignment]
+
+    def __init__(self, size: int) -> None:
+        self.opened = threading.Event()
+        self.opened.set()
+        self.reached = threading.Event()
+        self.on_store: Callable[[], None] = lambda: None
+        super().__init__(size)
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        self.reached.set()
+        self.opened.wait()
+        self.on_store()
+        super().store(offset, data)
+
+
+class Bench:
+    """A pool in memory, some arrays to save, and what the saves told."""
+
+    def __init__(self, medium: Memory | None = None) -> None:
+        self.medium = medium or Memory(DATA_START)
+        format_pool(self.medium)
+        self.pool = PoolWriter(self.medium, ProcessLocks(LockTable()))
+        self.before: Before | None = None
+        self.guilty: list[int] = []
+        self.retire: list[int] = []
+        self.steady: Flags | None = None
+
+    def save(
+        self, arrays: Sequence[np.ndarray], step: int = 0, *, late: bool = True, audit: int = -1
+    ) -> Save:
+        steady = self.steady if self.steady is not None else np.full(len(arrays), not late)
+        snapshot = Snapshot(
+            model="m",
+            step=step,
+            token=step.to_bytes(16, "little"),
+            tree=b"{}",
+            layout=b"[]",
+            address=np.array([a.ctypes.data if a.size else 0 for a in arrays], np.int64),
+            length=np.array([a.nbytes for a in arrays], np.int64),
+            late=np.full(len(arrays), late),
+            steady=steady,
+            alive=arrays,
+        )
+        policy = Policy(
+            retire=lambda: self.retire,
+            audit=audit,
+            committed=self._committed,
+            guilty=self.guilty.extend,
+        )
+        return Save(snapshot, self.pool, lambda: self.before, policy)
+
+    def run(self, arrays: Sequence[np.ndarray], step: int = 0, **options: object) -> Save:
+        save = self.save(arrays, step, **options)  # type: ignore[arg-type]
+        save.copy_now()
+        save.run()
+        save.result(0)
+        return save
+
+    def holds(self, save: Save) -> list[bytes]:
+        entry = self.pool.catalogue().find(save.result(0).id)
+        assert entry is not None
+        record, found = self.pool.record(entry), []
+        for index in range(len(record.storages)):
+            data = b""
+            for extent in record.storage_extents(index):
+                part = memoryview(bytearray(extent.length))
+                self.medium.load(extent.offset, part)
+                data += part
+            found.append(data)
+        return found
+
+    def _committed(self, version: Before, steady: Flags) -> None:
+        self.before, self.steady = version, steady
+
+
+def _arrays(seed: int, sizes: Sequence[int] = (100, 0, 70_000, 5 << 20)) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, size, np.uint8) for size in sizes]
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_version_holds_the_bytes_of_its_sources(late: bool) -> None:
+    bench, arrays = Bench(), _arrays(1)
+    save = bench.run(arrays, late=late)
+    assert bench.holds(save) == [array.tobytes() for array in arrays]
+    assert save.stats.copied_bytes == save.stats.state_bytes == sum(a.nbytes for a in arrays)
+
+
+def test_what_is_not_late_is_copied_before_the_call_returns() -> None:
+    bench, arrays = Bench(), _arrays(1)
+    save = bench.save(arrays, late=False)
+    save.copy_now()
+    expected = [array.tobytes() for array in arrays]
+    for array in arrays:
+        array[:] = 0
+    save.run()
+    assert bench.holds(save) == expected
+
+
+def test_storages_go_round_what_is_taken_in_fragments() -> None:
+    bench = Bench(Memory(DATA_START + 256 * PAGE))
+    taken = [bench.pool.reserve(PAGE) for _ in range(256)]
+    for index in range(0, 200, 2):
+        bench.pool.release(taken[index])
+    arrays = _arrays(1, (PAGE * 30, 100, PAGE * 20 + 5, 70_001))
+    save = bench.run(arrays)
+    assert bench.holds(save) == [array.tobytes() for array in arrays]
+    record = bench.pool.record(next(bench.pool.catalogue().entries()))
+    assert len(record.extents) > len(arrays), "some storage has several extents"
+
+
+def test_unchanged_storages_are_shared_and_not_copied() -> None:
+    bench, arrays = Bench(), _arrays(1)
+    bench.run(arrays, late=False)
+    arrays[0][:] = 7
+    second = bench.run(arrays, 1, late=False)
+    assert bench.holds(second) == [array.tobytes() for array in arrays]
+    assert second.stats.copied_bytes == arrays[0].nbytes
+    assert second.stats.shared_bytes == second.stats.state_bytes - arrays[0].nbytes
+
+
+def test_a_late_storage_is_shared_once_it_was_found_unchanged() -> None:
+    bench, arrays = Bench(), _arrays(1)
+    shared = [bench.run(arrays, step).stats.shared_bytes for step in range(3)]
+    assert shared == [0, 0, sum(array.nbytes for array in arrays)]
+
+
+def test_shared_bytes_outlive_the_version_that_copied_them() -> None:
+    bench, arrays = Bench(), _arrays(1)
+    first = bench.run(arrays, late=False)
+    bench.retire = [first.result(0).id]
+    for step in range(1, 8):
+        arrays[0][:] = step
+        newest = bench.run(arrays, step, late=False)
+        bench.retire = [newest.result(0).id]
+    assert first.result(0).id not in bench.pool.catalogue().ids()
+    assert bench.holds(newest) == [array.tobytes() for array in arrays]
+
+
+def test_shared_bytes_that_rotted_are_not_shared_again() -> None:
+    bench, arrays = Bench(), _arrays(1)
+    first = bench.run(arrays, late=False)
+    record = bench.pool.record(bench.pool.catalogue().entries().__next__())
+    extent = record.storage_extents(3)[0]
+    bench.medium.store(extent.offset + 1000, b"rot")
+    second = bench.run(arrays, 1, late=False)
+    assert bench.holds(second) == [array.tobytes() for array in arrays]
+    assert bench.holds(first) != bench.holds(second)
+
+
+def test_a_shared_storage_is_copied_afresh_in_the_end() -> None:
+    bench, arrays = Bench(), _arrays(1)
+    copied = [bench.run(arrays, step, late=False).stats.copied_bytes for step in range(70)]
+    assert copied[0] > 0
+    assert sum(each > 0 for each in copied) == 2, "once at first, once refreshed"
+
+
+@pytest.mark.parametrize("where", [0, 60_000, 69_999])
+def test_the_audit_voids_a_version_whose_source_changed_while_it_was_copied(where: int) -> None:
+    medium = Gate(DATA_START)
+    bench, arrays = Bench(medium), _arrays(1)
+    bench.run(arrays)
+    save = bench.save(arrays, 1, audit=0)
+    save.copy_now()
+    stores = [0]
+
+    def change_it_halfway() -> None:
+        stores[0] += 1
+        if stores[0] == 2:
+            arrays[2][where] ^= 1
+
+    medium.on_store = change_it_halfway
+    save.run()
+    with pytest.raises(AbandonedError, match="changed while being saved"):
+        save.result(0)
+    assert bench.guilty == [arrays[2].ctypes.data]
+    assert [entry.info.step for entry in bench.pool.catalogue().entries()] == [0]
+
+
+def test_a_change_before_the_copy_begins_is_found_by_the_edges() -> None:
+    bench, arrays = Bench(), _arrays(1)
+    save = bench.save(arrays, audit=100)
+    save.copy_now()
+    arrays[3][:] += 1
+    save.run()
+    with pytest.raises(AbandonedError):
+        save.result(0)
+
+
+def test_without_an_audit_such_a_change_is_not_found() -> None:
+    bench, arrays = Bench(), _arrays(1)
+    save = bench.save(arrays, audit=-1)
+    save.copy_now()
+    arrays[3][:] += 1
+    save.run()
+    save.result(0)
+
+
+def test_release_waits_for_the_copy_and_not_for_the_commit() -> None:
+    medium = Gate(DATA_START)
+    bench = Bench(medium)
+    save = bench.save(_arrays(1))
+    save.copy_now()
+    medium.opened.clear()
+    worker = threading.Thread(target=save.run)
+    worker.start()
+    assert not save.over
+    threading.Timer(0.1, medium.opened.set).start()
+    assert save.release(10)
+    worker.join()
+    save.result(0)
+
+
+def test_a_save_that_ran_out_of_time_never_commits() -> None:
+    medium = Gate(DATA_START)
+    bench, arrays = Bench(medium), _arrays(1)
+    first = bench.run(arrays)
+    save = bench.save(arrays, 1)
+    save.copy_now()
+    medium.opened.clear()
+    worker = threading.Thread(target=save.run)
+    worker.start()
+    assert not save.release(0.05)
+    medium.opened.set()
+    worker.join()
+    with pytest.raises(AbandonedError, match=r"fence time-out of 0\.05 s"):
+        save.result(0)
+    assert [entry.info for entry in bench.pool.catalogue().entries()] == [first.result(0)]
+    free = bench.pool.free_bytes()
+    bench.pool.release(bench.pool.reserve(free))
+
+
+def test_a_failed_save_gives_its_space_back() -> None:
+    bench, arrays = Bench(), _arrays(1)
+    bench.run(arrays)
+    bench.run(arrays, 1)
+    free = bench.pool.free_bytes()
+    save = bench.save(arrays, 2)
+    save.copy_now()
+    save.fail(KeyboardInterrupt())
+    assert bench.pool.free_bytes() == free
+
+
+def test_no_space_fails_the_save_and_no_other() -> None:
+    bench, arrays = Bench(), _arrays(1)
+    first = bench.run(arrays)
+    bench.pool.max_bytes = bench.medium.size  # type: ignore[misc]
+    save = bench.save(_arrays(2, (64 << 20,)), 1)
+    save.copy_now()
+    save.run()
+    with pytest.raises(MediumError, match="max_bytes"):
+        save.result(0)
+    assert bench.holds(first) == [array.tobytes() for array in arrays]
+
+
+def test_wait_with_a_time_out_says_so_and_goes_on() -> None:
+    bench = Bench()
+    save = bench.save(_arrays(1))
+    with pytest.raises(TimeoutError):
+        save.result(0.01)
+    save.copy_now()
+    save.run()
+    save.result(0)
+
+
+def test_packed_storages_do_not_overlap_and_big_ones_start_pages() -> None:
+    lengths = np.array([5, 0, 64 << 10, 64, 100_000, 65], np.int64)
+    offsets, size = packed(lengths)
+    spans = sorted((int(o), int(o + n)) for o, n in zip(offsets, lengths, strict=True) if n)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert spans[-1][1] <= size
+    assert offsets[2] % PAGE == offsets[4] % PAGE == 0
+    assert all(offset % 64 == 0 for offset in offsets.tolist())
+
+
+def test_places_in_split_room_add_up() -> None:
+    lengths = np.array([PAGE * 2, 100, 0], np.int64)
+    offsets, size = packed(lengths)
+    room = [Extent(10 * PAGE, PAGE), Extent(50 * PAGE, size)]
+    rows, counts = placed(offsets, lengths, room)
+    assert counts.tolist() == [2, 1, 0], "the first does not fit in the first run"
+    lengths = np.array([PAGE * 20], np.int64)
+    rows, counts = placed(*packed(lengths)[:1], lengths, [Extent(PAGE * 8, PAGE * 5),
+                          Extent(PAGE * 40, PAGE * 15)])  # fmt: skip
+    assert counts.tolist() == [2]
+    assert rows["length"].tolist() == [PAGE * 5, PAGE * 15]
+
+
+def test_the_sources_are_let_go_as_soon_as_they_are_copied() -> None:
+    bench = Bench()
+    for late in (True, False):
+        arrays = _arrays(1)
+        watched = weakref.ref(arrays[3])
+        save = bench.run(arrays, late=late)
+        del arrays
+        assert watched() is None
+        save.result(0)
+
+
+def test_the_sources_of_a_failed_save_are_let_go() -> None:
+    bench, arrays = Bench(), _arrays(1)
+    watched = weakref.ref(arrays[3])
+    save = bench.save(arrays)
+    save.copy_now()
+    save.fail(RuntimeError("broken"))
+    del arrays
+    assert watched() is None
+    assert save.over

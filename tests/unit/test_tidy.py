@@ -1,0 +1,158 @@
+"""The habits of this repository that no linter knows, one test each."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FUNCTION_LINES_MAX = 80
+FORBIDDEN_STEMS = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
+
+# Where a broad except is right, as "file: function", and why.
+BROAD_EXCEPT = {
+    "core/portus/_autoload.py: register": "an error here would break import torch for everybody",
+    "core/portus/client/fence.py: _settle": "inside the user's step; ours must not end training",
+    "core/portus/pipeline/queue.py: _run": "the top of the worker thread; the error is kept",
+}
+
+# Who may unpickle or write a pickle, and why. Nothing read from a pool ever is (V6).
+PICKLE = {
+    "core/portus/client/materialize.py": "writes a torch file from a state that was verified",
+}
+
+
+def package_files() -> list[Path]:
+    """Every module that is shipped."""
+    folders = [ROOT / "core" / "portus", *ROOT.glob("portus_*")]
+    found = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    assert len(found) > 10
+    return found
+
+
+def all_files() -> list[Path]:
+    """Every text file that belongs to the repository."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode:
+        pytest.skip("not a git clone")
+    return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
+
+
+def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """The functions of a module, inner ones too, as ("core/portus/x.py: name", node)."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield f"{path.relative_to(ROOT)}: {node.name}", node
+
+
+def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines, without the docstring."""
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None:
+        lines -= (first.end_lineno or 0) - first.lineno + 1
+    return lines
+
+
+def test_no_module_is_a_drawer_for_everything() -> None:
+    assert [p for p in package_files() if FORBIDDEN_STEMS & set(p.stem.strip("_").split("_"))] == []
+
+
+def test_no_function_is_long() -> None:
+    long = {name: length(node) for path in package_files() for name, node in functions(path)}
+    assert {name: lines for name, lines in long.items() if lines > FUNCTION_LINES_MAX} == {}
+
+
+def test_no_class_is_called_a_manager() -> None:
+    names = [
+        node.name
+        for path in package_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert [name for name in names if re.search("Manager|Utils?$", name)] == []
+
+
+def broad_excepts(path: Path) -> Iterator[str]:
+    """The functions in which everything is caught and kept, as in ``BROAD_EXCEPT``."""
+    for name, function in functions(path):
+        for node in ast.walk(function):
+            if isinstance(node, ast.ExceptHandler) and _is_broad(node) and not _goes_on(node):
+                yield name
+
+
+def _is_broad(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(k is None or ast.unparse(k) in {"Exception", "BaseException"} for k in kinds)
+
+
+def _goes_on(handler: ast.ExceptHandler) -> bool:
+    """True if the error is raised again after cleaning up, whatever happens."""
+    last = handler.body[-1]
+    return isinstance(last, ast.Raise) and last.exc is None
+
+
+def test_everything_is_caught_only_where_a_reason_is_given() -> None:
+    found = {name for path in package_files() for name in broad_excepts(path)}
+    assert found == set(BROAD_EXCEPT)
+
+
+def unpickles(node: ast.AST) -> bool:
+    """True for code that runs, or may run, what a pickle says."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        names = [alias.name for alias in node.names] + [getattr(node, "module", "") or ""]
+        return any(n.split(".")[0] in {"pickle", "cloudpickle", "dill", "shelve"} for n in names)
+    if not isinstance(node, ast.Call):
+        return False
+    called = ast.unparse(node.func)
+    asked_safe = any(
+        k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords
+    )
+    return called in {"eval", "exec", "torch.save"} or (called == "torch.load" and not asked_safe)
+
+
+def test_nothing_is_unpickled_but_where_a_reason_is_given() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for path in package_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if unpickles(node)
+    }
+    assert found == set(PICKLE)
+
+
+def test_only_the_command_line_prints() -> None:
+    printing = {
+        str(path.relative_to(ROOT))
+        for path in package_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "rich.print"}
+    }
+    assert {name for name in printing if not name.startswith("core/portus/cli/")} == set()
+
+
+def test_no_file_names_a_place_on_one_machine() -> None:
+    place = re.compile(r"(?<![\w.$}>])/(?:home/\w|root/|Users/\w|work/|opt/\w)")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in all_files()
+        if path.suffix in {".py", ".c", ".md", ".toml", ".txt", ".cfg", ".yaml", ""}
+        for number, line in enumerate(path.read_text(errors="ignore").splitlines(), 1)
+        if place.search(line) and path != Path(__file__).resolve()
+    ]
+    assert found == []
+
+
+def test_every_reason_is_one() -> None:
+    assert all(len(reason.split()) > 3 for reason in [*BROAD_EXCEPT.values(), *PICKLE.values()])
