@@ -72,7 +72,7 @@ class Run:
         self.last = root / "last.ckpt"
         self.states = {step: state(step) for step in (10, 20)}
         with self.trainer() as run:
-            run.save(self.states[10], 10)
+            run.save(self.states[10], 10).wait()  # Step 20 shares with it.
             run.save(self.states[20], 20, reference=self.last)
             run.wait()
         with Checkpointer(self.pool, "other") as run:

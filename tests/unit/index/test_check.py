@@ -820,6 +820,9 @@ def test_a_bad_sector_is_named_and_the_rest_is_read(pool: Pool) -> None:
                 raise MediumError(5, "bad sector")
             super().load(offset, target)
 
+        def address(self, extent: Extent) -> int:
+            raise MediumError(5, "bad sector: not to be read through an address")
+
     bad = Bad(pool.medium.size)
     OPENED.append(bad)
     data = bytearray(pool.medium.size)
