@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ hypothesis.settings.register_profile(
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell ignores Ctrl-C for what it runs behind, and processes inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     asked_for_long = config.getoption("markexpr") == "long"
     hypothesis.settings.load_profile("long" if asked_for_long else "quick")
 

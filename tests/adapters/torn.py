@@ -36,6 +36,8 @@ class _Before:
 
     def fail(self, error: BaseException) -> None: ...
 
+    def hurry(self) -> None: ...
+
 
 def _sleep() -> None:
     time.sleep(PAUSE_S)

@@ -34,7 +34,7 @@ from portus.media.local import LocalFiles
 from portus.media.warm import warm
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
-from portus.pipeline.queue import Queue
+from portus.pipeline.queue import Place, Queue
 from portus.pipeline.run import Policy, Save
 from portus.spec import VersionInfo
 
@@ -141,26 +141,24 @@ class Checkpointer:
         self._check_usable()
         self._report()
         step = _checked_step(step)
-        admitted = self._queue.admit(None if synchronous else self._fence_timeout)
-        queue_s = time.perf_counter() - start
-        if not admitted:
-            return SaveHandle(self._refuse(step, queue_s))
-        save: Save | None = None
+        place, job = Place(), _Job(self)
         try:
+            admitted = self._queue.admit(place, None if synchronous else self._fence_timeout)
+            queue_s = time.perf_counter() - start
+            if not admitted:
+                return SaveHandle(self._refuse(step, queue_s))
             flat = self._snapshots.flatten(state)
-            save = self._begin(flat, step, _absolute(reference), synchronous)
+            save = self._begin(job, flat, step, _absolute(reference), synchronous)
             save.stats.queue_s = queue_s
-            job = _Job(self, save)
+            if save.over:
+                self._queue.dismiss(place)
+                self._note_failed(save)
+            else:
+                self._queue.put(job, place)
         except BaseException as error:  # Ctrl-C too: what nobody runs, nobody may wait for
-            if save is not None:
-                save.fail(error)
-            self._queue.dismiss()
+            if self._queue.dismiss(place):
+                job.give_up(error)
             raise
-        if save.over:
-            self._queue.dismiss()
-            self._note_failed(save)
-        else:
-            self._queue.put(job, is_save=True)
         self._last = save
         if synchronous:
             self._queue.drain()
@@ -316,8 +314,11 @@ class Checkpointer:
 
     # Saving.
 
-    def _begin(self, flat: FlatState, step: int, path: str | None, synchronous: bool) -> Save:
-        """Plan a save, and copy what may not wait. A medium that refuses is kept in the save."""
+    def _begin(
+        self, job: _Job, flat: FlatState, step: int, path: str | None, synchronous: bool
+    ) -> Save:
+        """Plan the save of ``job``, and copy what may not wait. A medium that refuses is kept in
+        the save; after any other error, or Ctrl-C, ``job`` has to be given up."""
         writer, keeper = self._open_or_create()
         snapshot = self._snapshots.take(
             flat, step, synchronous=synchronous, unchanged=self._nothing_stepped()
@@ -334,7 +335,7 @@ class Checkpointer:
             ),
             guilty=self._snapshots.accuse,
         )
-        save = Save(snapshot, writer, lambda: self._before, policy)
+        save = job.save = Save(snapshot, writer, lambda: self._before, policy)
         try:
             self._check_room(writer, snapshot)
             save.copy_now()
@@ -343,9 +344,6 @@ class Checkpointer:
             self._fence.guard(save)
         except MediumError as error:
             save.fail(error)
-        except BaseException as error:  # Ctrl-C too: no reservation and no fence is left behind
-            save.fail(error)
-            raise
         return save
 
     def _check_room(self, writer: PoolWriter, snapshot: Snapshot) -> None:
@@ -491,41 +489,61 @@ class Checkpointer:
 
 
 class _Job:
-    """A save in the queue."""
+    """A save in the queue, from before it is planned."""
 
-    def __init__(self, owner: Checkpointer, save: Save) -> None:
+    def __init__(self, owner: Checkpointer) -> None:
         self._owner: Final = owner
-        self._save: Final = save
+        self.save: Save | None = None
 
     def run(self) -> None:
-        self._save.run()
-        self._owner._after(self._save)
+        assert self.save is not None
+        self.save.run()
+        self._owner._after(self.save)
 
     def fail(self, error: BaseException) -> None:
-        if not self._save.over:
-            self._save.fail(error)
-            self._owner._note_failed(self._save)
+        if self.save is not None and not self.save.over:
+            self.save.fail(error)
+            self._owner._note_failed(self.save)
+
+    def hurry(self) -> None:
+        if self.save is not None:
+            self.save.hurry()
+
+    def give_up(self, error: BaseException) -> None:
+        """No reservation and no fence is left behind; whoever called hears of it at once."""
+        if self.save is not None:
+            self.save.fail(error)
 
 
-class _Preparation:
+class _Chore:
+    """Work that leaves nothing to end, and for which nobody waits."""
+
+    def __init__(self, owner: Checkpointer) -> None:
+        self._owner: Final = owner
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing to end."""
+
+    def hurry(self) -> None:
+        """It takes no longer than it must."""
+
+
+class _Preparation(_Chore):
     """Room for the first saves, made in the background."""
 
     def __init__(self, owner: Checkpointer, size: int) -> None:
-        self._owner: Final = owner
+        super().__init__(owner)
         self._size: Final = size
 
     def run(self) -> None:
         self._owner._make_room(self._owner._versions_to_come() * (self._size + _RECORDS))
 
-    def fail(self, error: BaseException) -> None:
-        """Nothing to end."""
 
-
-class _Removal:
+class _Removal(_Chore):
     """A removal in the queue."""
 
     def __init__(self, owner: Checkpointer, path: str) -> None:
-        self._owner: Final = owner
+        super().__init__(owner)
         self._path: Final = path
 
     def run(self) -> None:
@@ -535,9 +553,6 @@ class _Removal:
             keeper.remove(self._path)
         except PortusError as error:
             _log.warning("portus: %s was not removed: %s", self._path, error)
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing to end."""
 
 
 _OPEN: Final[weakref.WeakSet[Checkpointer]] = weakref.WeakSet()

@@ -22,75 +22,91 @@ _log: Final = logging.getLogger("portus")
 
 
 class Work(Protocol):
-    """A save, a removal. ``run`` keeps its own errors; ``fail`` ends it when ``run`` did not."""
+    """A save, a removal. ``run`` keeps its own errors; ``fail`` ends it when ``run`` did not;
+    ``hurry`` is told that somebody waits for it, before or while it runs."""
 
     def run(self) -> None: ...
 
     def fail(self, error: BaseException) -> None: ...
 
+    def hurry(self) -> None: ...
+
+
+class Place:
+    """A place for one save. Given back by the worker once its work is over, or by ``dismiss``."""
+
 
 class Queue:
-    """Runs work one after another on a thread of its own."""
+    """Runs work one after another on a thread of its own.
+
+    Ctrl-C may come out of any call. Then work is either put, and will run, or it is not; places
+    are objects, not a count, so that giving one back twice or too early does no harm. The lock is
+    entered by itself: ``with`` on a ``Condition`` may be left holding it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name: Final = name
-        self._changed: Final = threading.Condition()
-        self._waiting: deque[tuple[Work, bool]] = deque()
-        self._saves = 0
-        self._busy = False
+        self._lock: Final = threading.RLock()
+        self._changed: Final = threading.Condition(self._lock)
+        self._waiting: deque[tuple[Work, Place | None]] = deque()
+        self._places: set[Place] = set()
+        self._running: Work | None = None
+        self._running_on: Place | None = None
+        self._running_by: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
 
-    def admit(self, timeout_s: float | None = None) -> bool:
+    def admit(self, place: Place, timeout_s: float | None = None) -> bool:
         """Take one of the places for saves; waits for one. False if time ran out."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._saves < SAVES_MAX, timeout_s):
+        with self._lock:
+            if len(self._places) >= SAVES_MAX:
+                self._hurry(1)
+            if not self._changed.wait_for(lambda: len(self._places) < SAVES_MAX, timeout_s):
                 return False
-            self._saves += 1
+            self._places.add(place)
             return True
 
-    def dismiss(self) -> None:
-        """Give the place back: the save was not put after all."""
-        with self._changed:
-            self._saves -= 1
+    def dismiss(self, place: Place) -> bool:
+        """Give the place back, if it was taken. False if work was put on it: that will run."""
+        with self._lock:
+            if any(own is place for _, own in self._waiting) or place is self._running_on:
+                return False
+            self._places.discard(place)
             self._changed.notify_all()
+            return True
 
-    def put(self, work: Work, *, is_save: bool = False) -> None:
-        """Run ``work`` after all that was put before. A save must have been admitted.
+    def put(self, work: Work, place: Place | None = None) -> None:
+        """Run ``work`` after all that was put before. ``place``: what a save was admitted to.
 
         Returns at once; but where no thread can be started any more (the interpreter is ending)
         it runs everything here.
         """
-        with self._changed:
-            self._waiting.append((work, is_save))
+        with self._lock:
+            self._waiting.append((work, place))
             self._changed.notify_all()
-            if self._thread is not None and self._thread.is_alive():
-                return
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            thread = self._thread
-        try:
-            thread.start()
-        except RuntimeError:
-            self._thread = None
-            self._work()
+        self._see_to_it()
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to do; False if time ran out."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout_s)
+        self._see_to_it()
+        with self._lock:
+            self._hurry()
+            return self._changed.wait_for(self.idle, timeout_s)
 
     def has_more(self) -> bool:
         """True if something waits behind what runs now, or a save is about to."""
-        return bool(self._waiting) or self._saves > 1
+        return bool(self._waiting) or len(self._places) > 1
 
     def idle(self) -> bool:
         """True if nothing is left to do."""
-        with self._changed:
-            return not self._waiting and not self._busy
+        with self._lock:
+            return not self._waiting and self._running is None
 
     def close(self) -> None:
         """Finish what was put, and end the thread. Says every ten seconds that it waits."""
-        with self._changed:
+        self._see_to_it()
+        with self._lock:
+            self._hurry()
             self._closing = True
             self._changed.notify_all()
             thread = self._thread
@@ -104,8 +120,31 @@ class Queue:
                 _log.warning("%s: still finishing saves after %.0f s", self._name, waited)
 
     def on_worker(self) -> bool:
-        """True in the worker's own thread."""
-        return threading.current_thread() is self._thread
+        """True in the thread that works now."""
+        return threading.current_thread() in (self._thread, self._running_by)
+
+    def _see_to_it(self) -> None:
+        """Have a thread if there is work for it. Ctrl-C may have come before one was started."""
+        with self._lock:
+            alive = self._thread is not None and self._thread.is_alive()
+            if alive or not self._waiting or self.on_worker():
+                return
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread = thread
+            try:
+                thread.start()
+                return
+            except RuntimeError:
+                self._thread = None
+        self._work()
+
+    def _hurry(self, first: int | None = None) -> None:
+        """Tell work that somebody waits for it: the ``first`` so many, all by default."""
+        asked = [work for work, _ in self._waiting]
+        if self._running is not None:
+            asked.insert(0, self._running)
+        for work in asked[:first]:
+            work.hurry()
 
     def _work(self) -> None:
         try:
@@ -115,7 +154,7 @@ class Queue:
             self._give_up(error)
             raise
 
-    def _run(self, work: Work, is_save: bool) -> None:
+    def _run(self, work: Work, place: Place | None) -> None:
         error: BaseException = RuntimeError("the worker thread ended")
         try:
             work.run()
@@ -125,29 +164,35 @@ class Queue:
                 raise
         finally:
             work.fail(error)  # changes nothing if it is over already
-            with self._changed:
-                self._busy = False
-                self._saves -= is_save
-                self._changed.notify_all()
+            with self._lock:
+                self._end(place)
+
+    def _end(self, place: Place | None) -> None:
+        self._running = self._running_on = self._running_by = None
+        if place is not None:
+            self._places.discard(place)
+        self._changed.notify_all()
 
     def _give_up(self, error: BaseException) -> None:
         """The thread is dying: nothing that waits for it may wait for ever."""
-        with self._changed:
+        with self._lock:
             left, self._waiting = self._waiting, deque()
-            self._saves -= sum(is_save for _, is_save in left)
             self._thread = None
-            self._busy = False
-            self._changed.notify_all()
+            for _, place in left:
+                self._end(place)
         for work, _ in left:
             work.fail(error)
 
-    def _next(self) -> tuple[Work, bool] | None:
-        with self._changed:
+    def _next(self) -> tuple[Work, Place | None] | None:
+        """The next work; None ends the thread. Never while other work runs."""
+        with self._lock:
             if threading.current_thread() is self._thread:
                 self._changed.wait_for(lambda: bool(self._waiting) or self._closing, _IDLE_S)
+            self._changed.wait_for(lambda: self._running is None)
             if not self._waiting:
                 if threading.current_thread() is self._thread:
                     self._thread = None
                 return None
-            self._busy = True
-            return self._waiting.popleft()
+            self._running, self._running_on = self._waiting.popleft()
+            self._running_by = threading.current_thread()
+            return self._running, self._running_on

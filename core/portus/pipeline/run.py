@@ -111,8 +111,9 @@ class Save:
         self._writer: Final = writer
         self._before: Final = before
         self._policy: Final = policy
-        self._changed: Final = threading.Condition()
-        self._stop: Final = Stop()
+        self._lock: Final = threading.RLock()
+        self._changed: Final = threading.Condition(self._lock)
+        self._stop: Final = Stop(awaited=False)
         self._stage = Stage.PLANNED
         self._reading = False
         self._error: PortusError | None = None
@@ -132,12 +133,15 @@ class Save:
         late = self._snapshot.late
         if self._comparable() is not None:
             self._steady = np.zeros(len(late), np.bool_)
+        self._stop.awaited = True
         try:
             self._edges = self._hash_edges()
             self._copy(np.flatnonzero(~late))
         except BaseException as error:
             self.fail(error)
             raise
+        finally:
+            self._stop.awaited = False
 
     # The worker's thread.
 
@@ -157,7 +161,7 @@ class Save:
 
     def fail(self, error: BaseException) -> None:
         """The save is over, without a version. Changes nothing if it was over before."""
-        with self._changed:
+        with self._lock:
             if self._stage < Stage.COMMITTED:
                 self._stage = Stage.FAILED
                 self._error = error if isinstance(error, PortusError) else _unexpected(error)
@@ -165,6 +169,10 @@ class Save:
         self._let_go()
 
     # Any thread.
+
+    def hurry(self) -> None:
+        """From now on somebody waits: it may take a second processor from the training."""
+        self._stop.awaited = True
 
     def release(self, timeout_s: float) -> bool:
         """Wait until the sources may change; False if time ran out and the save was given up."""
@@ -175,7 +183,8 @@ class Save:
             self._stats.fence_s += time.perf_counter() - start
 
     def _released(self, timeout_s: float) -> bool:
-        with self._changed:
+        with self._lock:
+            self.hurry()
             if self._changed.wait_for(lambda: self._stage >= Stage.COPIED, timeout_s):
                 return True
             self._stage = Stage.FAILED
@@ -209,7 +218,9 @@ class Save:
 
     def result(self, timeout_s: float | None) -> VersionInfo:
         """See ``SaveHandle.wait``."""
-        with self._changed:
+        with self._lock:
+            if timeout_s != 0:
+                self.hurry()
             if not self._changed.wait_for(lambda: self.over, timeout_s):
                 raise TimeoutError(
                     f"save of step {self._snapshot.step}: not durable within {timeout_s:g} s"
@@ -421,7 +432,7 @@ class Save:
         self._stats.total_s = time.perf_counter() - self._born
         self._let_go()
         self._policy.committed(Before(record, snapshot.layout, snapshot.tree), self._steady)
-        with self._changed:
+        with self._lock:
             self._info = record.info
             self._stage = Stage.COMMITTED
             self._changed.notify_all()
@@ -436,7 +447,7 @@ class Save:
         return pointer if alive else None
 
     def _advance(self, stage: Stage) -> None:
-        with self._changed:
+        with self._lock:
             if self._stage is Stage.FAILED:
                 raise self._error or AbandonedError("given up")
             self._stage = stage
@@ -446,7 +457,7 @@ class Save:
             self._changed.notify_all()
 
     def _stop_reading(self) -> None:
-        with self._changed:
+        with self._lock:
             self._reading = False
             self._changed.notify_all()
 

@@ -36,10 +36,12 @@ class Stop:
     """Asks a running call to end, from any thread, and tells how far it is.
 
     It may be given to several calls; ``done`` then counts the bytes of all of them.
+    ``awaited``: somebody waits for the call, so it may take a second thread; it may be set and
+    cleared while the call runs.
     """
 
-    def __init__(self) -> None:
-        self._shared = (ctypes.c_int64 * 2)()
+    def __init__(self, *, awaited: bool = True) -> None:
+        self._shared = (ctypes.c_int64 * 3)(0, 0, awaited)
         self._lock = threading.Lock()
 
     def set(self) -> None:
@@ -56,6 +58,15 @@ class Stop:
             raise StoppedError(f"stopped by request after {self.done} bytes")
 
     @property
+    def awaited(self) -> bool:
+        """True if somebody waits for the call."""
+        return self._shared[2] != 0
+
+    @awaited.setter
+    def awaited(self, awaited: bool) -> None:
+        self._shared[2] = awaited
+
+    @property
     def done(self) -> int:
         """Bytes that were copied, hashed or compared so far."""
         return self._shared[1]
@@ -67,7 +78,8 @@ class Stop:
 
     @property
     def shared(self) -> int:
-        """The address of two int64, (asked, bytes done), for a helper that looks by itself."""
+        """The address of three int64, (asked, bytes done, awaited), for a helper that looks by
+        itself."""
         return ctypes.addressof(self._shared)
 
 

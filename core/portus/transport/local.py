@@ -58,7 +58,7 @@ BATCH: Final = 128 << 20
 """Bytes for one call of an engine, at most (one unit at least); then write-back may begin."""
 
 PIECE: Final = 4 << 20
-"""Bytes that pure Python copies, and then hashes, in one step. Smaller pieces stay warmer, but each
+"""Bytes that pure Python hashes, and then copies, in one step. Smaller pieces stay warmer, but each
 step takes Python's lock from the training."""
 
 SCRATCH: Final = 4 << 20
@@ -102,9 +102,9 @@ class PurePython:
                 for start in range(0, length, PIECE):
                     stop.check()
                     step = min(PIECE, length - start)
+                    hasher.update(_view(source_start + start, step))
                     if target is not None:
                         ctypes.memmove(target_start + start, source_start + start, step)
-                    hasher.update(_view(source_start + start, step))
                     stop.add(step)
             digests[row] = np.frombuffer(hasher.digest(), np.uint8)
 
@@ -134,8 +134,8 @@ def copy(
 ) -> Digests:
     """Copy ``sources`` into their extents of ``medium``, and return their digests.
 
-    The bytes count as stored, not as persisted. Blocks; the helper takes a second thread for big
-    totals, at a low priority. Raises ``StoppedError``, and what the medium raises. ``engine`` is
+    The bytes count as stored, not as persisted. Blocks; while ``stop.awaited``, the helper takes
+    a second thread for big totals, at a low priority. Raises ``StoppedError``, and what the medium raises. ``engine`` is
     for tests; by default the best there is.
     """
     segments, digests = cut(_columns(sources).require(addresses=True, extents=True))

@@ -4,12 +4,14 @@
    already, so both sides compute with the same code. Built by core/build_native.py; loaded,
    checked and described by native.py.
 
-   A piece is copied first and hashed right after, from the source, which the copy has brought
-   into the cache. The copy goes around the cache (non-temporal stores), so that the target is not
-   read before it is written, and the source stays warm.
+   A piece is hashed first and copied right after, from the cache, into which the hash has brought
+   it. So what an unknown writer changes in between is not what was hashed, and the audit, which
+   hashes the source once more, finds it. The copy goes around the cache (non-temporal stores):
+   the target is not read before it is written.
 
-   A long list is shared with a second thread. That one has a low priority: it is welcome to a
-   processor that idles, and should take none from the training. It never runs Python. */
+   While somebody waits for a long list, it is shared with a second thread. That one has a low
+   priority: it is welcome to a processor that idles, and should take none from the training,
+   which else shares the processors with one thread of ours. It never runs Python. */
 
 #include <pthread.h>
 #include <signal.h>
@@ -20,7 +22,7 @@
 #include <emmintrin.h>
 #endif
 
-#define ABI 3           /* grows with every change of a signature or a struct below */
+#define ABI 4           /* grows with every change of a signature or a struct below */
 #define LINE 64         /* bytes of a line of the cache */
 #define STREAM_MIN 1024 /* bytes from which going around the cache pays */
 #define GRAIN (1 << 20) /* bytes that a thread takes at a time, or else one unit */
@@ -42,12 +44,17 @@ struct hash { /* in the order of native.py */
 struct shared { /* the memory of a Stop */
     int64_t asked;
     int64_t done;
+    int64_t awaited;
 };
 
 int64_t portus_abi(void) { return ABI; }
 
 static int asked(const struct shared *shared) {
     return __atomic_load_n(&shared->asked, __ATOMIC_RELAXED) != 0;
+}
+
+static int awaited(const struct shared *shared) {
+    return __atomic_load_n(&shared->awaited, __ATOMIC_RELAXED) != 0;
 }
 
 static void count(struct shared *shared, int64_t length) {
@@ -132,11 +139,11 @@ static int move_segment(const struct list *list, int64_t i, void *state) {
     for (int64_t left = list->length[i], step; left; left -= step) {
         if (asked(list->shared)) return 0;
         step = left < list->piece ? left : list->piece;
+        list->hash->update(state, source, (size_t)step);
         if (target) {
             copy(target, source, (size_t)step);
             target += step;
         }
-        list->hash->update(state, source, (size_t)step);
         source += step;
         count(list->shared, step);
     }
@@ -147,19 +154,28 @@ static int move_segment(const struct list *list, int64_t i, void *state) {
 static void move_piece(const struct list *list, int64_t i) {
     const char *source = (const char *)(intptr_t)list->source[i];
     size_t length = (size_t)list->length[i];
-    if (list->target) copy((char *)(intptr_t)list->target[i], source, length);
     put_canonical(list->digests + 16 * list->row[i], list->hash->once(source, length));
+    if (list->target) copy((char *)(intptr_t)list->target[i], source, length);
     count(list->shared, list->length[i]);
 }
 
-static void work(struct list *list) {
+static int start_behind(pthread_t *thread, struct list *list);
+
+/* Works until the list is given out. `second`: the thread to start once somebody waits; null: none,
+   or it was started. Returns 1 if it was. */
+static int work(struct list *list, pthread_t *second) {
     int64_t i = 0, end = 0;
     void *state = list->hash->create();
     if (!state) {
         __atomic_store_n(&list->failed, 1, __ATOMIC_RELAXED);
-        return;
+        return 0;
     }
+    int started = 0;
     while (!asked(list->shared)) {
+        if (second && awaited(list->shared)) {
+            started = start_behind(second, list);
+            second = NULL;
+        }
         if (i == end && (i = take(list, &end)) == end) break;
         int first = i == 0 || list->row[i - 1] != list->row[i];
         int last = i + 1 == list->segments || list->row[i + 1] != list->row[i];
@@ -174,11 +190,12 @@ static void work(struct list *list) {
     }
     list->hash->destroy(state);
     fence();
+    return started;
 }
 
 static void *work_behind(void *list) {
     setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + NICENESS); /* 0: this thread */
-    work(list);
+    work(list, NULL);
     return NULL;
 }
 
@@ -192,15 +209,14 @@ static int start_behind(pthread_t *thread, struct list *list) {
 }
 
 /* Hashes segments, and copies each to its address in `target` (null: does not). Returns 0; 1 if
-   asked to stop before the end; -1 without memory. */
+   asked to stop before the end; -1 without memory. `threads`: the most that it may use. */
 int64_t portus_move(const struct hash *hash, int64_t segments, const int64_t *source,
                     const int64_t *target, const int64_t *length, const int64_t *row,
                     int64_t piece, int64_t threads, uint8_t *digests, struct shared *shared) {
     struct list list = {hash,  segments, source,  target, length, row,
                         piece, digests,  shared, 0,      0};
     pthread_t second;
-    int started = threads > 1 && start_behind(&second, &list);
-    work(&list);
+    int started = work(&list, threads > 1 ? &second : NULL);
     if (started) pthread_join(second, NULL);
     if (list.failed) return -1;
     return asked(shared);

@@ -21,11 +21,11 @@ from portus.transport.base import Column, Digests, Segments, Stop
 
 PATH: Final = os.path.join(os.path.dirname(__file__), "_native.so")
 
-ABI: Final = 3
+ABI: Final = 4
 """The same number as in ``native.c``."""
 
 PIECE: Final = 128 << 10
-"""Bytes that are copied and then hashed while the cache still holds them."""
+"""Bytes that are hashed and then copied while the cache still holds them."""
 
 SECOND_THREAD_MIN: Final = 32 << 20
 """Bytes from which a second thread is worth its start."""

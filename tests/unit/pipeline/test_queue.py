@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from portus.pipeline.queue import SAVES_MAX, Queue
+from portus.pipeline.queue import SAVES_MAX, Place, Queue
 
 
 class _Work:
@@ -13,6 +13,7 @@ class _Work:
         self._act = act
         self.ran = threading.Event()
         self.ended: list[BaseException] = []
+        self.hurried = False
 
     def run(self) -> None:
         self._act()
@@ -21,6 +22,9 @@ class _Work:
     def fail(self, error: BaseException) -> None:
         if not self.ran.is_set():
             self.ended.append(error)
+
+    def hurry(self) -> None:
+        self.hurried = True
 
 
 def test_work_runs_in_the_order_it_was_put() -> None:
@@ -34,13 +38,69 @@ def test_work_runs_in_the_order_it_was_put() -> None:
 def test_a_third_save_waits_for_a_place() -> None:
     queue, gate = Queue("portus-test"), threading.Event()
     for _ in range(SAVES_MAX):
-        assert queue.admit(0.05)
-        queue.put(_Work(gate.wait), is_save=True)  # type: ignore[arg-type]
+        place = Place()
+        assert queue.admit(place, 0.05)
+        queue.put(_Work(gate.wait), place)  # type: ignore[arg-type]
     threading.Timer(0.2, gate.set).start()
-    assert not queue.admit(0.05)
-    assert queue.admit()
+    third = Place()
+    assert not queue.admit(third, 0.05)
+    assert queue.admit(third)
     assert gate.is_set()
-    queue.dismiss()
+    assert queue.dismiss(third)
+    queue.close()
+
+
+def test_a_place_is_given_back_once_and_not_while_work_is_on_it() -> None:
+    queue, gate = Queue("portus-test"), threading.Event()
+    places = [Place(), Place()]
+    works = [_Work(gate.wait), _Work()]  # type: ignore[arg-type]
+    assert queue.dismiss(places[0]), "it was never taken"
+    for place, work in zip(places, works, strict=True):
+        assert queue.admit(place, 0)
+        queue.put(work, place)
+    assert not any(queue.dismiss(place) for place in places)
+    assert not queue.admit(Place(), 0.01)
+    gate.set()
+    assert queue.drain(5)
+    assert all(queue.dismiss(place) for place in places)
+    for _ in range(SAVES_MAX):
+        assert queue.admit(Place(), 0)
+    assert not queue.admit(Place(), 0), "no place more than there were"
+    queue.close()
+
+
+def test_whoever_waits_hurries_what_is_before_him() -> None:
+    queue, gate = Queue("portus-test"), threading.Event()
+    first, second, third = (_Work(gate.wait) for _ in range(3))  # type: ignore[arg-type]
+    for work in (first, second):
+        place = Place()
+        queue.admit(place)
+        queue.put(work, place)
+    assert not first.hurried
+    assert not queue.admit(Place(), 0.01)
+    assert (first.hurried, second.hurried) == (True, False)
+    queue.put(third)
+    assert not queue.drain(0.01)
+    assert second.hurried
+    assert third.hurried
+    gate.set()
+    queue.close()
+
+
+@pytest.mark.parametrize("wait", ["drain", "close"])
+def test_work_put_when_ctrl_c_kept_its_thread_from_starting_still_runs(
+    monkeypatch: pytest.MonkeyPatch, wait: str
+) -> None:
+    queue, work = Queue("portus-test"), _Work()
+
+    def ctrl_c(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", ctrl_c)
+        queue.put(work)
+    getattr(queue, wait)()
+    assert work.ran.is_set()
     queue.close()
 
 
@@ -67,17 +127,19 @@ def test_a_dying_thread_ends_everything_that_waits_for_it_and_the_next_work_runs
         raise SystemExit
 
     dead, waiting = _Work(die), _Work()
-    queue.admit()
-    queue.put(dead, is_save=True)
-    queue.admit()
-    queue.put(waiting, is_save=True)
+    for work in (dead, waiting):
+        place = Place()
+        queue.admit(place)
+        queue.put(work, place)
     gate.set()
     assert queue.drain(5)
     assert isinstance(dead.ended[0], SystemExit)
     assert isinstance(waiting.ended[0], SystemExit)
     after = _Work()
-    assert queue.admit(1), "both places are free again"
-    queue.put(after, is_save=True)
+    for _ in range(SAVES_MAX):
+        place = Place()
+        assert queue.admit(place, 1), "both places are free again"
+    queue.put(after, place)
     queue.close()
     assert after.ran.is_set()
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from portus.transport import native
+from portus.transport.base import Segments, Stop, StoppedError
 from portus.transport.local import PurePython, best_engine
 
 Compile = Callable[[str], Path]
@@ -133,3 +139,48 @@ def test_a_source_archive_is_left_alone(build: ModuleType, elsewhere: Path) -> N
     target.initialize("standard")
     assert target.data == {"pure_python": True, "force_include": {}}
     assert not elsewhere.exists()
+
+
+def _threads() -> int:
+    """Python's and others."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def _soon(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of /proc")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: no second thread")
+def test_a_second_thread_comes_once_somebody_waits() -> None:
+    helper = native.helper()
+    if helper is None:
+        pytest.skip("no helper")
+    memory = np.zeros(16 << 30, np.uint8)  # never touched: it takes no memory
+    starts = np.arange(0, len(memory), 1 << 20)
+    segments = Segments(
+        address=memory.ctypes.data + starts,
+        offset=starts,
+        length=np.full(len(starts), 1 << 20),
+        row=np.arange(len(starts)),
+    )
+    stop = Stop(awaited=False)
+
+    def run() -> None:
+        with pytest.raises(StoppedError):
+            helper.move(segments, None, np.zeros((len(starts), 16), np.uint8), stop)
+
+    thread = threading.Thread(target=run)
+    before = _threads()
+    thread.start()
+    _soon(lambda: stop.done > 64 << 20)
+    alone = _threads()
+    stop.awaited = True
+    _soon(lambda: _threads() == before + 2)
+    stop.set()
+    thread.join()
+    assert alone == before + 1
+    assert _threads() == before
