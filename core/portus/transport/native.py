@@ -24,7 +24,7 @@ PATH: Final = os.path.join(os.path.dirname(__file__), "_native.so")
 ABI: Final = 4
 """The same number as in ``native.c``."""
 
-PIECE: Final = 128 << 10
+PIECE: Final = 256 << 10
 """Bytes that are hashed and then copied while the cache still holds them."""
 
 SECOND_THREAD_MIN: Final = 32 << 20
