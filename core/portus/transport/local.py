@@ -135,8 +135,8 @@ def copy(
     """Copy ``sources`` into their extents of ``medium``, and return their digests.
 
     The bytes count as stored, not as persisted. Blocks; while ``stop.awaited``, the helper takes
-    a second thread for big totals, at a low priority. Raises ``StoppedError``, and what the medium raises. ``engine`` is
-    for tests; by default the best there is.
+    a second thread for big totals, at a low priority. Raises ``StoppedError``, and what the
+    medium raises. ``engine`` is for tests; by default the best there is.
     """
     segments, digests = cut(_columns(sources).require(addresses=True, extents=True))
     call = _Call(medium, engine or best_engine(), digests, stop)

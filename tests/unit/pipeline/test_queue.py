@@ -96,9 +96,10 @@ def test_work_put_when_ctrl_c_kept_its_thread_from_starting_still_runs(
     def ctrl_c(thread: threading.Thread) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", ctrl_c)
-        queue.put(work)
+        with pytest.raises(KeyboardInterrupt):
+            queue.put(work)
     getattr(queue, wait)()
     assert work.ran.is_set()
     queue.close()

@@ -1,0 +1,201 @@
+"""A Trainer meets what goes wrong on real machines: it is said, and older versions load (V8)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+import portus
+from portus.client.checkpointer import Checkpointer
+from portus.errors import BusyError, CorruptionError, MediumError, PortusError
+from portus.index import roots
+from portus.index.directory import create_pool
+from portus.media.local import LocalFiles
+from portus_lightning import PortusIO
+from tests.adapters.tiny import BATCHES, NO_FUSS, Net, every_step, loader, trainer
+
+pytestmark = NO_FUSS
+
+MOUNT_BYTES = 24 << 20
+WIDTH = 80_000
+"""Of the network: about 7 MiB with the state of its optimizer."""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of ``MOUNT_BYTES``."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if os.geteuid() != 0 or _mount("-t", "tmpfs", "-o", f"size={MOUNT_BYTES}", "test", str(place)):
+        pytest.skip("only root can mount a file system")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def _mount(*arguments: str) -> int:
+    return subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode
+
+
+class FillsUp(Callback):
+    """Takes all the space there is after a step; then it is as full as a disk gets."""
+
+    def __init__(self, place: Path, step: int) -> None:
+        self._place, self._step = place, step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            trainer.strategy.checkpoint_io.load_checkpoint(_newest(trainer))  # saves are over
+            with open(self._place / "other", "wb") as file:
+                try:
+                    while True:
+                        os.write(file.fileno(), bytes(64 << 10))
+                except OSError:
+                    pass
+
+
+def _newest(trainer: Trainer) -> str:
+    callback = trainer.checkpoint_callback
+    assert callback is not None
+    return str(getattr(callback, "_last_checkpoint_saved"))  # noqa: B009
+
+
+def fit(root: Path, pool: Path | str, *callbacks: Callback, **settings: Any) -> Net:
+    """Train for one epoch and save every step; the trained network."""
+    net = Net(WIDTH)
+    plugin = PortusIO(pool=pool, materialize="none", **settings)
+    made = trainer(root, plugin=plugin, callbacks=[*callbacks, every_step(root)])
+    made.fit(net, loader())
+    made.strategy.teardown()
+    return net
+
+
+def threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("portus")]
+
+
+def test_a_state_that_does_not_fit_is_said_at_the_first_save_and_training_goes_on(
+    tmp_path: Path, small: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (small / "full").write_bytes(bytes(MOUNT_BYTES - (6 << 20)))
+    with caplog.at_level(logging.WARNING, "portus"):
+        net = fit(tmp_path, small / "pool")
+    assert len(net.seen) == BATCHES
+    said = "\n".join(caplog.messages)
+    assert "a save failed; training goes on" in said
+    assert "and the pool needs room for" in said
+    assert "No space left on device" in said
+    assert not threads()
+
+
+def test_a_tmpfs_that_fills_up_in_training_costs_the_saves_and_not_the_run(
+    tmp_path: Path, small: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "portus"):
+        net = fit(tmp_path, small / "pool", FillsUp(small, 2))
+    assert len(net.seen) == BATCHES
+    assert "training goes on" in "\n".join(caplog.messages)
+    loaded = []
+    for step in range(1, BATCHES + 1):
+        path = tmp_path / "ckpt" / f"step={step}.ckpt"
+        if path.exists():
+            try:
+                loaded.append(torch.load(path, weights_only=True)["global_step"])
+            except portus.PortusError:
+                continue
+    assert loaded[0] == 1
+    assert not threads()
+
+
+def test_a_failed_save_ends_the_training_if_asked_to(tmp_path: Path, small: Path) -> None:
+    (small / "full").write_bytes(bytes(MOUNT_BYTES - (6 << 20)))
+    with pytest.raises(MediumError, match="No space left on device"):
+        fit(tmp_path, small / "pool", on_error="raise")
+    assert not threads()
+
+
+def test_a_file_system_that_is_read_only_is_said_before_training(
+    tmp_path: Path, small: Path
+) -> None:
+    (small / "pool").mkdir()
+    assert _mount("-o", "remount,ro", str(small)) == 0
+    with pytest.raises(MediumError, match="Read-only file system"):
+        fit(tmp_path, small / "pool")
+    assert not threads()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A pool file with one version, and a reference file beside its directory."""
+    path = tmp_path / "pool" / "run.portus"
+    with Checkpointer(path) as checkpointer:
+        state = {"weight": torch.arange(300_000.0)}
+        checkpointer.save(state, 1, reference=tmp_path / "old.ckpt").wait()
+    return path
+
+
+def refused(tmp_path: Path, pool: Path, error: type[PortusError], *words: str) -> None:
+    """A training on the pool is refused, by these words, and leaves its bytes alone."""
+    before = pool.read_bytes()
+    with pytest.raises(error) as raised:
+        fit(tmp_path, pool)
+    for word in (str(pool), *words):
+        assert word in str(raised.value)
+    assert pool.read_bytes() == before
+    assert not threads()
+
+
+def test_a_truncated_pool_is_refused_and_its_references_say_so(tmp_path: Path, saved: Path) -> None:
+    os.truncate(saved, 700_000)
+    refused(tmp_path, saved, CorruptionError, "truncated")
+    with pytest.raises(CorruptionError, match="truncated"):
+        torch.load(tmp_path / "old.ckpt", weights_only=True)
+
+
+def test_a_pool_of_a_newer_format_is_refused_and_the_way_out_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "pool" / "run.portus"
+    with monkeypatch.context() as newer:
+        newer.setattr(roots, "FORMAT_VERSION", 2)
+        path.parent.mkdir()
+        create_pool(str(path), LocalFiles())
+    refused(tmp_path, path, portus.UsageError, "newer Portus", "Upgrade")
+
+
+def test_a_pool_that_another_training_holds_is_refused_by_name(tmp_path: Path, saved: Path) -> None:
+    program = f"""
+import sys, portus
+with portus.Checkpointer({str(saved)!r}):
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "open\n"
+        refused(tmp_path, saved, BusyError, f"pid {holder.pid}")
+        assert holder.stdin is not None
+        holder.stdin.close()
+
+
+def test_an_error_of_the_module_reaches_the_user_as_it_is(tmp_path: Path) -> None:
+    class Breaks(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        fit(tmp_path, tmp_path / "pool", Breaks())
+    assert not threads()
+    assert torch.load(tmp_path / "ckpt" / "step=2.ckpt", weights_only=True)["global_step"] == 2
