@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import logging
 import os
 import sys
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
 else:
     CheckpointIO = object  # stock.adopt makes it one, in whichever copy of Lightning is loaded
+
+Result = TypeVar("Result")
 
 _log: Final = logging.getLogger("portus_lightning")
 
@@ -193,7 +195,8 @@ class PortusIO(CheckpointIO):
     def make_room(self, directory: str, size: int) -> None:
         """Training starts, and checkpoints of about ``size`` bytes will go to ``directory``."""
         try:
-            self._open(os.path.join(directory, "checkpoint")).prepare(size)
+            path = os.path.join(directory, "checkpoint")
+            self._with_pool(path, lambda checkpointer: checkpointer.prepare(size))
         except portus.BusyError:
             raise
         except portus.PortusError as error:
@@ -257,17 +260,25 @@ class PortusIO(CheckpointIO):
         """Start the save; None if the pool cannot store it, and Lightning has saved it."""
         step = self._step_of(checkpoint)
         now = self._over or self.materialize == "all" or _is_last_chance(path)
+
+        def save(checkpointer: portus.Checkpointer) -> portus.SaveHandle | None:
+            try:
+                return checkpointer.save(checkpoint, step, reference=path, synchronous=now)
+            except portus.UsageError as error:
+                self._save_stock(checkpointer, checkpoint, path, error)
+                return None
+
+        return self._with_pool(path, save)
+
+    def _with_pool(self, path: str, use: Callable[[portus.Checkpointer], Result]) -> Result:
+        """``use`` the pool of the run that saves to ``path``. Where another run saves to the same
+        directory, that one has its pool file, and this one takes the next."""
         while True:
             try:
-                checkpointer = self._open(path)
-                try:
-                    return checkpointer.save(checkpoint, step, reference=path, synchronous=now)
-                except portus.UsageError as error:
-                    self._save_stock(checkpointer, checkpoint, path, error)
-                    return None
+                return use(self._open(path))
             except portus.BusyError:
-                # Another run saves to the same directory; it has its pool file, take the next.
-                if self._model is not None or self._number >= _WRITERS_MAX:
+                one_file = os.path.isfile(self._pool or os.environ.get("PORTUS_POOL") or "")
+                if one_file or self._model is not None or self._number >= _WRITERS_MAX:
                     raise
                 self._close()
                 self._number += 1
@@ -310,10 +321,6 @@ class PortusIO(CheckpointIO):
         place = shared or os.path.join(root, ".portus")
         name = self._model or _name(directory, root, is_shared=shared is not None)
         if self._number > 1:
-            if os.path.isfile(place):
-                raise portus.BusyError(
-                    errno.EAGAIN, f"{place}: another process saves to it; give a directory"
-                )
             name = f"{name}~{self._number}"
         return portus.Checkpointer(place, name, keep=1, **self._settings)
 

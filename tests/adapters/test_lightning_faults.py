@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -69,7 +70,7 @@ def _newest(trainer: Trainer) -> str:
     return str(getattr(callback, "_last_checkpoint_saved"))  # noqa: B009
 
 
-def fit(root: Path, pool: Path | str, *callbacks: Callback, **settings: Any) -> Net:
+def fit(root: Path, pool: Path | None, *callbacks: Callback, **settings: Any) -> Net:
     """Train for one epoch and save every step; the trained network."""
     net = Net(WIDTH)
     plugin = PortusIO(pool=pool, materialize="none", **settings)
@@ -172,10 +173,13 @@ def test_a_pool_of_a_newer_format_is_refused_and_the_way_out_is_said(
     refused(tmp_path, path, portus.UsageError, "newer Portus", "Upgrade")
 
 
-def test_a_pool_that_another_training_holds_is_refused_by_name(tmp_path: Path, saved: Path) -> None:
+@contextlib.contextmanager
+def held_by_another(pool: Path) -> Iterator[int]:
+    """The pool file is open for saving in another process; its pid."""
     program = f"""
-import sys, portus
-with portus.Checkpointer({str(saved)!r}):
+import sys, portus, torch
+with portus.Checkpointer({str(pool)!r}) as checkpointer:
+    checkpointer.save({{"x": torch.zeros(3)}}, 1).wait()
     print("open", flush=True)
     sys.stdin.read()
 """
@@ -183,10 +187,28 @@ with portus.Checkpointer({str(saved)!r}):
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout is not None
-        assert holder.stdout.readline() == "open\n"
-        refused(tmp_path, saved, BusyError, f"pid {holder.pid}")
         assert holder.stdin is not None
+        assert holder.stdout.readline() == "open\n"
+        yield holder.pid
         holder.stdin.close()
+        assert holder.wait(60) == 0
+
+
+def test_a_pool_that_another_training_holds_is_refused_by_name(tmp_path: Path, saved: Path) -> None:
+    with held_by_another(saved) as pid, pytest.raises(BusyError, match=f"pid {pid}"):
+        fit(tmp_path, saved)
+    assert not threads()
+
+
+def test_a_second_run_in_the_same_directory_gets_a_pool_file_of_its_own(tmp_path: Path) -> None:
+    pools = tmp_path / ".portus"
+    with held_by_another(pools / "ckpt.portus"):
+        net = fit(tmp_path, None)
+    assert len(net.seen) == BATCHES
+    assert sorted(each.name for each in pools.glob("*.portus")) == ["ckpt.portus", "ckpt~2.portus"]
+    with portus.open(pools) as view:
+        assert view.steps("ckpt~2") == list(range(1, BATCHES + 1))
+        assert view.steps("default") == [1]
 
 
 def test_an_error_of_the_module_reaches_the_user_as_it_is(tmp_path: Path) -> None:
