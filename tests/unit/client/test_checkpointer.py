@@ -268,7 +268,8 @@ def test_a_prepared_pool_takes_the_first_save_without_growing(pool: Path) -> Non
         checkpointer.wait()
         size = os.path.getsize(checkpointer.path)
         for step in range(3):
-            checkpointer.save({"x": torch.full((1 << 21,), float(step))}, step).wait()
+            checkpointer.save({"x": torch.full((1 << 21,), float(step))}, step)
+            checkpointer.wait()  # also for what is prepared for the next one
         assert os.path.getsize(checkpointer.path) == size
 
 
