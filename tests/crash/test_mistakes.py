@@ -338,12 +338,10 @@ class RetiredBeforeRemoved(CrashKeeper):
 
 
 class RemovalNotSynced(CrashKeeper):
-    """Versions go whose files may come back."""
+    """Versions go whose files may come back: a removed name is believed, whoever removed it."""
 
-    def deleted(self) -> set[int]:
-        keeper = CrashKeeper.__new__(CrashKeeper)
-        keeper.__dict__ = {**self.__dict__, "_files": unsynced(self._files)}
-        return keeper.deleted()
+    def _is_settled(self, directory: str) -> bool:
+        return True
 
 
 # --- they are found -------------------------------------------------------------------------
@@ -415,6 +413,9 @@ MISTAKES = {
     ),
     "a version goes while its file may come back": Mistake(
         keeping(RemovalNotSynced), (collect,), NOWHERE
+    ),
+    "a name that a killed process replaced is believed": Mistake(
+        keeping(RemovalNotSynced), (refer, save_one), NOWHERE
     ),
 }
 

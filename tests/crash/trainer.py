@@ -167,10 +167,12 @@ def lead(files: CrashFiles, path: str, pool: PoolReader | None) -> int | None:
         found = reference_files.state_of(reference, LINKS, files)
         assert found is ALIVE, f"{path} is there, and looks {found.value}"
         return steps[reference.token]
-    if reference.fallback is None:
-        return PENDING
-    assert reference.fallback in steps, f"{path} leads nowhere, and so does its fallback"
-    return steps[reference.fallback]
+    if reference.fallback in steps:
+        return steps[reference.fallback]
+    is_linked = files.status(f"{LINKS}/{reference.id}") is not None
+    # Without a durable link its version was never committed, and it holds nothing.
+    assert reference.fallback is None or not is_linked, f"{path} leads nowhere, fallback too"
+    return PENDING
 
 
 def read_reference(files: CrashFiles, path: str) -> Reference | None:
@@ -490,7 +492,9 @@ def collect(trainer: Trainer) -> None:
 
 
 def refer(trainer: Trainer) -> None:
-    """New reference files, one that is replaced, one that is removed."""
+    """New reference files, one that is replaced, one that is removed. Each has a version to fall
+    back to."""
+    trainer.save()
     last, best = f"{CHECKPOINTS}/last.ckpt", f"{CHECKPOINTS}/best.ckpt"
     for path in (last, best, last):
         trainer.save(path=path)
@@ -499,7 +503,7 @@ def refer(trainer: Trainer) -> None:
 
 def save_one(trainer: Trainer) -> None:
     """What a process does that follows another."""
-    trainer.save(keep=2)
+    trainer.save(keep=1)
 
 
 def process(

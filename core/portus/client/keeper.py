@@ -6,6 +6,7 @@ all deleted behind our back goes when its space is needed. Order of changes: see
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -22,6 +23,8 @@ from portus.index.directory import make_directory
 from portus.index.pool import PoolWriter
 from portus.media.local import LocalFiles
 from portus.spec import VersionInfo
+
+_log: Final = logging.getLogger("portus")
 
 
 def keeper_of(path: str, writer: PoolWriter) -> Keeper:
@@ -112,9 +115,6 @@ class Keeper:
     def deleted(self) -> set[int]:
         """Versions all of whose reference files were deleted, durably. Looks at every link."""
         alive, dead = self._read_links()
-        # A name that was removed and not synced is back after a power loss, and leads nowhere.
-        for directory in {os.path.dirname(reference.written_path) for reference in dead}:
-            files_of.settle_removals(directory, self._files)
         catalogue = self._writer.catalogue()
         gone = {reference.token for reference in dead} - _led_to(alive, catalogue)
         return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in gone}
@@ -125,8 +125,8 @@ class Keeper:
         found = files_of.links(self._directory, self._files)
         gone = unheld(found, self._writer.catalogue(), states)
         lost = [each.reference for each in found if each.state in states]
-        for directory in {os.path.dirname(reference.written_path) for reference in lost}:
-            files_of.settle_removals(directory, self._files)  # as in ``deleted``
+        for directory in set(map(_home, lost)):
+            files_of.settle_removals(directory, self._files)  # as in ``_read_links``
         self._writer.retire(gone)
         there = {entry.info.token.hex() for entry in self._writer.catalogue().entries()}
         for reference in lost:
@@ -165,7 +165,11 @@ class Keeper:
         return others[-1] if others else None
 
     def _read_links(self) -> tuple[list[Reference], list[Reference]]:
-        """Living and deleted references; links of versions long gone are removed."""
+        """Living and deleted references; links of versions long gone are removed.
+
+        Deleted is what survives power loss so: a name that was removed or replaced, by a process
+        that was killed or by a user, and not synced, comes back. Its version must be there then.
+        """
         tokens = {entry.info.token.hex() for entry in self._writer.catalogue().entries()}
         alive, dead = [], []
         for link in files_of.links(self._directory, self._files):
@@ -175,12 +179,29 @@ class Keeper:
                 dead.append(link.reference)
             else:
                 files_of.forget(link.reference, self._directory, self._files)
+        settled = {each: self._is_settled(each) for each in set(map(_home, dead))}
+        alive += [each for each in dead if not settled[_home(each)]]
+        dead = [each for each in dead if settled[_home(each)]]
         with self._guard:
             for each in alive:
                 self._known.setdefault(each.id, each)
             for each in dead:
                 self._known.pop(each.id, None)
         return alive, dead
+
+    def _is_settled(self, directory: str) -> bool:
+        """True once what was removed from ``directory`` stays removed."""
+        try:
+            files_of.settle_removals(directory, self._files)
+        except MediumError as error:
+            _log.warning("versions are kept whose files were deleted: %s", error)
+            return False
+        return True
+
+
+def _home(reference: Reference) -> str:
+    """The directory that the reference was written to."""
+    return os.path.dirname(reference.written_path)
 
 
 def unheld(links: Sequence[Link], catalogue: Catalogue, states: Collection[State]) -> set[int]:

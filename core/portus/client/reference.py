@@ -23,6 +23,8 @@ existing path  after the commit: ``place`` syncs the link before it replaces the
                ``settle``. A crash before leaves the old file, and the old version with it.
 removal        ``take_away`` (name removed, its directory synced), then the caller retires the
                version, and only then ``forget`` removes the link.
+deleted        by a user, or replaced by a process that was killed: the name may be gone in caches
+               only. So before its version counts as not held, its directory is synced.
 """
 
 from __future__ import annotations

@@ -182,16 +182,19 @@ class PoolWriter(PoolReader):
     def reserve(self, length: int, *, contiguous: bool = False) -> list[Extent]:
         """Free space for ``length`` bytes, held until ``release`` or a commit that reaches it.
 
-        Extents start and end on pages. May grow the pool, which blocks.
+        Extents start and end on pages. May grow the pool, which blocks. The last free pages are
+        left to records (``contiguous``), if there is any other way: with none, nothing could be
+        committed any more, not even that deleted versions give their space back.
         Raises ``MediumError`` (ENOSPC) when there is no room; nothing changes then.
         """
         pages = -(-length // PAGE)
-        extents = self._take(pages, contiguous)
+        wanted = _Wanted(pages, contiguous, 0 if contiguous or not pages else 1 + pages // 64)
+        extents = self._take(wanted)
         if extents is None:
             with self._committing:
-                extents = self._take(pages, contiguous)
+                extents = self._take(wanted)
                 if extents is None:
-                    extents = self._make_room(pages, contiguous)
+                    extents = self._make_room(wanted)
         return extents
 
     def hold(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> list[Extent]:
@@ -323,24 +326,33 @@ class PoolWriter(PoolReader):
         reached = merged([*self._reach.values(), *records, *self._held, *strange])
         return gaps(reached, DATA_START // PAGE, self.medium.size // PAGE)
 
-    def _take(self, pages: int, contiguous: bool) -> list[Extent] | None:
+    def _take(self, wanted: _Wanted) -> list[Extent] | None:
         with self._guard:
-            extents = choose(self._free_now(), pages)
-            if extents is None or (contiguous and len(extents) > 1):
+            free = self._free_now()
+            extents = choose(free, wanted.pages)
+            if extents is None or (wanted.contiguous and len(extents) > 1):
+                return None
+            if page_count(free) < wanted.pages + wanted.spare:
                 return None
             self._held.append(extents_runs(extents))
             return extents
 
-    def _make_room(self, pages: int, contiguous: bool) -> list[Extent]:
-        """Retired versions first, deleted ones next, growth last."""
+    def _make_room(self, wanted: _Wanted) -> list[Extent]:
+        """Retired versions first, deleted ones next, growth, and what was to be spared last."""
         for free_more in (self._settle, self._retire_deleted):
             if free_more():
-                extents = self._take(pages, contiguous)
+                extents = self._take(wanted)
                 if extents is not None:
                     return extents
-        self._grow(pages)
-        extents = self._take(pages, contiguous)
-        assert extents is not None, f"{pages} pages not found after growth"
+        try:
+            self._grow(wanted.pages + wanted.spare)
+        except MediumError:
+            extents = self._take(replace(wanted, spare=0))
+            if extents is None:
+                raise
+            return extents
+        extents = self._take(wanted)
+        assert extents is not None, f"{wanted} not found after growth"
         return extents
 
     def _settle(self) -> bool:
@@ -412,6 +424,15 @@ class PoolWriter(PoolReader):
             self._roots = [draft.catalogue, self._roots[0]]
             if draft.entry is not None and draft.record is not None:
                 self._reach[draft.entry.info.id] = version_runs(draft.entry, draft.record)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Free pages to be taken, as one extent or as several, and how many are to be left besides."""
+
+    pages: int
+    contiguous: bool
+    spare: int
 
 
 class _Draft:

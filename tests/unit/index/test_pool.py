@@ -173,6 +173,18 @@ def test_deleted_versions_go_only_when_their_space_is_needed() -> None:
     assert pool.catalogue().ids() == {second}
 
 
+def test_a_pool_that_data_fills_to_the_last_page_can_still_give_deleted_space_back() -> None:
+    pool = writer(DATA_START + (4 << 20), max_bytes=DATA_START + (4 << 20))
+    first = save(pool, [bytes(1 << 20)]).info.id
+    pool.deleted = lambda: [first]
+    pool.release(pool.reserve(pool.free_bytes()))  # not the last pages: it retires the first
+    assert pool.catalogue().ids() == set()
+    everything = pool.reserve(pool.free_bytes())  # no other way: then even these
+    assert pool.free_bytes() == 0
+    pool.release(everything)
+    save(pool, [b"more"])
+
+
 def test_a_damaged_newest_root_leads_to_the_one_before_and_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -125,7 +125,7 @@ def test_what_is_not_late_is_copied_before_the_call_returns() -> None:
 
 def test_storages_go_round_what_is_taken_in_fragments() -> None:
     bench = Bench(Memory(DATA_START + 256 * PAGE))
-    taken = [bench.pool.reserve(PAGE) for _ in range(256)]
+    taken = [bench.pool.reserve(PAGE, contiguous=True) for _ in range(256)]
     for index in range(0, 200, 2):
         bench.pool.release(taken[index])
     arrays = _arrays(1, (PAGE * 30, 100, PAGE * 20 + 5, 70_001))
