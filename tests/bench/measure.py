@@ -31,11 +31,12 @@ class Row:
     """One line of the table of ``docs/benchmarks.md``.
 
     ``ratio``: (this, that): the bar is about the median of this / that, taken round by round.
-    ``bar``: what it must be, ``at_most`` or at least. Without ``ratio``: the figure of ``this``.
+    ``bar``: what it must be, ``at_most`` or at least; None: it is only shown. Without ``ratio``:
+    the figure of ``this``.
     """
 
     name: str
-    bar: float
+    bar: float | None
     at_most: bool = True
     this: str = "portus"
     that: str | None = None
@@ -54,8 +55,10 @@ class Row:
 
     @property
     def met(self) -> bool:
-        """True if the median meets the bar."""
+        """True if the median meets the bar, or there is none."""
         median = self.value.median
+        if self.bar is None:
+            return True
         return median <= self.bar if self.at_most else median >= self.bar
 
     def run(self, contenders: dict[str, Run], rounds: int, warmups: int = 1) -> Row:

@@ -22,9 +22,10 @@ def line(row: Row) -> str:
         f"{name} {_median(values):.4g} {row.unit}" for name, values in row.figures.items()
     )
     spread = f"{value.median:.3g} ({value.least:.3g} to {value.most:.3g})"
-    verdict = "yes" if row.met else "NO"
+    bar = "" if row.bar is None else f"{sign} {row.bar:.3g}"
+    verdict = "" if row.bar is None else "yes" if row.met else "NO"
     note = f"; {row.note}" if row.note else ""
-    return f"| {row.name} | {sign} {row.bar:.3g} | {spread} | {verdict} | {figures}{note} |"
+    return f"| {row.name} | {bar} | {spread} | {verdict} | {figures}{note} |"
 
 
 HEAD = "| what | bar | median (least to most) | met | medians |\n|---|---|---|---|---|"
@@ -60,7 +61,7 @@ def write_picture(rows: list[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(15, 0.28 * len(rows) + 3))
-    plain = [row for row in rows if "growth" not in row.name]
+    plain = [row for row in rows if row.bar is not None]
     places = range(len(plain))
     left.barh(places, [_headroom(row) for row in plain],
               color=["tab:green" if row.met else "tab:red" for row in plain])  # fmt: skip
@@ -89,6 +90,7 @@ def write_picture(rows: list[Row], path: Path) -> None:
 
 def _headroom(row: Row) -> float:
     median = max(row.value.median, 1e-9)
+    assert row.bar is not None
     return row.bar / median if row.at_most else median / row.bar
 
 

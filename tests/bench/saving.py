@@ -82,7 +82,7 @@ def commit_rows(memory: Path, rounds: int) -> Iterator[Row]:
     for name, (count, mib) in PAPER_MODELS.items():
         for kind, factor in (("weights", 1), ("with Adam state", 3)):
             state = tensors(count * factor, mib * factor * MIB)
-            yield from _against_memcpy(memory, f"{name}, {kind}", max(3, rounds // 2), state, 1.6)
+            yield from _against_memcpy(memory, f"{name}, {kind}", rounds, state, 1.6)
     yield from _against_memcpy(
         memory, "10,000 tensors of 16 KiB", rounds, tensors_of(10_000, 16 << 10), 4.0
     )
@@ -98,7 +98,7 @@ def _against_memcpy(
     name: str,
     rounds: int,
     state: dict[str, torch.Tensor],
-    bar: float,
+    bar: float | None,
     *,
     with_torch: bool = False,
 ) -> Iterator[Row]:
@@ -230,7 +230,7 @@ def growth_rows(memory: Path, rounds: int) -> Iterator[Row]:
     """Time to commit as the state grows, in bytes and in tensors. Plotted."""
     for size in (16, 64, 256, 1024, 4096):
         state = tensors(64, size * MIB)
-        yield from _against_memcpy(memory, f"growth: {size} MiB", rounds, state, 1.6)
+        yield from _against_memcpy(memory, f"growth: {size} MiB", rounds, state, None)
     for count in (10, 100, 1000, 10_000):
         state = tensors(count, 256 * MIB)
-        yield from _against_memcpy(memory, f"growth: {count} tensors", rounds, state, 4.0)
+        yield from _against_memcpy(memory, f"growth: {count} tensors", rounds, state, None)
