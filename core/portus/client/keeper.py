@@ -168,24 +168,24 @@ class Keeper:
         """Living and deleted references; links of versions long gone are removed.
 
         Deleted is what survives power loss so: a name that was removed or replaced, by a process
-        that was killed or by a user, and not synced, comes back. Its version must be there then.
+        that was killed or by a user, and not synced, comes back. Its version must be there then,
+        or the one that it falls back to.
         """
+        found = files_of.links(self._directory, self._files)
+        gone = [each.reference for each in found if each.state is State.DELETED]
+        settled = {home: self._is_settled(home) for home in set(map(_home, gone))}
+        gone = [each for each in gone if settled[_home(each)]]
+        ids = {each.id for each in gone}
+        alive = [each.reference for each in found if each.reference.id not in ids]
         tokens = {entry.info.token.hex() for entry in self._writer.catalogue().entries()}
-        alive, dead = [], []
-        for link in files_of.links(self._directory, self._files):
-            if link.state is not State.DELETED:
-                alive.append(link.reference)
-            elif link.reference.token in tokens:
-                dead.append(link.reference)
-            else:
-                files_of.forget(link.reference, self._directory, self._files)
-        settled = {each: self._is_settled(each) for each in set(map(_home, dead))}
-        alive += [each for each in dead if not settled[_home(each)]]
-        dead = [each for each in dead if settled[_home(each)]]
+        dead = [each for each in gone if each.token in tokens]
+        for each in gone:
+            if each.token not in tokens:
+                files_of.forget(each, self._directory, self._files)
         with self._guard:
             for each in alive:
                 self._known.setdefault(each.id, each)
-            for each in dead:
+            for each in gone:
                 self._known.pop(each.id, None)
         return alive, dead
 
