@@ -32,6 +32,7 @@ from portus.index.directory import (
 from portus.index.pool import PoolWriter
 from portus.media.local import LocalFiles
 from portus.media.warm import warm
+from portus.pipeline.draft import PoolDraft
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.queue import Place, Queue
@@ -335,7 +336,9 @@ class Checkpointer:
             ),
             guilty=self._snapshots.accuse,
         )
-        save = job.save = Save(snapshot, writer, lambda: self._before, policy)
+        save = job.save = Save(
+            snapshot, PoolDraft(writer, snapshot.length), lambda: self._before, policy
+        )
         try:
             self._check_room(writer, snapshot)
             save.copy_now()
