@@ -21,7 +21,7 @@ app: Final = typer.Typer(
 )
 
 _WHERE: Final = (
-    "a pool file or pool directory; else $PORTUS_POOL, else .portus here or in a directory above"
+    "a pool file, pool directory or portus:// address; else $PORTUS_POOL, else .portus nearby"
 )
 
 Pool = Annotated[str | None, typer.Option("--pool", "-p", metavar="PATH", help=_WHERE)]

@@ -103,6 +103,7 @@ class HostHome:
 
     def __init__(self, pool: str, model: str, links: str | None) -> None:
         """links: a directory for the links; None: that of default pools."""
+        self._model: Final = model
         self.path: Final = str(parse(pool))
         self.allowed: Final = self.path
         name = urllib.parse.quote(f"{model}@{self.path}", safe="@")[-200:]
@@ -118,7 +119,7 @@ class HostHome:
         """The host makes it."""
 
     def open(self) -> HostPool:
-        self._pool = HostPool(self.path)
+        self._pool = HostPool(self.path, self._model)
         return self._pool
 
     def keeper(self, pool: Pool) -> Keeper:

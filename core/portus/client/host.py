@@ -42,9 +42,10 @@ _NONE: Final = np.empty(0, np.int64)
 class HostPool(PoolReader):
     """A tenant's pool on a storage host. It is read as any pool is; versions are made by drafts."""
 
-    def __init__(self, address: str) -> None:
-        """Raises ``TransportError`` if no host answers, ``UsageError`` for a wrong secret."""
-        self.links: Final = Links(parse(address), Credentials.from_environment())
+    def __init__(self, address: str, model: str | None = None) -> None:
+        """model: the one to save, as the only client; None: to look at the pool. Raises
+        ``TransportError`` if no host answers, ``UsageError`` for a wrong secret, ``BusyError``."""
+        self.links: Final = Links(parse(address), Credentials.from_environment(), model=model)
         self.deleted: Callable[[], Collection[int]] = tuple
         """Asked for versions whose reference files are gone, when space is short."""
         try:

@@ -151,6 +151,14 @@ POOLS: Final = Pools(_open_view)
 """Those of this process."""
 
 
+def allow(pool: str | os.PathLike[str]) -> None:
+    """Let reference files lead to ``pool``: a pool file, a pool directory, or a storage host.
+
+    A process that saves there, or for which ``$PORTUS_POOL`` names it, need not say so.
+    """
+    POOLS.allow(os.fspath(pool))
+
+
 def load_text(text: str, pools: Pools = POOLS) -> object:
     """What ``torch.load`` gets for the string in a reference file. Raises as ``load_reference``."""
     reference = decode_text(text)

@@ -7,10 +7,10 @@ on the command line: a pool directory (a pool file for each tenant), one pool fi
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import urllib.parse
-from dataclasses import dataclass, field
 from typing import Final
 
 from portus.errors import BusyError, MediumError, UsageError
@@ -33,14 +33,15 @@ TENANTS_MAX: Final = 1024
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-@dataclass(slots=True)
 class Hosted:
-    """A pool, its tenant, and what is going on in it."""
+    """A pool, its tenant, and what is going on in it. Thread-safe."""
 
-    tenant: str
-    writer: PoolWriter
-    _guard: threading.Lock = field(default_factory=threading.Lock)
-    _saves: int = 0
+    def __init__(self, tenant: str, writer: PoolWriter) -> None:
+        self.tenant: Final = tenant
+        self.writer: Final = writer
+        self._changed: Final = threading.Condition()
+        self._claims: Final[dict[str, tuple[bytes, int]]] = {}
+        self._saves = 0
 
     @property
     def saves(self) -> int:
@@ -49,13 +50,37 @@ class Hosted:
 
     def began(self) -> None:
         """One more."""
-        with self._guard:
+        with self._changed:
             self._saves += 1
 
     def ended(self) -> None:
         """One less."""
-        with self._guard:
+        with self._changed:
             self._saves -= 1
+
+    def claim(self, model: str, client: bytes, timeout_s: float) -> None:
+        """One connection of ``client`` more: it alone saves ``model``. Waits for another client to
+        go, whose process may be ending. Raises ``BusyError``."""
+
+        def is_free() -> bool:
+            return self._claims.get(model, (client, 0))[0] == client
+
+        with self._changed:
+            if not self._changed.wait_for(is_free, timeout_s):
+                raise BusyError(
+                    errno.EAGAIN,
+                    f"another client has saved model {model!r} for {timeout_s:g} s at least; "
+                    "stop it, or give this one another model name",
+                )
+            self._claims[model] = client, self._claims.get(model, (client, 0))[1] + 1
+
+    def disclaim(self, model: str) -> None:
+        """One connection less."""
+        with self._changed:
+            client, count = self._claims.pop(model)
+            if count > 1:
+                self._claims[model] = client, count - 1
+            self._changed.notify_all()
 
 
 class Pools:
@@ -77,7 +102,9 @@ class Pools:
             hosted = self._open.get(tenant)
             if hosted is None:
                 if len(self._open) >= TENANTS_MAX:
-                    raise BusyError(11, f"{self.place}: {TENANTS_MAX} tenants are the most")
+                    raise BusyError(
+                        errno.EAGAIN, f"{self.place}: {TENANTS_MAX} tenants are the most"
+                    )
                 hosted = self._open[tenant] = Hosted(tenant, self._writer(tenant))
             return hosted
 

@@ -10,6 +10,7 @@ be the same, or there is no version.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -66,10 +67,11 @@ REGIONS_MAX: Final = said.STORAGES_MAX
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """The longest waits for a client, in seconds. ``idle_s``: between requests; ``silent_s``:
-    within one, payload included."""
+    within one, payload included. ``claim_s``: for a model that another client saves."""
 
     idle_s: float = 900.0
     silent_s: float = 60.0
+    claim_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +149,7 @@ class Session:
         requests = _Requests(self._link, hosted, self._house)
         try:
             while True:
-                self._link.silence_s = self._house.patience.idle_s
+                self._link.silence_s = requests.idle_s
                 event = self._link.receive()
                 self._link.silence_s = self._house.patience.silent_s
                 if isinstance(event, Payload):
@@ -167,10 +169,13 @@ class _Requests:
         self._hosted: Final = hosted
         self._writer: Final = hosted.writer
         self._counters: Final = house.counters
+        self._patience: Final = house.patience
+        self._claimed: Final[list[str]] = []
         self._regions: Final[dict[int, int]] = {}
         self._pins: Final[Counter[int]] = Counter()
         self._draft: _Draft | None = None
         self._answers: Final[dict[Kind, Callable[..., Said]]] = {
+            Kind.CLAIM: self._claim,
             Kind.REGISTER: self._register,
             Kind.FORGET: self._forget,
             Kind.BEGIN: self._begin,
@@ -186,6 +191,12 @@ class _Requests:
             Kind.RETIRE: self._retire,
             Kind.STATUS: self._status,
         }
+
+    @property
+    def idle_s(self) -> float:
+        """The longest wait for a request. Who claims a model may take its time: a training that
+        saves once a day is still the one. A client that vanished is noticed by keepalive."""
+        return math.inf if self._claimed and self._draft is None else self._patience.idle_s
 
     def answer(self, message: Said) -> None:
         """Do what is asked, and say so; a refusal ends the save that it was part of."""
@@ -208,6 +219,8 @@ class _Requests:
             for _ in range(count):
                 self._writer.locks.unpin(version)
         self._pins.clear()
+        while self._claimed:
+            self._hosted.disclaim(self._claimed.pop())
 
     def _drop(self) -> None:
         draft, self._draft = self._draft, None
@@ -217,6 +230,13 @@ class _Requests:
             self._counters.add("abandoned")
 
     # Saves.
+
+    def _claim(self, message: said.Claim) -> Said:
+        if message.model in self._claimed:
+            raise UsageError(f"model {message.model!r} is claimed here already")
+        self._hosted.claim(message.model, message.client, self._patience.claim_s)
+        self._claimed.append(message.model)
+        return said.Done()
 
     def _register(self, message: said.Register) -> Said:
         lengths = column(message.lengths, "regions")
@@ -235,6 +255,8 @@ class _Requests:
         return said.Done()
 
     def _begin(self, message: said.Begin) -> Said:
+        if message.model not in self._claimed:
+            raise UsageError(f"model {message.model!r} is not claimed here")
         lengths = column(message.lengths, "lengths")
         size_max = self._writer.max_bytes
         if size_max is not None and int(lengths.sum()) > size_max:

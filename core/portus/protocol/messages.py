@@ -69,6 +69,7 @@ class Kind(enum.IntEnum):
     RETIRE = 16
     STATUS = 17
     BYE = 18
+    CLAIM = 19
     CHALLENGE = 64
     WELCOME = 65
     DONE = 66
@@ -154,6 +155,15 @@ class Welcome(Message, frozen=True):
     name: Text
     volatile: bool
     granularity: Number
+
+
+class Claim(Message, frozen=True):
+    """This client, who says the same 16 bytes on all its connections, is the one that saves
+    ``model``, as long as one of them lives."""
+
+    kind: ClassVar = Kind.CLAIM
+    model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
+    client: Token
 
 
 class Register(Message, frozen=True):
@@ -356,7 +366,21 @@ _TYPES: Final[dict[Kind, type[Said]]] = {
     each.kind: each
     for each in (
         *(Hello, ProofGiven, Register, Forget, Begin, Offer, Share, Confirm, Abandon, Read, Check),
-        *(Pin, Unpin, Room, Retire, Status, Bye, Challenge, Welcome, Done, Begun, Pull, Pulled),
+        *(
+            Claim,
+            Pin,
+            Unpin,
+            Room,
+            Retire,
+            Status,
+            Bye,
+            Challenge,
+            Welcome,
+            Done,
+            Begun,
+            Pull,
+            Pulled,
+        ),
         *(Shared, Committed, Missing, Abandoned, Checked, Standing, Refused),
     )
 }

@@ -50,6 +50,7 @@ NEXT: Final[dict[tuple[State, Kind], State]] = {
     (State.CHALLENGED, Kind.PROOF): State.PROVING,
     (State.PROVING, Kind.WELCOME): State.READY,
     (State.PROVING, Kind.REFUSED): State.CLOSED,
+    (State.READY, Kind.CLAIM): State.ASKED,
     (State.READY, Kind.REGISTER): State.ASKED,
     (State.READY, Kind.FORGET): State.ASKED,
     (State.READY, Kind.PIN): State.ASKED,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import threading
 import time
 import weakref
@@ -43,13 +44,22 @@ class Links:
     """See the module. Thread-safe."""
 
     def __init__(
-        self, address: Address, credentials: Credentials, silence_s: float = SILENCE_S
+        self,
+        address: Address,
+        credentials: Credentials,
+        *,
+        model: str | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
-        """Connects. Raises ``TransportError`` if nobody answers, and what the host refuses."""
+        """Connects. model: the one that is saved over these connections, by nobody else.
+
+        Raises ``TransportError`` if nobody answers, and what the host refuses.
+        """
         self.address: Final = address
         self.silence_s: Final = silence_s
         self.regions: Final[weakref.WeakKeyDictionary[Link, bytes]] = weakref.WeakKeyDictionary()
         """What is registered on each connection: the lengths, as they were sent."""
+        self._claim: Final = None if model is None else said.Claim(model, os.urandom(16))
         self._credentials: Final = credentials
         self._guard: Final = threading.Lock()
         self._idle: list[Link] = []
@@ -113,6 +123,7 @@ class Links:
             raise TransportError(f"{why} (next try in {self._again_s - now_s:.1f} s)") from why
         try:
             link, self.welcome = dial(self.address, self._credentials, self.silence_s)
+            self._claim_on(link)
         except TransportError as error:
             self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_MIN_S, 2 * self._pause_s))
             self._why, self._again_s = error, time.monotonic() + self._pause_s
@@ -127,6 +138,15 @@ class Links:
             _log.warning("%s: connected again", self.address)
         self._why, self._pause_s = None, 0.0
         return link
+
+    def _claim_on(self, link: Link) -> None:
+        if self._claim is None:
+            return
+        try:
+            _answered(link, self._claim)
+        except BaseException:
+            link.close()
+            raise
 
 
 class HostMedium:

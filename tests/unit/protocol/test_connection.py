@@ -19,6 +19,7 @@ EXAMPLES: dict[Kind, Said] = {
     for message in (
         said.Hello(said.MAGIC, said.VERSION, "tenant", TOKEN),
         said.ProofGiven(b"p" * 32),
+        said.Claim("model", TOKEN),
         said.Register(3, packed_column([1, 2])),
         said.Forget(packed_column([3])),
         said.Begin("model", -7, TOKEN, packed_column([5, 0, 1 << 40])),
