@@ -136,7 +136,7 @@ class HostDraft:
         return self._offer(indices, send, stop)
 
     def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
-        link = self._ready()
+        link = self._ready(stop)
         token = before.record.info.token
         with link.under(stop):
             answer = self._ask(link, said.Share(token, packed_column(indices)))
@@ -147,7 +147,7 @@ class HostDraft:
         return answer.same
 
     def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
-        link = self._ready()
+        link = self._ready(Stop())
         same_layout = before is not None and before.layout == labels.layout
         same_tree = before is not None and before.tree == labels.tree
         confirm = said.Confirm(
@@ -185,7 +185,7 @@ class HostDraft:
             link.silence_s = self._pool.links.silence_s
         self._pool.links.give_back(link)  # in any other state it is closed: that abandons too
 
-    def _ready(self) -> Link:
+    def _ready(self, stop: Stop) -> Link:
         """The connection, with a save begun on it."""
         if self._link is not None:
             return self._link
@@ -193,8 +193,9 @@ class HostDraft:
             raise TransportError(f"{self.name}: this save is over")
         link = self._pool.links.borrow()
         try:
-            self._register(link)
-            self._ask(link, self._begin)
+            with link.under(stop):
+                self._register(link)
+                self._ask(link, self._begin)
         except BaseException:
             link.close()
             raise
@@ -212,7 +213,7 @@ class HostDraft:
         self._pool.links.regions[link] = wanted
 
     def _offer(self, indices: Column, send: Callable[[Link], Digests], stop: Stop) -> Digests:
-        link = self._ready()
+        link = self._ready(stop)
         numbers = packed_column(indices)
         with link.under(stop):
             answer = self._ask(link, said.Offer(numbers, regions=numbers))

@@ -21,12 +21,14 @@ class LossyLink:
 
     cut_after: so many bytes (both directions of all connections together) are relayed exactly;
         then every connection is reset, and new ones are refused, until it is set again.
+    damage_at: the byte of this number, counted like ``relayed``, arrives with a bit flipped.
     stalled: while True nothing is relayed, and nothing is lost.
     bytes_s: relayed for each connection and direction, at most; None: no limit.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self.cut_after: int | None = None
+        self.damage_at: int | None = None
         self.stalled = False
         self.bytes_s: int | None = None
         self.relayed = 0
@@ -104,7 +106,10 @@ class LossyLink:
         with self._guard:
             if self.cut_after is not None:
                 data = data[: max(0, self.cut_after - self.relayed)]
-            self.relayed += len(data)
+            start, self.relayed = self.relayed, self.relayed + len(data)
+            if self.damage_at is not None and start <= self.damage_at < self.relayed:
+                place = self.damage_at - start
+                data = data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :]
             return data
 
     def _is_spent(self) -> bool:

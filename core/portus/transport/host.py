@@ -49,14 +49,13 @@ class Links:
         credentials: Credentials,
         *,
         model: str | None = None,
-        silence_s: float = SILENCE_S,
     ) -> None:
         """Connects. model: the one that is saved over these connections, by nobody else.
 
         Raises ``TransportError`` if nobody answers, and what the host refuses.
         """
         self.address: Final = address
-        self.silence_s: Final = silence_s
+        self.silence_s: Final = SILENCE_S
         self.regions: Final[weakref.WeakKeyDictionary[Link, bytes]] = weakref.WeakKeyDictionary()
         """What is registered on each connection: the lengths, as they were sent."""
         self._claim: Final = None if model is None else said.Claim(model, os.urandom(16))
@@ -72,7 +71,10 @@ class Links:
         self.give_back(self._dialled())
 
     def borrow(self) -> Link:
-        """A connection that is ready, for one thread. Raises as the constructor."""
+        """A connection that is ready, for one thread. Raises as the constructor.
+
+        While the host is down this fails at once, but for one try now and then.
+        """
         while True:
             with self._guard:
                 link = self._idle.pop() if self._idle else None
