@@ -43,9 +43,14 @@ class Counters:
         yield from list(self._counts.items())
 
 
-def text_of(counters: Counters) -> str:
-    """The counts in the text format of Prometheus."""
+def text_of(counters: Counters, gauges: dict[str, dict[str, float]]) -> str:
+    """The counts in the text format of Prometheus. gauges: numbers by name and tenant."""
     lines = []
+    for name, values in gauges.items():
+        lines.append(f"# TYPE portus_{name} gauge")
+        lines += [
+            f'portus_{name}{{tenant="{each}"}} {value:.17g}' for each, value in values.items()
+        ]
     for name, count in counters.items():
         lines.append(f"# HELP portus_{name}_total {COUNTED[name]}")
         lines.append(f"# TYPE portus_{name}_total counter")

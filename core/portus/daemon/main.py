@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Final
 
 from portus.daemon.counters import Counters, publish, text_of
-from portus.daemon.pools import Pools, parse_size
+from portus.daemon.pools import Pools, free_bytes, parse_size
 from portus.daemon.secrets import read_secrets
 from portus.daemon.server import Door, Server, open_door, tls_context
 from portus.daemon.session import House, Patience
@@ -84,13 +84,24 @@ def prepared(wish: Wish) -> Server:
         server = Server(doors, house)
         if wish.metrics:
             host, _, port = wish.metrics.rpartition(":")
-            publish(lambda: text_of(counters), _number(port), host or "127.0.0.1")
+            publish(lambda: text_of(counters, gauges(pools)), _number(port), host or "127.0.0.1")
     except BaseException:
         for door in doors:
             door.socket.close()
         pools.close()
         raise
     return server
+
+
+def gauges(pools: Pools) -> dict[str, dict[str, float]]:
+    """What there is of each tenant now."""
+    hosted = pools.all()
+    return {
+        "pool_bytes": {each.tenant: each.writer.medium.size for each in hosted},
+        "free_bytes": {each.tenant: free_bytes(each) for each in hosted},
+        "saves_in_flight": {each.tenant: each.saves for each in hosted},
+        "versions": {each.tenant: len(each.writer.catalogue().ids()) for each in hosted},
+    }
 
 
 def heard(text: str, *, tls: bool) -> Address:
