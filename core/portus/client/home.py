@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from portus.client.host import HostPool
 from portus.client.keeper import Keeper, keeper_of
 from portus.index.directory import (
+    DEFAULT_DIRECTORY,
     SUFFIX,
     WRITERS,
     create_pool,
@@ -102,13 +103,13 @@ class HostHome:
     """A pool on a storage host. Links of its reference files are kept on this machine."""
 
     def __init__(self, pool: str, model: str, links: str | None) -> None:
-        """links: a directory for the links; None: that of default pools."""
+        """links: a directory for the links; None: ``.portus`` in the current one."""
         self._model: Final = model
         self.path: Final = str(parse(pool))
         self.allowed: Final = self.path
         name = urllib.parse.quote(f"{model}@{self.path}", safe="@")[-200:]
         self._links_path: Final = os.path.join(
-            os.path.abspath(links or default_directory()), name + SUFFIX
+            os.path.abspath(links or DEFAULT_DIRECTORY), name + SUFFIX
         )
         self._pool: HostPool | None = None
 

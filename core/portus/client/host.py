@@ -26,7 +26,7 @@ from portus.protocol.session import State
 from portus.spec import Extent
 from portus.transport.base import Digests, Sources, Stop, cut
 from portus.transport.dial import Credentials, raised
-from portus.transport.host import HostLocks, HostMedium, Links
+from portus.transport.host import ROOM_S, WORK_S, HostLocks, HostMedium, Links
 from portus.transport.stream import Link, give
 
 _log: Final = logging.getLogger("portus")
@@ -65,13 +65,13 @@ class HostPool(PoolReader):
     def ensure(self, free: int) -> Extent:
         """Have the host make room; what was added is its own affair."""
         try:
-            self.links.ask(said.Room(free))
+            self.links.ask(said.Room(free), ROOM_S)
         except MediumError:
             gone = self.catalogue().ids().intersection(self.deleted())
             if not gone:
                 raise
             self.retire(gone)
-            self.links.ask(said.Room(free))
+            self.links.ask(said.Room(free), ROOM_S)
         return Extent(0, 0)
 
     def retire(self, versions: Collection[int]) -> None:
@@ -139,7 +139,7 @@ class HostDraft:
         link = self._ready(stop)
         token = before.record.info.token
         with link.under(stop):
-            answer = self._ask(link, said.Share(token, packed_column(indices)))
+            answer = self._ask(link, said.Share(token, packed_column(indices)), WORK_S)
         if not isinstance(answer, said.Shared):
             raise raised(answer)
         if answer.same:
@@ -158,12 +158,12 @@ class HostDraft:
             retire=packed_column(sorted(retire)),
         )
         try:
-            answer = link.ask(confirm)
+            answer = link.ask(confirm, WORK_S)
             if isinstance(answer, said.Missing):
                 whole = said.Confirm(
                     confirm.digests, _NO_TOKEN, labels.layout, labels.tree, confirm.retire
                 )
-                answer = link.ask(whole)
+                answer = link.ask(whole, WORK_S)
         except TransportError as error:
             record = self._outcome(labels.token, error)
         else:
@@ -179,10 +179,8 @@ class HostDraft:
         if link is None:
             return
         if link.connection.state is State.SAVING and not link.closed:
-            link.silence_s = _ABANDON_S
             with contextlib.suppress(PortusError):
-                link.ask(said.Abandon())
-            link.silence_s = self._pool.links.silence_s
+                link.ask(said.Abandon(), _ABANDON_S)
         self._pool.links.give_back(link)  # in any other state it is closed: that abandons too
 
     def _ready(self, stop: Stop) -> Link:
@@ -230,8 +228,8 @@ class HostDraft:
         self._stored.append((indices, digests))
         return digests
 
-    def _ask(self, link: Link, message: Said) -> Said:
-        answer = link.ask(message)
+    def _ask(self, link: Link, message: Said, silence_s: float | None = None) -> Said:
+        answer = link.ask(message, silence_s)
         if isinstance(answer, said.Refused):
             raise raised(answer)
         return answer

@@ -20,13 +20,17 @@ from typing import Final
 from portus.daemon.session import GREETING_S, House, Session
 from portus.errors import MediumError, UsageError
 from portus.protocol.address import Address, Scheme
-from portus.transport.stream import Link
+from portus.transport.stream import Budget, Link
 
 _log: Final = logging.getLogger("portus.daemon")
 
 CONNECTIONS_MAX: Final = 1024
 STOP_S: Final = 10.0
 """The longest that a clean end takes."""
+
+BODIES_MAX: Final = 512 << 20
+"""Bytes of big messages that are being taken in, of all connections together. Payload needs none:
+it is received where it goes."""
 
 _BACKLOG: Final = 128
 
@@ -98,6 +102,7 @@ class Server:
         self._links: Final[dict[threading.Thread, Link]] = {}
         self._acceptors: list[threading.Thread] = []
         self._ending: Final = threading.Event()
+        self._budget: Final = Budget(BODIES_MAX)
 
     def start(self) -> None:
         """Let clients in."""
@@ -151,7 +156,7 @@ class Server:
             thread = threading.Thread(
                 target=self._talk, args=(door, plain, peer), name="portus-session", daemon=True
             )
-            link = Link(plain, is_client=False, name=peer, silence_s=GREETING_S)
+            link = self._link(plain, peer)
             self._links[thread] = link
         thread.start()
 
@@ -169,12 +174,17 @@ class Server:
             with self._guard:
                 self._links.pop(thread).close()
 
+    def _link(self, connected: socket.socket, peer: str) -> Link:
+        return Link(
+            connected, is_client=False, name=peer, silence_s=GREETING_S, budget=self._budget
+        )
+
     def _secured(
         self, context: ssl.SSLContext, plain: socket.socket, peer: str, thread: threading.Thread
     ) -> Link:
         plain.settimeout(GREETING_S)
         wrapped = context.wrap_socket(plain, server_side=True)
-        link = Link(wrapped, is_client=False, name=peer, silence_s=GREETING_S)
+        link = self._link(wrapped, peer)
         with self._guard:
             self._links[thread] = link
             if self._ending.is_set():

@@ -67,6 +67,11 @@ class Connection:
         """Bytes of payload that are still to be received."""
         return self._payload_left
 
+    @property
+    def body_left(self) -> int:
+        """Bytes of the body of a message that are still to be fed."""
+        return 0 if self._kind is None else self._length - len(self._buffer)
+
     def send(self, message: Said) -> bytes:
         """The bytes of ``message``. An order that the table does not have is our mistake."""
         body = encode(message)

@@ -83,13 +83,14 @@ class LossyLink:
             except OSError:
                 _reset(near)
                 continue
+            far.settimeout(None)
             with self._guard:
                 self._open += [near, far]
             self._start(self._relay, near, far)
             self._start(self._relay, far, near)
 
     def _relay(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while data := source.recv(_CHUNK):
                 while self.stalled and not self._ended.wait(_STEP_S):
                     pass
@@ -101,6 +102,9 @@ class LossyLink:
                     self.cut()
                     return
             target.shutdown(socket.SHUT_WR)
+        except OSError:  # one side is gone; the other one is to hear of it
+            _reset(source)
+            _reset(target)
 
     def _allowed(self, data: bytes) -> bytes:
         with self._guard:

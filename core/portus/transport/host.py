@@ -34,6 +34,13 @@ _log: Final = logging.getLogger("portus")
 SILENCE_S: Final = 30.0
 """The longest that a host may say nothing in the middle of a request."""
 
+WORK_S: Final = 600.0
+"""The longest that it may work on an answer: persist, or hash. A host that vanished meanwhile is
+noticed by keepalive."""
+
+ROOM_S: Final = 60.0
+"""The same for room: a training may be waiting."""
+
 _PAUSE_MIN_S: Final = 0.5
 _PAUSE_MAX_S: Final = 10.0
 _IDLE_MAX: Final = 4
@@ -102,10 +109,10 @@ class Links:
         finally:
             self.give_back(link)
 
-    def ask(self, message: Said) -> Said:
+    def ask(self, message: Said, silence_s: float | None = None) -> Said:
         """One request on any connection; the answer. Raises what was refused."""
         with self.borrowed() as link:
-            return _answered(link, message)
+            return _answered(link, message, silence_s)
 
     def close(self) -> None:
         """Let go of all that are not in use. A second call does nothing."""
@@ -210,7 +217,7 @@ class HostMedium:
         self._pins.check()
         ranges = _interleaved(sources.extent_offset.tolist(), sources.extent_length.tolist())
         with self._links.borrowed() as link, link.under(stop):
-            answer = _answered(link, said.Check(packed_column(sources.length), ranges))
+            answer = _answered(link, said.Check(packed_column(sources.length), ranges), WORK_S)
         if not isinstance(answer, said.Checked):
             raise raised(answer)
         stop.add(sources.size)
@@ -300,8 +307,8 @@ class HostLocks:
         _answered(self._link, message)
 
 
-def _answered(link: Link, message: Said) -> Said:
-    answer = link.ask(message)
+def _answered(link: Link, message: Said, silence_s: float | None = None) -> Said:
+    answer = link.ask(message, silence_s)
     if isinstance(answer, said.Refused):
         raise raised(answer)
     return answer

@@ -15,6 +15,7 @@ import os
 import socket
 import ssl
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -37,6 +38,9 @@ PIECE: Final = 1 << 20
 
 GATHER: Final = 4 << 20
 """Bytes of short segments that are sent together."""
+
+BIG: Final = 1 << 20
+"""Bytes of a message's body from which it needs a share of the budget."""
 
 _SMALL: Final = 64 << 10
 """Bytes of a segment, on the average, below which it is short."""
@@ -61,19 +65,56 @@ class InterruptedByError(TransportError):
         self.message: Final = message
 
 
+class Budget:
+    """Memory that many links share. A demand over the whole is met when nobody else has any."""
+
+    def __init__(self, size: int) -> None:
+        """size: bytes."""
+        self._changed: Final = threading.Condition()
+        self._size: Final = size
+        self._taken = 0
+
+    def take(self, size: int, timeout_s: float) -> bool:
+        """Take ``size`` bytes; False if there were none for so long."""
+
+        def fits() -> bool:
+            return not self._taken or self._taken + size <= self._size
+
+        with self._changed:
+            if not self._changed.wait_for(fits, timeout_s):
+                return False
+            self._taken += size
+            return True
+
+    def give_back(self, size: int) -> None:
+        """Done with them."""
+        with self._changed:
+            self._taken -= size
+            self._changed.notify_all()
+
+
 class Link:
     """One end of a conversation. ``silence_s``: the longest wait for the other side; it may be
     changed at any time. ``name``: of the other side, for messages. ``taken``: bytes of payload that
     were received."""
 
     def __init__(
-        self, link: socket.socket, *, is_client: bool, name: str, silence_s: float
+        self,
+        link: socket.socket,
+        *,
+        is_client: bool,
+        name: str,
+        silence_s: float,
+        budget: Budget | None = None,
     ) -> None:
+        """budget: of all links, for the bodies of big messages; None: no limit."""
         self.connection: Final = Connection(is_client=is_client)
         self.name: Final = name
         self.silence_s = silence_s
         self.taken = 0
         self._socket: Final = link
+        self._budget: Final = budget
+        self._share = 0
         self._stop: Stop | None = None
         self._closed = False
         _prepare(link)
@@ -101,16 +142,23 @@ class Link:
     def receive(self) -> Event:
         """The next message, or that payload follows. Raises as ``send``, and ``ProtocolError``."""
         with self._or_end():
+            self._give_back()
             while True:
                 data = self._get(self.connection.wanted)
                 event = self.connection.feed(data)
                 if event is not None:
                     return event
+                self._take_share(self.connection.body_left)
 
-    def ask(self, message: Said) -> Said:
-        """Send, and give the answer."""
-        self.send(message)
-        return self.hear()
+    def ask(self, message: Said, silence_s: float | None = None) -> Said:
+        """Send, and give the answer. silence_s: for an answer that may take its time."""
+        usual_s = self.silence_s
+        self.silence_s = silence_s or usual_s
+        try:
+            self.send(message)
+            return self.hear()
+        finally:
+            self.silence_s = usual_s
 
     def hear(self) -> Said:
         """The next message, where no payload is due."""
@@ -159,6 +207,7 @@ class Link:
     def close(self) -> None:
         """Let go; wakes a thread that waits in here. A second call does nothing."""
         self._closed = True
+        self._give_back()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
@@ -232,6 +281,20 @@ class Link:
                 continue
             done += count
             wait = _Wait(self)
+
+    def _take_share(self, length: int) -> None:
+        """Before a big body is taken in: wait until there is memory for it."""
+        if self._budget is None or self._share or length <= BIG:
+            return
+        wait = _Wait(self)
+        while not self._budget.take(length, _POLL_S):
+            wait.again()
+        self._share = length
+
+    def _give_back(self) -> None:
+        share, self._share = self._share, 0
+        if self._budget is not None and share:
+            self._budget.give_back(share)
 
     def pause(self, since_s: float) -> None:
         """Between two short waits: raise if it is enough."""

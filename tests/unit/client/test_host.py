@@ -11,16 +11,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import portus
 from portus.client.checkpointer import Checkpointer
+from portus.client.host import HostPool
 from portus.daemon.server import Server
 from portus.daemon.session import Patience
 from portus.errors import AbandonedError, BusyError, PortusError, TransportError, UsageError
 from portus.index.check import check
+from portus.index.records import VersionRecord
+from portus.pipeline.parts import shared, sources
 from portus.testing.lossy import LossyLink
+from portus.transport.base import Stop
+from portus.transport.local import check as hashes
 from tests.hosts import Host, serving, url
 
 CUTS = 45
@@ -353,3 +359,44 @@ def test_a_wrong_secret_raises_at_the_start(
         secret.chmod(0o644)
         with pytest.raises(UsageError, match="chmod 600"):
             Checkpointer(url(server))
+
+
+def test_what_is_read_under_a_lost_pin_is_not_handed_out(server: Server, link: LossyLink) -> None:
+    """The space may be somebody else's by then, with the right digests of other bytes."""
+    with Checkpointer(url(server)) as checkpointer:
+        checkpointer.save(state(1), 1).wait()
+    pool = HostPool(address(link))
+    try:
+        (entry,) = pool.catalogue().entries()
+        with pool.pinned(entry.info.id) as held:
+            record = pool.record(held)
+            verify_extents(pool, record)
+            link.cut()
+            with pytest.raises(TransportError, match="load again"):
+                verify_extents(pool, record)
+        with pool.pinned(entry.info.id) as held:  # a new pin, on a new connection
+            verify_extents(pool, pool.record(held))
+    finally:
+        pool.close()
+
+
+def verify_extents(pool: HostPool, record: VersionRecord) -> None:
+    group = shared(record, np.arange(len(record.storages)))
+    lengths = record.storages["length"].astype(np.int64)
+    nowhere = np.ones(len(lengths), np.int64)
+    found = hashes(pool.medium, sources(nowhere, lengths, group.extents), Stop())
+    assert np.array_equal(found, group.digests)
+
+
+def test_the_variable_may_name_the_host(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORTUS_POOL", url(server))
+    path = tmp_path / "here.ckpt"
+    with Checkpointer() as checkpointer:
+        checkpointer.save(state(1), 1, reference=path).wait()
+        checkpointer.save(state(2), 2, reference=path).wait()
+        assert checkpointer.path == url(server)
+    assert same(portus.load_reference(path), state(2))
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".portus", "here.ckpt", "pools"]
+    monkeypatch.delenv("PORTUS_POOL")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from portus.daemon.server import Server
+from portus.daemon.server import BODIES_MAX, Server
 from portus.daemon.session import Patience
 from portus.errors import (
     BusyError,
@@ -30,7 +30,7 @@ from portus.protocol.connection import HEADER
 from portus.protocol.messages import Kind, Said, packed_column
 from portus.protocol.session import State
 from portus.transport.dial import Credentials, dial, raised
-from portus.transport.stream import Link
+from portus.transport.stream import BIG, Link
 from tests.hosts import serving, url
 
 TOKEN = b"t" * 16
@@ -472,3 +472,17 @@ def test_a_medium_that_fails_is_said_to_the_client_and_ends_no_connection(
         assert "refused" in caplog.text
         assert link.connection.state is State.READY
     assert np.all([versions(server) == 0])
+
+
+def test_big_messages_wait_for_memory_and_small_ones_do_not(server: Server) -> None:
+    budget = server._budget
+    assert budget.take(BODIES_MAX, 0)  # somebody has it all
+    lengths = packed_column([0] * (2 * BIG // 8))
+    with client(server) as link:
+        confirmed(link)
+        link.send(said.Register(100, lengths))
+        time.sleep(0.3)
+        assert server.connections() == 1
+        budget.give_back(BODIES_MAX)
+        assert isinstance(link.hear(), said.Done)
+    settled(server, lambda: budget.take(BODIES_MAX + 1, 0))  # and all of it is back
