@@ -58,8 +58,9 @@ class PortusIO(CheckpointIO):
     path a small file appears that ``torch.load`` follows into the pool.
 
     Args:
-        pool: A pool file, or a directory for pool files, one for each run. By default
-            ``$PORTUS_POOL``, or ``.portus`` under the Trainer's ``default_root_dir``.
+        pool: A pool file, a directory for pool files, one for each run, or the address of a
+            storage host (``portus://host:7117``). By default ``$PORTUS_POOL``, or ``.portus``
+            under the Trainer's ``default_root_dir``.
         model: The name of this run in the pool. By default from the checkpoint directory.
         on_error: What the next save does after one failed: "warn" logs it and training goes on,
             "raise" raises it. A pool that cannot be opened at the start raises always.
@@ -254,6 +255,8 @@ class PortusIO(CheckpointIO):
         self._count = 0
         stock.adopt(type(self), load=True)
         portus.register_reference_loader()
+        if self._pool is not None:
+            portus.allow(self._pool)  # every rank loads, and most of them never save
         INSTANCES.append(True)
 
     def _save(self, checkpoint: dict[str, Any], path: str) -> portus.SaveHandle | None:
@@ -322,7 +325,8 @@ class PortusIO(CheckpointIO):
         name = self._model or _name(directory, root, is_shared=shared is not None)
         if self._number > 1:
             name = f"{name}~{self._number}"
-        return portus.Checkpointer(place, name, keep=1, **self._settings)
+        links = os.path.join(root, ".portus")
+        return portus.Checkpointer(place, name, keep=1, links=links, **self._settings)
 
     def _close(self) -> None:
         with self._guard:

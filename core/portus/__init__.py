@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from portus.client.checkpointer import Checkpointer as Checkpointer
     from portus.client.materialize import materialize as materialize
+    from portus.client.resolve import allow as allow
     from portus.client.resolve import is_reference as is_reference
     from portus.client.resolve import load_reference as load_reference
     from portus.client.view import PoolView as PoolView
@@ -54,6 +55,7 @@ _MODULE_OF: Final = {
     "TransportError": "portus.errors",
     "UsageError": "portus.errors",
     "VersionInfo": "portus.spec",
+    "allow": "portus.client.resolve",
     "check": "portus.index.check",
     "is_reference": "portus.client.resolve",
     "load_reference": "portus.client.resolve",

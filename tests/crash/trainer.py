@@ -32,6 +32,7 @@ from portus.index.records import VersionEntry, VersionRecord, encode_layout
 from portus.index.roots import read_roots
 from portus.media.base import Locks
 from portus.media.lock import ProcessLocks
+from portus.pipeline.draft import PoolDraft
 from portus.pipeline.plan import Before, Snapshot
 from portus.pipeline.run import Policy, Save
 from portus.spec import PAGE, TensorSpec
@@ -398,7 +399,7 @@ class Trainer:
         state = snapshot(model, step)
         save = Save(
             state,
-            self.writer,
+            PoolDraft(self.writer, state.length),
             lambda: self.before.get(model),
             Policy(
                 retire=lambda: retire,

@@ -24,6 +24,8 @@ TORCHLESS = (
     "transport",
     "index",
     "pipeline",
+    "protocol",
+    "daemon",
     "cli",
     "testing",
 )

@@ -21,7 +21,7 @@ app: Final = typer.Typer(
 )
 
 _WHERE: Final = (
-    "a pool file or pool directory; else $PORTUS_POOL, else .portus here or in a directory above"
+    "a pool file, pool directory or portus:// address; else $PORTUS_POOL, else .portus nearby"
 )
 
 Pool = Annotated[str | None, typer.Option("--pool", "-p", metavar="PATH", help=_WHERE)]
@@ -156,3 +156,44 @@ def gc(
 
         wish = gc.Wish(missing=missing, empty=empty, dry_run=dry_run)
         output.code = gc.run(place or pool, wish, output)
+
+
+@app.command(epilog=EXIT_CODES)
+def serve(
+    place: Annotated[
+        str, typer.Argument(metavar="POOL", help="a pool directory, a pool file, or memory:SIZE")
+    ],
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--listen", "-l", metavar="HOST[:PORT]|unix:PATH", help="127.0.0.1:7117 if not given"
+        ),
+    ] = None,
+    secret_file: Annotated[
+        str | None,
+        typer.Option("--secret-file", metavar="PATH", help="a secret, or lines TENANT SECRET"),
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option("--tls-cert", metavar="PEM")] = None,
+    tls_key: Annotated[str | None, typer.Option("--tls-key", metavar="PEM")] = None,
+    quota: Annotated[
+        str | None, typer.Option("--quota", metavar="SIZE", help="of each tenant, such as 500G")
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option("--metrics", metavar="[HOST:]PORT", help="for prometheus")
+    ] = None,
+) -> None:
+    """Serve pools to trainers on other machines, until SIGTERM."""
+    with reported(False) as output:
+        from portus.cli import serve
+        from portus.daemon.main import Wish
+
+        wish = Wish(
+            place=place,
+            listen=listen or (),
+            secret_path=secret_file,
+            cert_path=tls_cert,
+            key_path=tls_key,
+            quota=quota,
+            metrics=metrics,
+        )
+        output.code = serve.run(wish, output)

@@ -10,9 +10,10 @@ from portus.cli.pools import find_pool, version_document
 from portus.cli.rm import writing
 from portus.client.keeper import unheld
 from portus.client.reference import State, links, links_directory
-from portus.errors import PortusError
+from portus.errors import PortusError, UsageError
 from portus.index.directory import open_reader, pool_files, remove_pool
 from portus.media.local import LocalFiles
+from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
 _FILES: Final = LocalFiles()
@@ -37,7 +38,13 @@ def run(pool: str | None, wish: Wish, output: Output) -> int:
     """Collect; the exit code."""
     documents: list[Json] = []
     code = 0
-    for path in pool_files(find_pool(pool)):
+    place = find_pool(pool)
+    if is_address(place):
+        raise UsageError(
+            f"{place}: reference files are known to the trainers that wrote them, not to the host; "
+            f"a trainer lets go of what was deleted when its space is needed. Now: portus rm"
+        )
+    for path in pool_files(place):
         try:
             infos, removed = (_look if wish.dry_run else _collect)(path, wish)
         except PortusError as error:

@@ -11,14 +11,16 @@ from typing import Final
 
 from portus.cli.output import Json, moment_text
 from portus.client import reference as files_of
+from portus.client.home import open_place, pool_places
 from portus.client.reference import Link, State
 from portus.errors import PortusError, UsageError
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
-from portus.index.directory import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, open_reader, pool_files
+from portus.index.directory import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
 from portus.media.local import LocalFiles
+from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
 _STEPS_MAX: Final = 20
@@ -26,7 +28,7 @@ _STEPS_MAX: Final = 20
 
 
 def find_pool(pool: str | None, near: str | None = None) -> str:
-    """The pool file or pool directory that is meant.
+    """The pool file, pool directory or storage host that is meant.
 
     That is ``pool`` if given; else ``$PORTUS_POOL``; else ``.portus`` in the current directory or
     in one above it, or in that of the reference file ``near`` or in one above that. Raises
@@ -34,7 +36,7 @@ def find_pool(pool: str | None, near: str | None = None) -> str:
     """
     named = pool or os.environ.get(DIRECTORY_VARIABLE)
     if named:
-        return os.path.abspath(named)
+        return named if is_address(named) else os.path.abspath(named)
     starts = [os.getcwd()] if near is None else [os.path.dirname(os.path.abspath(near))]
     for start in starts:
         for directory in _upwards(start):
@@ -78,9 +80,9 @@ class Pools:
         self.place: Final = place
         self.failed: Final[dict[str, PortusError]] = {}
         self._readers: Final[dict[str, PoolReader]] = {}
-        for path in pool_files(place):
+        for path in pool_places(place):
             try:
-                self._readers[path] = open_reader(path)
+                self._readers[path] = open_place(path)
             except PortusError as error:
                 self.failed[path] = error
 
@@ -182,8 +184,10 @@ def _choices(target: str, versions: list[Found]) -> str:
 def holders(path: str, catalogue: Catalogue) -> dict[bytes, list[Link]]:
     """The reference files that lead to each version of a pool, by token; deleted ones too.
 
-    Only looks; changes nothing.
+    Only looks; changes nothing. Those of a storage host's pool are known where they are, not here.
     """
+    if is_address(path):
+        return {}
     links = files_of.links(files_of.links_directory(path), LocalFiles(), adopt=False)
     there = {entry.info.token.hex() for entry in catalogue.entries()}
     found: dict[bytes, list[Link]] = {}

@@ -15,12 +15,14 @@ from portus.cli.pools import (
     reference_at,
     version_document,
 )
+from portus.client.host import HostPool
 from portus.client.keeper import Keeper, keeper_of
 from portus.client.reference import State
 from portus.errors import UsageError
 from portus.format.reference import Reference
 from portus.index.directory import WRITERS
 from portus.index.pool import PoolWriter
+from portus.protocol.address import is_address
 
 WAIT_S = 1.0
 """How long to wait for the writer of a pool: a trainer holds it as long as it runs."""
@@ -66,6 +68,11 @@ def _remove_file(path: str, reference: Reference, pool: str | None) -> list[dict
             f"{path} leads to pool {reference.pool}, which is not in {pools.place}; it was at "
             f"{reference.pool_path}: give it with --pool"
         )
+    if is_address(holding[0]):
+        raise UsageError(
+            f"{path} leads to a pool on {holding[0]}: remove the file, and then "
+            f"portus rm {reference.model}@{reference.step} --force --pool {holding[0]}"
+        )
     with writing(holding[0]) as (writer, keeper):
         before = {entry.info.id: entry.info for entry in writer.catalogue().entries()}
         keeper.remove(path)
@@ -86,6 +93,10 @@ def _remove_versions(
         raise UsageError(f"nothing was removed: say --yes for all of {target}, or {target}@STEP")
     for path in dict.fromkeys(each.path for each in found):
         ids = [each.info.id for each in found if each.path == path]
+        if is_address(path):
+            with contextlib.closing(HostPool(path)) as host:
+                host.retire(ids)
+            continue
         with writing(path) as (writer, keeper):
             writer.retire(ids)
             keeper.deleted()  # forgets the links of what is gone

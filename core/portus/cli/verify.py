@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +20,10 @@ from portus.cli.output import (
 )
 from portus.cli.pools import find_pool, open_pools
 from portus.cli.progress import Progress, bar
+from portus.client.home import open_place, pool_places
 from portus.errors import PortusError
 from portus.index.check import RULES, Finding, Severity, check
-from portus.index.directory import pool_files
+from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
 Only = Callable[[VersionInfo], bool]
@@ -66,7 +68,7 @@ def run(target: str | None, pool: str | None, output: Output) -> int:
 def _chosen(target: str | None, pool: str | None) -> Iterator[tuple[str, Only | None]]:
     """The pool files, and what to look at in each."""
     if target is None:
-        for path in pool_files(find_pool(pool)):
+        for path in pool_places(find_pool(pool)):
             yield path, None
         return
     chosen: dict[str, set[int]] = {}
@@ -90,7 +92,11 @@ def _verify(path: str, only: Only | None, advanced: Progress) -> Verdict:
         return wanted
 
     try:
-        verdict.findings = check(path, progress=progress, only=counted)
+        if is_address(path):
+            with contextlib.closing(open_place(path)) as reader:
+                verdict.findings = check(reader, progress=progress, only=counted)
+        else:  # opened by the check: a pool whose first pages are damaged has findings too
+            verdict.findings = check(path, progress=progress, only=counted)
     except PortusError as error:
         verdict.error = error
     verdict.passed_s = time.monotonic() - start

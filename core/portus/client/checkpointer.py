@@ -15,22 +15,14 @@ from typing import Final, Literal
 
 from portus.client import restore, view
 from portus.client.fence import Fence, before_write, steps_seen
-from portus.client.keeper import Keeper, keeper_of
+from portus.client.home import Home, Pool, home_of
+from portus.client.keeper import Keeper
 from portus.client.resolve import POOLS
 from portus.client.restore import Patterns, Rename, Restored
 from portus.client.snapshot import SnapshotMode, Snapshots, name_of
 from portus.client.state import FlatState
-from portus.errors import AbandonedError, MediumError, PortusError, UsageError
+from portus.errors import AbandonedError, MediumError, PortusError, TransportError, UsageError
 from portus.format.layout import Kind
-from portus.index.directory import (
-    WRITERS,
-    create_pool,
-    make_directory,
-    pool_file,
-    remove_pool,
-)
-from portus.index.pool import PoolWriter
-from portus.media.local import LocalFiles
 from portus.media.warm import warm
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
@@ -54,7 +46,9 @@ class Checkpointer:
     in flight and one queued; a third call waits. Use it as a context manager, or close it.
 
     pool: a pool file, or a pool directory (one file for each model in it, made at the first
-        save); None: ``$PORTUS_POOL``, else ``.portus`` in the current directory.
+        save), or the address of a storage host (``portus://host:7117``, ``portus+tls://...``,
+        ``portus+unix:///path.sock``); None: ``$PORTUS_POOL``, else ``.portus`` in the current
+        directory.
     model: a name for the run (or for this rank's part of it).
     keep: newest versions kept; older ones are retired by the commit that makes them surplus. A
         version that a reference file leads to is kept besides. None keeps all.
@@ -66,7 +60,9 @@ class Checkpointer:
     fence_timeout: the longest, in seconds, that an optimizer's step waits for a copy, or a call
         of ``save`` for its place in the queue; then that save is given up and training goes on.
         Keep it under the process group's time-out.
-    max_bytes: the pool file does not grow beyond.
+    max_bytes: the pool file does not grow beyond. A storage host has quotas of its own.
+    links: with a storage host, the directory of this machine that tells living reference files
+        from deleted ones; None: ``.portus`` in the current directory.
 
     A pool file has one writer process: an existing one is locked here. Raises ``BusyError`` naming
     the holder, ``MediumError``, ``CorruptionError``, ``UsageError``. Threads may share it; a
@@ -84,21 +80,22 @@ class Checkpointer:
         verify: bool = True,
         fence_timeout: float = 60.0,
         max_bytes: int | None = None,
+        links: str | None = None,
     ) -> None:
         _check_arguments(model, keep, on_error, fence_timeout)
         self.model: Final = model
-        self.path: Final = pool_file(pool, model)
-        """The pool file, made by the first save."""
+        self._home: Final[Home] = home_of(pool, model, max_bytes, links)
+        self.path: Final = self._home.path
+        """The pool file, made by the first save; or the address of the storage host."""
         self._keep: Final = keep
         self._on_error: Final = on_error
         self._verify: Final = verify
-        self._max_bytes: Final = max_bytes
         self._fence_timeout: Final = fence_timeout
         self._process: Final = os.getpid()
         self._snapshots: Final = Snapshots(model, SnapshotMode(snapshot))
         self._queue: Final = Queue(f"portus-{model}")
         self._opening: Final = threading.RLock()
-        self._writer: PoolWriter | None = None
+        self._writer: Pool | None = None
         self._keeper: Keeper | None = None
         self._before: Before | None = None
         self._failed: list[Save | RefusedSave] = []
@@ -108,9 +105,9 @@ class Checkpointer:
         self._created = False
         self._steps_at_last = -1
         self._fence: Final = Fence(fence_timeout)
-        POOLS.allow(os.path.dirname(self.path) if pool is None else os.fspath(pool))
+        POOLS.allow(self._home.allowed)
         try:
-            if os.path.exists(self.path):
+            if self._home.exists():
                 self._open()
         except BaseException:
             self._fence.close()
@@ -172,7 +169,7 @@ class Checkpointer:
         the new pool away again. Raises what opening raises; a lack of room is left to the save.
         """
         self._check_usable()
-        self._created = not os.path.exists(self.path)
+        self._created = not self._home.exists()
         self._open_or_create()
         self._queue.put(_Preparation(self, size))
 
@@ -272,9 +269,7 @@ class Checkpointer:
         if self._writer is not None:
             unused = self._created and self._writer.catalogue().root.sequence == 0
             POOLS.closed(self)
-            is_last = WRITERS.close(self._writer)
-            if unused and is_last:
-                remove_pool(self.path, LocalFiles())
+            self._home.close(unused=unused)
         self._report()
 
     @property
@@ -335,18 +330,18 @@ class Checkpointer:
             ),
             guilty=self._snapshots.accuse,
         )
-        save = job.save = Save(snapshot, writer, lambda: self._before, policy)
+        save = job.save = Save(snapshot, self._home.draft(snapshot), lambda: self._before, policy)
         try:
             self._check_room(writer, snapshot)
             save.copy_now()
             if placed and path is not None:
                 keeper.place(path, snapshot.token, step, self.model)
             self._fence.guard(save)
-        except MediumError as error:
+        except (MediumError, TransportError) as error:
             save.fail(error)
         return save
 
-    def _check_room(self, writer: PoolWriter, snapshot: Snapshot) -> None:
+    def _check_room(self, writer: Pool, snapshot: Snapshot) -> None:
         """Say before it hurts what a run of such saves needs: room for those kept and one more."""
         if self._before is not None and self._before.layout == snapshot.layout:
             return
@@ -366,7 +361,7 @@ class Checkpointer:
         kept = len(self.versions()) if self._keep else 0
         return 1 + max(1, (self._keep or 1) - kept)
 
-    def _surplus(self, writer: PoolWriter, keeper: Keeper, coming: bytes) -> list[int]:
+    def _surplus(self, writer: Pool, keeper: Keeper, coming: bytes) -> list[int]:
         """Versions beyond ``keep`` once ``coming`` is committed, held by no reference file."""
         found = writer.catalogue().models.get(self.model)
         if self._keep is None or found is None:
@@ -399,7 +394,7 @@ class Checkpointer:
         try:
             grown = self._writer.ensure(size)
             warm(self._writer.medium, grown, lambda: not self._queue.has_more())
-        except MediumError as error:
+        except (MediumError, TransportError) as error:
             _log.warning("%s: the next save may not fit: %s", self.path, error)
 
     def _nothing_stepped(self) -> bool:
@@ -444,29 +439,27 @@ class Checkpointer:
 
     # The pool.
 
-    def _open_or_create(self) -> tuple[PoolWriter, Keeper]:
+    def _open_or_create(self) -> tuple[Pool, Keeper]:
         with self._opening:
             if self._writer is None or self._keeper is None:
-                if not os.path.exists(self.path):
-                    make_directory(os.path.dirname(self.path))
-                    create_pool(self.path, LocalFiles())
+                self._home.create()
                 return self._open()
             return self._writer, self._keeper
 
-    def _open(self) -> tuple[PoolWriter, Keeper]:
-        writer = WRITERS.open(self.path, max_bytes=self._max_bytes)
+    def _open(self) -> tuple[Pool, Keeper]:
+        writer = self._home.open()
         try:
-            keeper = keeper_of(self.path, writer)
+            keeper = self._home.keeper(writer)
             self._before = self._newest_of(writer)
         except BaseException:
-            WRITERS.close(writer)
+            self._home.close(unused=False)
             raise
         writer.deleted = keeper.deleted
         self._writer, self._keeper = writer, keeper
         POOLS.opened(self)
         return writer, keeper
 
-    def _newest_of(self, writer: PoolWriter) -> Before | None:
+    def _newest_of(self, writer: Pool) -> Before | None:
         """The version to share with: what was frozen before a restart still is."""
         found = writer.catalogue().models.get(self.model)
         if not found:
@@ -479,7 +472,7 @@ class Checkpointer:
             _log.warning("%s: the newest version is damaged: %s", self.path, error)
             return None
 
-    def _pool_to_read(self) -> PoolWriter:
+    def _pool_to_read(self) -> Pool:
         self._check_usable()
         if self._writer is None:
             raise UsageError(f"{self.path}: there is no pool yet; nothing was saved")
@@ -536,7 +529,10 @@ class _Preparation(_Chore):
         self._size: Final = size
 
     def run(self) -> None:
-        self._owner._make_room(self._owner._versions_to_come() * (self._size + _RECORDS))
+        try:
+            self._owner._make_room(self._owner._versions_to_come() * (self._size + _RECORDS))
+        except PortusError as error:
+            _log.warning("%s: the first save is not prepared for: %s", self._owner.path, error)
 
 
 class _Removal(_Chore):

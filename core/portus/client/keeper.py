@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from portus.client import reference as files_of
 from portus.client.reference import Link, State
@@ -20,19 +20,33 @@ from portus.errors import MediumError
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
 from portus.index.directory import make_directory
-from portus.index.pool import PoolWriter
+from portus.index.roots import Superblock
 from portus.media.local import LocalFiles
 from portus.spec import VersionInfo
 
 _log: Final = logging.getLogger("portus")
 
 
-def keeper_of(path: str, writer: PoolWriter) -> Keeper:
-    """The one keeper of a pool that this process writes."""
+class HeldPool(Protocol):
+    """What a keeper needs of a pool."""
+
+    @property
+    def superblock(self) -> Superblock:
+        """Who it is."""
+
+    def catalogue(self) -> Catalogue:
+        """What is committed now."""
+
+    def retire(self, versions: Collection[int]) -> None:
+        """Let go of versions, by id."""
+
+
+def keeper_of(path: str, writer: HeldPool, address: str | None = None) -> Keeper:
+    """The one keeper of a pool that this process writes. address: of its host, if it has one."""
     with _making:
         keeper = _keepers.get(writer)
         if keeper is None:
-            keeper = _keepers[writer] = Keeper(path, writer)
+            keeper = _keepers[writer] = Keeper(path, writer, address=address)
         return keeper
 
 
@@ -40,10 +54,16 @@ class Keeper:
     """The reference files of one pool. Thread-safe."""
 
     def __init__(
-        self, path: str, writer: PoolWriter, files: files_of.FileSystem | None = None
+        self,
+        path: str,
+        writer: HeldPool,
+        files: files_of.FileSystem | None = None,
+        address: str | None = None,
     ) -> None:
-        """files: those of this machine if not given."""
+        """path: of the pool file; for a pool on a host, its ``address`` being given, the path
+        that its links directory is named after. files: those of this machine if not given."""
         self._path: Final = path
+        self._address: Final = address
         self._directory: Final = files_of.links_directory(path)
         self._files: Final = files or LocalFiles()
         self._pool: Final = weakref.ref(writer)  # it is the key of the table of keepers
@@ -53,7 +73,7 @@ class Keeper:
         self._read_links()
 
     @property
-    def _writer(self) -> PoolWriter:
+    def _writer(self) -> HeldPool:
         writer = self._pool()
         assert writer is not None, "the keeper outlived its pool"
         return writer
@@ -66,12 +86,13 @@ class Keeper:
         """Put a reference to the version ``token``, to come or committed, at ``path``."""
         self._make_directories(path)
         fallback = self._newest(model, token)
+        relative = os.path.relpath(self._path, os.path.dirname(path)).replace(os.sep, "/")
         made = Reference(
             id=os.urandom(16).hex(),
             token=token.hex(),
             pool=self._writer.superblock.uuid.hex(),
-            pool_path=self._path,
-            pool_relative=os.path.relpath(self._path, os.path.dirname(path)).replace(os.sep, "/"),
+            pool_path=self._address or self._path,
+            pool_relative=self._address or relative,
             model=model,
             step=step,
             written_path=path,
@@ -219,5 +240,5 @@ def _led_to(references: list[Reference], catalogue: Catalogue, coming: bytes = b
     return {each.token if each.token in there else each.fallback or "" for each in references}
 
 
-_keepers: Final[weakref.WeakKeyDictionary[PoolWriter, Keeper]] = weakref.WeakKeyDictionary()
+_keepers: Final[weakref.WeakKeyDictionary[HeldPool, Keeper]] = weakref.WeakKeyDictionary()
 _making: Final = threading.Lock()

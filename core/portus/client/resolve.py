@@ -7,7 +7,10 @@ only if it is
 2. beside the reference: in a ``.portus`` directory of its own directory or of one above it;
 3. at the path that the reference names, if the links directory there holds a hard link to this
    very file. That is seen from names alone, on the file systems of ``/`` and of the reference,
-   through no symbolic link: no other host is ever asked.
+   through no symbolic link.
+
+A storage host is asked only if its address is configured (1): what a reference says of hosts is
+for people to read.
 
 Then its identity must be the one that the reference names. What is loaded is verified, and
 nothing in it is executed.
@@ -32,10 +35,17 @@ from types import FrameType
 from typing import Final, Protocol
 
 from portus.client.reference import is_linked, links_directory, read
-from portus.errors import CorruptionError, MediumError, StaleError, UsageError
+from portus.errors import (
+    CorruptionError,
+    MediumError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
 from portus.format.reference import Reference, decode_text
 from portus.index.roots import read_superblock
 from portus.media.local import LocalFiles
+from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
 _log: Final = logging.getLogger("portus")
@@ -141,6 +151,14 @@ POOLS: Final = Pools(_open_view)
 """Those of this process."""
 
 
+def allow(pool: str | os.PathLike[str]) -> None:
+    """Let reference files lead to ``pool``: a pool file, a pool directory, or a storage host.
+
+    A process that saves there, or for which ``$PORTUS_POOL`` names it, need not say so.
+    """
+    POOLS.allow(os.fspath(pool))
+
+
 def load_text(text: str, pools: Pools = POOLS) -> object:
     """What ``torch.load`` gets for the string in a reference file. Raises as ``load_reference``."""
     reference = decode_text(text)
@@ -225,8 +243,13 @@ def _pool_of(reference: Reference, path: str | None, pools: Pools) -> Iterator[R
             yield pool
             return
     for candidate in _candidates(reference, path, pools):
-        if _uuid(candidate) == uuid:
-            with contextlib.closing(pools.opener(candidate)) as view:
+        if is_address(candidate) or _uuid(candidate) == uuid:
+            view = _opened(candidate, pools)
+            if view is None:
+                continue
+            with contextlib.closing(view):
+                if view.uuid != uuid:
+                    continue
                 _await(view, reference)
                 yield view
             return
@@ -236,6 +259,17 @@ def _pool_of(reference: Reference, path: str | None, pools: Pools) -> Iterator[R
         f"may not choose what is opened. If you trust it, set PORTUS_POOL={reference.pool_path} "
         f"(or wherever the pool is now) and load again"
     )
+
+
+def _opened(candidate: str, pools: Pools) -> View | None:
+    """None for a host that does not answer, or lets us not in: another may have the pool."""
+    try:
+        return pools.opener(candidate)
+    except (TransportError, UsageError) as error:
+        if not is_address(candidate):
+            raise
+        _log.warning("%s", error)
+        return None
 
 
 def _await(view: View, reference: Reference) -> None:
@@ -250,10 +284,16 @@ def _await(view: View, reference: Reference) -> None:
 
 def _candidates(reference: Reference, path: str | None, pools: Pools) -> Iterator[str]:
     name = os.path.basename(reference.pool_path)
+    hosts = [allowed for allowed in pools.allowed_paths() if is_address(allowed)]
     for allowed in pools.allowed_paths():
-        yield from _pool_files(allowed, name)
-    if path is None:
-        return
+        if allowed not in hosts:
+            yield from _pool_files(allowed, name)
+    if path is not None:
+        yield from _beside(reference, path, name)
+    yield from hosts
+
+
+def _beside(reference: Reference, path: str, name: str) -> Iterator[str]:
     places = dict.fromkeys((os.path.abspath(path), os.path.realpath(path)))
     for place in places:
         for directory in _upwards(os.path.dirname(place)):

@@ -10,10 +10,10 @@ from typing import Final, TypeVar
 
 from portus.client import restore
 from portus.client.fence import before_write
+from portus.client.home import open_place, pool_places
 from portus.client.restore import Patterns, Rename, Restored
-from portus.errors import StaleError, UsageError
+from portus.errors import StaleError, TransportError, UsageError
 from portus.index.catalogue import Catalogue
-from portus.index.directory import open_reader, pool_files
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
 from portus.spec import VersionInfo
@@ -50,9 +50,9 @@ def of_token(catalogue: Catalogue, token: bytes) -> VersionEntry:
 
 
 def again(load: Callable[[], Result]) -> Result:
-    """``load``, again while all that it found was retired under it."""
+    """``load``, again while all that it found was retired under it, or a connection broke."""
     for _ in range(_TRIES - 1):
-        with contextlib.suppress(StaleError):
+        with contextlib.suppress(StaleError, TransportError):
             return load()
     return load()
 
@@ -63,7 +63,7 @@ class PoolFile:
     def __init__(self, path: str) -> None:
         """Raises ``UsageError``, ``MediumError`` or ``CorruptionError`` if it cannot be read."""
         self.path: Final = path
-        self.reader: Final[PoolReader] = open_reader(path)
+        self.reader: Final[PoolReader] = open_place(path)
 
     @property
     def uuid(self) -> bytes:
@@ -99,11 +99,13 @@ class PoolView:
     """What ``portus.open`` gives: all pool files of a directory as one, or one pool file."""
 
     def __init__(self, pool: str | os.PathLike[str] | None = None) -> None:
-        """pool: a pool file or pool directory; None: the default one. Raises ``UsageError`` if
+        """pool: a pool file, a pool directory, or the address of a storage host; None: the
+            default one. Raises ``UsageError`` if
         there is none, and what opening raises."""
         with contextlib.ExitStack() as stack:
             self._files: Final = [
-                stack.enter_context(contextlib.closing(PoolFile(path))) for path in pool_files(pool)
+                stack.enter_context(contextlib.closing(PoolFile(path)))
+                for path in pool_places(pool)
             ]
             self._stack: Final = stack.pop_all()
 

@@ -50,7 +50,13 @@ from portus.index.records import (
     point,
     read,
 )
-from portus.index.roots import format_superblock, read_roots, read_superblock, store_root
+from portus.index.roots import (
+    Superblock,
+    format_superblock,
+    read_roots,
+    read_superblock,
+    store_root,
+)
 from portus.index.space import (
     EMPTY,
     Runs,
@@ -110,7 +116,12 @@ class PoolReader:
     def __init__(self, medium: Medium, locks: Locks) -> None:
         self.medium: Final = medium
         self.locks: Final = locks
-        self.superblock: Final = read_superblock(medium)
+        self._superblock = read_superblock(medium)
+
+    @property
+    def superblock(self) -> Superblock:
+        """Who the pool is."""
+        return self._superblock
 
     def catalogue(self) -> Catalogue:
         """What is committed now. Raises ``CorruptionError``."""

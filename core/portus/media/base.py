@@ -31,6 +31,7 @@ class MediumKind(enum.Enum):
     FILE_MAPPED = "file, mapped"
     FILE_PLAIN = "file, pwrite"
     MEMORY = "memory"
+    HOST = "storage host"
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,20 +59,6 @@ def shared(record: VersionRecord, indices: Column) -> Group:
     )
 
 
-def chosen(group: Group, lengths: Column, some: Column) -> Group:
-    """The members of ``group`` at positions ``some``; ``lengths`` are those of its storages."""
-    units = unit_counts(lengths)
-    extent_rows = ranges((np.cumsum(group.counts) - group.counts)[some], group.counts[some])
-    unit_rows = ranges((np.cumsum(units) - units)[some], units[some])
-    return Group(
-        group.indices[some],
-        group.extents[extent_rows],
-        group.counts[some],
-        group.digests[unit_rows],
-        group.born[some],
-    )
-
-
 def equal_storages(left: Digests, right: Digests, lengths: Column) -> Column:
     """Positions of the storages all of whose unit digests are equal on both sides."""
     units = unit_counts(lengths)

@@ -21,29 +21,20 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
 from portus.errors import AbandonedError, PortusError
 from portus.format.layout import EXTENT
-from portus.index.pool import NewVersion, PoolWriter
-from portus.index.records import Pointer, Rows
+from portus.index.records import Rows
+from portus.pipeline.draft import Draft, Labels
 from portus.pipeline.handle import SaveStats
-from portus.pipeline.parts import (
-    Group,
-    chosen,
-    equal_storages,
-    ranges,
-    rows_of,
-    shared,
-    sources,
-    unit_counts,
-)
-from portus.pipeline.plan import Before, Column, Feed, Flags, Snapshot, packed, placed
-from portus.spec import Extent, VersionInfo
-from portus.transport.base import Digests, Source, Stop
-from portus.transport.local import copy, hash_sources, same_bytes
+from portus.pipeline.parts import equal_storages, ranges, shared, sources, unit_counts
+from portus.pipeline.plan import Before, Column, Flags, Snapshot
+from portus.spec import VersionInfo
+from portus.transport.base import Digests, Stop
+from portus.transport.local import hash_sources
 
 REFRESH_COMMITS: Final = 64
 """A shared storage is copied afresh after so many commits, so that rot cannot hide in all."""
@@ -94,12 +85,12 @@ class Policy:
 
 
 class Save:
-    """One save in flight. ``before`` is asked for the newest version of the model."""
+    """One save in flight, into ``draft``. ``before``: asked for the model's newest version."""
 
     def __init__(
         self,
         snapshot: Snapshot,
-        writer: PoolWriter,
+        draft: Draft,
         before: Callable[[], Before | None],
         policy: Policy,
     ) -> None:
@@ -108,7 +99,7 @@ class Save:
         """True once somebody was told why it failed."""
         self._snapshot = snapshot
         self._steady = snapshot.steady
-        self._writer: Final = writer
+        self._draft: Final = draft
         self._before: Final = before
         self._policy: Final = policy
         self._lock: Final = threading.RLock()
@@ -118,9 +109,7 @@ class Save:
         self._reading = False
         self._error: PortusError | None = None
         self._info: VersionInfo | None = None
-        self._groups: list[Group] = []
-        self._held: list[list[Extent]] = []
-        self._copied: list[Extent] = []
+        self._stored: list[tuple[Column, Digests]] = []
         self._edges: Digests | None = None
         self._born: Final = time.perf_counter()
         self.storages: Final = snapshot.guarded
@@ -192,7 +181,7 @@ class Save:
                 f"save of step {self._snapshot.step} given up: its copy did not end within the "
                 f"fence time-out of {timeout_s:g} s ({self._stop.done} of "
                 f"{self._stats.state_bytes} bytes done). Older versions are untouched; look at "
-                f"the medium {self._writer.medium.info.name}"
+                f"the medium {self._draft.name}"
             )
             self._stop.set()
             self._changed.notify_all()
@@ -239,49 +228,21 @@ class Save:
         fed = np.isin(rest, np.array(list(self._snapshot.feeds), np.int64))
         for some, move in ((rest[~fed], self._copy_from_here), (rest[fed], self._copy_from_feeds)):
             if len(some):
-                self._place_and_copy(some, move)
+                move(some)
         self._stats.copied_bytes += int(self._snapshot.length[rest].sum())
         self._stats.copy_s += time.perf_counter() - start
 
-    def _place_and_copy(
-        self, indices: Column, move: Callable[[Column, Rows, Column], Digests]
-    ) -> None:
-        lengths = self._snapshot.length[indices]
-        offsets, size = packed(lengths)
-        extents, counts = placed(offsets, lengths, self._reserve(size))
-        digests = move(indices, extents, counts)
-        born = np.zeros(len(indices), np.int64)
-        self._groups.append(Group(indices, extents, counts, digests, born))
+    def _copy_from_here(self, indices: Column) -> None:
+        address = self._snapshot.address[indices]
+        self._note(indices, self._draft.copy(indices, address, self._stop))
+
+    def _copy_from_feeds(self, indices: Column) -> None:
+        feeds = [self._snapshot.feeds[index] for index in indices.tolist()]
+        self._note(indices, self._draft.copy_fed(indices, feeds, self._stop))
+
+    def _note(self, indices: Column, digests: Digests) -> None:
+        self._stored.append((indices, digests))
         self._note_steady(indices, digests)
-
-    def _reserve(self, size: int) -> list[Extent]:
-        room = self._writer.reserve(size)
-        self._held.append(room)
-        self._copied += room
-        return room
-
-    def _copy_from_here(self, indices: Column, extents: Rows, counts: Column) -> Digests:
-        snapshot = self._snapshot
-        moved = sources(snapshot.address[indices], snapshot.length[indices], extents)
-        return copy(self._writer.medium, moved, self._stop)
-
-    def _copy_from_feeds(self, indices: Column, extents: Rows, counts: Column) -> Digests:
-        digests, first = [], 0
-        for index, count in zip(indices.tolist(), counts.tolist(), strict=True):
-            feed = self._snapshot.feeds[index]
-            digests.append(self._copy_fed(feed, extents[first : first + count]))
-            first += count
-        return np.concatenate(digests)
-
-    def _copy_fed(self, feed: Feed, extents: Rows) -> Digests:
-        places = [Extent(int(row["offset"]), int(row["length"])) for row in extents]
-        digests = []
-        with feed.units() as units:
-            for address, length in units:
-                own, places = _split(places, length)
-                source = Source(address, length, tuple(own))
-                digests.append(copy(self._writer.medium, [source], self._stop))
-        return np.concatenate(digests)
 
     # Sharing.
 
@@ -310,25 +271,22 @@ class Save:
         if not len(equal):
             return indices
         self._steady[equal] = True
-        self._groups.append(shared(before.record, equal))
+        self._stored.append((equal, shared(before.record, equal).digests))
         self._stats.shared_bytes += int(snapshot.length[equal].sum())
         return np.setdiff1d(indices, equal)
 
     def _find_equal(self, before: Before, candidates: Column) -> Column:
-        """Positions of candidates that have the same digests and the same bytes; held then."""
+        """Positions of candidates that have the same digests and the same bytes; reached then."""
         group = shared(before.record, candidates)
-        extents = group.extents
-        self._held.append(self._writer.hold(extents["offset"], extents["length"]))
-        if before.record.info.id not in self._writer.catalogue().ids():
-            return np.empty(0, np.int64)  # retired just before it was held
         lengths = self._snapshot.length[candidates]
         address = self._snapshot.address[candidates]
         self._stats.hashed_bytes += int(lengths.sum())
-        found = hash_sources(sources(address, lengths, group.extents[:0]), self._stop)
+        found = hash_sources(sources(address, lengths, _NO_EXTENTS), self._stop)
         equal = equal_storages(found, group.digests, lengths)
-        own = chosen(group, lengths, equal)
-        moved = sources(address[equal], lengths[equal], own.extents)
-        return equal if same_bytes(self._writer.medium, moved, self._stop) else equal[:0]
+        if not len(equal):
+            return equal
+        same = self._draft.share(before, candidates[equal], address[equal], self._stop)
+        return equal if same else equal[:0]
 
     def _note_steady(self, indices: Column, digests: Digests) -> None:
         """Remember what was copied although it had not changed: next time it is hashed first."""
@@ -374,7 +332,7 @@ class Save:
         found = hash_sources(
             sources(self._snapshot.address[sample], length[sample], _NO_EXTENTS), self._stop
         )
-        stored = self._stored(sample)
+        stored = self._digests_of(sample)
         same = equal_storages(found, stored, length[sample])
         return np.setdiff1d(sample, sample[same])
 
@@ -385,14 +343,13 @@ class Save:
         within[0] = self._snapshot.length[turned[0]] <= 4 * SAMPLE_BYTES
         return np.sort(turned[within])
 
-    def _stored(self, indices: Column) -> Digests:
+    def _digests_of(self, indices: Column) -> Digests:
         """The unit digests that were stored for late storages."""
         lengths = self._snapshot.length
         units = np.zeros((int(unit_counts(lengths).sum()), 16), np.uint8)
         first = np.cumsum(unit_counts(lengths)) - unit_counts(lengths)
-        for group in self._groups:
-            counts = unit_counts(lengths[group.indices])
-            units[ranges(first[group.indices], counts)] = group.digests
+        for placed, digests in self._stored:
+            units[ranges(first[placed], unit_counts(lengths[placed]))] = digests
         return units[ranges(first[indices], unit_counts(lengths[indices]))]
 
     def _late_here(self) -> Column:
@@ -414,37 +371,23 @@ class Save:
     def _commit(self) -> None:
         start = time.perf_counter()
         self._policy.publishing()
-        snapshot, before = self._snapshot, self._before()
-        storages, extents, units = rows_of(self._groups, snapshot.length)
-        new = NewVersion(
+        snapshot = self._snapshot
+        labels = Labels(
             model=snapshot.model,
             step=snapshot.step,
             token=snapshot.token,
-            layout=self._known("layout", before) or snapshot.layout,
-            tree=self._known("tree", before) or snapshot.tree,
-            storages=storages,
-            extents=extents,
-            units=units,
+            layout=snapshot.layout,
+            tree=snapshot.tree,
         )
-        record = self._writer.commit(new, self._copied, self._policy.retire())
-        assert record is not None
+        committed = self._draft.commit(labels, self._before(), self._policy.retire())
         self._stats.commit_s = time.perf_counter() - start
         self._stats.total_s = time.perf_counter() - self._born
         self._let_go()
-        self._policy.committed(Before(record, snapshot.layout, snapshot.tree), self._steady)
+        self._policy.committed(committed, self._steady)
         with self._lock:
-            self._info = record.info
+            self._info = committed.record.info
             self._stage = Stage.COMMITTED
             self._changed.notify_all()
-
-    def _known(self, name: Literal["layout", "tree"], before: Before | None) -> Pointer | None:
-        """The record of the version before, held, if it says the same."""
-        if before is None or getattr(before, name) != getattr(self._snapshot, name):
-            return None
-        pointer: Pointer = before.record.layout if name == "layout" else before.record.tree
-        self._held.append(self._writer.hold([pointer.offset], [pointer.length]))
-        alive = before.record.info.id in self._writer.catalogue().ids()
-        return pointer if alive else None
 
     def _advance(self, stage: Stage) -> None:
         with self._lock:
@@ -468,25 +411,10 @@ class Save:
     def _let_go(self) -> None:
         """The end of ``run``, however it ended."""
         self._forget_sources()
-        held, self._held = self._held, []
-        for extents in held:
-            self._writer.release(extents)
+        self._draft.release()
 
 
 def _unexpected(error: BaseException) -> PortusError:
     wrapped = AbandonedError(f"save given up: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
-
-
-def _split(places: list[Extent], length: int) -> tuple[list[Extent], list[Extent]]:
-    """The first ``length`` bytes of ``places``, and the rest."""
-    own, rest = [], list(places)
-    while length:
-        head = rest.pop(0)
-        taken = min(head.length, length)
-        own.append(Extent(head.offset, taken))
-        if taken < head.length:
-            rest.insert(0, Extent(head.offset + taken, head.length - taken))
-        length -= taken
-    return own, rest

@@ -12,6 +12,7 @@ import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -268,6 +269,30 @@ def cut(sources: Sources) -> tuple[Segments, Digests]:
         row=row,
     )
     return segments, digests
+
+
+@runtime_checkable
+class Distant(Protocol):
+    """A medium on another machine: its own transport fetches from it, and it hashes by itself."""
+
+    def fetch(self, targets: Sources, stop: Stop) -> Digests:
+        """As ``local.fetch``."""
+
+    def check(self, sources: Sources, stop: Stop) -> Digests:
+        """As ``local.check``; the bytes stay where they are."""
+
+
+def memory(address: int, length: int) -> memoryview:
+    """The ``length`` bytes at ``address``; the caller keeps them alive, and writes if it may."""
+    view: memoryview = _memory_view(address, length, _WRITABLE)
+    return view
+
+
+_WRITABLE: Final = 0x200  # PyBUF_WRITE, of CPython's object.h
+
+_memory_view: Final = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+)(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
 def _column(numbers: list[int]) -> Column:

@@ -31,6 +31,7 @@ from portus.transport import native
 from portus.transport.base import (
     Column,
     Digests,
+    Distant,
     Segments,
     Source,
     Sources,
@@ -38,6 +39,7 @@ from portus.transport.base import (
     StoppedError,
     cut,
 )
+from portus.transport.base import memory as _view
 
 __all__ = [
     "Digests",
@@ -196,6 +198,8 @@ def fetch(
     raises.
     """
     columns = _columns(targets).require(addresses=True, extents=True)
+    if isinstance(medium, Distant):
+        return medium.fetch(columns, stop)
     segments, digests = cut(columns)
     call = _Call(medium, engine or best_engine(), digests, stop)
     _arrive(call, segments, keep=True)
@@ -215,6 +219,8 @@ def check(
     raises.
     """
     columns = _columns(sources).require(addresses=False, extents=True)
+    if isinstance(medium, Distant):
+        return medium.check(columns, stop)
     segments, digests = cut(columns)
     call = _Call(medium, engine or best_engine(), digests, stop)
     _arrive(call, segments, keep=False)
@@ -404,16 +410,3 @@ def _rows(segments: Segments) -> Iterator[tuple[int, int, int]]:
     """(address, offset, length) of each."""
     columns = (segments.address, segments.offset, segments.length)
     return zip(*(column.tolist() for column in columns), strict=True)
-
-
-def _view(address: int, length: int) -> memoryview:
-    """The ``length`` bytes at ``address``; the caller keeps them alive, and writes if it may."""
-    view: memoryview = _memory_view(address, length, _WRITABLE)
-    return view
-
-
-_WRITABLE: Final = 0x200  # PyBUF_WRITE, of CPython's object.h
-
-_memory_view: Final = ctypes.PYFUNCTYPE(
-    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
-)(("PyMemoryView_FromMemory", ctypes.pythonapi))

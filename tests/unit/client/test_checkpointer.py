@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from portus.client.checkpointer import Checkpointer
 from portus.client.view import PoolView
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.index.directory import open_reader
+from portus.protocol.address import Address, Scheme
+from tests.hosts import serving, url
 
 
 class Training:
@@ -75,10 +78,23 @@ def pool(tmp_path: Path) -> Path:
     return tmp_path / "pool"
 
 
-@pytest.fixture
-def checkpointer(pool: Path) -> Iterator[Checkpointer]:
-    with Checkpointer(pool) as opened:
-        yield opened
+@pytest.fixture(params=["file", "tcp", "unix"])
+def checkpointer(
+    pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Checkpointer]:
+    """One of this machine, or on a storage host: for a training loop they are the same."""
+    if request.param == "file":
+        with Checkpointer(pool) as opened:
+            yield opened
+        return
+    monkeypatch.chdir(tmp_path)
+    with tempfile.TemporaryDirectory(prefix="portus-") as folder:  # paths of sockets are short
+        unix = Address(Scheme.UNIX, path=f"{folder}/portus.sock")
+        with (
+            serving(pool, address=unix if request.param == "unix" else None) as server,
+            Checkpointer(url(server)) as opened,
+        ):
+            yield opened
 
 
 def test_every_version_holds_the_state_at_its_call(
@@ -183,14 +199,14 @@ def test_a_part_is_loaded_by_pattern(checkpointer: Checkpointer, training: Train
 
 
 def test_the_newest_that_verifies_is_loaded_when_the_newest_is_damaged(
-    checkpointer: Checkpointer, training: Training, caplog: pytest.LogCaptureFixture
+    checkpointer: Checkpointer, pool: Path, training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
     states = {}
     for step in (1, 2):
         training.step()
         states[step] = copy.deepcopy(training.state(step))
         checkpointer.save(training.state(step), step).wait()
-    _damage(checkpointer.path, step=2)
+    _damage(pool / "default.portus", step=2)
     with caplog.at_level(logging.ERROR, "portus"):
         assert same(checkpointer.load(), states[1])
     assert "FALLING BACK to step 1" in caplog.text
@@ -199,11 +215,11 @@ def test_the_newest_that_verifies_is_loaded_when_the_newest_is_damaged(
 
 
 def test_restore_into_is_untouched_when_nothing_verifies(
-    checkpointer: Checkpointer, training: Training
+    checkpointer: Checkpointer, pool: Path, training: Training
 ) -> None:
     training.step()
     checkpointer.save(training.state(1), 1).wait()
-    _damage(checkpointer.path, step=1)
+    _damage(pool / "default.portus", step=1)
     training.step()
     target = training.state(2)
     before = copy.deepcopy(target)
@@ -296,8 +312,13 @@ def test_the_same_process_shares_the_writer(pool: Path) -> None:
 
 
 def test_another_process_is_refused_and_told_how_to_read(
-    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+    pool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with Checkpointer(pool) as checkpointer:
+        _refuse_others(checkpointer)
+
+
+def _refuse_others(checkpointer: Checkpointer) -> None:
     checkpointer.save({"x": torch.ones(3)}, 1).wait()
     script = (
         "import sys, portus\n"
@@ -467,9 +488,9 @@ def test_a_program_that_never_closes_still_gets_its_last_save(tmp_path: Path) ->
         assert view.steps() == [1]
 
 
-def _damage(path: str, step: int) -> None:
+def _damage(path: Path, step: int) -> None:
     """Flip a bit in the middle of the biggest storage of a version."""
-    reader = open_reader(path)
+    reader = open_reader(str(path))
     (entry,) = [e for e in reader.catalogue().entries() if e.info.step == step]
     record = reader.record(entry)
     reader.close()

@@ -13,6 +13,7 @@ from portus.format.layout import DATA_START
 from portus.index.pool import PoolWriter, format_pool
 from portus.media.lock import LockTable, ProcessLocks
 from portus.media.memory import Memory
+from portus.pipeline.draft import PoolDraft
 from portus.pipeline.plan import Before, Flags, Snapshot, packed, placed
 from portus.pipeline.run import Policy, Save
 from portus.spec import PAGE, Extent
@@ -73,7 +74,8 @@ class Bench:
             committed=self._committed,
             guilty=self.guilty.extend,
         )
-        return Save(snapshot, self.pool, lambda: self.before, policy)
+        draft = PoolDraft(self.pool, snapshot.length)
+        return Save(snapshot, draft, lambda: self.before, policy)
 
     def run(self, arrays: Sequence[np.ndarray], step: int = 0, **options: object) -> Save:
         save = self.save(arrays, step, **options)  # type: ignore[arg-type]

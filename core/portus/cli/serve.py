@@ -1,0 +1,12 @@
+"""``portus serve``: this machine as a storage host."""
+
+from __future__ import annotations
+
+from portus.cli.output import Output
+from portus.daemon.main import Wish, log_to_stderr, serve
+
+
+def run(wish: Wish, output: Output) -> int:
+    """Serve until told to end; the exit code."""
+    log_to_stderr()
+    return 0 if serve(wish) else 3

@@ -1,0 +1,157 @@
+"""Where the versions of a ``Checkpointer`` live: a pool file here, or a pool on a storage host.
+
+Both are opened, saved to and let go of by the same calls; what differs is below this seam.
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from typing import Final, Protocol
+
+from portus.client.host import HostPool
+from portus.client.keeper import Keeper, keeper_of
+from portus.index.directory import (
+    DEFAULT_DIRECTORY,
+    SUFFIX,
+    WRITERS,
+    create_pool,
+    default_directory,
+    make_directory,
+    open_reader,
+    pool_file,
+    pool_files,
+    remove_pool,
+)
+from portus.index.pool import PoolReader, PoolWriter
+from portus.media.local import LocalFiles
+from portus.pipeline.draft import Draft, PoolDraft
+from portus.pipeline.plan import Snapshot
+from portus.protocol.address import is_address, parse
+
+Pool = PoolWriter | HostPool
+"""A pool that can be saved to."""
+
+
+class Home(Protocol):
+    """See the module."""
+
+    @property
+    def path(self) -> str:
+        """What a user calls it."""
+
+    @property
+    def allowed(self) -> str:
+        """Where references may lead, if this is configured."""
+
+    def exists(self) -> bool:
+        """True if there is a pool to open already."""
+
+    def create(self) -> None:
+        """Make the pool, if there is none."""
+
+    def open(self) -> Pool:
+        """The pool, and its reference files. Raises what opening raises."""
+
+    def keeper(self, pool: Pool) -> Keeper:
+        """Its reference files."""
+
+    def draft(self, snapshot: Snapshot) -> Draft:
+        """Where a save of ``snapshot`` goes; the pool is open."""
+
+    def close(self, *, unused: bool) -> None:
+        """Let go; a pool that was made and never used goes away again."""
+
+
+class FileHome:
+    """A pool file of this machine."""
+
+    def __init__(
+        self, pool: str | os.PathLike[str] | None, model: str, max_bytes: int | None
+    ) -> None:
+        self.path: Final = pool_file(pool, model)
+        self.allowed: Final = os.path.dirname(self.path) if pool is None else os.fspath(pool)
+        self._max_bytes: Final = max_bytes
+        self._writer: PoolWriter | None = None
+
+    def exists(self) -> bool:
+        return os.path.exists(self.path)
+
+    def create(self) -> None:
+        if not self.exists():
+            make_directory(os.path.dirname(self.path))
+            create_pool(self.path, LocalFiles())
+
+    def open(self) -> PoolWriter:
+        self._writer = WRITERS.open(self.path, max_bytes=self._max_bytes)
+        return self._writer
+
+    def keeper(self, pool: Pool) -> Keeper:
+        return keeper_of(self.path, pool)
+
+    def draft(self, snapshot: Snapshot) -> Draft:
+        assert self._writer is not None
+        return PoolDraft(self._writer, snapshot.length)
+
+    def close(self, *, unused: bool) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None and WRITERS.close(writer) and unused:
+            remove_pool(self.path, LocalFiles())
+
+
+class HostHome:
+    """A pool on a storage host. Links of its reference files are kept on this machine."""
+
+    def __init__(self, pool: str, model: str, links: str | None) -> None:
+        """links: a directory for the links; None: ``.portus`` in the current one."""
+        self._model: Final = model
+        self.path: Final = str(parse(pool))
+        self.allowed: Final = self.path
+        name = urllib.parse.quote(f"{model}@{self.path}", safe="@")[-200:]
+        self._links_path: Final = os.path.join(
+            os.path.abspath(links or DEFAULT_DIRECTORY), name + SUFFIX
+        )
+        self._pool: HostPool | None = None
+
+    def exists(self) -> bool:
+        return True  # a host that cannot be reached at the start raises (V8)
+
+    def create(self) -> None:
+        """The host makes it."""
+
+    def open(self) -> HostPool:
+        self._pool = HostPool(self.path, self._model)
+        return self._pool
+
+    def keeper(self, pool: Pool) -> Keeper:
+        return keeper_of(self._links_path, pool, address=self.path)
+
+    def draft(self, snapshot: Snapshot) -> Draft:
+        assert self._pool is not None
+        return self._pool.draft(snapshot)
+
+    def close(self, *, unused: bool) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+
+def home_of(
+    pool: str | os.PathLike[str] | None, model: str, max_bytes: int | None, links: str | None
+) -> Home:
+    """What ``pool`` means for ``model``. None: ``$PORTUS_POOL``, which may be a host too."""
+    place = default_directory() if pool is None else os.fspath(pool)
+    if is_address(place):
+        return HostHome(place, model, links)
+    return FileHome(pool, model, max_bytes)
+
+
+def pool_places(pool: str | os.PathLike[str] | None) -> list[str]:
+    """The pool files that ``pool`` means, or the one host. Raises ``UsageError`` if none."""
+    place = default_directory() if pool is None else os.fspath(pool)
+    return [str(parse(place))] if is_address(place) else pool_files(pool)
+
+
+def open_place(path: str) -> PoolReader:
+    """What ``pool_places`` gave, for reading. Raises what opening raises."""
+    return HostPool(path) if is_address(path) else open_reader(path)

@@ -1,0 +1,265 @@
+"""A storage host as the place that saves go to: its pool, and drafts of versions there."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+import numpy as np
+
+from portus.errors import CorruptionError, MediumError, PortusError, StaleError, TransportError
+from portus.index.pool import PoolReader
+from portus.index.records import VersionRecord, decode_version
+from portus.index.roots import Superblock, read_superblock
+from portus.pipeline.draft import Labels
+from portus.pipeline.parts import ranges, shared, unit_counts
+from portus.pipeline.plan import Before, Column, Feed, Snapshot
+from portus.protocol import messages as said
+from portus.protocol.address import parse
+from portus.protocol.messages import Said, digest_rows, packed_column
+from portus.protocol.session import State
+from portus.spec import Extent
+from portus.transport.base import Digests, Sources, Stop, cut
+from portus.transport.dial import Credentials, raised
+from portus.transport.host import ROOM_S, WORK_S, HostLocks, HostMedium, Links
+from portus.transport.stream import Link, give
+
+_log: Final = logging.getLogger("portus")
+
+_OUTCOME_S: Final = 5.0
+"""The longest that a save whose connection broke at its commit asks what became of it."""
+
+_ABANDON_S: Final = 5.0
+_NO_TOKEN: Final = bytes(16)
+_NONE: Final = np.empty(0, np.int64)
+
+
+class HostPool(PoolReader):
+    """A tenant's pool on a storage host. It is read as any pool is; versions are made by drafts."""
+
+    def __init__(self, address: str, model: str | None = None) -> None:
+        """model: the one to save, as the only client; None: to look at the pool. Raises
+        ``TransportError`` if no host answers, ``UsageError`` for a wrong secret, ``BusyError``."""
+        self.links: Final = Links(parse(address), Credentials.from_environment(), model=model)
+        self.deleted: Callable[[], Collection[int]] = tuple
+        """Asked for versions whose reference files are gone, when space is short."""
+        try:
+            pins = HostLocks(self.links)
+            super().__init__(HostMedium(self.links, pins), pins)
+        except BaseException:
+            self.links.close()
+            raise
+
+    @property
+    def superblock(self) -> Superblock:
+        """Of the pool that the host has now: one in its memory is another after a restart."""
+        if self._superblock.uuid != self.links.welcome.uuid:
+            self._superblock = read_superblock(self.medium)
+        return self._superblock
+
+    def ensure(self, free: int) -> Extent:
+        """Have the host make room; what was added is its own affair."""
+        try:
+            self.links.ask(said.Room(free), ROOM_S)
+        except MediumError:
+            gone = self.catalogue().ids().intersection(self.deleted())
+            if not gone:
+                raise
+            self.retire(gone)
+            self.links.ask(said.Room(free), ROOM_S)
+        return Extent(0, 0)
+
+    def retire(self, versions: Collection[int]) -> None:
+        """Let go of versions, by id; those that are not there are ignored."""
+        if versions:
+            self.links.ask(said.Retire(packed_column(sorted(versions))))
+
+    def draft(self, snapshot: Snapshot) -> HostDraft:
+        """Where a save of ``snapshot`` goes."""
+        return HostDraft(self, snapshot)
+
+    def record_of(self, token: bytes) -> VersionRecord | None:
+        """The record of the version of that token, if it is committed."""
+        for entry in self.catalogue().entries():
+            if entry.info.token == token:
+                with self.pinned(entry.info.id) as current:
+                    return self.record(current)
+        return None
+
+
+class HostDraft:
+    """A version that is being made on a storage host, over a connection of its own.
+
+    The host pulls, says what arrived by its digests, and this compares them with its own, made of
+    the same bytes on their way out. The confirmation carries these again: the host compares too.
+    """
+
+    def __init__(self, pool: HostPool, snapshot: Snapshot) -> None:
+        self._pool: Final = pool
+        self._lengths: Final = snapshot.length
+        self._begin: Final = said.Begin(
+            snapshot.model, snapshot.step, snapshot.token, packed_column(snapshot.length)
+        )
+        self._stored: Final[list[tuple[Column, Digests]]] = []
+        self._guard: Final = threading.Lock()
+        self._link: Link | None = None
+        self._over = False
+
+    @property
+    def name(self) -> str:
+        return str(self._pool.links.address)
+
+    def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
+        def send(link: Link) -> Digests:
+            segments, digests = cut(_sources(address, self._lengths[indices]))
+            give(link, segments, digests, stop)
+            return digests
+
+        return self._offer(indices, send, stop)
+
+    def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
+        def send(link: Link) -> Digests:
+            found = []
+            for feed in feeds:
+                with feed.units() as units:
+                    for address, length in units:
+                        segments, digests = cut(_sources(np.array([address]), np.array([length])))
+                        give(link, segments, digests, stop)
+                        found.append(digests)
+            return np.concatenate(found)
+
+        return self._offer(indices, send, stop)
+
+    def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
+        link = self._ready(stop)
+        token = before.record.info.token
+        with link.under(stop):
+            answer = self._ask(link, said.Share(token, packed_column(indices)), WORK_S)
+        if not isinstance(answer, said.Shared):
+            raise raised(answer)
+        if answer.same:
+            self._stored.append((indices, shared(before.record, indices).digests))
+        return answer.same
+
+    def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
+        link = self._ready(Stop())
+        same_layout = before is not None and before.layout == labels.layout
+        same_tree = before is not None and before.tree == labels.tree
+        confirm = said.Confirm(
+            digests=self._digests().tobytes(),
+            before=before.record.info.token if before is not None else _NO_TOKEN,
+            layout=None if same_layout else labels.layout,
+            tree=None if same_tree else labels.tree,
+            retire=packed_column(sorted(retire)),
+        )
+        try:
+            answer = link.ask(confirm, WORK_S)
+            if isinstance(answer, said.Missing):
+                whole = said.Confirm(
+                    confirm.digests, _NO_TOKEN, labels.layout, labels.tree, confirm.retire
+                )
+                answer = link.ask(whole, WORK_S)
+        except TransportError as error:
+            record = self._outcome(labels.token, error)
+        else:
+            if not isinstance(answer, said.Committed):
+                raise raised(answer)
+            record = decode_version(memoryview(answer.record))
+        self.release()
+        return Before(record, labels.layout, labels.tree)
+
+    def release(self) -> None:
+        with self._guard:
+            link, self._link, self._over = self._link, None, True
+        if link is None:
+            return
+        if link.connection.state is State.SAVING and not link.closed:
+            with contextlib.suppress(PortusError):
+                link.ask(said.Abandon(), _ABANDON_S)
+        self._pool.links.give_back(link)  # in any other state it is closed: that abandons too
+
+    def _ready(self, stop: Stop) -> Link:
+        """The connection, with a save begun on it."""
+        if self._link is not None:
+            return self._link
+        if self._over:
+            raise TransportError(f"{self.name}: this save is over")
+        link = self._pool.links.borrow()
+        try:
+            with link.under(stop):
+                self._register(link)
+                self._ask(link, self._begin)
+        except BaseException:
+            link.close()
+            raise
+        self._link = link
+        return link
+
+    def _register(self, link: Link) -> None:
+        """A region for each storage, of the same number; once for all saves alike."""
+        known, wanted = self._pool.links.regions.get(link), self._begin.lengths
+        if known == wanted:
+            return
+        if known is not None:
+            self._ask(link, said.Forget(packed_column(np.arange(len(known) // 8))))
+        self._ask(link, said.Register(0, wanted))
+        self._pool.links.regions[link] = wanted
+
+    def _offer(self, indices: Column, send: Callable[[Link], Digests], stop: Stop) -> Digests:
+        link = self._ready(stop)
+        numbers = packed_column(indices)
+        with link.under(stop):
+            answer = self._ask(link, said.Offer(numbers, regions=numbers))
+            if isinstance(answer, said.Pull):
+                digests = send(link)
+                answer = link.hear()
+            else:
+                digests = cut(_sources(np.zeros(len(indices), np.int64), self._lengths[indices]))[1]
+        if not isinstance(answer, said.Pulled):
+            raise raised(answer)
+        theirs = digest_rows(answer.digests, "pulled")
+        if not np.array_equal(theirs, digests):
+            raise TransportError(f"{self.name}: what arrived is not what was sent; nothing counts")
+        self._stored.append((indices, digests))
+        return digests
+
+    def _ask(self, link: Link, message: Said, silence_s: float | None = None) -> Said:
+        answer = link.ask(message, silence_s)
+        if isinstance(answer, said.Refused):
+            raise raised(answer)
+        return answer
+
+    def _digests(self) -> Digests:
+        """Of the units of all storages, in order."""
+        counts = unit_counts(self._lengths)
+        first = np.cumsum(counts) - counts
+        units = np.zeros((int(counts.sum()), 16), np.uint8)
+        for indices, digests in self._stored:
+            units[ranges(first[indices], counts[indices])] = digests
+        return units
+
+    def _outcome(self, token: bytes, cause: TransportError) -> VersionRecord:
+        """The connection broke at the commit: whether that happened is in the pool alone."""
+        until_s = time.monotonic() + _OUTCOME_S
+        for _ in itertools.takewhile(lambda _: time.monotonic() < until_s, itertools.count()):
+            try:
+                record = self._pool.record_of(token)
+            except (TransportError, StaleError, CorruptionError, MediumError):
+                time.sleep(0.1)
+                continue
+            if record is not None:
+                return record
+            break
+        raise TransportError(
+            f"{cause}: the connection broke while the version was committed. It may be there: "
+            f"`portus ls {self.name}` tells"
+        ) from cause
+
+
+def _sources(address: Column, length: Column) -> Sources:
+    return Sources(address=address, length=length, extent_offset=_NONE, extent_length=_NONE)

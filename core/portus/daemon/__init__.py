@@ -1,0 +1,1 @@
+"""The storage host: pools served to clients. No torch."""

@@ -1,0 +1,168 @@
+"""``portus serve``: from options to a host that runs until it is told to end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Final
+
+from portus.daemon.counters import Counters, publish, text_of
+from portus.daemon.pools import Pools, free_bytes, parse_size
+from portus.daemon.secrets import read_secrets
+from portus.daemon.server import Door, Server, open_door, tls_context
+from portus.daemon.session import House, Patience
+from portus.errors import UsageError
+from portus.protocol.address import PORT, Address, Scheme, is_address, parse
+
+_log: Final = logging.getLogger("portus.daemon")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What to serve and how. ``listen``: HOST[:PORT], unix:PATH, or addresses; ``metrics``:
+    [HOST:]PORT; ``quota``: a size."""
+
+    place: str
+    listen: Sequence[str] = ()
+    secret_path: str | None = None
+    cert_path: str | None = None
+    key_path: str | None = None
+    quota: str | None = None
+    metrics: str | None = None
+
+
+def serve(wish: Wish) -> bool:
+    """Serve until SIGTERM or SIGINT; False if the end was not clean.
+
+    Raises what keeps it from starting: ``UsageError``, ``MediumError``, ``BusyError``,
+    ``CorruptionError``.
+    """
+    server = prepared(wish)
+    ended = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    server.start()
+    for door in server.doors:
+        _log.info("serving %s on %s", wish.place, _reached(door))
+    notify("READY=1")
+    ended.wait()
+    notify("STOPPING=1")
+    _log.info("ending")
+    return server.stop()
+
+
+def prepared(wish: Wish) -> Server:
+    """A server that listens, and has not started."""
+    secrets = read_secrets(wish.secret_path)
+    quota = parse_size(wish.quota) if wish.quota else None
+    if (wish.cert_path is None) != (wish.key_path is None):
+        raise UsageError("--tls-cert and --tls-key go together")
+    context = None
+    if wish.cert_path is not None and wish.key_path is not None:
+        context = tls_context(wish.cert_path, wish.key_path)
+    addresses = [heard(text, tls=context is not None) for text in wish.listen or ("127.0.0.1",)]
+    counters = Counters()
+    pools = Pools(wish.place, quota)
+    house = House(pools=pools, secrets=secrets, counters=counters, patience=Patience())
+    doors: list[Door] = []
+    try:
+        for address in addresses:
+            tls = context if address.scheme is Scheme.TLS else None
+            doors.append(open_door(address, tls))
+        server = Server(doors, house)
+        if wish.metrics:
+            host, _, port = wish.metrics.rpartition(":")
+            publish(lambda: text_of(counters, gauges(pools)), _number(port), host or "127.0.0.1")
+    except BaseException:
+        for door in doors:
+            door.socket.close()
+        pools.close()
+        raise
+    return server
+
+
+def gauges(pools: Pools) -> dict[str, dict[str, float]]:
+    """What there is of each tenant now."""
+    hosted = pools.all()
+    return {
+        "pool_bytes": {each.tenant: each.writer.medium.size for each in hosted},
+        "free_bytes": {each.tenant: free_bytes(each) for each in hosted},
+        "saves_in_flight": {each.tenant: each.saves for each in hosted},
+        "versions": {each.tenant: len(each.writer.catalogue().ids()) for each in hosted},
+    }
+
+
+def heard(text: str, *, tls: bool) -> Address:
+    """Where to listen: ``HOST[:PORT]``, ``unix:PATH``, or an address. Raises ``UsageError``."""
+    if is_address(text):
+        return parse(text)
+    if text.startswith("unix:"):
+        return parse(f"{Scheme.UNIX.value}://{os.path.abspath(text[5:])}")
+    scheme = Scheme.TLS if tls else Scheme.TCP
+    if text.startswith(":"):
+        text = f"0.0.0.0{text}"
+    return parse(f"{scheme.value}://{text if ':' in text else f'{text}:{PORT}'}")
+
+
+def notify(state: str) -> None:
+    """Tell systemd, if it started us (``Type=notify``)."""
+    place = os.environ.get("NOTIFY_SOCKET")
+    if not place:
+        return
+    if place.startswith("@"):
+        place = "\0" + place[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        try:
+            channel.connect(place)
+            channel.sendall(state.encode())
+        except OSError as error:
+            _log.warning("cannot tell systemd: %s", error)
+
+
+class Lines(logging.Formatter):
+    """One JSON object for each line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_to_stderr() -> None:
+    """Send what Portus logs to stderr, as lines of JSON."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(Lines())
+    logger = logging.getLogger("portus")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+def _reached(door: Door) -> str:
+    address = door.address
+    if address.scheme is Scheme.UNIX:
+        return str(address)
+    return str(Address(address.scheme, address.tenant, address.host, door.port))
+
+
+def _number(port: str) -> int:
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"--metrics {port!r}: expected a port")
+    return int(port)

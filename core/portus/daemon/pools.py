@@ -1,0 +1,165 @@
+"""The pools of a host: one for each tenant, so that tenants are apart by construction.
+
+A tenant's connections reach the bytes of its own pool and no other. What a host serves is named as
+on the command line: a pool directory (a pool file for each tenant), one pool file (one tenant), or
+``memory:SIZE`` (plain memory for each tenant, gone when the host ends).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import urllib.parse
+from typing import Final
+
+from portus.errors import BusyError, MediumError, UsageError
+from portus.format.layout import DATA_START
+from portus.index.directory import (
+    SUFFIX,
+    create_pool,
+    make_directory,
+    open_writer,
+)
+from portus.index.pool import PoolWriter, format_pool
+from portus.media.local import LocalFiles
+from portus.media.lock import LockTable, ProcessLocks
+from portus.media.memory import Memory
+from portus.protocol.address import TENANT
+
+MEMORY: Final = "memory:"
+TENANTS_MAX: Final = 1024
+
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class Hosted:
+    """A pool, its tenant, and what is going on in it. Thread-safe."""
+
+    def __init__(self, tenant: str, writer: PoolWriter) -> None:
+        self.tenant: Final = tenant
+        self.writer: Final = writer
+        self._changed: Final = threading.Condition()
+        self._claims: Final[dict[str, tuple[bytes, int]]] = {}
+        self._saves = 0
+
+    @property
+    def saves(self) -> int:
+        """Saves under way."""
+        return self._saves
+
+    def began(self) -> None:
+        """One more."""
+        with self._changed:
+            self._saves += 1
+
+    def ended(self) -> None:
+        """One less."""
+        with self._changed:
+            self._saves -= 1
+
+    def claim(self, model: str, client: bytes, timeout_s: float) -> None:
+        """One connection of ``client`` more: it alone saves ``model``. Waits for another client to
+        go, whose process may be ending. Raises ``BusyError``."""
+
+        def is_free() -> bool:
+            return self._claims.get(model, (client, 0))[0] == client
+
+        with self._changed:
+            if not self._changed.wait_for(is_free, timeout_s):
+                raise BusyError(
+                    errno.EAGAIN,
+                    f"another client has saved model {model!r} for {timeout_s:g} s at least; "
+                    "stop it, or give this one another model name",
+                )
+            self._claims[model] = client, self._claims.get(model, (client, 0))[1] + 1
+
+    def disclaim(self, model: str) -> None:
+        """One connection less."""
+        with self._changed:
+            client, count = self._claims.pop(model)
+            if count > 1:
+                self._claims[model] = client, count - 1
+            self._changed.notify_all()
+
+
+class Pools:
+    """The pools of a host, opened when somebody asks, and then open until the end."""
+
+    def __init__(self, place: str, quota: int | None = None) -> None:
+        """place: see the module. quota: bytes of a pool, at most. Raises ``UsageError``."""
+        self.place: Final = place
+        self._memory: Final = parse_size(place[len(MEMORY) :]) if place.startswith(MEMORY) else 0
+        self._quota: Final = quota
+        self._guard: Final = threading.Lock()
+        self._open: dict[str, Hosted] = {}
+        if not self._memory and self._is_file():
+            self.of(TENANT)  # a pool that cannot be opened ends the start, not the first save
+
+    def of(self, tenant: str) -> Hosted:
+        """The tenant's pool, made if there was none. Raises what opening raises."""
+        with self._guard:
+            hosted = self._open.get(tenant)
+            if hosted is None:
+                if len(self._open) >= TENANTS_MAX:
+                    raise BusyError(
+                        errno.EAGAIN, f"{self.place}: {TENANTS_MAX} tenants are the most"
+                    )
+                hosted = self._open[tenant] = Hosted(tenant, self._writer(tenant))
+            return hosted
+
+    def all(self) -> list[Hosted]:
+        """Those that are open."""
+        with self._guard:
+            return list(self._open.values())
+
+    def close(self) -> None:
+        """Let go of all. Nobody may use them any more."""
+        with self._guard:
+            opened, self._open = self._open, {}
+        for hosted in opened.values():
+            hosted.writer.close()
+
+    def _writer(self, tenant: str) -> PoolWriter:
+        if self._memory:
+            medium = Memory(DATA_START, name=f"{self.place} of {tenant}")
+            format_pool(medium)
+            size_max = min(self._memory, self._quota or self._memory)
+            return PoolWriter(medium, ProcessLocks(LockTable()), max_bytes=size_max)
+        path, files = self._path(tenant), LocalFiles()
+        if not os.path.exists(path):
+            make_directory(os.path.dirname(path))
+            create_pool(path, files)
+        return open_writer(path, files, max_bytes=self._quota)
+
+    def _path(self, tenant: str) -> str:
+        place = os.path.abspath(self.place)
+        if not self._is_file():
+            return os.path.join(place, urllib.parse.quote(tenant, safe="") + SUFFIX)
+        if tenant != TENANT:
+            raise UsageError(
+                f"{self.place} is one pool, of tenant {TENANT!r}; serve a directory for more"
+            )
+        return place
+
+    def _is_file(self) -> bool:
+        is_there = os.path.exists(self.place) and not os.path.isdir(self.place)
+        return is_there or (self.place.endswith(SUFFIX) and not os.path.isdir(self.place))
+
+
+def parse_size(text: str) -> int:
+    """Bytes: ``64G``, ``512M``, ``4096``. Raises ``UsageError``."""
+    number, unit = text.strip().upper().removesuffix("B").removesuffix("I"), ""
+    if number and number[-1] in _UNITS:
+        number, unit = number[:-1], number[-1]
+    if not number.isdecimal() or not int(number):
+        raise UsageError(f"{text!r}: expected a size, such as 64G or 512M")
+    return int(number) * _UNITS[unit]
+
+
+def free_bytes(hosted: Hosted) -> int:
+    """Bytes that a tenant can still save, without growth of its pool."""
+    try:
+        return hosted.writer.free_bytes()
+    except MediumError:
+        return 0

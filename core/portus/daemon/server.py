@@ -1,0 +1,235 @@
+"""The sockets of a storage host, and a thread for each connection.
+
+``stop`` ends it: nobody is let in any more, every connection is closed, and commits that are under
+way are finished. A save that was not confirmed leaves nothing, so there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from portus.daemon.session import GREETING_S, House, Session
+from portus.errors import MediumError, UsageError
+from portus.protocol.address import Address, Scheme
+from portus.transport.stream import Budget, Link
+
+_log: Final = logging.getLogger("portus.daemon")
+
+CONNECTIONS_MAX: Final = 1024
+STOP_S: Final = 10.0
+"""The longest that a clean end takes."""
+
+BODIES_MAX: Final = 512 << 20
+"""Bytes of big messages that are being taken in, of all connections together. Payload needs none:
+it is received where it goes."""
+
+_BACKLOG: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A listening socket. ``context``: for TLS."""
+
+    address: Address
+    socket: socket.socket
+    context: ssl.SSLContext | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that the system chose, where 0 was asked for; 0 for a unix socket."""
+        if self.address.scheme is Scheme.UNIX:
+            return 0
+        port: int = self.socket.getsockname()[1]
+        return port
+
+
+def is_private(address: Address) -> bool:
+    """True if only this machine reaches it: a unix socket, or loopback by number or name."""
+    if address.scheme is Scheme.UNIX or address.host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address.host).is_loopback
+    except ValueError:
+        return False
+
+
+def open_door(address: Address, context: ssl.SSLContext | None) -> Door:
+    """Listen. Raises ``MediumError`` if the system refuses."""
+    try:
+        if address.scheme is Scheme.UNIX:
+            return Door(address, _listen_unix(address.path))
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        place = (address.host, address.port)
+        listening = socket.create_server(place, family=family, backlog=_BACKLOG)
+        return Door(address, listening, context)
+    except OSError as error:
+        raise MediumError(error.errno, f"{address}: cannot listen: {error.strerror}") from error
+
+
+def tls_context(cert_path: str, key_path: str) -> ssl.SSLContext:
+    """What TLS needs. Raises ``UsageError``."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert_path, key_path)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"{cert_path}, {key_path}: {error}") from error
+    return context
+
+
+class Server:
+    """Serves a house through its doors, from ``start`` to ``stop``."""
+
+    def __init__(self, doors: list[Door], house: House) -> None:
+        """Raises ``UsageError`` if a door that others reach has no secret behind it."""
+        for door in doors:
+            if not is_private(door.address) and not house.secrets.wanted:
+                raise UsageError(
+                    f"{door.address} can be reached from other machines: give a --secret-file "
+                    f"(openssl rand -hex 32), or listen on 127.0.0.1 or a unix socket"
+                )
+        self.doors: Final = doors
+        self._house: Final = house
+        self._guard: Final = threading.Lock()
+        self._links: Final[dict[threading.Thread, Link]] = {}
+        self._acceptors: list[threading.Thread] = []
+        self._ending: Final = threading.Event()
+        self._budget: Final = Budget(BODIES_MAX)
+
+    def start(self) -> None:
+        """Let clients in."""
+        for door in self.doors:
+            thread = threading.Thread(
+                target=self._accept, args=(door,), name="portus-door", daemon=True
+            )
+            self._acceptors.append(thread)
+            thread.start()
+
+    def stop(self, timeout_s: float = STOP_S) -> bool:
+        """End all connections and let go of the pools. False if something hung; then the pools
+        stay as they are, which is no worse than a crash."""
+        until_s = time.monotonic() + timeout_s
+        with self._guard:
+            self._ending.set()
+            threads = dict(self._links)
+        for door in self.doors:
+            _shut(door)
+        for link in threads.values():
+            link.close()
+        for thread in (*self._acceptors, *threads):
+            thread.join(max(0.0, until_s - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            _log.error("connections did not end within %g s", timeout_s)
+            return False
+        self._house.pools.close()
+        return True
+
+    def connections(self) -> int:
+        """How many there are."""
+        with self._guard:
+            return len(self._links)
+
+    def _accept(self, door: Door) -> None:
+        while not self._ending.is_set():
+            try:
+                plain, peer = door.socket.accept()
+            except OSError as error:
+                if not self._ending.wait(0.1):  # out of descriptors: others have to end first
+                    _log.warning("%s: accept: %s", door.address, error.strerror)
+                continue
+            self._welcome(door, plain, _peer_name(door, peer))
+
+    def _welcome(self, door: Door, plain: socket.socket, peer: str) -> None:
+        with self._guard:
+            if self._ending.is_set() or len(self._links) >= CONNECTIONS_MAX:
+                _log.warning("%s: turned away: %d connections", peer, len(self._links))
+                plain.close()
+                return
+            thread = threading.Thread(
+                target=self._talk, args=(door, plain, peer), name="portus-session", daemon=True
+            )
+            link = self._link(plain, peer)
+            self._links[thread] = link
+        thread.start()
+
+    def _talk(self, door: Door, plain: socket.socket, peer: str) -> None:
+        thread = threading.current_thread()
+        try:
+            link = self._links[thread]
+            if door.context is not None:
+                link = self._secured(door.context, plain, peer, thread)
+            Session(link, self._house, peer).run()
+        except OSError as error:  # TLS that did not come about
+            _log.warning("%s: turned away: %s", peer, error)
+            self._house.counters.add("refused")
+        finally:
+            with self._guard:
+                self._links.pop(thread).close()
+
+    def _link(self, connected: socket.socket, peer: str) -> Link:
+        return Link(
+            connected, is_client=False, name=peer, silence_s=GREETING_S, budget=self._budget
+        )
+
+    def _secured(
+        self, context: ssl.SSLContext, plain: socket.socket, peer: str, thread: threading.Thread
+    ) -> Link:
+        plain.settimeout(GREETING_S)
+        wrapped = context.wrap_socket(plain, server_side=True)
+        link = self._link(wrapped, peer)
+        with self._guard:
+            self._links[thread] = link
+            if self._ending.is_set():
+                link.close()
+        return link
+
+
+def _listen_unix(path: str) -> socket.socket:
+    """A socket at ``path`` for its owner alone. One that a dead host left is replaced."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        if os.path.exists(path) and not _answers(path):
+            os.unlink(path)
+        listening.bind(path)
+        listening.listen(_BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
+    finally:
+        os.umask(before)
+    return listening
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+        return True
+
+
+def _shut(door: Door) -> None:
+    with contextlib.suppress(OSError):
+        door.socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+    door.socket.close()
+    if door.address.scheme is Scheme.UNIX:
+        with contextlib.suppress(OSError):
+            os.unlink(door.address.path)
+
+
+def _peer_name(door: Door, peer: object) -> str:
+    if isinstance(peer, tuple) and len(peer) >= 2:
+        return f"{peer[0]}:{peer[1]}"
+    return f"{door.address.path}"

@@ -1,0 +1,485 @@
+"""One connection, from the greeting to the end: what the host does for each message.
+
+A save lives as long as its connection, and its only trace on the medium is the commit. Whatever
+ends the connection before that (a client that was killed, a link that was cut, an abandonment)
+gives the space back, and nothing else happened. The host believes nothing of what a client says
+about places: it places the bytes itself, and hashes what arrived; the client's own digests must
+be the same, or there is no version.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from portus.daemon.counters import Counters
+from portus.daemon.pools import Hosted, Pools, free_bytes
+from portus.daemon.secrets import Secrets
+from portus.errors import (
+    BusyError,
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
+from portus.index.records import Pointer, VersionEntry, encode_version
+from portus.media.warm import warm
+from portus.pipeline.draft import Labels, PoolDraft
+from portus.pipeline.parts import Group, sources
+from portus.protocol import messages as said
+from portus.protocol.address import checked_tenant
+from portus.protocol.connection import Payload
+from portus.protocol.messages import (
+    MAGIC,
+    NONCE_SIZE,
+    VERSION,
+    Fault,
+    Kind,
+    ProtocolError,
+    Refused,
+    Said,
+    column,
+    ranges,
+)
+from portus.protocol.proof import proof_of_host
+from portus.transport.base import Column, Digests, Sources, Stop, cut
+from portus.transport.local import check
+from portus.transport.stream import InterruptedByError, Link, drain, give_from, take_into
+
+_log: Final = logging.getLogger("portus.daemon")
+
+GREETING_S: Final = 10.0
+"""The longest that a stranger may take for each word of the greeting."""
+
+REGIONS_MAX: Final = said.STORAGES_MAX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """The longest waits for a client, in seconds. ``idle_s``: between requests; ``silent_s``:
+    within one, payload included. ``claim_s``: for a model that another client saves."""
+
+    idle_s: float = 900.0
+    silent_s: float = 60.0
+    claim_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class House:
+    """What all sessions of a host share."""
+
+    pools: Pools
+    secrets: Secrets
+    counters: Counters
+    patience: Patience
+
+
+class Session:
+    """The host's end of one connection."""
+
+    def __init__(self, link: Link, house: House, peer: str) -> None:
+        self._link: Final = link
+        self._house: Final = house
+        self._peer: Final = peer
+
+    def run(self) -> None:
+        """Talk until the end. What goes wrong with the connection is logged, and ends it."""
+        try:
+            hosted = self._greet()
+            if hosted is not None:
+                self._serve(hosted)
+        except TransportError as error:
+            _log.info("%s: ended: %s", self._peer, error)
+        except UsageError as error:  # closed under us: the host is ending
+            _log.info("%s: ended: %s", self._peer, error)
+        finally:
+            self._link.close()
+
+    # The greeting.
+
+    def _greet(self) -> Hosted | None:
+        link, house = self._link, self._house
+        link.silence_s = GREETING_S
+        hello = link.receive()
+        assert isinstance(hello, said.Hello)
+        refusal = _why_not(hello)
+        if refusal:
+            self._turn_away(refusal)
+            return None
+        nonce = os.urandom(NONCE_SIZE)
+        link.send(said.Challenge(VERSION, nonce, house.secrets.wanted))
+        given = link.receive()
+        assert isinstance(given, said.ProofGiven)
+        if not house.secrets.admits(hello.tenant, given.proof, hello.nonce, nonce):
+            self._turn_away(f"wrong secret for tenant {hello.tenant!r}, or no such tenant")
+            return None
+        try:
+            hosted = house.pools.of(hello.tenant)
+        except PortusError as error:
+            _log.error("%s: %s", self._peer, error)
+            link.send(_refusal(error))
+            return None
+        secret = house.secrets.of(hello.tenant)
+        proof = proof_of_host(secret, hello.tenant, hello.nonce, nonce) if secret else b""
+        info = hosted.writer.medium.info
+        uuid = hosted.writer.superblock.uuid
+        link.send(said.Welcome(proof, uuid, info.name, info.volatile, info.granularity))
+        house.counters.add("connections")
+        _log.info("%s: tenant %s", self._peer, hello.tenant)
+        return hosted
+
+    def _turn_away(self, why: str) -> None:
+        self._house.counters.add("refused")
+        _log.warning("%s: turned away: %s", self._peer, why)
+        self._link.send(Refused(Fault.USAGE, 0, why))
+
+    # Requests.
+
+    def _serve(self, hosted: Hosted) -> None:
+        requests = _Requests(self._link, hosted, self._house)
+        try:
+            while True:
+                self._link.silence_s = requests.idle_s
+                event = self._link.receive()
+                self._link.silence_s = self._house.patience.silent_s
+                if isinstance(event, Payload):
+                    raise ProtocolError("payload where a request was due")
+                if event.kind is Kind.BYE:
+                    return
+                requests.answer(event)
+        finally:
+            requests.end()
+
+
+class _Requests:
+    """The requests of one client that was let in."""
+
+    def __init__(self, link: Link, hosted: Hosted, house: House) -> None:
+        self._link: Final = link
+        self._hosted: Final = hosted
+        self._writer: Final = hosted.writer
+        self._counters: Final = house.counters
+        self._patience: Final = house.patience
+        self._claimed: Final[list[str]] = []
+        self._regions: Final[dict[int, int]] = {}
+        self._pins: Final[Counter[int]] = Counter()
+        self._draft: _Draft | None = None
+        self._answers: Final[dict[Kind, Callable[..., Said]]] = {
+            Kind.CLAIM: self._claim,
+            Kind.REGISTER: self._register,
+            Kind.FORGET: self._forget,
+            Kind.BEGIN: self._begin,
+            Kind.OFFER: self._offer,
+            Kind.SHARE: self._share,
+            Kind.CONFIRM: self._confirm,
+            Kind.ABANDON: self._abandon,
+            Kind.READ: self._read,
+            Kind.CHECK: self._check,
+            Kind.PIN: self._pin,
+            Kind.UNPIN: self._unpin,
+            Kind.ROOM: self._room,
+            Kind.RETIRE: self._retire,
+            Kind.STATUS: self._status,
+        }
+
+    @property
+    def idle_s(self) -> float:
+        """The longest wait for a request. Who claims a model may take its time: a training that
+        saves once a day is still the one. A client that vanished is noticed by keepalive."""
+        return math.inf if self._claimed and self._draft is None else self._patience.idle_s
+
+    def answer(self, message: Said) -> None:
+        """Do what is asked, and say so; a refusal ends the save that it was part of."""
+        try:
+            answer = self._answers[message.kind](message)
+        except PortusError as error:
+            if self._link.closed:
+                raise
+            self._drop()
+            if isinstance(error, MediumError | CorruptionError):
+                self._counters.add("failures")
+                _log.error("%s: %s refused: %s", self._hosted.tenant, message.kind.name, error)
+            answer = _refusal(error)
+        self._link.send(answer)
+
+    def end(self) -> None:
+        """The connection is over: nothing of it stays."""
+        self._drop()
+        for version, count in self._pins.items():
+            for _ in range(count):
+                self._writer.locks.unpin(version)
+        self._pins.clear()
+        while self._claimed:
+            self._hosted.disclaim(self._claimed.pop())
+
+    def _drop(self) -> None:
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            draft.pool.release()
+            self._hosted.ended()
+            self._counters.add("abandoned")
+
+    # Saves.
+
+    def _claim(self, message: said.Claim) -> Said:
+        if message.model in self._claimed:
+            raise UsageError(f"model {message.model!r} is claimed here already")
+        self._hosted.claim(message.model, message.client, self._patience.claim_s)
+        self._claimed.append(message.model)
+        return said.Done()
+
+    def _register(self, message: said.Register) -> Said:
+        lengths = column(message.lengths, "regions")
+        if len(self._regions) + len(lengths) > REGIONS_MAX:
+            raise UsageError(f"more than {REGIONS_MAX} regions")
+        for region, length in enumerate(lengths.tolist(), message.first):
+            if region in self._regions:
+                raise UsageError(f"region {region} is registered already")
+            self._regions[region] = length
+        return said.Done()
+
+    def _forget(self, message: said.Forget) -> Said:
+        for region in column(message.regions, "regions").tolist():
+            if self._regions.pop(region, None) is None:
+                raise UsageError(f"region {region} is not registered")
+        return said.Done()
+
+    def _begin(self, message: said.Begin) -> Said:
+        if message.model not in self._claimed:
+            raise UsageError(f"model {message.model!r} is not claimed here")
+        lengths = column(message.lengths, "lengths")
+        size_max = self._writer.max_bytes
+        if size_max is not None and int(lengths.sum()) > size_max:
+            raise MediumError(
+                28, f"a version of {int(lengths.sum())} bytes: the quota is {size_max} bytes"
+            )
+        self._draft = _Draft(PoolDraft(self._writer, lengths), lengths, message)
+        self._hosted.began()
+        return said.Begun()
+
+    def _offer(self, message: said.Offer) -> Said:
+        draft = self._drafted()
+        indices = draft.claim(column(message.indices, "indices"))
+        regions = column(message.regions, "regions")
+        lengths = draft.lengths[indices]
+        found = [self._regions.get(region, -1) for region in regions.tolist()]
+        if found != lengths.tolist():
+            raise UsageError("offer: its regions are not registered, or have other lengths")
+        address = np.zeros(len(indices), np.int64)
+        try:
+            digests = draft.pool.place(indices, address, self._pull)
+        except InterruptedByError:  # by an abandonment: the table lets nothing else through
+            self._drop()
+            return said.Abandoned()
+        return said.Pulled(digests.tobytes())
+
+    def _pull(self, moved: Sources) -> Digests:
+        """Fetch the bytes of an offer. If the medium fails, the rest is received all the same:
+        only then can the client hear of it."""
+        link, start, before = self._link, time.perf_counter(), self._link.taken
+        segments, digests = cut(moved)
+        if segments.size:
+            link.send(said.Pull(segments.size))
+        try:
+            take_into(link, self._writer.medium, segments, digests)
+        except (MediumError, CorruptionError):
+            drain(link, segments.size - (link.taken - before))
+            raise
+        finally:
+            self._counters.add("pulled_bytes", link.taken - before)
+            self._counters.add("pull_seconds", time.perf_counter() - start)
+        return digests
+
+    def _share(self, message: said.Share) -> Said:
+        draft = self._drafted()
+        entry = self._find(message.before)
+        indices = column(message.indices, "indices")
+        if entry is None:
+            return said.Shared(False)
+        record = self._writer.record(entry)
+        if len(record.storages) != len(draft.lengths) or not draft.may_claim(indices):
+            raise UsageError("share: these are not storages of both versions")
+        lengths = record.storages["length"][indices].astype(np.int64)
+        if not np.array_equal(lengths, draft.lengths[indices]):
+            raise UsageError("share: a storage has another length in that version")
+
+        def same(group: Group) -> bool:
+            """The medium still holds what was saved. That the client has the same is seen when
+            it confirms: its digests must be those of this version."""
+            address = np.ones(len(indices), np.int64)
+            medium = self._writer.medium
+            found = check(medium, sources(address, lengths, group.extents), Stop())
+            return bool(np.array_equal(found, group.digests))
+
+        shared = draft.pool.reach(record, indices, same)
+        if shared:
+            draft.claim(indices)
+            self._counters.add("shared_bytes", int(lengths.sum()))
+        return said.Shared(shared)
+
+    def _confirm(self, message: said.Confirm) -> Said:
+        draft, start = self._drafted(), time.perf_counter()
+        if not draft.claimed.all():
+            missing = int((~draft.claimed).sum())
+            raise UsageError(f"confirmation: {missing} storages were neither pulled nor shared")
+        rows = draft.pool.rows()
+        if rows[2].tobytes() != message.digests:
+            raise CorruptionError(
+                "confirmation: the client's digests are not those of what arrived here: bytes "
+                "changed on the way, or while they were pulled; nothing was committed"
+            )
+        known = self._known(draft, message)
+        if known is None:
+            return said.Missing()
+        begin = draft.begin
+        labels = Labels(model=begin.model, step=begin.step, token=begin.token, layout=b"", tree=b"")
+        retire = set(column(message.retire, "retire").tolist())
+        record = draft.pool.commit_rows(rows, labels, *known, retire)
+        self._draft = None
+        self._hosted.ended()
+        self._counters.add("saves")
+        self._counters.add("commit_seconds", time.perf_counter() - start)
+        return said.Committed(encode_version(record))
+
+    def _known(self, draft: _Draft, message: said.Confirm) -> _Known | None:
+        """Layout and tree, as they are or by the version before; None if that is gone."""
+        layout, tree = message.layout, message.tree
+        if layout is not None and tree is not None:
+            return layout, tree
+        entry = self._find(message.before)
+        record = None if entry is None else self._writer.record(entry)
+        if record is None:
+            return None
+        old_layout = draft.pool.known(record, record.layout) if layout is None else layout
+        old_tree = draft.pool.known(record, record.tree) if tree is None else tree
+        if old_layout is None or old_tree is None:
+            return None
+        return old_layout, old_tree
+
+    def _abandon(self, message: said.Abandon) -> Said:
+        self._drop()
+        return said.Abandoned()
+
+    def _drafted(self) -> _Draft:
+        assert self._draft is not None, "the table lets no such message through"
+        return self._draft
+
+    def _find(self, token: bytes) -> VersionEntry | None:
+        entries = self._writer.catalogue().entries()
+        return next((entry for entry in entries if entry.info.token == token), None)
+
+    # Reading.
+
+    def _read(self, message: said.Read) -> Said:
+        offsets, lengths = ranges(message.ranges, "ranges")
+        self._inside(offsets, lengths)
+        pairs = zip(offsets.tolist(), lengths.tolist(), strict=True)
+        give_from(self._link, self._writer.medium, pairs)
+        self._counters.add("read_bytes", int(lengths.sum()))
+        return said.Done()
+
+    def _check(self, message: said.Check) -> Said:
+        lengths = column(message.lengths, "lengths")
+        offsets, sizes = ranges(message.ranges, "ranges")
+        self._inside(offsets, sizes)
+        moved = Sources(
+            address=np.ones(len(lengths), np.int64),
+            length=lengths,
+            extent_offset=offsets,
+            extent_length=sizes,
+        )
+        return said.Checked(check(self._writer.medium, moved, Stop()).tobytes())
+
+    def _inside(self, offsets: Column, lengths: Column) -> None:
+        size = self._writer.medium.size
+        if len(offsets) and int((offsets + lengths).max()) > size:
+            raise UsageError(f"ranges: the pool has {size} bytes")
+
+    def _pin(self, message: said.Pin) -> Said:
+        self._writer.locks.pin(message.version)
+        self._pins[message.version] += 1
+        return said.Done()
+
+    def _unpin(self, message: said.Unpin) -> Said:
+        if not self._pins[message.version]:
+            raise UsageError(f"version {message.version} is not pinned")
+        self._writer.locks.unpin(message.version)
+        self._pins[message.version] -= 1
+        return said.Done()
+
+    # The pool.
+
+    def _room(self, message: said.Room) -> Said:
+        grown = self._writer.ensure(message.size)
+        warm(self._writer.medium, grown, lambda: not self._link.closed)
+        return said.Done()
+
+    def _retire(self, message: said.Retire) -> Said:
+        self._writer.retire(set(column(message.versions, "versions").tolist()))
+        return said.Done()
+
+    def _status(self, message: said.Status) -> Said:
+        size = self._writer.medium.size
+        return said.Standing(size, free_bytes(self._hosted), self._hosted.saves)
+
+
+_Known = tuple[Pointer | bytes, Pointer | bytes]
+
+
+class _Draft:
+    """A save under way: the version that is made, and which of its storages have a place."""
+
+    def __init__(self, pool: PoolDraft, lengths: Column, begin: said.Begin) -> None:
+        self.pool: Final = pool
+        self.lengths: Final = lengths
+        self.begin: Final = begin
+        self.claimed: Final = np.zeros(len(lengths), np.bool_)
+
+    def may_claim(self, indices: Column) -> bool:
+        """True if these are storages of the version, each once, that have no place yet."""
+        if len(indices) and int(indices.max()) >= len(self.lengths):
+            return False
+        return len(np.unique(indices)) == len(indices) and not self.claimed[indices].any()
+
+    def claim(self, indices: Column) -> Column:
+        """They have a place now. Raises ``UsageError`` if they may not."""
+        if not self.may_claim(indices):
+            raise UsageError("storages that are not there, come twice, or have a place already")
+        self.claimed[indices] = True
+        return indices
+
+
+def _why_not(hello: said.Hello) -> str:
+    if hello.magic != MAGIC:
+        return f"this is a Portus storage host; {hello.magic!r} is not spoken here"
+    if hello.version != VERSION:
+        return f"protocol version {hello.version}: this host speaks {VERSION}; upgrade the older"
+    try:
+        checked_tenant(hello.tenant)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def _refusal(error: PortusError) -> Refused:
+    faults: tuple[tuple[type[PortusError], Fault], ...] = (
+        (BusyError, Fault.BUSY),
+        (MediumError, Fault.MEDIUM),
+        (UsageError, Fault.USAGE),
+        (StaleError, Fault.STALE),
+        (CorruptionError, Fault.CORRUPTION),
+    )
+    fault = next((fault for kind, fault in faults if isinstance(error, kind)), Fault.TRANSPORT)
+    number = error.errno if isinstance(error, OSError) else None
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return Refused(fault, number or 0, text[: said.TEXT_SIZE_MAX // 4])

@@ -1,0 +1,196 @@
+"""A version that is being made: where the bytes of one save go, until the commit or ``release``.
+
+This is the seam between a save and the place that it goes to. ``Save`` decides what is copied,
+what is shared, and whether it still counts; a draft places bytes, and makes them a version.
+``PoolDraft`` does it in a pool that this process writes. The client of a storage host has another
+one, and on that host it is a ``PoolDraft`` again: only ``move`` differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+
+from portus.index.pool import NewVersion, PoolWriter
+from portus.index.records import Pointer, Rows, VersionRecord
+from portus.pipeline.parts import Group, rows_of, shared, sources
+from portus.pipeline.plan import Before, Column, Feed, packed, placed
+from portus.spec import Extent
+from portus.transport.base import Digests, Source, Sources, Stop
+from portus.transport.local import copy, same_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """What a version says of itself, besides its bytes."""
+
+    model: str
+    step: int
+    token: bytes
+    layout: bytes
+    tree: bytes
+
+
+class Draft(Protocol):
+    """See the module. One thread at a time; ``release`` may be called by any, and again.
+
+    All raise what the place raises: ``MediumError``, ``TransportError``, ``StoppedError``.
+    """
+
+    @property
+    def name(self) -> str:
+        """The place, for messages."""
+
+    def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
+        """Place storages, by index, and copy them from their addresses; what was stored."""
+
+    def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
+        """The same for storages that have no addresses."""
+
+    def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
+        """Let the version reach the bytes that ``before`` has for these storages, if they are
+        still there and are those at ``address``. False: nothing changed; copy them."""
+
+    def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
+        """Persist and commit. ``retire``: versions to let go of in the same commit."""
+
+    def release(self) -> None:
+        """Give up what is not committed. Raises nothing."""
+
+
+Move = Callable[[Sources], Digests]
+"""Brings the bytes of some storages to their extents; the digests of what was stored."""
+
+
+class PoolDraft:
+    """A draft in a pool of this process."""
+
+    def __init__(self, writer: PoolWriter, lengths: Column) -> None:
+        """lengths: bytes of each storage of the version."""
+        self._writer: Final = writer
+        self._lengths: Final = lengths
+        self._groups: list[Group] = []
+        self._held: list[list[Extent]] = []
+        self._copied: list[Extent] = []
+
+    @property
+    def name(self) -> str:
+        return self._writer.medium.info.name
+
+    def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
+        return self.place(indices, address, lambda moved: copy(self._writer.medium, moved, stop))
+
+    def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
+        def move(moved: Sources) -> Digests:
+            places = [
+                Extent(offset, length)
+                for offset, length in zip(
+                    moved.extent_offset.tolist(), moved.extent_length.tolist(), strict=True
+                )
+            ]
+            digests = []
+            for feed in feeds:
+                with feed.units() as units:
+                    for address, length in units:
+                        own, places = _split(places, length)
+                        source = Source(address, length, tuple(own))
+                        digests.append(copy(self._writer.medium, [source], stop))
+            return np.concatenate(digests)
+
+        return self.place(indices, np.zeros(len(indices), np.int64), move)
+
+    def place(self, indices: Column, address: Column, move: Move) -> Digests:
+        """Reserve room for storages, let ``move`` fill it, and note what it stored."""
+        lengths = self._lengths[indices]
+        offsets, size = packed(lengths)
+        room = self._writer.reserve(size)
+        self._held.append(room)
+        self._copied += room
+        extents, counts = placed(offsets, lengths, room)
+        digests = move(sources(address, lengths, extents))
+        born = np.zeros(len(indices), np.int64)
+        self._groups.append(Group(indices, extents, counts, digests, born))
+        return digests
+
+    def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
+        def same(group: Group) -> bool:
+            moved = sources(address, self._lengths[indices], group.extents)
+            return same_bytes(self._writer.medium, moved, stop)
+
+        return self.reach(before.record, indices, same)
+
+    def reach(self, record: VersionRecord, indices: Column, same: Callable[[Group], bool]) -> bool:
+        """Hold what ``record`` has for these storages, and reach it if ``same`` then says so."""
+        group = shared(record, indices)
+        self._held.append(self._writer.hold(group.extents["offset"], group.extents["length"]))
+        if record.info.id not in self._writer.catalogue().ids():
+            return False  # retired just before it was held
+        if not same(group):
+            return False
+        self._groups.append(group)
+        return True
+
+    def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
+        layout: Pointer | bytes = labels.layout
+        tree: Pointer | bytes = labels.tree
+        if before is not None and before.layout == labels.layout:
+            layout = self.known(before.record, before.record.layout) or layout
+        if before is not None and before.tree == labels.tree:
+            tree = self.known(before.record, before.record.tree) or tree
+        record = self.commit_rows(self.rows(), labels, layout, tree, retire)
+        return Before(record, labels.layout, labels.tree)
+
+    def known(self, record: VersionRecord, pointer: Pointer) -> Pointer | None:
+        """A record of a version before, held; None if that version is gone."""
+        self._held.append(self._writer.hold([pointer.offset], [pointer.length]))
+        return pointer if record.info.id in self._writer.catalogue().ids() else None
+
+    def rows(self) -> tuple[Rows, Rows, Rows]:
+        """Storage, extent and unit rows of the version, all storages being placed."""
+        return rows_of(self._groups, self._lengths)
+
+    def commit_rows(
+        self,
+        rows: tuple[Rows, Rows, Rows],
+        labels: Labels,
+        layout: Pointer | bytes,
+        tree: Pointer | bytes,
+        retire: Collection[int],
+    ) -> VersionRecord:
+        """Commit, with layout and tree as pointers where they are known, and let go."""
+        storages, extents, units = rows
+        new = NewVersion(
+            model=labels.model,
+            step=labels.step,
+            token=labels.token,
+            layout=layout,
+            tree=tree,
+            storages=storages,
+            extents=extents,
+            units=units,
+        )
+        record = self._writer.commit(new, self._copied, retire)
+        assert record is not None
+        self.release()
+        return record
+
+    def release(self) -> None:
+        held, self._held = self._held, []
+        for extents in held:
+            self._writer.release(extents)
+
+
+def _split(places: list[Extent], length: int) -> tuple[list[Extent], list[Extent]]:
+    """The first ``length`` bytes of ``places``, and the rest."""
+    own, rest = [], list(places)
+    while length:
+        head = rest.pop(0)
+        taken = min(head.length, length)
+        own.append(Extent(head.offset, taken))
+        if taken < head.length:
+            rest.insert(0, Extent(head.offset + taken, head.length - taken))
+        length -= taken
+    return own, rest

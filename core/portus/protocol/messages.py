@@ -1,0 +1,489 @@
+"""The messages, and their limits. What is not within them is a ``ProtocolError``, never worse.
+
+Columns of numbers travel as bytes: little-endian int64, one after another (``packed_column``).
+Digests travel as 16 bytes each, one after another. Fields are encoded by msgpack, as an array in
+the order given here.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, ClassVar, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from portus.errors import TransportError
+from portus.spec import Extent
+
+VERSION: Final = 1
+"""Of the protocol. A host refuses a greeting of another version, and names its own."""
+
+MAGIC: Final = "portus"
+UNIT: Final = 16 << 20
+"""Bytes of a storage under one digest; as in the format, which this floor does not know."""
+DIGEST_SIZE: Final = 16
+NONCE_SIZE: Final = 16
+PROOF_SIZE: Final = 32
+TENANT_SIZE_MAX: Final = 64
+NAME_SIZE_MAX: Final = 200
+TEXT_SIZE_MAX: Final = 4096
+STORAGES_MAX: Final = 1 << 20
+"""Of one version, or of one message about storages."""
+RANGES_MAX: Final = 1 << 21
+"""Extents in one message."""
+UNITS_MAX: Final = 1 << 22
+"""Digests in one message: 64 TiB in units of 16 MiB."""
+IDS_MAX: Final = 1 << 16
+LAYOUT_SIZE_MAX: Final = 256 << 20
+TREE_SIZE_MAX: Final = 1 << 30
+SIZE_MAX: Final = 1 << 62
+PAYLOAD_SIZE_MAX: Final = UNIT
+"""Bytes behind one header of payload."""
+
+
+class ProtocolError(TransportError):
+    """The other side said what it may not say, or not now. The connection is of no use any more."""
+
+
+class Kind(enum.IntEnum):
+    """What a frame is. From the client below 64, from the host from 64 on."""
+
+    HELLO = 1
+    PROOF = 2
+    REGISTER = 3
+    FORGET = 4
+    BEGIN = 5
+    OFFER = 6
+    DATA = 7
+    SHARE = 8
+    CONFIRM = 9
+    ABANDON = 10
+    READ = 11
+    CHECK = 12
+    PIN = 13
+    UNPIN = 14
+    ROOM = 15
+    RETIRE = 16
+    STATUS = 17
+    BYE = 18
+    CLAIM = 19
+    CHALLENGE = 64
+    WELCOME = 65
+    DONE = 66
+    BEGUN = 67
+    PULL = 68
+    PULLED = 69
+    SHARED = 70
+    COMMITTED = 71
+    MISSING = 72
+    ABANDONED = 73
+    BYTES = 74
+    CHECKED = 75
+    STATE = 76
+    REFUSED = 77
+
+    @property
+    def from_client(self) -> bool:
+        """True if a client says it."""
+        return self < 64
+
+
+class Fault(enum.Enum):
+    """Whose fault a refusal is: the error that the client raises."""
+
+    USAGE = "usage"
+    MEDIUM = "medium"
+    BUSY = "busy"
+    STALE = "stale"
+    CORRUPTION = "corruption"
+    TRANSPORT = "transport"
+
+
+Column = npt.NDArray[np.int64]
+Number = Annotated[int, Meta(ge=0, le=SIZE_MAX)]
+Nonce = Annotated[bytes, Meta(min_length=NONCE_SIZE, max_length=NONCE_SIZE)]
+Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Proof = Annotated[bytes, Meta(max_length=PROOF_SIZE)]
+Text = Annotated[str, Meta(max_length=TEXT_SIZE_MAX)]
+Indices = Annotated[bytes, Meta(max_length=8 * STORAGES_MAX)]
+Ranges = Annotated[bytes, Meta(max_length=16 * RANGES_MAX)]
+Digests = Annotated[bytes, Meta(max_length=DIGEST_SIZE * UNITS_MAX)]
+Ids = Annotated[bytes, Meta(max_length=8 * IDS_MAX)]
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """The client's first words; ``magic`` and ``version`` stay where they are in every version."""
+
+    kind: ClassVar = Kind.HELLO
+    magic: Annotated[str, Meta(max_length=16)]
+    version: Number
+    tenant: Annotated[str, Meta(min_length=1, max_length=TENANT_SIZE_MAX)]
+    nonce: Nonce
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """All but the first words: no field too many, none missing."""
+
+    kind: ClassVar[Kind]
+
+
+class Challenge(Message, frozen=True):
+    """``secret``: the host wants a proof."""
+
+    kind: ClassVar = Kind.CHALLENGE
+    version: Number
+    nonce: Nonce
+    secret: bool
+
+
+class ProofGiven(Message, frozen=True):
+    """Empty where no secret is shared."""
+
+    kind: ClassVar = Kind.PROOF
+    proof: Proof
+
+
+class Welcome(Message, frozen=True):
+    """The host's own proof; the pool of the tenant: its identity, name and bytes."""
+
+    kind: ClassVar = Kind.WELCOME
+    proof: Proof
+    uuid: Token
+    name: Text
+    volatile: bool
+    granularity: Number
+
+
+class Claim(Message, frozen=True):
+    """This client, who says the same 16 bytes on all its connections, is the one that saves
+    ``model``, as long as one of them lives."""
+
+    kind: ClassVar = Kind.CLAIM
+    model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
+    client: Token
+
+
+class Register(Message, frozen=True):
+    """Regions of the client's memory, from number ``first`` on: their lengths, and what a transport
+    needs to reach them by itself (``handles``; empty on a stream)."""
+
+    kind: ClassVar = Kind.REGISTER
+    first: Number
+    lengths: Indices
+    handles: Annotated[bytes, Meta(max_length=64 * STORAGES_MAX)] = b""
+
+
+class Forget(Message, frozen=True):
+    """These regions are revoked, and are not reached any more."""
+
+    kind: ClassVar = Kind.FORGET
+    regions: Indices
+
+
+class Begin(Message, frozen=True):
+    """A save of storages of these lengths."""
+
+    kind: ClassVar = Kind.BEGIN
+    model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
+    step: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    token: Token
+    lengths: Indices
+
+
+class Offer(Message, frozen=True):
+    """These storages may be pulled now, from these regions."""
+
+    kind: ClassVar = Kind.OFFER
+    indices: Indices
+    regions: Indices
+
+
+class Pull(Message, frozen=True):
+    """On a stream: send the storages of the offer, end to end. ``size``: bytes of all."""
+
+    kind: ClassVar = Kind.PULL
+    size: Number
+
+
+class Pulled(Message, frozen=True):
+    """All of the offer is stored; the digests of its units, as the host found them."""
+
+    kind: ClassVar = Kind.PULLED
+    digests: Digests
+
+
+class Share(Message, frozen=True):
+    """These storages equal those of the version ``before``, a token, by the client's digests."""
+
+    kind: ClassVar = Kind.SHARE
+    before: Token
+    indices: Indices
+
+
+class Shared(Message, frozen=True):
+    """``same``: the host still has those bytes, and the version reaches them."""
+
+    kind: ClassVar = Kind.SHARED
+    same: bool
+
+
+class Confirm(Message, frozen=True):
+    """All storages are pulled or shared, and their digests, which the client found itself, are
+    ``digests``: commit. Layout and tree are those of ``before``, a token, where they are None.
+    ``retire``: ids of versions to let go of in the same commit."""
+
+    kind: ClassVar = Kind.CONFIRM
+    digests: Digests
+    before: Token
+    layout: Annotated[bytes, Meta(max_length=LAYOUT_SIZE_MAX)] | None
+    tree: Annotated[bytes, Meta(max_length=TREE_SIZE_MAX)] | None
+    retire: Ids
+
+
+class Committed(Message, frozen=True):
+    """It is durable. ``record``: the payload of its version record."""
+
+    kind: ClassVar = Kind.COMMITTED
+    record: Annotated[bytes, Meta(max_length=1 << 30)]
+
+
+class Missing(Message, frozen=True):
+    """Version ``before`` of the confirmation is gone: confirm again, with layout and tree."""
+
+    kind: ClassVar = Kind.MISSING
+
+
+class Abandon(Message, frozen=True):
+    """The save is given up. Nothing of it is reached any more."""
+
+    kind: ClassVar = Kind.ABANDON
+
+
+class Abandoned(Message, frozen=True):
+    """Nothing of it is kept."""
+
+    kind: ClassVar = Kind.ABANDONED
+
+
+class Read(Message, frozen=True):
+    """Bytes of the pool, as pairs of offset and length."""
+
+    kind: ClassVar = Kind.READ
+    ranges: Ranges
+
+
+class Check(Message, frozen=True):
+    """The host is to hash storages of ``lengths`` that lie in ``ranges``, end to end."""
+
+    kind: ClassVar = Kind.CHECK
+    lengths: Indices
+    ranges: Ranges
+
+
+class Checked(Message, frozen=True):
+    """Digests of their units."""
+
+    kind: ClassVar = Kind.CHECKED
+    digests: Digests
+
+
+class Pin(Message, frozen=True):
+    """Keep the space of a version from reuse, as long as this connection lives."""
+
+    kind: ClassVar = Kind.PIN
+    version: Number
+
+
+class Unpin(Message, frozen=True):
+    """Take one pin back."""
+
+    kind: ClassVar = Kind.UNPIN
+    version: Number
+
+
+class Room(Message, frozen=True):
+    """Make sure that so many bytes can be saved."""
+
+    kind: ClassVar = Kind.ROOM
+    size: Number
+
+
+class Retire(Message, frozen=True):
+    """Let go of versions, by id."""
+
+    kind: ClassVar = Kind.RETIRE
+    versions: Ids
+
+
+class Status(Message, frozen=True):
+    """How is the pool?"""
+
+    kind: ClassVar = Kind.STATUS
+
+
+class Standing(Message, frozen=True):
+    """Bytes of the pool, those free, and how many saves are under way."""
+
+    kind: ClassVar = Kind.STATE
+    size: Number
+    free: Number
+    saves: Number
+
+
+class Done(Message, frozen=True):
+    """It is done."""
+
+    kind: ClassVar = Kind.DONE
+
+
+class Begun(Message, frozen=True):
+    """Offers may come."""
+
+    kind: ClassVar = Kind.BEGUN
+
+
+class Refused(Message, frozen=True):
+    """The request was refused, and with it the save that it was part of."""
+
+    kind: ClassVar = Kind.REFUSED
+    fault: Fault
+    errno: Number
+    text: Text
+
+
+class Bye(Message, frozen=True):
+    """The client has nothing more to say."""
+
+    kind: ClassVar = Kind.BYE
+
+
+Said = Hello | Message
+
+_TYPES: Final[dict[Kind, type[Said]]] = {
+    each.kind: each
+    for each in (
+        *(Hello, ProofGiven, Register, Forget, Begin, Offer, Share, Confirm, Abandon, Read, Check),
+        *(
+            Claim,
+            Pin,
+            Unpin,
+            Room,
+            Retire,
+            Status,
+            Bye,
+            Challenge,
+            Welcome,
+            Done,
+            Begun,
+            Pull,
+            Pulled,
+        ),
+        *(Shared, Committed, Missing, Abandoned, Checked, Standing, Refused),
+    )
+}
+
+PAYLOADS: Final = frozenset({Kind.DATA, Kind.BYTES})
+"""Kinds whose frames carry plain bytes."""
+
+_SMALL: Final = 8 << 10
+
+_BODY_SIZE_MAX: Final[dict[Kind, int]] = {
+    Kind.HELLO: 512,
+    Kind.PROOF: 64,
+    Kind.REGISTER: 72 * STORAGES_MAX + _SMALL,
+    Kind.FORGET: 8 * STORAGES_MAX + _SMALL,
+    Kind.BEGIN: 8 * STORAGES_MAX + _SMALL,
+    Kind.OFFER: 16 * STORAGES_MAX + _SMALL,
+    Kind.SHARE: 8 * STORAGES_MAX + _SMALL,
+    Kind.CONFIRM: DIGEST_SIZE * UNITS_MAX + LAYOUT_SIZE_MAX + TREE_SIZE_MAX + 8 * IDS_MAX + _SMALL,
+    Kind.READ: 16 * RANGES_MAX + _SMALL,
+    Kind.CHECK: 16 * RANGES_MAX + 8 * STORAGES_MAX + _SMALL,
+    Kind.RETIRE: 8 * IDS_MAX + _SMALL,
+    Kind.PULLED: DIGEST_SIZE * UNITS_MAX + _SMALL,
+    Kind.CHECKED: DIGEST_SIZE * UNITS_MAX + _SMALL,
+    Kind.COMMITTED: (1 << 30) + _SMALL,
+    Kind.WELCOME: 5 * TEXT_SIZE_MAX,
+    Kind.REFUSED: 5 * TEXT_SIZE_MAX,
+    Kind.DATA: PAYLOAD_SIZE_MAX,
+    Kind.BYTES: PAYLOAD_SIZE_MAX,
+}
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoders: Final = {kind: msgspec.msgpack.Decoder(each) for kind, each in _TYPES.items()}
+
+
+def body_size_max(kind: Kind) -> int:
+    """Bytes of a body of this kind, at most."""
+    return _BODY_SIZE_MAX.get(kind, _SMALL)
+
+
+def encode(message: Said) -> bytes:
+    """The body of a frame."""
+    return _encoder.encode(message)
+
+
+def decode(kind: Kind, body: bytes | bytearray) -> Said:
+    """The message of a body. Raises ``ProtocolError``."""
+    try:
+        return _decoders[kind].decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise ProtocolError(f"{kind.name} of {len(body)} bytes: {error}") from error
+
+
+def table() -> str:
+    """The messages, as the document has them."""
+    lines = ["| number | message | from | fields | bytes at most |", "|---|---|---|---|---|"]
+    for kind in Kind:
+        fields = "plain bytes"
+        if kind not in PAYLOADS:
+            fields = ", ".join(_TYPES[kind].__struct_fields__) or "none"
+        side = "client" if kind.from_client else "host"
+        lines.append(f"| {kind.value} | {kind.name} | {side} | {fields} | {body_size_max(kind)} |")
+    return "\n".join(lines) + "\n"
+
+
+def packed_column(numbers: npt.ArrayLike) -> bytes:
+    """Numbers for the wire."""
+    return np.asarray(numbers, "<i8").tobytes()
+
+
+def column(data: bytes, what: str) -> Column:
+    """Numbers from the wire, none negative or too big. Raises ``ProtocolError``."""
+    if len(data) % 8:
+        raise ProtocolError(f"{what}: {len(data)} bytes are no column of numbers")
+    numbers = np.frombuffer(data, "<i8").astype(np.int64)
+    if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) > SIZE_MAX):
+        raise ProtocolError(f"{what}: found a number out of range")
+    # Sums are made of what is checked here, and must not wrap around.
+    if float(numbers.sum(dtype=np.float64)) > SIZE_MAX:
+        raise ProtocolError(f"{what}: the numbers add up to too much")
+    return numbers
+
+
+def packed_ranges(extents: list[Extent]) -> bytes:
+    """Extents for the wire."""
+    return packed_column([each for extent in extents for each in (extent.offset, extent.length)])
+
+
+def ranges(data: bytes, what: str) -> tuple[Column, Column]:
+    """Offsets and lengths from the wire. Raises ``ProtocolError``."""
+    if len(data) % 16:
+        raise ProtocolError(f"{what}: {len(data)} bytes are no pairs of numbers")
+    numbers = np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, 2)
+    offsets, lengths = np.ascontiguousarray(numbers[:, 0]), np.ascontiguousarray(numbers[:, 1])
+    for part in (offsets, lengths):
+        if len(part) and (int(part.min()) < 0 or int(part.max()) > SIZE_MAX // 2):
+            raise ProtocolError(f"{what}: found a number out of range")
+    if float(lengths.sum(dtype=np.float64)) > SIZE_MAX:
+        raise ProtocolError(f"{what}: the lengths add up to too much")
+    return offsets, lengths
+
+
+def digest_rows(data: bytes, what: str) -> npt.NDArray[np.uint8]:
+    """Digests from the wire, (n, 16). Raises ``ProtocolError``."""
+    if len(data) % DIGEST_SIZE:
+        raise ProtocolError(f"{what}: {len(data)} bytes are no digests")
+    return np.frombuffer(data, np.uint8).reshape(-1, DIGEST_SIZE)

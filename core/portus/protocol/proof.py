@@ -1,0 +1,37 @@
+"""Who is there: a challenge and two proofs, so that each end knows that the other has the secret.
+
+The secret itself is never sent. Nonces come from the caller: nothing here is random.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Final
+
+SECRET_SIZE_MIN: Final = 16
+"""Bytes. Whoever listens can try secrets at leisure: a short one would be found."""
+
+
+def proof_of_client(secret: bytes, tenant: str, nonce_client: bytes, nonce_host: bytes) -> bytes:
+    """What the client sends in PROOF."""
+    return _proof(b"portus 1 client", secret, tenant, nonce_client, nonce_host)
+
+
+def proof_of_host(secret: bytes, tenant: str, nonce_client: bytes, nonce_host: bytes) -> bytes:
+    """What the host sends in WELCOME."""
+    return _proof(b"portus 1 host", secret, tenant, nonce_client, nonce_host)
+
+
+def equal(left: bytes, right: bytes) -> bool:
+    """Compared in constant time."""
+    return hmac.compare_digest(left, right)
+
+
+def _proof(
+    label: bytes, secret: bytes, tenant: str, nonce_client: bytes, nonce_host: bytes
+) -> bytes:
+    said = b"\0".join(
+        (label, tenant.encode(), nonce_client.hex().encode(), nonce_host.hex().encode())
+    )
+    return hmac.new(secret, said, hashlib.sha256).digest()

@@ -1,0 +1,188 @@
+"""How a client reaches a storage host: the socket, TLS, the greeting and the proofs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from portus.errors import (
+    BusyError,
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
+from portus.protocol.address import Address, Scheme
+from portus.protocol.messages import (
+    MAGIC,
+    NONCE_SIZE,
+    VERSION,
+    Challenge,
+    Fault,
+    Hello,
+    ProofGiven,
+    ProtocolError,
+    Refused,
+    Said,
+    Welcome,
+)
+from portus.protocol.proof import (
+    SECRET_SIZE_MIN,
+    equal,
+    proof_of_client,
+    proof_of_host,
+)
+from portus.transport.stream import Link
+
+SECRET_VARIABLE: Final = "PORTUS_SECRET_FILE"
+AUTHORITY_VARIABLE: Final = "PORTUS_TLS_CA"
+GREETING_S: Final = 5.0
+"""The longest that connecting, and then each word of the greeting, may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """``secret``: shared with the host; None: none. ``authority_path``: certificates that TLS
+    believes (PEM); None: those of the system."""
+
+    secret: bytes | None = None
+    authority_path: str | None = None
+
+    @classmethod
+    def from_environment(cls) -> Credentials:
+        """What ``$PORTUS_SECRET_FILE`` and ``$PORTUS_TLS_CA`` name. Raises ``UsageError``."""
+        path = os.environ.get(SECRET_VARIABLE)
+        secret = read_secret(path) if path else None
+        return cls(secret, os.environ.get(AUTHORITY_VARIABLE) or None)
+
+
+def read_secret(path: str) -> bytes:
+    """The secret in a file, without space around it. Raises ``UsageError``."""
+    try:
+        with open(path, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            secret = file.read(64 << 10).strip()
+    except OSError as error:
+        raise UsageError(f"{path}: the secret cannot be read: {error.strerror}") from error
+    return checked_secret(secret, path, mode)
+
+
+def checked_secret(secret: bytes, path: str, mode: int) -> bytes:
+    """``secret``, if it is long enough and its file is nobody else's. Raises ``UsageError``."""
+    if mode & 0o077:
+        raise UsageError(f"{path}: others may read this secret (mode {mode:o}): chmod 600 {path}")
+    if len(secret) < SECRET_SIZE_MIN:
+        raise UsageError(
+            f"{path}: expected a secret of {SECRET_SIZE_MIN} bytes or more, found {len(secret)}; "
+            f"make one: openssl rand -hex 32"
+        )
+    return secret
+
+
+def dial(address: Address, credentials: Credentials, silence_s: float) -> tuple[Link, Welcome]:
+    """A conversation that is ready, and what the host said of the pool.
+
+    silence_s: the longest wait for the host from then on. Raises ``TransportError`` when it cannot
+    be reached, and what it refuses.
+    """
+    with contextlib.ExitStack() as undo:
+        link = Link(
+            _connect(address, credentials),
+            is_client=True,
+            name=str(address),
+            silence_s=GREETING_S,
+        )
+        undo.callback(link.close)
+        welcome = _greet(link, address, credentials)
+        link.silence_s = silence_s
+        undo.pop_all()
+        return link, welcome
+
+
+def raised(answer: Said) -> PortusError:
+    """The error that a refusal stands for; for any other message, that it was not expected."""
+    if not isinstance(answer, Refused):
+        return ProtocolError(f"{answer.kind.name} was not expected")
+    text = f"the storage host says: {answer.text}"
+    if answer.fault in (Fault.MEDIUM, Fault.BUSY):
+        kind = BusyError if answer.fault is Fault.BUSY else MediumError
+        return kind(answer.errno, text)
+    kinds: dict[Fault, type[PortusError]] = {
+        Fault.USAGE: UsageError,
+        Fault.STALE: StaleError,
+        Fault.CORRUPTION: CorruptionError,
+        Fault.TRANSPORT: TransportError,
+    }
+    return kinds[answer.fault](text)
+
+
+def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
+    nonce = os.urandom(NONCE_SIZE)
+    answer = link.ask(Hello(MAGIC, VERSION, address.tenant, nonce))
+    if not isinstance(answer, Challenge):
+        raise raised(answer)
+    secret = credentials.secret
+    if answer.secret and secret is None:
+        raise UsageError(
+            f"{address} wants a secret: put it into a file and set {SECRET_VARIABLE} to its path"
+        )
+    proof = b""
+    if secret is not None:
+        proof = proof_of_client(secret, address.tenant, nonce, answer.nonce)
+    welcome = link.ask(ProofGiven(proof))
+    if not isinstance(welcome, Welcome):
+        raise raised(welcome)
+    if secret is not None:
+        expected = proof_of_host(secret, address.tenant, nonce, answer.nonce)
+        if not equal(welcome.proof, expected):
+            raise UsageError(f"{address} does not know the secret: this is not the storage host")
+    return welcome
+
+
+def _connect(address: Address, credentials: Credentials) -> socket.socket:
+    with _as_transport_error(address):
+        if address.scheme is Scheme.UNIX:
+            return _connect_unix(address.path)
+        plain = socket.create_connection((address.host, address.port), GREETING_S)
+        if address.scheme is Scheme.TCP:
+            return plain
+        try:
+            context = ssl.create_default_context(cafile=credentials.authority_path)
+            return context.wrap_socket(plain, server_hostname=address.host)
+        except BaseException:
+            plain.close()
+            raise
+
+
+def _connect_unix(path: str) -> socket.socket:
+    plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        plain.settimeout(GREETING_S)
+        plain.connect(path)
+    except BaseException:
+        plain.close()
+        raise
+    return plain
+
+
+@contextlib.contextmanager
+def _as_transport_error(address: Address) -> Iterator[None]:
+    try:
+        yield
+    except (ssl.SSLError, ssl.CertificateError) as error:
+        raise UsageError(
+            f"{address}: TLS failed: {error}. {AUTHORITY_VARIABLE} names whom to believe"
+        ) from error
+    except OSError as error:
+        raise TransportError(
+            f"{address}: no storage host answers ({error.strerror or error}); is `portus serve` "
+            f"running there?"
+        ) from error

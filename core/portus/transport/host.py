@@ -1,0 +1,334 @@
+"""A pool on a storage host, as a medium and its locks: for reading, as any other.
+
+``Links`` are the connections of one client to one host. A connection that broke is replaced by a
+new one when somebody needs it; while the host does not answer, calls fail at once between two
+tries, so that training is never held up by a host that is down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from portus.errors import MediumError, PortusError, TransportError
+from portus.media.base import MediumInfo, MediumKind
+from portus.protocol import messages as said
+from portus.protocol.address import Address
+from portus.protocol.messages import Said, Welcome, digest_rows, packed_column
+from portus.protocol.session import State
+from portus.spec import Extent
+from portus.transport.base import Digests, Sources, Stop, cut
+from portus.transport.dial import Credentials, dial, raised
+from portus.transport.stream import InterruptedByError, Link, take
+
+_log: Final = logging.getLogger("portus")
+
+SILENCE_S: Final = 30.0
+"""The longest that a host may say nothing in the middle of a request."""
+
+WORK_S: Final = 600.0
+"""The longest that it may work on an answer: persist, or hash. A host that vanished meanwhile is
+noticed by keepalive."""
+
+ROOM_S: Final = 60.0
+"""The same for room: a training may be waiting."""
+
+_PAUSE_MIN_S: Final = 0.5
+_PAUSE_MAX_S: Final = 10.0
+_IDLE_MAX: Final = 4
+"""Connections kept open that nobody uses."""
+
+
+class Links:
+    """See the module. Thread-safe."""
+
+    def __init__(
+        self,
+        address: Address,
+        credentials: Credentials,
+        *,
+        model: str | None = None,
+    ) -> None:
+        """Connects. model: the one that is saved over these connections, by nobody else.
+
+        Raises ``TransportError`` if nobody answers, and what the host refuses.
+        """
+        self.address: Final = address
+        self.silence_s: Final = SILENCE_S
+        self.regions: Final[weakref.WeakKeyDictionary[Link, bytes]] = weakref.WeakKeyDictionary()
+        """What is registered on each connection: the lengths, as they were sent."""
+        self._claim: Final = None if model is None else said.Claim(model, os.urandom(16))
+        self._credentials: Final = credentials
+        self._guard: Final = threading.Lock()
+        self._idle: list[Link] = []
+        self._closed = False
+        self._was_in = False
+        self._pause_s = 0.0
+        self._again_s = 0.0
+        self._why: TransportError | None = None
+        self.welcome: Welcome
+        self.give_back(self._dialled())
+
+    def borrow(self) -> Link:
+        """A connection that is ready, for one thread. Raises as the constructor.
+
+        While the host is down this fails at once, but for one try now and then.
+        """
+        while True:
+            with self._guard:
+                link = self._idle.pop() if self._idle else None
+            if link is None:
+                return self._dialled()
+            if link.is_alive():
+                return link
+            link.close()
+
+    def give_back(self, link: Link) -> None:
+        """Done with it. One that is closed, or in the middle of something, is of no more use."""
+        whole = not link.closed and link.connection.state is State.READY
+        with self._guard:
+            if whole and not self._closed and len(self._idle) < _IDLE_MAX:
+                self._idle.append(link)
+                return
+        link.close()
+
+    @contextlib.contextmanager
+    def borrowed(self) -> Iterator[Link]:
+        """A connection for a few requests."""
+        link = self.borrow()
+        try:
+            yield link
+        finally:
+            self.give_back(link)
+
+    def ask(self, message: Said, silence_s: float | None = None) -> Said:
+        """One request on any connection; the answer. Raises what was refused."""
+        with self.borrowed() as link:
+            return _answered(link, message, silence_s)
+
+    def close(self) -> None:
+        """Let go of all that are not in use. A second call does nothing."""
+        with self._guard:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for link in idle:
+            with contextlib.suppress(TransportError):
+                link.send(said.Bye())
+            link.close()
+
+    def _dialled(self) -> Link:
+        if self._closed:
+            raise MediumError(errno.EBADF, f"{self.address}: used after it was closed")
+        why, now_s = self._why, time.monotonic()
+        if why is not None and now_s < self._again_s:
+            raise TransportError(f"{why} (next try in {self._again_s - now_s:.1f} s)") from why
+        try:
+            link, self.welcome = dial(self.address, self._credentials, self.silence_s)
+            self._claim_on(link)
+        except TransportError as error:
+            self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_MIN_S, 2 * self._pause_s))
+            self._why, self._again_s = error, time.monotonic() + self._pause_s
+            raise
+        except PortusError as error:
+            if not self._was_in:
+                raise
+            # It let us in before: the call is not wrong, the host is not what it was.
+            raise TransportError(f"{self.address} lets us in no more: {error}") from error
+        self._was_in = True
+        if why is not None:
+            _log.warning("%s: connected again", self.address)
+        self._why, self._pause_s = None, 0.0
+        return link
+
+    def _claim_on(self, link: Link) -> None:
+        if self._claim is None:
+            return
+        try:
+            _answered(link, self._claim)
+        except BaseException:
+            link.close()
+            raise
+
+
+class HostMedium:
+    """The pool of a tenant on a storage host: loaded from here, stored to by saves alone."""
+
+    def __init__(self, links: Links, pins: HostLocks) -> None:
+        self._links: Final = links
+        self._pins: Final = pins
+
+    @property
+    def info(self) -> MediumInfo:
+        """Its name is the host's address."""
+        welcome, name = self._links.welcome, str(self._links.address)
+        granularity = welcome.granularity
+        return MediumInfo(MediumKind.HOST, name, granularity, welcome.volatile, writable=False)
+
+    @property
+    def size(self) -> int:
+        """Asked each time: others make the pool grow."""
+        answer = self._links.ask(said.Status())
+        assert isinstance(answer, said.Standing)
+        return answer.size
+
+    def grow(self, size: int) -> None:
+        raise self._refused()
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        raise self._refused()
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        raise self._refused()
+
+    def load(self, offset: int, target: memoryview) -> None:
+        if not target.nbytes:
+            return
+        with self._links.borrowed() as link:
+            link.send(said.Read(packed_column([offset, target.nbytes])))
+            with _no_refusal(link):
+                link.fill(target.cast("B"), None)
+            _end_of_read(link)
+
+    def fetch(self, targets: Sources, stop: Stop) -> Digests:
+        """Straight into the targets, hashed as they arrive."""
+        self._pins.check()
+        segments, digests = cut(targets)
+        if not len(segments):
+            return digests
+        with self._links.borrowed() as link, link.under(stop):
+            pairs = [segments.offset, segments.length]
+            link.send(said.Read(_interleaved(*(column.tolist() for column in pairs))))
+            with _no_refusal(link):
+                take(link, segments, digests, stop)
+            _end_of_read(link)
+        self._pins.check()
+        return digests
+
+    def check(self, sources: Sources, stop: Stop) -> Digests:
+        """The host reads and hashes; nothing but digests travels."""
+        self._pins.check()
+        ranges = _interleaved(sources.extent_offset.tolist(), sources.extent_length.tolist())
+        with self._links.borrowed() as link, link.under(stop):
+            answer = _answered(link, said.Check(packed_column(sources.length), ranges), WORK_S)
+        if not isinstance(answer, said.Checked):
+            raise raised(answer)
+        stop.add(sources.size)
+        self._pins.check()
+        return digest_rows(answer.digests, "checked")
+
+    def close(self) -> None:
+        self._links.close()
+
+    def _refused(self) -> MediumError:
+        name = self._links.address
+        return MediumError(errno.EROFS, f"{name}: a storage host is stored to by saves alone")
+
+
+class HostLocks:
+    """Pins on a storage host. They live as long as one connection, kept for them alone: when it
+    breaks they are gone, and what is read under them is an error that may be tried again."""
+
+    def __init__(self, links: Links) -> None:
+        self._links: Final = links
+        self._guard: Final = threading.RLock()
+        self._link: Link | None = None
+        self._held: Counter[int] = Counter()
+        self._lost = False
+
+    def acquire_writer(self, timeout_s: float) -> None:
+        """The host is the writer."""
+
+    def release_writer(self) -> None:
+        """The host stays the writer."""
+
+    def has_writer(self) -> bool:
+        """True while a save of anybody is under way there."""
+        answer = self._links.ask(said.Status())
+        return isinstance(answer, said.Standing) and answer.saves > 0
+
+    def pin(self, version: int) -> None:
+        with self._guard:
+            if not self._held:
+                self._lost = False
+            self._say(said.Pin(version))
+            self._held[version] += 1
+
+    def unpin(self, version: int) -> None:
+        with self._guard:
+            self._held[version] -= 1
+            if self._held[version] <= 0:
+                del self._held[version]
+            with contextlib.suppress(TransportError):  # a broken connection holds nothing
+                self._say(said.Unpin(version))
+            if not self._held and self._link is not None:
+                link, self._link = self._link, None
+                self._links.give_back(link)
+
+    def pinned(self, version: int) -> bool:
+        """By this client."""
+        return self._held[version] > 0
+
+    def pins(self) -> set[int]:
+        """Of this client."""
+        with self._guard:
+            return {version for version, count in self._held.items() if count}
+
+    def check(self) -> None:
+        """Raise ``TransportError`` if pins were lost: bytes may be others' by now."""
+        with self._guard:
+            if self._held and (self._lost or self._link is None or not self._link.is_alive()):
+                self._lost = True
+                raise TransportError(
+                    f"{self._links.address}: the connection broke while a version was read; "
+                    f"load again"
+                )
+
+    def close(self) -> None:
+        with self._guard:
+            if self._link is not None:
+                self._link.close()
+                self._link = None
+            self._held.clear()
+
+    def _say(self, message: Said) -> None:
+        if self._link is None or self._link.closed:
+            if self._held:
+                self._lost = True
+                raise TransportError(f"{self._links.address}: the connection broke; load again")
+            self._link = self._links.borrow()
+        _answered(self._link, message)
+
+
+def _answered(link: Link, message: Said, silence_s: float | None = None) -> Said:
+    answer = link.ask(message, silence_s)
+    if isinstance(answer, said.Refused):
+        raise raised(answer)
+    return answer
+
+
+@contextlib.contextmanager
+def _no_refusal(link: Link) -> Iterator[None]:
+    try:
+        yield
+    except InterruptedByError as interruption:
+        raise raised(interruption.message) from interruption
+
+
+def _end_of_read(link: Link) -> None:
+    event = link.receive()
+    if not isinstance(event, said.Done):
+        link.close()
+        raise TransportError(f"{link.name}: expected the end of a read, found {event}")
+
+
+def _interleaved(offsets: list[int], lengths: list[int]) -> bytes:
+    pairs = zip(offsets, lengths, strict=True)
+    return packed_column([each for pair in pairs for each in pair])

@@ -1,0 +1,507 @@
+"""A conversation over a socket (tcp, TLS, unix), with payload straight from memory to memory.
+
+A ``Link`` belongs to one thread at a time. Its waits are short ones in a row: in between it looks
+whether the caller's ``Stop`` is set, and whether the other side has been silent for too long. An
+error, and a stop in the middle of a frame, end the link: what was being said is void for both.
+
+Payload is hashed piece by piece, before it is sent and after it arrived, while the cache has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import ssl
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from portus.errors import TransportError
+from portus.media.base import MappedMedium, Medium
+from portus.protocol.connection import Connection, Event, Payload
+from portus.protocol.messages import PAYLOAD_SIZE_MAX, Kind, ProtocolError, Said
+from portus.spec import Extent
+from portus.transport.base import Column, Digests, Segments, Sources, Stop, memory
+from portus.transport.local import best_engine, copy
+
+PIECE: Final = 1 << 20
+"""Bytes of payload for one call of the system, and between two looks at the stop."""
+
+GATHER: Final = 4 << 20
+"""Bytes of short segments that are sent together."""
+
+BIG: Final = 1 << 20
+"""Bytes of a message's body from which it needs a share of the budget."""
+
+_SMALL: Final = 64 << 10
+"""Bytes of a segment, on the average, below which it is short."""
+
+_POLL_S: Final = 0.2
+_KEEPALIVE_S: Final = 20
+
+
+class SilentError(TransportError):
+    """The other side said nothing, or took nothing, for too long."""
+
+
+class EndedError(TransportError):
+    """The other side is gone."""
+
+
+class InterruptedByError(TransportError):
+    """Payload was due, and something else came."""
+
+    def __init__(self, message: Said) -> None:
+        super().__init__(f"{message.kind.name} came in the middle of a payload")
+        self.message: Final = message
+
+
+class Budget:
+    """Memory that many links share. A demand over the whole is met when nobody else has any."""
+
+    def __init__(self, size: int) -> None:
+        """size: bytes."""
+        self._changed: Final = threading.Condition()
+        self._size: Final = size
+        self._taken = 0
+
+    def take(self, size: int, timeout_s: float) -> bool:
+        """Take ``size`` bytes; False if there were none for so long."""
+
+        def fits() -> bool:
+            return not self._taken or self._taken + size <= self._size
+
+        with self._changed:
+            if not self._changed.wait_for(fits, timeout_s):
+                return False
+            self._taken += size
+            return True
+
+    def give_back(self, size: int) -> None:
+        """Done with them."""
+        with self._changed:
+            self._taken -= size
+            self._changed.notify_all()
+
+
+class Link:
+    """One end of a conversation. ``silence_s``: the longest wait for the other side; it may be
+    changed at any time. ``name``: of the other side, for messages. ``taken``: bytes of payload that
+    were received."""
+
+    def __init__(
+        self,
+        link: socket.socket,
+        *,
+        is_client: bool,
+        name: str,
+        silence_s: float,
+        budget: Budget | None = None,
+    ) -> None:
+        """budget: of all links, for the bodies of big messages; None: no limit."""
+        self.connection: Final = Connection(is_client=is_client)
+        self.name: Final = name
+        self.silence_s = silence_s
+        self.taken = 0
+        self._socket: Final = link
+        self._budget: Final = budget
+        self._share = 0
+        self._stop: Stop | None = None
+        self._closed = False
+        _prepare(link)
+        _ALL.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """True when it can be used no more."""
+        return self._closed
+
+    @contextlib.contextmanager
+    def under(self, stop: Stop) -> Iterator[None]:
+        """Waits in here end when ``stop`` is set; the link is closed then."""
+        self._stop = stop
+        try:
+            yield
+        finally:
+            self._stop = None
+
+    def send(self, message: Said) -> None:
+        """Raises ``TransportError``, and then the link is closed; ``StoppedError`` likewise."""
+        with self._or_end():
+            self._put(memoryview(self.connection.send(message)))
+
+    def receive(self) -> Event:
+        """The next message, or that payload follows. Raises as ``send``, and ``ProtocolError``."""
+        with self._or_end():
+            self._give_back()
+            while True:
+                data = self._get(self.connection.wanted)
+                event = self.connection.feed(data)
+                if event is not None:
+                    return event
+                self._take_share(self.connection.body_left)
+
+    def ask(self, message: Said, silence_s: float | None = None) -> Said:
+        """Send, and give the answer. silence_s: for an answer that may take its time."""
+        usual_s = self.silence_s
+        self.silence_s = silence_s or usual_s
+        try:
+            self.send(message)
+            return self.hear()
+        finally:
+            self.silence_s = usual_s
+
+    def hear(self) -> Said:
+        """The next message, where no payload is due."""
+        event = self.receive()
+        if isinstance(event, Payload):
+            self.close()
+            raise ProtocolError(f"{self.name}: payload came in place of an answer")
+        return event
+
+    def send_payload(self, kind: Kind, data: memoryview, hasher: xxhash.xxh3_128 | None) -> None:
+        """One frame of plain bytes, hashed on the way."""
+        with self._or_end():
+            self._put(memoryview(self.connection.send_payload(kind, len(data))))
+            for start in range(0, len(data), PIECE):
+                piece = data[start : start + PIECE]
+                if hasher is not None:
+                    hasher.update(piece)
+                self._put(piece)
+                self.connection.sent(len(piece))
+
+    def fill(self, target: memoryview, hasher: xxhash.xxh3_128 | None) -> None:
+        """Fill ``target`` with payload, of as many frames as it takes, hashed when it arrived.
+
+        Raises ``InterruptedByError`` when a message comes in its place; the link is whole then.
+        """
+        done = 0
+        while done < len(target):
+            self.expect_payload()
+            length = min(self.connection.payload_left, len(target) - done, PIECE)
+            piece = target[done : done + length]
+            with self._or_end():
+                self._get_into(piece)
+            self.connection.took(length)
+            self.taken += length
+            if hasher is not None:
+                hasher.update(piece)
+            done += length
+
+    def expect_payload(self) -> None:
+        """Return when payload is due. Raises ``InterruptedByError``."""
+        if not self.connection.payload_left:
+            event = self.receive()
+            if not isinstance(event, Payload):
+                raise InterruptedByError(event)
+
+    def close(self) -> None:
+        """Let go; wakes a thread that waits in here. A second call does nothing."""
+        self._closed = True
+        self._give_back()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def leave(self) -> None:
+        """Close it, in a forked child: the conversation is the parent's, and goes on."""
+        self._closed = True
+        os.close(self._socket.detach())
+
+    def is_alive(self) -> bool:
+        """False if the other side hung up meanwhile. Only while nothing is due from it."""
+        if self._closed:
+            return False
+        try:
+            # A peer that keeps to the protocol has nothing to say now: anything is the end.
+            self._socket.setblocking(False)
+            self._socket.recv(1)
+            return False
+        except (BlockingIOError, ssl.SSLWantReadError):
+            _wait_shortly(self._socket)
+            return True
+        except OSError:
+            return False
+
+    @contextlib.contextmanager
+    def _or_end(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.close()
+            if isinstance(error, TransportError):
+                raise
+            raise EndedError(f"{self.name}: {error.strerror or error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _get(self, length: int) -> memoryview:
+        data = memoryview(bytearray(length))
+        return data[: self._receive_some(data, 0)]
+
+    def _get_into(self, target: memoryview) -> None:
+        done = 0
+        while done < len(target):
+            done += self._receive_some(target[done:], socket.MSG_WAITALL)
+
+    def _receive_some(self, target: memoryview, flags: int) -> int:
+        wait = _Wait(self)
+        while True:
+            try:
+                if isinstance(self._socket, ssl.SSLSocket):
+                    count = self._socket.recv_into(target)
+                else:
+                    count = self._socket.recv_into(target, 0, flags)
+            except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
+                wait.again()
+                continue
+            if count == 0:
+                raise EndedError(f"{self.name}: the connection ended")
+            return count
+
+    def _put(self, data: memoryview) -> None:
+        done = 0
+        wait = _Wait(self)
+        while done < len(data):
+            try:
+                count = self._socket.send(data[done:])
+            except (BlockingIOError, TimeoutError, ssl.SSLWantWriteError):
+                wait.again()
+                continue
+            done += count
+            wait = _Wait(self)
+
+    def _take_share(self, length: int) -> None:
+        """Before a big body is taken in: wait until there is memory for it."""
+        if self._budget is None or self._share or length <= BIG:
+            return
+        wait = _Wait(self)
+        while not self._budget.take(length, _POLL_S):
+            wait.again()
+        self._share = length
+
+    def _give_back(self) -> None:
+        share, self._share = self._share, 0
+        if self._budget is not None and share:
+            self._budget.give_back(share)
+
+    def pause(self, since_s: float) -> None:
+        """Between two short waits: raise if it is enough."""
+        if self._stop is not None:
+            self._stop.check()
+        if self._closed:
+            raise EndedError(f"{self.name}: the connection was closed")
+        waited_s = time.monotonic() - since_s
+        if waited_s > self.silence_s:
+            raise SilentError(f"{self.name}: no progress for {waited_s:.0f} s")
+
+
+_ALL: Final[weakref.WeakSet[Link]] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    # A loader worker that kept them would hide from the host that its trainer was killed.
+    for link in list(_ALL):
+        if not link.closed:
+            link.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all)
+
+
+class _Wait:
+    """A wait in small steps."""
+
+    def __init__(self, link: Link) -> None:
+        self._link: Final = link
+        self._since_s: Final = time.monotonic()
+
+    def again(self) -> None:
+        self._link.pause(self._since_s)
+
+
+def give(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
+    """Send segments of this process (whole units, in order) as DATA, and note their digests."""
+    scratch = np.empty(GATHER, np.uint8)
+    for batch in segments.batches(GATHER):
+        stop.check()
+        if _is_small(batch):
+            best_engine().move(batch, _laid_out(batch, scratch), digests, stop)
+            link.send_payload(Kind.DATA, scratch.data[: batch.size], None)
+            continue
+        hasher = _Hasher(digests)
+        for unit, address, _, length in _rows(batch):
+            link.send_payload(Kind.DATA, memory(address, length), hasher.of(unit))
+            hasher.note()
+        stop.add(batch.size)
+
+
+def take(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
+    """Fill segments of this process with payload, and note the digests of what arrived."""
+    scratch = np.empty(GATHER, np.uint8)
+    for batch in segments.batches(GATHER):
+        stop.check()
+        if _is_small(batch):
+            link.fill(scratch.data[: batch.size], None)
+            best_engine().move(_arrived(batch, scratch), batch.address, digests, stop)
+            continue
+        hasher = _Hasher(digests)
+        for unit, address, _, length in _rows(batch):
+            link.fill(memory(address, length), hasher.of(unit))
+            hasher.note()
+        stop.add(batch.size)
+
+
+def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) -> None:
+    """Payload straight into a pool, where it has addresses; the digests of what arrived there."""
+    scratch = np.empty(GATHER, np.uint8)
+    landing = _Landing(medium, scratch.data)
+    for batch in segments.batches(GATHER):
+        if _is_small(batch):
+            link.fill(scratch.data[: batch.size], None)
+            rows = np.unique(batch.row)
+            digests[rows] = copy(medium, _gathered(batch, scratch), Stop())
+            continue
+        hasher = _Hasher(digests)
+        for unit, _, offset, length in _rows(batch):
+            for place in landing.places(offset, length):
+                link.fill(place, hasher.of(unit))
+            hasher.note()
+
+
+def give_from(link: Link, medium: Medium, runs: Iterator[tuple[int, int]]) -> None:
+    """Send bytes of a pool as BYTES. They are loaded, never looked at through a mapping: a bad
+    sector is an error then, not the end of the process."""
+    scratch = memoryview(bytearray(4 * PIECE))
+    for offset, length in runs:
+        for start in range(0, length, len(scratch)):
+            piece = scratch[: min(len(scratch), length - start)]
+            medium.load(offset + start, piece)
+            link.send_payload(Kind.BYTES, piece, None)
+
+
+def drain(link: Link, size: int) -> None:
+    """Receive so much payload, and forget it."""
+    scratch = memoryview(bytearray(PIECE))
+    while size:
+        piece = scratch[: min(size, PIECE)]
+        link.fill(piece, None)
+        size -= len(piece)
+
+
+class _Hasher:
+    """The digest of one unit after another."""
+
+    def __init__(self, digests: Digests) -> None:
+        self._digests: Final = digests
+        self._row = -1
+
+    def of(self, row: int) -> xxhash.xxh3_128:
+        """The hasher of that unit; units come in order."""
+        if row != self._row:
+            self._row, self._hasher = row, xxhash.xxh3_128()
+        return self._hasher
+
+    def note(self) -> None:
+        """Write down the digest of the unit as it is now."""
+        self._digests[self._row] = np.frombuffer(self._hasher.digest(), np.uint8)
+
+
+class _Landing:
+    """Where payload is received: the pool's own addresses, or a buffer that is stored then."""
+
+    def __init__(self, medium: Medium, scratch: memoryview) -> None:
+        self._medium: Final = medium
+        self._scratch: Final = scratch
+
+    def places(self, offset: int, length: int) -> Iterator[memoryview]:
+        """Memory for the bytes at ``offset``; each is stored when the next one is asked for."""
+        if isinstance(self._medium, MappedMedium):
+            run = Extent(offset, length)
+            try:
+                yield memory(self._medium.address(run), length)
+            finally:
+                self._medium.wrote(run)
+            return
+        for start in range(0, length, len(self._scratch)):
+            piece = self._scratch[: min(len(self._scratch), length - start)]
+            yield piece
+            self._medium.store(offset + start, piece)
+
+
+def _is_small(batch: Segments) -> bool:
+    """True if its segments are so short that they are better sent together than one by one."""
+    return batch.size <= min(GATHER, _SMALL * len(batch))
+
+
+def _laid_out(batch: Segments, scratch: NDArray[np.uint8]) -> Column:
+    """Addresses for the segments, end to end in ``scratch``."""
+    places: Column = scratch.ctypes.data + np.cumsum(batch.length) - batch.length
+    return places
+
+
+def _arrived(batch: Segments, scratch: NDArray[np.uint8]) -> Segments:
+    """The same segments as they lie in ``scratch``, end to end."""
+    return Segments(
+        address=_laid_out(batch, scratch), offset=batch.offset, length=batch.length, row=batch.row
+    )
+
+
+def _gathered(batch: Segments, scratch: NDArray[np.uint8]) -> Sources:
+    """What lies in ``scratch``, end to end, as sources that go to the extents of ``batch``; a
+    source for each unit."""
+    first = np.flatnonzero(np.diff(batch.row, prepend=-1))
+    return Sources(
+        address=_laid_out(batch, scratch)[first],
+        length=np.add.reduceat(batch.length, first),
+        extent_offset=batch.offset,
+        extent_length=batch.length,
+    )
+
+
+def _rows(segments: Segments) -> Iterator[tuple[int, int, int, int]]:
+    """(row, address, offset, length) of each."""
+    columns = (segments.row, segments.address, segments.offset, segments.length)
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _wait_shortly(link: socket.socket) -> None:
+    if isinstance(link, ssl.SSLSocket):
+        link.settimeout(_POLL_S)
+        return
+    # Not settimeout: the socket stays a blocking one, so that one call can fill a whole piece.
+    link.settimeout(None)
+    interval = struct.pack("@ll", 0, int(_POLL_S * 1e6))
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+
+
+def _prepare(link: socket.socket) -> None:
+    """Short waits; small messages at once; a peer that vanished is noticed."""
+    _wait_shortly(link)
+    if link.family == socket.AF_UNIX:
+        return
+    try:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _KEEPALIVE_S)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    except OSError as error:
+        if error.errno not in (errno.ENOPROTOOPT, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
+assert PIECE <= PAYLOAD_SIZE_MAX

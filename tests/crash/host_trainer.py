@@ -1,0 +1,78 @@
+"""A training that saves to a storage host at every step, for ``test_host``."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+
+import torch
+
+import portus
+from tests.crash.nursery import Say
+
+SIZES = (512, 256, 64, 1)
+
+
+def warm_up() -> None:
+    """Import what a child needs."""
+    _ = portus.Checkpointer
+    model, optimizer = training()
+    step_once(model, optimizer, 0)
+
+
+def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer, the same ones each time."""
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    pairs = itertools.pairwise(SIZES)
+    model = torch.nn.Sequential(*[torch.nn.Linear(before, after) for before, after in pairs])
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def step_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """One step, on data that its number gives."""
+    data = torch.randn(8, SIZES[0], generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    model(data).square().mean().backward()
+    optimizer.step()
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> object:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+
+
+def after(steps: int) -> object:
+    """The state of an undisturbed training."""
+    model, optimizer = training()
+    for step in range(1, steps + 1):
+        step_once(model, optimizer, step)
+    return state_of(model, optimizer, steps)
+
+
+def train_for_ever(say: Say, url: str) -> None:
+    """Train on from what is there, and save at each step; say what was done and what is durable."""
+    logging.disable()
+    model, optimizer = training()
+    step = 0
+    with portus.Checkpointer(url, fence_timeout=20) as checkpointer:
+        if checkpointer.steps():
+            state = checkpointer.load()
+            assert isinstance(state, dict)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            step = state["step"]
+        say(f"resumed {step}")
+        handles: deque[tuple[int, portus.SaveHandle]] = deque()
+        while True:
+            step += 1
+            step_once(model, optimizer, step)
+            handles.append((step, checkpointer.save(state_of(model, optimizer, step), step)))
+            say(f"trained {step}")
+            while handles and handles[0][1].done:
+                number, handle = handles.popleft()
+                try:
+                    handle.wait(0)
+                    say(f"saved {number}")
+                except portus.PortusError as error:
+                    say(f"lost {number} {type(error).__name__}")

@@ -1,0 +1,92 @@
+"""A training and a storage host, in processes of their own, and either is killed (V2, V7, V8)."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import portus
+from portus.index.check import check
+from portus.index.findings import Severity
+from tests.crash import host_trainer
+from tests.crash.nursery import Child, nursery
+from tests.hosts import Host
+from tests.unit.client.same import assert_same
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
+
+KILLS = 8
+
+
+def verified(host: Host, reported: int) -> int:
+    """The newest version's step; it is whole, the right one, and not older than was reported."""
+    with portus.open(host.url) as pool:
+        steps = pool.steps()
+        newest = pool.load()
+    assert steps, "nothing was committed"
+    assert steps[-1] >= reported, f"step {reported} was reported, {steps} are there"
+    assert_same(newest, host_trainer.after(steps[-1]))
+    return steps[-1]
+
+
+def told(lines: list[str], word: str) -> int:
+    return max((int(line.split()[1]) for line in lines if line.startswith(word)), default=0)
+
+
+def until(child: Child, word: str, lines: list[str]) -> int:
+    lines.append(child.until(word))
+    return int(lines[-1].split()[1])
+
+
+@pytest.mark.timeout(300)
+def test_a_training_goes_on_while_its_host_is_killed_and_comes_back(
+    tmp_path: Path, seed: int
+) -> None:
+    random_ = random.Random(seed)
+    with (
+        Host(tmp_path / "pools") as host,
+        nursery("tests.crash.host_trainer").start("train_for_ever", host.url) as child,
+    ):
+        lines: list[str] = []
+        for _ in range(KILLS):
+            reported = until(child, "saved", lines)
+            time.sleep(random_.uniform(0, 0.05))
+            host.kill()
+            until(child, "lost", lines)  # and it is told
+            before = until(child, "trained", lines)
+            for _ in range(20):
+                assert until(child, "trained", lines) > before  # nobody holds the training up
+            host.start()
+            assert until(child, "saved", lines) > reported  # by itself
+            lines += [child.line()]
+        lines += child.kill()
+        newest = verified(host, told(lines, "saved"))
+        assert newest > KILLS
+    findings = check(tmp_path / "pools" / "default.portus")
+    assert not [each for each in findings if each.severity is Severity.ERROR]
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_training_goes_on_from_what_the_host_has(tmp_path: Path, seed: int) -> None:
+    random_ = random.Random(seed)
+    children = nursery("tests.crash.host_trainer")
+    with Host(tmp_path / "pools") as host:
+        reported = 0
+        for _ in range(KILLS):
+            with children.start("train_for_ever", host.url) as child:
+                lines: list[str] = []
+                assert until(child, "resumed", lines) >= reported
+                for _ in range(random_.randint(1, 5)):
+                    until(child, "saved", lines)
+                time.sleep(random_.uniform(0, 0.05))
+                lines += child.kill()
+                reported = max(reported, told(lines, "saved"))
+            reported = max(reported, verified(host, reported))
+        assert host.stop() == 0
+        assert '"level": "error"' not in host.log
+    findings = check(tmp_path / "pools" / "default.portus")
+    assert not [each for each in findings if each.severity is Severity.ERROR]

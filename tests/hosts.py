@@ -1,0 +1,130 @@
+"""Storage hosts for tests: ``portus serve`` in a process of its own, or a server in this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from portus.daemon.counters import Counters
+from portus.daemon.pools import Pools
+from portus.daemon.secrets import Secrets
+from portus.daemon.server import Server, open_door
+from portus.daemon.session import House, Patience
+from portus.protocol.address import Address, Scheme
+
+START_S_MAX = 60.0
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Host:
+    """``portus serve`` as users run it. It may be killed and started again, at the same port."""
+
+    def __init__(self, place: str | Path, *options: str) -> None:
+        self.place = str(place)
+        self._options = options
+        self.port = 0
+        self.log = ""
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"portus://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "portus.cli.main", "serve", self.place]
+        self.process = subprocess.Popen(
+            [*command, "--listen", f"127.0.0.1:{self.port}", *self._options],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+        )
+        found = re.search(r"on portus(?:\+tls)?://127\.0\.0\.1:(\d+)", self._until("serving"))
+        assert found
+        self.port = int(found[1])
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self._end()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self._end()
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.resume()
+            self.kill()
+
+    def _end(self) -> int:
+        _, rest = self.process.communicate(timeout=START_S_MAX)
+        self.log += rest.decode()
+        return self.process.returncode
+
+    def _until(self, word: str) -> str:
+        assert self.process.stderr is not None
+        until, text = time.monotonic() + START_S_MAX, ""
+        while word not in text or not text.endswith("\n"):
+            ready, _, _ = select.select([self.process.stderr], [], [], until - time.monotonic())
+            assert ready, f"the host did not start: {text}"
+            data = os.read(self.process.stderr.fileno(), 65536)
+            assert data, f"the host ended: {text}"
+            text += data.decode()
+        self.log += text
+        return text
+
+
+@contextlib.contextmanager
+def serving(
+    place: str | Path,
+    *,
+    secrets: dict[str, bytes] | None = None,
+    quota: int | None = None,
+    patience: Patience | None = None,
+    address: Address | None = None,
+) -> Iterator[Server]:
+    """A server in this process, on a free port of loopback."""
+    house = House(
+        pools=Pools(str(place), quota),
+        secrets=Secrets(secrets),
+        counters=Counters(),
+        patience=patience or Patience(),
+    )
+    door = open_door(address or Address(Scheme.TCP, host="127.0.0.1", port=0), None)
+    try:
+        server = Server([door], house)
+    except BaseException:
+        door.socket.close()
+        raise
+    server.start()
+    try:
+        yield server
+    finally:
+        assert server.stop(), "a connection did not end"
+
+
+def url(server: Server, tenant: str = "") -> str:
+    """How the first door of ``server`` is reached."""
+    address = server.doors[0].address
+    who = f"{tenant}@" if tenant else ""
+    if address.scheme is Scheme.UNIX:
+        return f"portus+unix://{who}{address.path}"
+    return f"portus://{who}127.0.0.1:{server.doors[0].port}"

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from portus.client.checkpointer import Checkpointer
+from tests.hosts import serving, url
+from tests.unit.cli.scene import portus, portus_json, state
+
+
+@pytest.fixture
+def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A storage host with three versions of one model."""
+    monkeypatch.chdir(tmp_path)
+    with serving(tmp_path / "host") as server:
+        with Checkpointer(url(server), model="run", keep=None) as checkpointer:
+            for step in (1, 2, 3):
+                checkpointer.save(state(step), step)
+        yield url(server)
+
+
+def test_ls_lists_what_a_host_holds(address: str) -> None:
+    (pool,) = portus_json("ls", address)["pools"]
+    assert pool["path"] == address
+    (model,) = pool["models"]
+    assert [version["step"] for version in model["versions"]] == [1, 2, 3]
+
+
+def test_the_variable_may_name_a_host(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORTUS_POOL", address)
+    assert "run" in portus("ls").out
+
+
+def test_show_shows_a_version_of_a_host(address: str) -> None:
+    assert "model.weight" in portus("show", "run@2", "--pool", address).out
+
+
+def test_verify_reads_every_byte_and_finds_damage(address: str, tmp_path: Path) -> None:
+    verdict = portus_json("verify", "--pool", address)
+    assert verdict["healthy"]
+    assert verdict["pools"][0]["size"] > 4000
+    pool = tmp_path / "host" / "default.portus"
+    data = bytearray(pool.read_bytes())
+    place = data.index(torch.arange(1000, dtype=torch.float32).add(3).numpy().tobytes())
+    data[place + 100] ^= 1
+    pool.write_bytes(data)
+    assert not portus_json("verify", "run", "--pool", address, code=1)["healthy"]
+
+
+def test_export_writes_a_file_here(address: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    assert portus("export", "run@2", str(out), "--pool", address).code == 0
+    loaded = torch.load(out, weights_only=False)
+    assert torch.equal(loaded["model"]["weight"], state(2)["model"]["weight"])
+
+
+def test_rm_lets_go_of_a_version_on_a_host(address: str) -> None:
+    assert portus("rm", "run@2", "--pool", address).code == 0
+    (pool,) = portus_json("ls", address)["pools"]
+    assert [version["step"] for version in pool["models"][0]["versions"]] == [1, 3]
+
+
+def test_gc_says_where_to_ask(address: str) -> None:
+    said = portus("gc", address)
+    assert said.code == 2
+    assert "not to the host" in said.err
+
+
+def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    said = portus("ls", "portus+unix:///nowhere.sock")
+    assert said.code == 75
+    assert "portus serve" in said.err + said.out

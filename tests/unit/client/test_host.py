@@ -1,0 +1,402 @@
+"""A ``Checkpointer`` on a storage host, over links that fail."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import portus
+from portus.client.checkpointer import Checkpointer
+from portus.client.host import HostPool
+from portus.daemon.server import Server
+from portus.daemon.session import Patience
+from portus.errors import AbandonedError, BusyError, PortusError, TransportError, UsageError
+from portus.index.check import check
+from portus.index.records import VersionRecord
+from portus.pipeline.parts import shared, sources
+from portus.testing.lossy import LossyLink
+from portus.transport.base import Stop
+from portus.transport.local import check as hashes
+from tests.hosts import Host, serving, url
+
+CUTS = 45
+FLIPS = 40
+TRIES_MAX = 20
+SIZES = (300_000, 40, 0, 5000)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Between two tries to connect, and for a side that says nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
+    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
+    monkeypatch.setattr("portus.transport.host.SILENCE_S", 3.0)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serving(tmp_path / "pools", patience=Patience(silent_s=1.0, claim_s=5)) as made:
+        yield made
+
+
+@pytest.fixture
+def link(server: Server) -> Iterator[LossyLink]:
+    with LossyLink("127.0.0.1", server.doors[0].port) as made:
+        yield made
+
+
+def address(link: LossyLink) -> str:
+    return f"portus://127.0.0.1:{link.port}"
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    """Tensors that are others at each step."""
+    return {str(n): torch.full((size // 4,), float(step * 10 + n)) for n, size in enumerate(SIZES)}
+
+
+def same(left: Any, right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in right)
+
+
+class Trained:
+    """Tensors that an optimizer writes, so they are copied late."""
+
+    def __init__(self, size: int = 1 << 20) -> None:
+        self.model = torch.nn.Linear(size // 64, 16, bias=False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.step()
+
+    def step(self) -> None:
+        self.model.weight.grad = torch.ones_like(self.model.weight)
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def attacked(link: LossyLink, server: Server, attack: str, numbers: list[int]) -> tuple[int, int]:
+    """Saves, each of them with one attack on it, after so many bytes; how many came through.
+
+    Whatever was committed is what was saved, and what was reported is there.
+    """
+    saved = lost = step = 0
+    with Checkpointer(address(link), keep=2, on_error="warn") as checkpointer:
+        checkpointer.save(state(0), 0).wait()
+        for step, number in enumerate(numbers, 1):
+            setattr(link, attack, link.relayed + number)
+            try:
+                checkpointer.save(state(step), step).wait(30)
+                saved += 1
+                reported = True
+            except PortusError:
+                lost += 1
+                reported = False
+            setattr(link, attack, None)
+            with portus.open(url(server)) as pool:
+                newest = pool.versions()[-1]
+                assert same(pool.load(), state(newest.step))
+            assert newest.step == step or not reported
+        saved_at_last(checkpointer, step + 1)
+    assert check(server._house.pools.of("default").writer) == []
+    return saved, lost
+
+
+def saved_at_last(checkpointer: Checkpointer, step: int) -> None:
+    """The link is well again, though what was said over it before may still have to end."""
+    for _ in range(TRIES_MAX):
+        try:
+            assert checkpointer.save(state(step), step).wait(60).step == step
+            break
+        except PortusError:
+            time.sleep(0.05)
+    assert checkpointer.steps()[-1] == step
+
+
+def bytes_of_one_save(link: LossyLink) -> int:
+    with Checkpointer(address(link), model="measured") as checkpointer:
+        checkpointer.save(state(0), 0).wait()
+        before = link.relayed
+        checkpointer.save(state(1), 1).wait()
+        return link.relayed - before
+
+
+def test_a_link_that_is_cut_anywhere_loses_the_save_or_nothing(
+    server: Server, link: LossyLink, seed: int
+) -> None:
+    size = bytes_of_one_save(link)
+    # Most of it is payload; the beginning, the end, and what is small are tried more often.
+    chance = random.Random(seed)
+    numbers = [chance.randrange(size) for _ in range(CUTS // 3)]
+    numbers += [chance.randrange(2000) for _ in range(CUTS // 3)]
+    numbers += [size - chance.randrange(3000) for _ in range(CUTS // 3)]
+    saved, lost = attacked(link, server, "cut_after", numbers)
+    assert lost > CUTS // 2
+    assert saved + lost == len(numbers)
+
+
+def test_a_bit_that_flips_on_the_way_is_never_part_of_a_version(
+    server: Server, link: LossyLink, seed: int
+) -> None:
+    size = bytes_of_one_save(link)
+    chance = random.Random(seed)
+    numbers = [chance.randrange(size) for _ in range(FLIPS)]
+    _, lost = attacked(link, server, "damage_at", numbers)
+    assert lost > FLIPS // 2
+
+
+def test_a_flip_in_what_is_read_is_never_handed_out(
+    server: Server, link: LossyLink, seed: int
+) -> None:
+    with Checkpointer(url(server)) as checkpointer:
+        checkpointer.save(state(1), 1).wait()
+    chance = random.Random(seed)
+    refused = 0
+    for _ in range(FLIPS // 2):
+        with portus.open(address(link)) as pool:
+            link.damage_at = link.relayed + chance.randrange(300_000)
+            target = state(2)
+            try:
+                pool.restore_into(target)
+                assert same(target, state(1))
+            except PortusError:
+                refused += 1
+            link.damage_at = None
+    assert refused > FLIPS // 6
+
+
+def test_a_fence_that_expires_in_a_slow_pull_abandons_and_training_goes_on(
+    server: Server, link: LossyLink
+) -> None:
+    training = Trained()
+    with Checkpointer(address(link), fence_timeout=0.3) as checkpointer:
+        checkpointer.save(training.state(), 1).wait()
+        kept = training.model.weight.detach().clone()
+        training.step()
+        link.bytes_s = 400_000
+        handle = checkpointer.save(training.state(), 2)
+        training.step()  # waits for the fence, and not for the pull
+        with pytest.raises(AbandonedError, match="fence time-out"):
+            handle.wait(20)
+        link.bytes_s = None
+        assert checkpointer.steps() == [1]
+        loaded: Any = checkpointer.load()
+        assert torch.equal(loaded["model"]["weight"], kept)
+        hosted = server._house.pools.of("default")
+        until = time.monotonic() + 10
+        while hosted.saves and time.monotonic() < until:
+            time.sleep(0.01)
+        assert hosted.saves == 0
+        checkpointer.save(training.state(), 3).wait()
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_the_optimizer_waits_for_a_pull_that_is_in_time(server: Server, link: LossyLink) -> None:
+    training = Trained()
+    with Checkpointer(address(link)) as checkpointer:
+        checkpointer.save(training.state(), 0).wait()
+        training.step()
+        link.bytes_s = 4_000_000
+        expected = training.model.weight.detach().clone()
+        handle = checkpointer.save(training.state(), 1)
+        training.step()
+        handle.wait(60)
+        assert handle.stats.fence_s > 0
+        loaded: Any = checkpointer.load()
+        assert torch.equal(loaded["model"]["weight"], expected)
+        assert not torch.equal(loaded["model"]["weight"], training.model.weight)
+
+
+def test_a_writer_without_a_fence_voids_the_version(server: Server, link: LossyLink) -> None:
+    training = Trained()
+    with Checkpointer(address(link)) as checkpointer:
+        checkpointer.save(training.state(), 1).wait()
+        training.step()
+        link.stalled = True
+        handle = checkpointer.save(training.state(), 2)
+        with torch.no_grad():
+            training.model.weight.data.numpy()[:] = 7  # what no fence can see
+        link.stalled = False
+        with pytest.raises(AbandonedError, match="changed while being saved"):
+            handle.wait(30)
+        assert checkpointer.steps() == [1]
+
+
+def test_a_tensor_at_the_address_of_an_old_one_is_saved_with_its_own_bytes(
+    server: Server,
+) -> None:
+    memory = bytearray(1 << 18)
+    with Checkpointer(url(server)) as checkpointer:
+        for step in range(4):
+            tensor = torch.frombuffer(memory, dtype=torch.float32)  # a new one, at the old place
+            tensor.fill_(float(step))
+            checkpointer.save({"x": tensor}, step).wait()
+            del tensor
+            gc.collect()
+            loaded: Any = checkpointer.load()
+            assert torch.equal(loaded["x"], torch.full((1 << 16,), float(step)))
+
+
+def test_a_stalled_link_costs_saves_and_not_the_training(server: Server, link: LossyLink) -> None:
+    training = Trained()
+    with Checkpointer(address(link), fence_timeout=0.3) as checkpointer:
+        checkpointer.save(training.state(), 0).wait()
+        link.stalled = True
+        lost = [checkpointer.save(training.state(), step) for step in range(1, 4)]
+        for _ in range(20):
+            training.step()
+        link.stalled = False
+        for handle in lost:
+            with pytest.raises(PortusError):
+                handle.wait(30)
+        saved_at_last(checkpointer, 9)
+
+
+def test_a_host_that_is_not_there_at_the_start_raises(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match=r"no storage host answers.*portus serve"):
+        Checkpointer("portus://127.0.0.1:1")
+
+
+def test_a_second_trainer_of_one_model_is_refused_and_its_own_name_is_not(
+    tmp_path: Path,
+) -> None:
+    with (
+        serving(tmp_path / "pools", patience=Patience(claim_s=0.1)) as server,
+        Checkpointer(url(server), model="a") as first,
+    ):
+        with pytest.raises(BusyError, match="another model name"):
+            Checkpointer(url(server), model="a")
+        with Checkpointer(url(server), model="b") as second:
+            first.save(state(1), 1).wait()
+            second.save(state(2), 2).wait()
+            assert (first.steps(), second.steps()) == ([1], [2])
+
+
+def test_a_host_whose_memory_was_lost_is_saved_to_again(tmp_path: Path) -> None:
+    with Host("memory:64M") as host, Checkpointer(host.url) as checkpointer:
+        frozen = torch.ones(100_000)
+        checkpointer.save({"frozen": frozen, **state(1)}, 1).wait()
+        checkpointer.save({"frozen": frozen, **state(2)}, 2).wait()
+        before = checkpointer.uuid
+        host.kill()
+        with pytest.raises(TransportError):
+            checkpointer.save({"frozen": frozen, **state(3)}, 3).wait()
+        host.start()
+        time.sleep(0.01)
+        checkpointer.save({"frozen": frozen, **state(4)}, 4).wait()
+        assert checkpointer.uuid != before
+        assert checkpointer.steps() == [4]
+        loaded: Any = checkpointer.load()
+        assert torch.equal(loaded.pop("frozen"), frozen)
+        assert same(loaded, state(4))
+
+
+def test_many_clients_save_at_once_and_each_has_its_own(server: Server) -> None:
+    failures: list[BaseException] = []
+
+    def train(name: str) -> None:
+        try:
+            with Checkpointer(url(server), model=name) as checkpointer:
+                for step in range(5):
+                    checkpointer.save(state(step + ord(name)), step)
+                checkpointer.wait()
+                assert checkpointer.steps() == [3, 4]
+                assert same(checkpointer.load(), state(4 + ord(name)))
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=train, args=(name,)) for name in "abcdefgh"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert check(server._house.pools.of("default").writer) == []
+
+
+def test_a_quota_ends_saves_and_not_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        serving(tmp_path / "pools", quota=8 << 20) as server,
+        Checkpointer(url(server)) as checkpointer,
+    ):
+        checkpointer.save(state(1), 1).wait()
+        handle = checkpointer.save({"x": torch.ones(16 << 20)}, 2)
+        with pytest.raises(portus.MediumError, match="the storage host says"):
+            handle.wait()
+        with caplog.at_level(logging.WARNING, "portus"):
+            checkpointer.save(state(3), 3).wait()
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_a_wrong_secret_raises_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a secret that is long enough\n")
+    secret.chmod(0o600)
+    with serving(tmp_path / "pools", secrets={"default": b"a secret that is another"}) as server:
+        with pytest.raises(UsageError, match="PORTUS_SECRET_FILE"):
+            Checkpointer(url(server))
+        monkeypatch.setenv("PORTUS_SECRET_FILE", str(secret))
+        with pytest.raises(UsageError, match="wrong secret"):
+            Checkpointer(url(server))
+        secret.write_text("a secret that is another\n")
+        with Checkpointer(url(server)) as checkpointer:
+            checkpointer.save(state(1), 1).wait()
+        secret.chmod(0o644)
+        with pytest.raises(UsageError, match="chmod 600"):
+            Checkpointer(url(server))
+
+
+def test_what_is_read_under_a_lost_pin_is_not_handed_out(server: Server, link: LossyLink) -> None:
+    """The space may be somebody else's by then, with the right digests of other bytes."""
+    with Checkpointer(url(server)) as checkpointer:
+        checkpointer.save(state(1), 1).wait()
+    pool = HostPool(address(link))
+    try:
+        (entry,) = pool.catalogue().entries()
+        with pool.pinned(entry.info.id) as held:
+            record = pool.record(held)
+            verify_extents(pool, record)
+            link.cut()
+            with pytest.raises(TransportError, match="load again"):
+                verify_extents(pool, record)
+        with pool.pinned(entry.info.id) as held:  # a new pin, on a new connection
+            verify_extents(pool, pool.record(held))
+    finally:
+        pool.close()
+
+
+def verify_extents(pool: HostPool, record: VersionRecord) -> None:
+    group = shared(record, np.arange(len(record.storages)))
+    lengths = record.storages["length"].astype(np.int64)
+    nowhere = np.ones(len(lengths), np.int64)
+    found = hashes(pool.medium, sources(nowhere, lengths, group.extents), Stop())
+    assert np.array_equal(found, group.digests)
+
+
+def test_the_variable_may_name_the_host(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORTUS_POOL", url(server))
+    path = tmp_path / "here.ckpt"
+    with Checkpointer() as checkpointer:
+        checkpointer.save(state(1), 1, reference=path).wait()
+        checkpointer.save(state(2), 2, reference=path).wait()
+        assert checkpointer.path == url(server)
+    assert same(portus.load_reference(path), state(2))
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".portus", "here.ckpt", "pools"]
+    monkeypatch.delenv("PORTUS_POOL")

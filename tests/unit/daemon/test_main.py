@@ -1,0 +1,205 @@
+"""``portus serve`` as a process: how it starts, is reached, and ends."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+import portus
+from portus.daemon.main import Wish, heard, prepared
+from portus.daemon.pools import parse_size
+from portus.daemon.server import STOP_S
+from portus.errors import MediumError, UsageError
+from portus.protocol.address import Address, Scheme
+from tests.hosts import Host
+
+STATE = {"x": torch.arange(100_000)}
+
+
+def saved(address: str, step: int = 1) -> None:
+    with portus.Checkpointer(address, keep=None) as checkpointer:
+        checkpointer.save(STATE, step).wait()
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_it_ends_clean_in_time_and_starts_again_without_repair(tmp_path: Path) -> None:
+    with Host(tmp_path / "pools") as host:
+        with portus.Checkpointer(host.url, keep=None) as checkpointer:
+            checkpointer.save(STATE, 1).wait()
+            start = time.monotonic()
+            assert host.stop() == 0  # though a client is connected
+            assert time.monotonic() - start < STOP_S
+            assert "Traceback" not in host.log
+            host.start()
+            time.sleep(0.6)
+            checkpointer.save(STATE, 2).wait()
+        assert host.stop() == 0
+    assert portus.check(tmp_path / "pools" / "default.portus") == []
+
+
+def test_every_medium_is_served(tmp_path: Path) -> None:
+    for place in (tmp_path / "pools", tmp_path / "one.portus", "memory:64M"):
+        with Host(place) as host:
+            saved(host.url)
+            with portus.open(host.url) as pool:
+                assert pool.steps() == [1]
+    assert (tmp_path / "one.portus").is_file()
+
+
+def test_one_pool_file_has_one_tenant(tmp_path: Path) -> None:
+    match = "serve a directory for more"
+    with Host(tmp_path / "one.portus") as host, pytest.raises(UsageError, match=match):
+        portus.Checkpointer(f"portus://other@127.0.0.1:{host.port}")
+
+
+def test_a_host_needs_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from portus.daemon.main import Wish, prepared\n"
+        "server = prepared(Wish(place=sys.argv[1], listen=['127.0.0.1:0']))\n"
+        "server.start(); server._house.pools.of('default'); assert server.stop()\n"
+        "import portus.cli.main, portus.cli.app, portus.cli.serve\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+
+
+def test_a_pool_that_somebody_writes_is_not_served(tmp_path: Path) -> None:
+    with portus.Checkpointer(tmp_path / "one.portus") as checkpointer:
+        checkpointer.save(STATE, 1).wait()
+        command = [sys.executable, "-m", "portus.cli.main", "serve"]
+        done = subprocess.run(
+            [*command, str(tmp_path / "one.portus"), "--listen", "127.0.0.1:0"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 75
+    assert "another writer has held it" in done.stderr
+
+
+def test_systemd_is_told_when_it_is_ready_and_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.bind("notify")
+        channel.settimeout(30)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        with Host("memory:1M") as host:
+            assert channel.recv(100) == b"READY=1"
+            host.stop()
+            assert channel.recv(100) == b"STOPPING=1"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_prometheus_reads_what_was_counted(tmp_path: Path) -> None:
+    port = free_port()
+    with Host(tmp_path / "pools", "--metrics", str(port)) as host:
+        saved(host.url)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
+            text = page.read().decode()
+        host.stop()
+    assert "portus_saves_total 1\n" in text
+    assert "portus_pulled_bytes_total 800000\n" in text
+    assert 'portus_pool_bytes{tenant="default"}' in text
+
+
+def certificate(folder: Path) -> tuple[str, str]:
+    """A certificate for 127.0.0.1 that signed itself, and its key."""
+    tool = shutil.which("openssl")
+    if tool is None:
+        pytest.skip("openssl is not installed: no certificate can be made")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = [tool, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-keyout", key, "-out", cert, "-subj", "/CN=store"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return cert, key
+
+
+def test_tls_is_spoken_and_strangers_are_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = certificate(tmp_path)
+    with Host("memory:64M", "--tls-cert", cert, "--tls-key", key) as host:
+        address = f"portus+tls://127.0.0.1:{host.port}"
+        with pytest.raises(UsageError, match=r"TLS failed.*PORTUS_TLS_CA"):
+            portus.Checkpointer(address)
+        with pytest.raises(portus.TransportError):
+            portus.Checkpointer(host.url)  # without TLS
+        monkeypatch.setenv("PORTUS_TLS_CA", cert)
+        saved(address)
+        with portus.open(address) as pool:
+            loaded = pool.load()
+        assert isinstance(loaded, dict)
+        assert torch.equal(loaded["x"], STATE["x"])
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1", Address(Scheme.TCP, host="127.0.0.1")),
+        ("store:9", Address(Scheme.TCP, host="store", port=9)),
+        (":9", Address(Scheme.TCP, host="0.0.0.0", port=9)),
+        ("unix:/run/p.sock", Address(Scheme.UNIX, path="/run/p.sock")),
+        ("portus+tls://[::1]:9", Address(Scheme.TLS, host="::1", port=9)),
+    ],
+)
+def test_where_to_listen_is_said_in_short_or_in_full(text: str, address: Address) -> None:
+    assert heard(text, tls=False) == address
+
+
+@pytest.mark.parametrize(
+    ("wish", "match"),
+    [
+        ({"listen": ["0.0.0.0:0"]}, "--secret-file"),
+        ({"tls": "cert.pem"}, "go together"),
+        ({"quota": "much"}, "expected a size"),
+        ({"secret_path": "missing"}, "cannot be read"),
+        ({"metrics": "port"}, "expected a port"),
+        ({"place": "memory:x"}, "expected a size"),
+    ],
+)
+def test_a_senseless_wish_is_refused_and_nothing_listens(
+    tmp_path: Path, wish: dict[str, object], match: str
+) -> None:
+    made = Wish(
+        place=str(wish.get("place", tmp_path / "pools")),
+        listen=wish.get("listen", ["127.0.0.1:0"]),  # type: ignore[arg-type]
+        cert_path=wish.get("tls"),  # type: ignore[arg-type]
+        quota=wish.get("quota"),  # type: ignore[arg-type]
+        secret_path=wish.get("secret_path"),  # type: ignore[arg-type]
+        metrics=wish.get("metrics"),  # type: ignore[arg-type]
+    )
+    with pytest.raises(UsageError, match=match):
+        prepared(made)
+
+
+def test_an_address_in_use_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MediumError, match=f"portus://127.0.0.1:{port}: cannot listen"):
+            prepared(Wish(place=str(tmp_path), listen=[f"127.0.0.1:{port}"]))
+
+
+def test_sizes_are_read() -> None:
+    assert [parse_size(text) for text in ("4096", "2K", "3MiB", "64G", "1t")] == [
+        *(4096, 2048, 3 << 20, 64 << 30, 1 << 40)
+    ]

@@ -1,0 +1,488 @@
+"""A host and clients that do what they may not, or end where they should not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from portus.daemon.server import BODIES_MAX, Server
+from portus.daemon.session import Patience
+from portus.errors import (
+    BusyError,
+    CorruptionError,
+    MediumError,
+    PortusError,
+    TransportError,
+    UsageError,
+)
+from portus.format.checksum import UNIT, digest
+from portus.index.check import check
+from portus.protocol import messages as said
+from portus.protocol.address import parse
+from portus.protocol.connection import HEADER
+from portus.protocol.messages import Kind, Said, packed_column
+from portus.protocol.session import State
+from portus.transport.dial import Credentials, dial, raised
+from portus.transport.stream import BIG, Link
+from tests.hosts import serving, url
+
+TOKEN = b"t" * 16
+SECRET = b"a secret of sixteen bytes and more"
+DATA = [bytes([1]) * 100_000, b"", bytes([2]) * 5000]
+LENGTHS = packed_column([len(each) for each in DATA])
+ALL = packed_column([0, 1, 2])
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serving(tmp_path / "pools", patience=Patience(claim_s=0.2)) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def client(
+    server: Server, tenant: str = "", secret: bytes | None = None, model: str | None = "m"
+) -> Iterator[Link]:
+    """A connection that is ready, and has claimed a model."""
+    link, _ = dial(parse(url(server, tenant)), Credentials(secret), 10)
+    try:
+        if model is not None:
+            asked(link, said.Claim(model, b"c" * 16), said.Done)
+        yield link
+    finally:
+        link.close()
+
+
+def asked(link: Link, message: Said, expected: type[Said]) -> Said:
+    answer = link.ask(message)
+    if isinstance(answer, said.Refused):
+        raise raised(answer)
+    assert isinstance(answer, expected), answer
+    return answer
+
+
+def units(data: list[bytes] = DATA) -> bytes:
+    return b"".join(
+        digest(each[start : start + UNIT])
+        for each in data
+        for start in range(0, max(1, len(each)), UNIT)
+    )
+
+
+def registered(link: Link) -> None:
+    asked(link, said.Register(0, LENGTHS), said.Done)
+
+
+def begun(link: Link) -> None:
+    registered(link)
+    asked(link, said.Begin("m", 1, TOKEN, LENGTHS), said.Begun)
+
+
+def offered(link: Link) -> None:
+    begun(link)
+    asked(link, said.Offer(ALL, ALL), said.Pull)
+
+
+def half_sent(link: Link) -> None:
+    offered(link)
+    link.send_payload(Kind.DATA, memoryview(DATA[0][:60_000]), None)
+
+
+def pulled(link: Link) -> None:
+    offered(link)
+    link.send_payload(Kind.DATA, memoryview(b"".join(DATA)), None)
+    answer = link.hear()
+    assert isinstance(answer, said.Pulled), answer
+    assert answer.digests == units()
+
+
+def confirmed(link: Link, digests: bytes | None = None) -> said.Committed:
+    pulled(link)
+    confirm = said.Confirm(digests or units(), bytes(16), b"[]", b"{}", b"")
+    answer = asked(link, confirm, said.Committed)
+    assert isinstance(answer, said.Committed)
+    return answer
+
+
+STATES: list[Callable[[Link], object]] = [registered, begun, offered, half_sent, pulled]
+
+
+def pool_of(server: Server, tenant: str = "default") -> object:
+    return server._house.pools.of(tenant)
+
+
+def versions(server: Server, tenant: str = "default") -> int:
+    return len(server._house.pools.of(tenant).writer.catalogue().ids())
+
+
+def settled(server: Server, truth: Callable[[], bool]) -> None:
+    """Wait until the host has seen what happened to it."""
+    until = time.monotonic() + 20
+    while not truth():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_save_goes_through(server: Server) -> None:
+    with client(server) as link:
+        confirmed(link)
+    assert versions(server) == 1
+    writer = server._house.pools.of("default").writer
+    assert check(writer) == []
+
+
+@pytest.mark.parametrize("where", STATES, ids=lambda state: state.__name__)
+def test_a_client_that_vanishes_anywhere_leaves_nothing(
+    server: Server, where: Callable[[Link], object]
+) -> None:
+    hosted = server._house.pools.of("default")
+    with client(server) as link:
+        where(link)
+    settled(server, lambda: server.connections() == 0)
+    assert hosted.saves == 0
+    assert versions(server) == 0
+    assert not hosted.writer._held, "its space is free again"
+    with client(server) as link:  # and its model too
+        confirmed(link)
+    assert versions(server) == 1
+
+
+@pytest.mark.parametrize("where", [begun, offered, pulled], ids=lambda state: state.__name__)
+def test_an_abandoned_save_leaves_nothing_and_the_connection_goes_on(
+    server: Server, where: Callable[[Link], object]
+) -> None:
+    hosted = server._house.pools.of("default")
+    with client(server) as link:
+        where(link)
+        asked(link, said.Abandon(), said.Abandoned)
+        assert link.connection.state is State.READY
+        assert hosted.saves == 0
+        assert not hosted.writer._held
+        asked(link, said.Forget(ALL), said.Done)
+        confirmed(link)
+    assert versions(server) == 1
+
+
+def refused(
+    server: Server, error: type[PortusError], match: str, *messages: tuple[Said, type[Said]]
+) -> None:
+    """The last message is refused; nothing is left, and the connection goes on."""
+    with client(server) as link:
+        for message, answer in messages[:-1]:
+            asked(link, message, answer)
+        with pytest.raises(error, match=match):
+            asked(link, *messages[-1])
+        assert link.connection.state is State.READY
+        asked(link, said.Status(), said.Standing)
+    assert versions(server) == 0
+    assert server._house.pools.of("default").saves == 0
+
+
+REGISTER = (said.Register(0, LENGTHS), said.Done)
+BEGIN = (said.Begin("m", 1, TOKEN, LENGTHS), said.Begun)
+
+
+def test_a_region_of_another_length_is_refused(server: Server) -> None:
+    wrong = (said.Register(0, packed_column([99_999, 0, 5000])), said.Done)
+    offer = (said.Offer(ALL, ALL), said.Pull)
+    refused(server, UsageError, "other lengths", wrong, BEGIN, offer)
+
+
+def test_a_region_that_was_forgotten_is_refused(server: Server) -> None:
+    forget = (said.Forget(packed_column([2])), said.Done)
+    refused(
+        server, UsageError, "registered", REGISTER, forget, BEGIN, (said.Offer(ALL, ALL), said.Pull)
+    )
+
+
+def test_a_storage_that_is_not_there_is_refused(server: Server) -> None:
+    offer = (said.Offer(packed_column([3]), packed_column([0])), said.Pull)
+    refused(server, UsageError, "not there", REGISTER, BEGIN, offer)
+
+
+def test_a_storage_that_comes_twice_is_refused(server: Server) -> None:
+    offer = (said.Offer(packed_column([1, 1]), packed_column([1, 1])), said.Pull)
+    refused(server, UsageError, "twice", REGISTER, BEGIN, offer)
+
+
+def test_a_confirmation_of_what_was_not_pulled_is_refused(server: Server) -> None:
+    confirm = (said.Confirm(units(), bytes(16), b"[]", b"{}", b""), said.Committed)
+    refused(server, UsageError, "3 storages were neither", REGISTER, BEGIN, confirm)
+
+
+def test_columns_that_are_none_are_refused(server: Server) -> None:
+    refused(server, TransportError, "no column", (said.Register(0, b"12345"), said.Done))
+
+
+def test_lengths_that_wrap_around_are_refused(server: Server) -> None:
+    lengths = packed_column([1 << 61] * 8)
+    refused(server, TransportError, "too much", (said.Begin("m", 1, TOKEN, lengths), said.Begun))
+
+
+def test_a_model_that_was_not_claimed_is_refused(server: Server) -> None:
+    begin = (said.Begin("other", 1, TOKEN, LENGTHS), said.Begun)
+    refused(server, UsageError, "not claimed", begin)
+
+
+def test_reading_beyond_the_pool_is_refused(server: Server) -> None:
+    ranges = packed_column([0, 1 << 50])
+    refused(server, UsageError, "the pool has", (said.Read(ranges), said.Done))
+
+
+def test_a_pin_that_is_not_held_cannot_be_taken_back(server: Server) -> None:
+    refused(server, UsageError, "not pinned", (said.Unpin(5), said.Done))
+
+
+def test_other_digests_than_the_hosts_make_no_version(server: Server) -> None:
+    with client(server) as link:
+        with pytest.raises(CorruptionError, match="nothing was committed"):
+            confirmed(link, bytes(len(units())))
+        assert link.connection.state is State.READY
+    assert versions(server) == 0
+
+
+def test_ten_terabytes_are_refused_and_others_save(tmp_path: Path) -> None:
+    lengths = packed_column([10 << 40])
+    with serving(tmp_path / "pools", quota=64 << 20) as server, client(server) as link:
+        asked(link, said.Register(0, lengths), said.Done)  # a number: no memory is taken
+        with pytest.raises(MediumError, match="quota is 67108864 bytes"):
+            asked(link, said.Begin("m", 1, TOKEN, lengths), said.Begun)
+        asked(link, said.Forget(packed_column([0])), said.Done)
+        confirmed(link)
+        assert versions(server) == 1
+
+
+def test_ten_terabytes_do_not_fit_without_a_quota_either(server: Server) -> None:
+    lengths, one = packed_column([10 << 40]), packed_column([0])
+    with client(server) as link:
+        asked(link, said.Register(0, lengths), said.Done)
+        asked(link, said.Begin("m", 1, TOKEN, lengths), said.Begun)
+        with pytest.raises(MediumError):
+            asked(link, said.Offer(one, one), said.Pull)
+        asked(link, said.Forget(one), said.Done)
+        confirmed(link)
+
+
+@pytest.mark.parametrize("size", ["0", "", "x", "-1", "1.5G", "G"])
+def test_a_size_that_is_none_is_refused(size: str) -> None:
+    from portus.daemon.pools import parse_size
+
+    with pytest.raises(UsageError, match="expected a size"):
+        parse_size(size)
+
+
+# --- who may come in ---
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Server]:
+    secrets = {"default": SECRET, "other": SECRET[::-1]}
+    with serving(tmp_path / "pools", secrets=secrets) as made:
+        yield made
+
+
+def test_the_right_secret_is_let_in(guarded: Server) -> None:
+    with client(guarded, secret=SECRET) as link:
+        confirmed(link)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "secret", "match"),
+    [
+        ("", b"another secret of this length too", "wrong secret for tenant 'default'"),
+        ("other", SECRET, "wrong secret for tenant 'other'"),
+        ("nobody", SECRET, "wrong secret for tenant 'nobody', or no such tenant"),
+        ("", None, "wants a secret"),
+    ],
+)
+def test_a_wrong_secret_is_turned_away(
+    guarded: Server, tenant: str, secret: bytes | None, match: str
+) -> None:
+    with pytest.raises(UsageError, match=match), client(guarded, tenant, secret):
+        pass
+    assert guarded._house.pools.all() == [], "no pool is made for strangers"
+
+
+def test_a_host_that_does_not_know_the_secret_is_not_believed(server: Server) -> None:
+    with (
+        pytest.raises(UsageError, match="this is not the storage host"),
+        client(server, "", SECRET),
+    ):
+        pass
+
+
+def test_a_proof_cannot_be_used_again(guarded: Server) -> None:
+    """Who recorded a greeting gets nowhere with it: the host's nonce is another one."""
+    from portus.protocol.proof import proof_of_client
+
+    old = proof_of_client(SECRET, "default", b"n" * 16, b"h" * 16)
+    with stranger(guarded) as link:
+        asked(link, said.Hello(said.MAGIC, said.VERSION, "default", b"n" * 16), said.Challenge)
+        with pytest.raises(UsageError, match="wrong secret"):
+            asked(link, said.ProofGiven(old), said.Welcome)
+
+
+@contextlib.contextmanager
+def stranger(server: Server) -> Iterator[Link]:
+    plain = socket.create_connection(("127.0.0.1", server.doors[0].port))
+    link = Link(plain, is_client=True, name="host", silence_s=10)
+    yield link
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("hello", "match"),
+    [
+        (said.Hello("http", 1, "default", b"n" * 16), "is not spoken here"),
+        (said.Hello("portus", 2, "default", b"n" * 16), "this host speaks 1"),
+        (said.Hello("portus", 1, "../other", b"n" * 16), "tenant"),
+    ],
+)
+def test_a_greeting_that_is_not_ours_is_told_why(
+    server: Server, hello: said.Hello, match: str
+) -> None:
+    with stranger(server) as link, pytest.raises(UsageError, match=match):
+        asked(link, hello, said.Challenge)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        bytes(100),
+        HEADER.pack(0xFFFFFFFF, Kind.HELLO, bytes(3)),
+        HEADER.pack(20, Kind.CONFIRM, bytes(3)) + bytes(20),
+        HEADER.pack(5, Kind.HELLO, bytes(3)) + b"\xc1\xc1\xc1\xc1\xc1",
+    ],
+)
+def test_rubbish_ends_its_own_connection_and_no_other(server: Server, data: bytes) -> None:
+    with client(server) as link:
+        with socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain:
+            plain.settimeout(20)
+            plain.sendall(data)
+            with contextlib.suppress(ConnectionResetError):
+                assert plain.recv(100) == b""
+        confirmed(link)
+
+
+def test_tenants_see_their_own_pools_alone(guarded: Server) -> None:
+    with client(guarded, secret=SECRET) as link:
+        confirmed(link)
+    with client(guarded, "other", SECRET[::-1]) as link:
+        standing = asked(link, said.Status(), said.Standing)
+        assert isinstance(standing, said.Standing)
+        assert versions(guarded, "other") == 0
+    assert versions(guarded) == 1
+
+
+def test_a_model_has_one_client_at_a_time(server: Server) -> None:
+    with client(server) as link:
+        with client(server, model=None) as same:
+            asked(same, said.Claim("m", b"c" * 16), said.Done)
+        with client(server, model=None) as other, pytest.raises(BusyError, match="another client"):
+            asked(other, said.Claim("m", b"d" * 16), said.Done)
+        asked(link, said.Status(), said.Standing)
+    settled(server, lambda: server.connections() == 0)
+    with client(server, model=None) as other:
+        asked(other, said.Claim("m", b"d" * 16), said.Done)
+
+
+def test_a_door_that_others_reach_needs_a_secret(tmp_path: Path) -> None:
+    from portus.protocol.address import Address, Scheme
+
+    address = Address(Scheme.TCP, host="0.0.0.0", port=0)
+    with pytest.raises(UsageError, match="--secret-file"), serving(tmp_path, address=address):
+        pass
+
+
+# --- who says nothing ---
+
+
+def impatient(tmp_path: Path, **changes: float) -> contextlib.AbstractContextManager[Server]:
+    return serving(tmp_path / "pools", patience=Patience(**changes))
+
+
+def test_an_idle_reader_is_ended(tmp_path: Path) -> None:
+    with impatient(tmp_path, idle_s=0.3) as server, client(server, model=None) as link:
+        settled(server, lambda: server.connections() == 0)
+        assert not link.is_alive()
+
+
+def test_who_claims_a_model_may_be_idle(tmp_path: Path) -> None:
+    with impatient(tmp_path, idle_s=0.3) as server, client(server) as link:
+        with client(server, model=None):
+            settled(server, lambda: server.connections() == 1)  # the other one was ended
+        confirmed(link)
+
+
+def test_a_client_that_stops_in_the_middle_of_its_payload_is_ended(tmp_path: Path) -> None:
+    with impatient(tmp_path, silent_s=0.3) as server, client(server) as link:
+        half_sent(link)
+        with client(server, model="n") as other:
+            asked(other, said.Status(), said.Standing)
+        settled(server, lambda: server.connections() == 0)
+        assert versions(server) == 0
+        assert server._house.pools.of("default").saves == 0
+
+
+def test_a_client_that_stops_reading_is_ended_and_holds_nobody_up(tmp_path: Path) -> None:
+    with impatient(tmp_path, silent_s=0.5) as server, client(server, model=None) as deaf:
+        with client(server) as link:
+            asked(link, said.Room(64 << 20), said.Done)
+            size = 32 << 20
+            deaf.send(said.Read(packed_column([0, size, 0, size])))
+            confirmed(link)
+        settled(server, lambda: server.connections() == 0)
+
+
+def test_a_stranger_that_says_nothing_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.session.GREETING_S", 0.3)
+    with (
+        serving(tmp_path / "pools") as server,
+        socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain,
+    ):
+        plain.settimeout(20)
+        assert plain.recv(1) == b""
+
+
+# --- what fails on the host ---
+
+
+def test_a_medium_that_fails_is_said_to_the_client_and_ends_no_connection(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    medium = server._house.pools.of("default").writer.medium
+    with client(server) as link:
+        offered(link)
+        medium._poison = "worn out"  # type: ignore[attr-defined]
+        link.send_payload(Kind.DATA, memoryview(b"".join(DATA)), None)
+        with caplog.at_level(logging.ERROR, "portus.daemon"):
+            answer = link.hear()
+            assert isinstance(answer, said.Refused), answer
+        assert isinstance(raised(answer), MediumError)
+        assert "refused" in caplog.text
+        assert link.connection.state is State.READY
+    assert np.all([versions(server) == 0])
+
+
+def test_big_messages_wait_for_memory_and_small_ones_do_not(server: Server) -> None:
+    budget = server._budget
+    assert budget.take(BODIES_MAX, 0)  # somebody has it all
+    lengths = packed_column([0] * (2 * BIG // 8))
+    with client(server) as link:
+        confirmed(link)
+        link.send(said.Register(100, lengths))
+        time.sleep(0.3)
+        assert server.connections() == 1
+        budget.give_back(BODIES_MAX)
+        assert isinstance(link.hear(), said.Done)
+    settled(server, lambda: budget.take(BODIES_MAX + 1, 0))  # and all of it is back

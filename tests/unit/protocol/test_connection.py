@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from portus.protocol import messages as said
+from portus.protocol.connection import HEADER, Connection, Event, Payload
+from portus.protocol.messages import PAYLOADS, Fault, Kind, ProtocolError, Said, packed_column
+from portus.protocol.session import NEXT, State
+
+TOKEN = bytes(range(16))
+
+EXAMPLES: dict[Kind, Said] = {
+    message.kind: message
+    for message in (
+        said.Hello(said.MAGIC, said.VERSION, "tenant", TOKEN),
+        said.ProofGiven(b"p" * 32),
+        said.Claim("model", TOKEN),
+        said.Register(3, packed_column([1, 2])),
+        said.Forget(packed_column([3])),
+        said.Begin("model", -7, TOKEN, packed_column([5, 0, 1 << 40])),
+        said.Offer(packed_column([0, 2]), packed_column([0, 2])),
+        said.Share(TOKEN, packed_column([1])),
+        said.Confirm(b"d" * 48, TOKEN, None, b"{}", packed_column([4])),
+        said.Abandon(),
+        said.Read(packed_column([0, 4096])),
+        said.Check(packed_column([10]), packed_column([4096, 10])),
+        said.Pin(9),
+        said.Unpin(9),
+        said.Room(1 << 40),
+        said.Retire(packed_column([1, 2, 3])),
+        said.Status(),
+        said.Bye(),
+        said.Challenge(said.VERSION, TOKEN, True),
+        said.Welcome(b"p" * 32, TOKEN, "pool", False, 4096),
+        said.Done(),
+        said.Begun(),
+        said.Pull(5),
+        said.Pulled(b"d" * 32),
+        said.Shared(True),
+        said.Committed(b"record"),
+        said.Missing(),
+        said.Abandoned(),
+        said.Checked(b"d" * 16),
+        said.Standing(1, 2, 3),
+        said.Refused(Fault.MEDIUM, 28, "no space"),
+    )
+}
+
+
+def end(state: State, *, is_client: bool) -> Connection:
+    """One end of a conversation that is in ``state``."""
+    connection = Connection(is_client=is_client)
+    connection.state = state
+    return connection
+
+
+def frames(connection: Connection, kind: Kind, payload: bytes = b"payload") -> bytes:
+    """What goes over the wire when ``connection`` says an example of ``kind``."""
+    if kind in PAYLOADS:
+        head = connection.send_payload(kind, len(payload))
+        connection.sent(len(payload))
+        return head + payload
+    return connection.send(EXAMPLES[kind])
+
+
+def heard(connection: Connection, data: bytes, splits: Iterator[int]) -> list[Event | bytes]:
+    """What ``connection`` makes of ``data``, fed in pieces no longer than ``splits`` says."""
+    events: list[Event | bytes] = []
+    while data:
+        if connection.payload_left:
+            taken = min(connection.payload_left, next(splits), len(data))
+            connection.took(taken)
+            if events and isinstance(events[-1], bytes):
+                events[-1] += data[:taken]
+            else:
+                events.append(data[:taken])
+        else:
+            taken = min(connection.wanted, next(splits), len(data))
+            assert taken
+            event = connection.feed(data[:taken])
+            events += [event] if event is not None else []
+        data = data[taken:]
+    return events
+
+
+def forever(size: int) -> Iterator[int]:
+    while True:
+        yield size
+
+
+def test_every_kind_has_an_example() -> None:
+    assert set(EXAMPLES) == set(Kind) - PAYLOADS
+
+
+@pytest.mark.parametrize(("state", "kind"), NEXT, ids=lambda each: each.name)
+def test_both_ends_agree_however_the_bytes_are_cut(state: State, kind: Kind) -> None:
+    speaker = end(state, is_client=kind.from_client)
+    data = frames(speaker, kind)
+    for size in range(1, len(data) + 1):
+        listener = end(state, is_client=not kind.from_client)
+        events = heard(listener, data, forever(size))
+        if kind in PAYLOADS:
+            assert events == [Payload(kind, 7), b"payload"]
+        else:
+            assert events == [EXAMPLES[kind]]
+        assert listener.state is speaker.state is NEXT[state, kind]
+
+
+def test_a_frame_is_never_asked_beyond_its_end() -> None:
+    """Or payload would be eaten by the buffer, not received where it goes."""
+    speaker = end(State.PULLING, is_client=True)
+    data = frames(speaker, Kind.DATA) + frames(speaker, Kind.DATA)
+    listener = end(State.PULLING, is_client=False)
+    fed = 0
+    while fed < len(data):
+        if listener.payload_left:
+            fed += listener.payload_left
+            listener.took(listener.payload_left)
+        else:
+            wanted = listener.wanted
+            listener.feed(data[fed : fed + wanted])
+            fed += wanted
+            assert fed % (HEADER.size + 7) in (0, HEADER.size)
+
+
+def test_what_the_table_does_not_have_is_refused_by_the_listener() -> None:
+    tried = 0
+    for state in State:
+        for kind in Kind:
+            if (state, kind) in NEXT:
+                continue
+            body = b"x" if kind in PAYLOADS else said.encode(EXAMPLES[kind])
+            listener = end(state, is_client=not kind.from_client)
+            with pytest.raises(ProtocolError, match=kind.name):
+                heard(listener, HEADER.pack(len(body), kind, bytes(3)) + body, forever(1 << 20))
+            assert listener.state is state
+            with pytest.raises(ProtocolError):
+                listener.feed(b"")  # of no use any more
+            tried += 1
+    assert tried > 400
+
+
+def test_what_the_table_does_not_have_cannot_be_said() -> None:
+    for state in State:
+        for kind in Kind:
+            speaker = end(state, is_client=kind.from_client)
+            if (state, kind) not in NEXT:
+                with pytest.raises(AssertionError):
+                    frames(speaker, kind)
+
+
+def test_words_of_the_wrong_side_are_refused() -> None:
+    for (state, kind), _ in NEXT.items():
+        speaker = end(state, is_client=kind.from_client)
+        listener = end(state, is_client=kind.from_client)
+        with pytest.raises(ProtocolError, match="only this side"):
+            heard(listener, frames(speaker, kind), forever(1 << 20))
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
+def test_a_length_out_of_range_is_refused_before_a_byte_of_the_body(kind: Kind) -> None:
+    state = next(before for before, each in NEXT if each is kind)
+    for length in (0, said.body_size_max(kind) + 1, 0xFFFFFFFF):
+        listener = end(state, is_client=not kind.from_client)
+        with pytest.raises(ProtocolError, match=r"bytes, found|in state"):
+            listener.feed(HEADER.pack(length, kind, bytes(3)))
+
+
+def test_a_stranger_can_make_the_host_take_little_memory() -> None:
+    for kind in (Kind.HELLO, Kind.PROOF):
+        assert said.body_size_max(kind) <= 512
+    listener = end(State.READY, is_client=False)
+    listener.feed(HEADER.pack(said.body_size_max(Kind.BEGIN), Kind.BEGIN, bytes(3)))
+    assert listener.wanted <= 1 << 20  # memory is taken as bytes arrive
+
+
+def test_zeros_in_the_header_are_zeros() -> None:
+    with pytest.raises(ProtocolError, match="zeros"):
+        end(State.NEW, is_client=False).feed(HEADER.pack(5, Kind.HELLO, b"\0\1\0"))
+
+
+LIMITS: list[tuple[type[Said], tuple[object, ...]]] = [
+    (said.Hello, ("portus", 1, "", TOKEN)),
+    (said.Hello, ("portus", 1, "t" * 65, TOKEN)),
+    (said.Hello, ("portus", 1, "t", TOKEN + b"x")),
+    (said.Hello, ("portus", -1, "t", TOKEN)),
+    (said.Begin, ("", 0, TOKEN, b"")),
+    (said.Begin, ("m" * 201, 0, TOKEN, b"")),
+    (said.Begin, ("m", 1 << 63, TOKEN, b"")),
+    (said.Begin, ("m", 0, b"short", b"")),
+    (said.Pin, (-1,)),
+    (said.Pin, (1 << 63,)),
+    (said.Shared, (1,)),
+    (said.Refused, ("nobody's", 0, "")),
+    (said.Done, (1,)),
+    (said.Pin, ()),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), LIMITS)
+def test_a_field_out_of_range_is_refused(kind: type[Said], fields: tuple[object, ...]) -> None:
+    import msgspec
+
+    with pytest.raises(ProtocolError, match=kind.kind.name):
+        said.decode(kind.kind, msgspec.msgpack.encode(fields))
+
+
+def test_a_greeting_of_a_later_version_can_be_read() -> None:
+    import msgspec
+
+    later = msgspec.msgpack.encode(("portus", 2, "tenant", TOKEN, {"more": 1}))
+    hello = said.decode(Kind.HELLO, later)
+    assert isinstance(hello, said.Hello)
+    assert hello.version == 2
+
+
+@pytest.mark.parametrize("numbers", [[-1], [1 << 63], [(1 << 62) + 1], [1 << 61, 1 << 61, 1 << 61]])
+def test_numbers_out_of_range_are_refused(numbers: list[int]) -> None:
+    data = b"".join((n & (1 << 64) - 1).to_bytes(8, "little") for n in numbers)
+    with pytest.raises(ProtocolError, match=r"range|too much"):
+        said.column(data, "numbers")
+
+
+@pytest.mark.parametrize("data", [b"x", b"x" * 9])
+def test_bytes_that_are_no_column_are_refused(data: bytes) -> None:
+    for read in (said.column, said.ranges, said.digest_rows):
+        with pytest.raises(ProtocolError):
+            read(data, "what")
+
+
+@hypothesis.given(data=st.binary(max_size=400), state=st.sampled_from(State), client=st.booleans())
+def test_any_bytes_are_messages_or_a_protocol_error(
+    data: bytes, state: State, client: bool
+) -> None:
+    listener = end(state, is_client=client)
+    try:
+        heard(listener, data, forever(7))
+    except ProtocolError:
+        with pytest.raises(ProtocolError):
+            listener.feed(b"")
+
+
+@pytest.mark.parametrize("kind", EXAMPLES, ids=lambda kind: kind.name)
+def test_a_damaged_message_is_a_message_or_a_protocol_error(kind: Kind, seed: int) -> None:
+    state = next(before for before, each in NEXT if each is kind)
+    data = frames(end(state, is_client=kind.from_client), kind)
+    chance = random.Random(seed)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(data)
+        for _ in range(chance.randint(1, 3)):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        damaged = damaged[: chance.randint(1, len(damaged))]
+        listener = end(state, is_client=not kind.from_client)
+        try:
+            check(heard(listener, bytes(damaged), forever(64)))
+        except ProtocolError:
+            refused += 1
+    assert refused
+
+
+def check(events: Iterable[Event | bytes]) -> None:
+    """Columns are looked at by whoever uses them: they too are right or refused."""
+    for event in events:
+        for name in ("lengths", "indices", "regions", "retire", "versions"):
+            if isinstance(value := getattr(event, name, None), bytes):
+                said.column(value, name)
+        if isinstance(value := getattr(event, "ranges", None), bytes):
+            said.ranges(value, "ranges")

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from portus.errors import UsageError
+from portus.format import checksum
+from portus.protocol import messages as said
+from portus.protocol.address import Address, Scheme, is_address, parse
+from portus.protocol.messages import Kind
+from portus.protocol.proof import equal, proof_of_client, proof_of_host
+from portus.protocol.session import NEXT, State, table
+
+DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "protocol.md").read_text()
+
+
+def test_the_document_holds_the_order() -> None:
+    assert table() in DOCUMENT
+
+
+def test_the_document_holds_the_messages() -> None:
+    assert said.table() in DOCUMENT
+
+
+def test_every_message_and_every_state_is_in_the_table() -> None:
+    assert {kind for _, kind in NEXT} == set(Kind)
+    reached = {State.NEW, *NEXT.values()}
+    assert reached == set(State)
+
+
+def test_every_request_can_be_answered_and_none_is_left_without_end() -> None:
+    ends = {State.READY, State.CLOSED}
+    for start in State:
+        seen, todo = {start}, [start]
+        while todo:
+            here = todo.pop()
+            for (before, _), after in NEXT.items():
+                if before is here and after not in seen:
+                    seen.add(after)
+                    todo.append(after)
+        assert seen & ends, start
+
+
+def test_a_state_waits_for_one_side_alone_but_where_words_may_cross() -> None:
+    """Otherwise both might speak, and neither knew the other's state."""
+    both = {
+        state
+        for state in State
+        if len({kind.from_client for before, kind in NEXT if before is state}) == 2
+    }
+    # OFFERED, PULLING: a client may abandon while the host answers; the host's words are passed
+    # over in ABANDONING.
+    assert both == {State.OFFERED, State.PULLING}
+    for state in both:
+        for before, kind in NEXT:
+            if before is state and not kind.from_client:
+                assert (State.ABANDONING, kind) in NEXT
+
+
+def test_an_abandonment_that_crosses_any_answer_ends_in_ready() -> None:
+    for state in (State.OFFERED, State.PULLING):
+        for answer in (Kind.PULL, Kind.PULLED, Kind.REFUSED):
+            if (state, answer) not in NEXT:
+                continue
+            host = NEXT[state, answer]  # it answered, and then hears of the abandonment
+            assert NEXT[host, Kind.ABANDON] is State.ABANDONING
+            client = NEXT[NEXT[state, Kind.ABANDON], answer]
+            assert client is State.ABANDONING
+
+
+def test_units_are_those_of_the_format() -> None:
+    assert (said.UNIT, said.DIGEST_SIZE) == (checksum.UNIT, checksum.DIGEST_SIZE)
+
+
+def test_a_proof_depends_on_all_that_was_said() -> None:
+    args = (b"s" * 32, "tenant", b"a" * 16, b"b" * 16)
+    proofs = {
+        proof_of_client(*args),
+        proof_of_host(*args),
+        proof_of_client(b"t" * 32, *args[1:]),
+        proof_of_client(args[0], "tenan", *args[2:]),
+        proof_of_client(*args[:2], b"c" * 16, args[3]),
+        proof_of_client(*args[:3], b"c" * 16),
+        proof_of_client(*args[:2], args[3], args[2]),
+    }
+    assert len(proofs) == 7
+    assert equal(proof_of_client(*args), proof_of_client(*args))
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("portus://store-1", Address(Scheme.TCP, host="store-1")),
+        ("portus://store-1:7", Address(Scheme.TCP, host="store-1", port=7)),
+        ("portus://a@[::1]:7", Address(Scheme.TCP, "a", "::1", 7)),
+        ("portus+tls://store-1.x.org", Address(Scheme.TLS, host="store-1.x.org")),
+        ("portus+unix:///run/p.sock", Address(Scheme.UNIX, path="/run/p.sock")),
+        ("portus+unix://a@/run/p.sock", Address(Scheme.UNIX, "a", path="/run/p.sock")),
+    ],
+)
+def test_an_address_is_read_and_written(text: str, address: Address) -> None:
+    assert is_address(text)
+    assert parse(text) == address
+    assert parse(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "portus://",
+        "portus://a b",
+        "portus://h:99999",
+        "portus://h:x",
+        "portus://h/../etc",
+        "portus://../x@h",
+        "portus://.h@h",
+        "portus+unix://relative",
+        "portus+rdma://h",
+        "portus://a@b@c",
+    ],
+)
+def test_no_address_is_a_usage_error(text: str) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        parse(text)
+
+
+@pytest.mark.parametrize("path", ["/data/pool", "portus", ".portus", "a/portus:/b", "s3://x"])
+def test_a_path_is_no_address(path: str) -> None:
+    assert not is_address(path)
