@@ -310,7 +310,7 @@ class PortusIO(CheckpointIO):
         place = shared or os.path.join(root, ".portus")
         name = self._model or _name(directory, root, is_shared=shared is not None)
         if self._number > 1:
-            if os.path.isfile(place):
+            if os.path.exists(place) and not os.path.isdir(place):  # a file, or a device
                 raise portus.BusyError(
                     errno.EAGAIN, f"{place}: another process saves to it; give a directory"
                 )

@@ -9,6 +9,10 @@ import pytest
 
 IN_LAB: Final = os.environ.get("PORTUS_LAB") == "guest"
 
+DEVDAX_IN_LAB: Final = "/dev/dax0.0"
+FSDAX_IN_LAB: Final = "/mnt/fsdax"
+EXPANDER_IN_LAB: Final = "/dev/dax2.0"
+
 DEVDAX: Final = os.environ.get("PORTUS_TEST_DEVDAX", "")
 FSDAX: Final = os.environ.get("PORTUS_TEST_FSDAX", "")
 EXPANDER: Final = os.environ.get("PORTUS_TEST_EXPANDER", "")

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from tests.hardware.conftest import DEVDAX_IN_LAB, EXPANDER_IN_LAB, FSDAX_IN_LAB
 from tests.lab import kernel, needs
 from tests.lab.needs import LabError
 
@@ -176,9 +177,9 @@ def _script(machine: Machine, command: Sequence[str], *, shell: bool) -> str:
         "PYTHONPATH": str(_pyverbs()),
         "LAB_DEVICES": machine.devices,
         "LAB_ADDRESS": machine.address,
-        "PORTUS_TEST_DEVDAX": "/dev/dax0.0",
-        "PORTUS_TEST_FSDAX": "/mnt/fsdax",
-        "PORTUS_TEST_EXPANDER": "/dev/dax2.0",
+        "PORTUS_TEST_DEVDAX": DEVDAX_IN_LAB,
+        "PORTUS_TEST_FSDAX": FSDAX_IN_LAB,
+        "PORTUS_TEST_EXPANDER": EXPANDER_IN_LAB,
         **machine.environment,
     }
     exports = [f"export {name}={shlex.quote(value)}" for name, value in settings.items()]

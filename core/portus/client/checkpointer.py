@@ -25,6 +25,7 @@ from portus.format.layout import Kind
 from portus.index.directory import (
     WRITERS,
     create_pool,
+    has_pool,
     make_directory,
     pool_file,
     remove_pool,
@@ -53,8 +54,9 @@ class Checkpointer:
     on, and an optimizer's step waits until what it is going to write has been copied. One save is
     in flight and one queued; a third call waits. Use it as a context manager, or close it.
 
-    pool: a pool file, or a pool directory (one file for each model in it, made at the first
-        save); None: ``$PORTUS_POOL``, else ``.portus`` in the current directory.
+    pool: a pool file; a pool directory (one file for each model in it, made at the first save); or
+        a DAX device (``/dev/dax0.0``; a blank one becomes a pool at the first save). None:
+        ``$PORTUS_POOL``, else ``.portus`` in the current directory.
     model: a name for the run (or for this rank's part of it).
     keep: newest versions kept; older ones are retired by the commit that makes them surplus. A
         version that a reference file leads to is kept besides. None keeps all.
@@ -110,7 +112,7 @@ class Checkpointer:
         self._fence: Final = Fence(fence_timeout)
         POOLS.allow(os.path.dirname(self.path) if pool is None else os.fspath(pool))
         try:
-            if os.path.exists(self.path):
+            if has_pool(self.path):
                 self._open()
         except BaseException:
             self._fence.close()
@@ -172,7 +174,7 @@ class Checkpointer:
         the new pool away again. Raises what opening raises; a lack of room is left to the save.
         """
         self._check_usable()
-        self._created = not os.path.exists(self.path)
+        self._created = not has_pool(self.path)
         self._open_or_create()
         self._queue.put(_Preparation(self, size))
 
@@ -447,7 +449,7 @@ class Checkpointer:
     def _open_or_create(self) -> tuple[PoolWriter, Keeper]:
         with self._opening:
             if self._writer is None or self._keeper is None:
-                if not os.path.exists(self.path):
+                if not has_pool(self.path):
                     make_directory(os.path.dirname(self.path))
                     create_pool(self.path, LocalFiles())
                 return self._open()

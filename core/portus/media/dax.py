@@ -146,8 +146,8 @@ class MappedSpace:
         self._descriptor.close()
 
 
-class DaxDevice:
-    """A DAX device, or the first part of one. Owns its space."""
+class SpaceMedium:
+    """A DAX device, or the first part of one, by its space alone. Owns the space."""
 
     def __init__(
         self, space: Space, name: str, *, writable: bool, volatile: bool, size: int | None = None
@@ -213,20 +213,6 @@ class DaxDevice:
             self._check_range(extent.offset, extent.length)
         self._write_back([extent for extent in ranges if extent.length])
 
-    def address(self, extent: Extent) -> int:
-        """Writable if the medium is."""
-        self._check()
-        self._check_range(extent.offset, extent.length)
-        space = self._space
-        if not isinstance(space, MappedSpace):
-            raise UsageError(f"{self._info.name}: a simulated device has no addresses")
-        return space.start + extent.offset
-
-    def wrote(self, extent: Extent) -> None:
-        """Checks the extent; its lines are written back by ``persist``."""
-        self._check_writable()
-        self._check_range(extent.offset, extent.length)
-
     def close(self) -> None:
         """Also gives the addresses back: nobody may use one any more."""
         self._closed = True
@@ -272,6 +258,28 @@ class DaxDevice:
                 f"{self._info.name}: bytes {offset} to {offset + length} are outside the "
                 f"{self._size} bytes of it"
             )
+
+
+class DaxDevice(SpaceMedium):
+    """A DAX device, or the first part of one, with addresses."""
+
+    def __init__(
+        self, space: MappedSpace, facts: DeviceFacts, *, writable: bool, size: int | None = None
+    ) -> None:
+        """size: as in ``SpaceMedium``."""
+        super().__init__(space, facts.path, writable=writable, volatile=facts.volatile, size=size)
+        self._mapped: Final = space
+
+    def address(self, extent: Extent) -> int:
+        """Writable if the medium is."""
+        self._check()
+        self._check_range(extent.offset, extent.length)
+        return self._mapped.start + extent.offset
+
+    def wrote(self, extent: Extent) -> None:
+        """Checks the extent; its lines are written back by ``persist``."""
+        self._check_writable()
+        self._check_range(extent.offset, extent.length)
 
 
 class DaxFile(MappedFile):
@@ -338,7 +346,7 @@ def open_device(
     if facts is None:
         raise UsageError(f"{path}: expected a DAX device; give the path of one, or of a file")
     space = MappedSpace(facts, writable=writable, cpu=cpu or (processor() if writable else _NONE))
-    return DaxDevice(space, path, writable=writable, volatile=facts.volatile, size=size)
+    return DaxDevice(space, facts, writable=writable, size=size)
 
 
 def accepts_map_sync(descriptor: Descriptor) -> bool:
