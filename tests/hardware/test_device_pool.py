@@ -40,7 +40,8 @@ def test_a_run_saves_to_a_device_and_its_references_lead_there(
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = tmp_path / "run" / "last.ckpt"
-    state = {"w": torch.arange(300_000.0), "step": 3}
+    weights = torch.arange(300_000.0)
+    state = {"w": weights, "step": 3}
     assert not has_pool(DEVDAX)
     with portus.Checkpointer(DEVDAX, keep=1) as checkpointer:
         assert checkpointer.path == DEVDAX
@@ -60,7 +61,7 @@ def test_a_run_saves_to_a_device_and_its_references_lead_there(
     monkeypatch.setenv("PORTUS_POOL", DEVDAX)
     loaded = torch.load(path)
     assert loaded["step"] == 3
-    assert torch.equal(loaded["w"], state["w"])
+    assert torch.equal(loaded["w"], weights)
     with pytest.raises(UsageError, match="max_bytes is for files"):
         portus.Checkpointer(DEVDAX, max_bytes=1 << 20)
     with portus.open(DEVDAX) as view:
