@@ -14,10 +14,10 @@ STAMP := $(VENV)/stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test long check fix bench clean
+.PHONY: help setup setup-lab lab demo test test-hardware long check fix bench clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP)/portus ## make .venv with everything pinned; a second time does nothing
 
@@ -46,6 +46,17 @@ $(STAMP)/portus: $(STAMP)/pins pyproject.toml $(wildcard core/build_native.py co
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 	@echo "setup: ready; $(BIN)/portus --help"
+
+setup-lab: setup ## what the lab needs: packages (as root, by apt), and a kernel in a cache
+	@$(BIN)/python -m tests.lab --setup
+
+lab: setup ## a shell in a machine with Soft-RoCE and persistent memory, emulated
+	@$(BIN)/python -m tests.lab
+
+test-hardware: setup ## the tests marked rdma and pmem in the lab, and those that boot guests
+	@$(BIN)/python -m tests.lab python -m pytest -p no:cacheprovider -m 'rdma or pmem' \
+	  tests/hardware $(ARGS)
+	@$(BIN)/python -m pytest -m lab tests/lab $(ARGS)
 
 demo: setup ## train, kill in the middle of a save, resume, compare; about 4 minutes
 	@$(BIN)/python recipes/gpt_tiny_lightning.py --demo $(ARGS)

@@ -280,8 +280,9 @@ class PortusIO(CheckpointIO):
             try:
                 return use(self._open(path))
             except portus.BusyError:
-                one_file = os.path.isfile(self._pool or os.environ.get("PORTUS_POOL") or "")
-                if one_file or self._model is not None or self._number >= _WRITERS_MAX:
+                place = self._pool or os.environ.get("PORTUS_POOL") or ""
+                one_pool = os.path.exists(place) and not os.path.isdir(place)  # a file, or a device
+                if one_pool or self._model is not None or self._number >= _WRITERS_MAX:
                     raise
                 self._close()
                 self._number += 1

@@ -11,12 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from portus.errors import MediumError
 from portus.media.base import MappedMedium, Medium, MediumKind
+from portus.media.dax import SpaceMedium
 from portus.media.file import PlainFile
 from portus.media.local import LocalFiles
 from portus.media.memory import Memory
 from portus.spec import Extent
+from portus.testing import lines
 from portus.testing.contract import MappedMediumContract, MediumContract
+from portus.testing.crash import CrashFiles
+from portus.testing.lines import CrashSpace
 
 
 class Broken:
@@ -77,6 +82,44 @@ class TestPlainFile(OnDisk, MediumContract):
         assert medium.info.kind is MediumKind.FILE_PLAIN
         assert type(medium) is PlainFile
         return medium
+
+
+class BreakingSpace(CrashSpace):
+    """Simulated memory whose processor fails once when asked to, as none does."""
+
+    fails = False
+
+    def drain(self) -> None:
+        if self.fails:
+            self.fails = False
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().drain()
+
+
+class TestSimulatedDevice(MediumContract):
+    """What ``DaxDevice`` does with its space. The real ones are in ``tests/hardware``."""
+
+    def make(self, size: int) -> Medium:
+        self.files = CrashFiles()
+        lines.make_device(self.files, "/device", 64 << 20)
+        self.space = BreakingSpace(self.files, "/device")
+        return SpaceMedium(self.space, "/device", writable=True, volatile=False, size=size)
+
+    def read_behind(self, medium: Medium, offset: int, length: int) -> bytes:
+        content = bytearray(length)
+        CrashSpace(self.files, "/device").load(offset, memoryview(content))
+        return bytes(content)
+
+    def write_behind(self, medium: Medium, offset: int, data: bytes) -> None:
+        CrashSpace(self.files, "/device").store(offset, memoryview(data))
+
+    def break_persist(self, medium: Medium) -> None:
+        self.space.fails = True
+
+    def test_it_ends_where_the_device_does(self, medium: Medium) -> None:
+        with pytest.raises(MediumError, match="the device has 67108864"):
+            medium.grow((64 << 20) + 1)
+        medium.store(0, b"not poisoned")
 
 
 class TestMemory(MappedMediumContract):

@@ -30,7 +30,7 @@ from portus.index.directory import create_pool, open_writer
 from portus.index.pool import PoolReader, PoolWriter
 from portus.index.records import VersionEntry, VersionRecord, encode_layout
 from portus.index.roots import read_roots
-from portus.media.base import Locks
+from portus.media.base import Locks, Medium
 from portus.media.lock import ProcessLocks
 from portus.pipeline.draft import PoolDraft
 from portus.pipeline.plan import Before, Snapshot
@@ -187,26 +187,35 @@ def read_reference(files: CrashFiles, path: str) -> Reference | None:
     return found
 
 
-def verify(files: CrashFiles, facts: Sequence[Fact]) -> None:
+def pool_file(files: CrashFiles) -> Medium | None:
+    """The medium of the pool, if there is one."""
+    return files.open(POOL, writable=True) if files.status(POOL) is not None else None
+
+
+def verify(
+    files: CrashFiles,
+    facts: Sequence[Fact],
+    find: Callable[[CrashFiles], Medium | None] = pool_file,
+) -> None:
     """The pool is in a state that the last fact allows, and stays in it when it is recovered;
     what only the older root reaches is whole too (V1); every reference leads where it may.
 
     One pool in ten, chosen by its digest, is walked by ``check`` besides.
     """
     fact = facts[-1] if facts else NO_POOL
-    pool, state = None, None
-    if files.status(POOL) is not None:
-        pool = PoolReader(files.open(POOL, writable=False), ProcessLocks())
+    pool, state, medium = None, None, find(files)
+    if medium is not None:
+        pool = PoolReader(medium, ProcessLocks())
         state = state_of(pool)
         verify_older(pool)
     assert state in fact.pool, f"found {state}, expected {' or '.join(map(str, fact.pool))}"
     for path, steps in fact.leads:
         step = lead(files, path, pool)
         assert step in steps, f"{path} leads to {step}, expected one of {set(steps)}"
-    if pool is not None:
+    if pool is not None and medium is not None:
         if files.disk.digest()[0] < 26:
             verify_rules(pool)
-        writer = PoolWriter(files.open(POOL, writable=True), ProcessLocks())
+        writer = PoolWriter(medium, ProcessLocks())
         assert pool.catalogue().models == writer.catalogue().models
 
 
@@ -294,7 +303,7 @@ class Trainer:
 
     def open(self) -> None:
         """Make the pool if there is none, open it, and tell what is in it."""
-        if self.files.status(POOL) is None:
+        if not self.is_there():
             with self.ledger.change(()):
                 self.create()
         self.writer = self.open_pool()
@@ -304,6 +313,9 @@ class Trainer:
             record = self.writer.record(model.versions[-1])
             self.before[name] = Before(record, LAYOUT, tree(record.info.step))
         self.look()
+
+    def is_there(self) -> bool:
+        return self.files.status(POOL) is not None
 
     def create(self) -> None:
         create_pool(POOL, self.files)

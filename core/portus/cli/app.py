@@ -137,6 +137,36 @@ def rm(
 
 
 @app.command(epilog=EXIT_CODES)
+def doctor(
+    places: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PLACE...]", help="directories or DAX devices to measure"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what media, RDMA and GPUs this machine has, how fast places are, and what to do."""
+    with reported(as_json) as output:
+        from portus.cli import doctor as command
+
+        output.code = command.run(places or (), output)
+
+
+@app.command("format", epilog=EXIT_CODES)
+def format_(
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="such as /dev/dax0.0")],
+    force: Annotated[
+        bool, typer.Option("--force", "-f", help="whatever it holds, which is lost")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make an empty pool on a DAX device."""
+    with reported(as_json) as output:
+        from portus.cli import format as command
+
+        output.code = command.run(device, force=force, output=output)
+
+
+@app.command(epilog=EXIT_CODES)
 def gc(
     place: PoolArgument = None,
     pool: Pool = None,

@@ -12,6 +12,7 @@ from portus.client.keeper import unheld
 from portus.client.reference import State, links, links_directory
 from portus.errors import PortusError, UsageError
 from portus.index.directory import open_reader, pool_files, remove_pool
+from portus.media.dax import is_device
 from portus.media.local import LocalFiles
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
@@ -71,14 +72,14 @@ def _look(path: str, wish: Wish) -> tuple[list[VersionInfo], bool]:
     found = links(links_directory(path), _FILES, adopt=False)
     gone = unheld(found, catalogue, wish.states)
     infos = [entry.info for entry in catalogue.entries() if entry.info.id in gone]
-    return infos, wish.empty and len(gone) == len(catalogue.ids())
+    return infos, wish.empty and len(gone) == len(catalogue.ids()) and not is_device(path)
 
 
 def _collect(path: str, wish: Wish) -> tuple[list[VersionInfo], bool]:
     with writing(path) as (writer, keeper):
         before = {entry.info.id: entry.info for entry in writer.catalogue().entries()}
         gone = keeper.collect(wish.states)
-        removed = wish.empty and not writer.catalogue().ids()
+        removed = wish.empty and not writer.catalogue().ids() and not is_device(path)
         if removed:  # while it is locked: whoever waits for it finds that it is gone
             remove_pool(path, _FILES)
     return [before[version] for version in sorted(gone)], removed

@@ -45,9 +45,10 @@ class Checkpointer:
     on, and an optimizer's step waits until what it is going to write has been copied. One save is
     in flight and one queued; a third call waits. Use it as a context manager, or close it.
 
-    pool: a pool file, or a pool directory (one file for each model in it, made at the first
-        save), or the address of a storage host (``portus://host:7117``, ``portus+tls://...``,
-        ``portus+unix:///path.sock``); None: ``$PORTUS_POOL``, else ``.portus`` in the current
+    pool: a pool file; a pool directory (one file for each model in it, made at the first save); a
+        DAX device (``/dev/dax0.0``; a blank one becomes a pool at the first save); or the address
+        of a storage host (``portus://host:7117``, ``portus+tls://...``,
+        ``portus+unix:///path.sock``). None: ``$PORTUS_POOL``, else ``.portus`` in the current
         directory.
     model: a name for the run (or for this rank's part of it).
     keep: newest versions kept; older ones are retired by the commit that makes them surplus. A

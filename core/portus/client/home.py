@@ -17,6 +17,7 @@ from portus.index.directory import (
     WRITERS,
     create_pool,
     default_directory,
+    has_pool,
     make_directory,
     open_reader,
     pool_file,
@@ -24,6 +25,7 @@ from portus.index.directory import (
     remove_pool,
 )
 from portus.index.pool import PoolReader, PoolWriter
+from portus.media.dax import is_device
 from portus.media.local import LocalFiles
 from portus.pipeline.draft import Draft, PoolDraft
 from portus.pipeline.plan import Snapshot
@@ -70,12 +72,15 @@ class FileHome:
         self, pool: str | os.PathLike[str] | None, model: str, max_bytes: int | None
     ) -> None:
         self.path: Final = pool_file(pool, model)
-        self.allowed: Final = os.path.dirname(self.path) if pool is None else os.fspath(pool)
+        in_directory = pool is None and not is_device(self.path)
+        self.allowed: Final = (
+            os.path.dirname(self.path) if in_directory else os.fspath(pool or self.path)
+        )
         self._max_bytes: Final = max_bytes
         self._writer: PoolWriter | None = None
 
     def exists(self) -> bool:
-        return os.path.exists(self.path)
+        return has_pool(self.path)
 
     def create(self) -> None:
         if not self.exists():

@@ -17,8 +17,10 @@ from typing import Final, Protocol
 
 from portus.errors import BusyError, MediumError, UsageError
 from portus.format.layout import DATA_START
+from portus.index import device
 from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder
-from portus.media.base import Files, Locks, Names
+from portus.media.base import Files, Locks, MediumKind, Names
+from portus.media.dax import is_device
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
 
@@ -44,11 +46,11 @@ def default_directory(root: str = ".") -> str:
 def pool_file(pool: str | os.PathLike[str] | None, name: str) -> str:
     """The absolute path of the pool file that ``pool`` means for the writer called ``name``.
 
-    pool: a pool file (it exists, or ends in ``.portus``); else a pool directory, made later;
-    None: the default one.
+    pool: a pool file (it exists, or ends in ``.portus``) or a DAX device; else a pool directory,
+    made later; None: the default one.
     """
     place = os.path.abspath(os.fspath(pool) if pool is not None else default_directory())
-    is_file = os.path.isfile(place) or (
+    is_file = (os.path.exists(place) and not os.path.isdir(place)) or (
         place.endswith(SUFFIX) and os.path.basename(place) != SUFFIX and not os.path.isdir(place)
     )
     return place if is_file else os.path.join(place, urllib.parse.quote(name, safe="") + SUFFIX)
@@ -85,11 +87,29 @@ def make_directory(directory: str) -> None:
         ) from error
 
 
+def has_pool(path: str, files: FileSystem | None = None) -> bool:
+    """False if there is nothing at ``path``, or a DAX device on which a pool may be made.
+
+    Raises ``MediumError``, and ``UsageError`` for a device that is too small.
+    """
+    if not is_device(path):
+        return os.path.exists(path)
+    medium = (files or LocalFiles()).open(path, writable=False)
+    try:
+        return not device.is_blank(medium)
+    finally:
+        medium.close()
+
+
 def create_pool(path: str, files: FileSystem) -> None:
     """Make an empty pool file at ``path``, durable with its name; nothing if one is there.
 
     Its directory exists. Raises ``MediumError``; then there is no pool, and nothing half-made.
+    On a DAX device the pool is made in place, if it is blank.
     """
+    if is_device(path):
+        format_device(path, files)
+        return
     directory, name = os.path.split(path)
     fresh = os.path.join(directory, f".{name}.{os.getpid()}.new")
     _remove_unfinished(directory, name, files)
@@ -103,6 +123,23 @@ def create_pool(path: str, files: FileSystem) -> None:
     finally:
         files.remove(fresh)
     files.sync(directory)
+
+
+def format_device(path: str, files: FileSystem, *, force: bool = False) -> bool:
+    """Make an empty pool on the DAX device at ``path``, if it is blank; True if that was done.
+
+    force: whatever it holds. Raises ``BusyError`` while another process writes to a pool there.
+    """
+    with contextlib.ExitStack() as undo:
+        medium = files.open(path, writable=True)
+        undo.callback(medium.close)
+        locks = FileLocks(path, writable=True, describe_holder=lambda: read_holder(medium))
+        undo.callback(locks.close)
+        locks.acquire_writer(10.0)
+        if not force and not device.is_blank(medium):
+            return False
+        device.make_pool(medium)
+        return True
 
 
 def _remove_unfinished(directory: str, name: str, files: FileSystem) -> None:
@@ -127,7 +164,12 @@ def _is_alive(process: int) -> bool:
 
 
 def remove_pool(path: str, files: FileSystem) -> None:
-    """Remove a pool file that nobody has open, and what is around it if that is empty."""
+    """Remove a pool file that nobody has open, and what is around it if that is empty.
+
+    A device stays, and the empty pool on it.
+    """
+    if is_device(path):
+        return
     files.remove(path)
     for directory in (os.path.splitext(path)[0] + ".references", os.path.dirname(path)):
         left = set(files.entries(directory))
@@ -239,6 +281,11 @@ def open_writer(
     with contextlib.ExitStack() as undo:
         medium = files.open(path, writable=True)
         undo.callback(medium.close)
+        if max_bytes is not None and medium.info.kind is MediumKind.DEVDAX:
+            raise UsageError(
+                f"{path}: max_bytes is for files; a pool on a device has all of the device. "
+                "Make a smaller namespace, or leave max_bytes out"
+            )
         held = locks or FileLocks(path, writable=True, describe_holder=lambda: read_holder(medium))
         undo.callback(held.close)
         try:
@@ -251,7 +298,10 @@ def open_writer(
             raise MediumError(
                 errno.ENOENT, f"{path}: removed or replaced while it was opened; open it again"
             )
-        # Whoever made the pool may have been killed before the name was durable.
-        files.sync(os.path.dirname(path))
+        # Whoever made the pool may have been killed before its name, or it, was durable.
+        if medium.info.kind is MediumKind.DEVDAX:
+            device.settle(medium)
+        else:
+            files.sync(os.path.dirname(path))
         undo.pop_all()
         return writer

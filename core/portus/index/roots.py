@@ -28,7 +28,7 @@ from portus.format.layout import (
 )
 from portus.format.record import Record, Value
 from portus.index.records import NOWHERE, Pointer
-from portus.media.base import Medium
+from portus.media.base import Medium, MediumKind
 from portus.spec import PAGE, Extent
 
 
@@ -62,6 +62,14 @@ FIRST_ROOT = Root(sequence=0, next_version=1, size=DATA_START, table=NOWHERE)
 def format_superblock(medium: Medium, uuid: bytes | None = None) -> Superblock:
     """Store (not persist) the superblock, twice, and the first root. For a new medium only."""
     block = Superblock(uuid or os.urandom(16), time.time_ns(), True)
+    for offset in SUPERBLOCK_OFFSETS:
+        store_superblock(medium, block, offset)
+    store_root(medium, block.uuid, FIRST_ROOT)
+    return block
+
+
+def store_superblock(medium: Medium, block: Superblock, offset: int) -> Extent:
+    """Store one copy of the superblock of a new pool, and say what must be persisted of it."""
     body = SUPERBLOCK.pack(
         magic=MAGIC,
         format_version=FORMAT_VERSION,
@@ -69,10 +77,19 @@ def format_superblock(medium: Medium, uuid: bytes | None = None) -> Superblock:
         uuid=block.uuid,
         created_ns=block.created_ns,
     )
-    for offset in SUPERBLOCK_OFFSETS:
-        medium.store(offset, _seal(body))
-    store_root(medium, block.uuid, FIRST_ROOT)
-    return block
+    medium.store(offset, _seal(body))
+    return Extent(offset, PAGE)
+
+
+def whole_superblock(medium: Medium, offset: int) -> Superblock | None:
+    """The copy of the superblock at ``offset``; None if it is damaged, or none.
+
+    Raises ``UsageError`` if a newer Portus wrote it.
+    """
+    row = _read(medium, SUPERBLOCK, offset)
+    if row is None or row["magic"] != MAGIC:
+        return None
+    return _superblock(medium.info.name, row)
 
 
 def read_superblock(medium: Medium) -> Superblock:
@@ -88,14 +105,19 @@ def read_superblock(medium: Medium) -> Superblock:
         )
     magic = b""
     for offset in SUPERBLOCK_OFFSETS:
-        row = _read(medium, SUPERBLOCK, offset)
-        if row is not None and row["magic"] == MAGIC:
-            return _superblock(medium.info.name, row)
+        found = whole_superblock(medium, offset)
+        if found is not None:
+            return found
         head = memoryview(bytearray(16))
         medium.load(offset, head)
         magic = magic or bytes(head)
     if magic != MAGIC:
-        raise CorruptionError(f"{medium.info.name} is not a Portus pool: it starts with {magic!r}")
+        hint = ""
+        if medium.info.kind is MediumKind.DEVDAX:
+            hint = f"; `portus format {medium.info.name}` makes one, and what it holds is lost"
+        raise CorruptionError(
+            f"{medium.info.name} is not a Portus pool: it starts with {magic!r}{hint}"
+        )
     raise CorruptionError(f"{medium.info.name}: both copies of the superblock are damaged")
 
 

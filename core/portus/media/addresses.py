@@ -25,16 +25,18 @@ class AddressRange:
     They are absent in forked children, where every use raises ``UsageError``.
     """
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str, size: int, *, alignment: int = mmap.PAGESIZE) -> None:
         """Set aside addresses for ``size`` bytes and for as much growth as can be had.
 
-        name: of the medium, for messages. Raises ``MediumError`` if not even ``size`` fits.
+        name: of the medium, for messages. alignment: of the first address, a power of two.
+        Raises ``MediumError`` if not even ``size`` fits.
         """
         self.name: Final = name
         self.mapped = 0
         self._process: Final = os.getpid()
         self._length = 0
-        self._start = self._reserve(_pages(max(size, 1)))
+        self._start = self._reserve(_pages(max(size, 1)) + alignment - mmap.PAGESIZE)
+        self._align(alignment)
         leave_in_child(self)
 
     @property
@@ -44,10 +46,18 @@ class AddressRange:
             raise not_here(self.name, self._process)
         return self._start
 
-    def map(self, size: int, descriptor: int = -1, *, huge: bool = False) -> None:
+    def map(
+        self,
+        size: int,
+        descriptor: int = -1,
+        *,
+        huge: bool = False,
+        writable: bool = True,
+        synchronous: bool = False,
+    ) -> None:
         """Make the first ``size`` bytes usable: those of the file, or (-1) zeros.
 
-        What is mapped already stays as it is. huge: ask for huge pages.
+        What is mapped already stays as it is. huge: ask for huge pages. synchronous: MAP_SYNC.
         Raises ``MediumError``; then nothing more can be mapped.
         """
         start, length = self.start, _pages(size) - self.mapped
@@ -56,13 +66,15 @@ class AddressRange:
         if self.mapped + length > self._length:
             raise self._error(size, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
         shared = linux.MAP_SHARED if descriptor >= 0 else linux.MAP_PRIVATE | linux.MAP_ANONYMOUS
+        if synchronous:
+            shared = linux.MAP_SHARED_VALIDATE | linux.MAP_SYNC
         place = (descriptor, self.mapped if descriptor >= 0 else 0)
         with still:
             try:
                 linux.map_pages(
                     start + self.mapped,
                     length,
-                    linux.PROT_READ | linux.PROT_WRITE,
+                    linux.PROT_READ | (linux.PROT_WRITE if writable else 0),
                     shared | linux.MAP_FIXED,
                     place,
                 )
@@ -105,6 +117,17 @@ class AddressRange:
                 linux.advise_pages(start, wanted, linux.MADV_DONTFORK)
             self._length = wanted
             return start
+
+    def _align(self, alignment: int) -> None:
+        """Give back what is before the first aligned address, and as much at the end."""
+        head = -self._start % alignment
+        tail = alignment - mmap.PAGESIZE - head
+        end = self._start + self._length
+        for start, length in ((self._start, head), (end - tail, tail)):
+            if length:
+                linux.unmap_pages(start, length)
+        self._start += head
+        self._length -= head + tail
 
     def _error(self, size: int, cause: OSError) -> MediumError:
         return MediumError(

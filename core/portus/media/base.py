@@ -30,6 +30,8 @@ class MediumKind(enum.Enum):
 
     FILE_MAPPED = "file, mapped"
     FILE_PLAIN = "file, pwrite"
+    FSDAX = "file, DAX"
+    DEVDAX = "DAX device"
     MEMORY = "memory"
     HOST = "storage host"
 

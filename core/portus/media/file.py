@@ -42,6 +42,7 @@ _ADVICE: Final = {
     errno.EACCES: "check owner and mode of the file and its directory",
     errno.EPERM: "check owner, mode and attributes of the file and its directory",
     errno.ENOENT: "check the path",
+    errno.ENXIO: "no driver serves it: `daxctl reconfigure-device --mode=devdax`, for a DAX device",
     errno.EEXIST: "choose another name",
 }
 
@@ -289,7 +290,7 @@ class MappedFile(PlainFile):
             raise file_error("fill holes of", descriptor.path, error) from error
         self._addresses: Final = AddressRange(descriptor.path, size)
         try:
-            self._addresses.map(size, descriptor.number, huge=file_system.volatile)
+            self._map(size, descriptor, file_system)
         except MediumError:
             self._addresses.close()
             raise
@@ -319,8 +320,11 @@ class MappedFile(PlainFile):
         super().close()
 
     def _reach(self, size: int) -> None:
-        self._addresses.map(size, self._descriptor.number, huge=self._file_system.volatile)
+        self._map(size, self._descriptor, self._file_system)
         super()._reach(size)
+
+    def _map(self, size: int, descriptor: Descriptor, file_system: FileSystem) -> None:
+        self._addresses.map(size, descriptor.number, huge=file_system.volatile)
 
 
 def file_error(operation: str, path: str, cause: OSError, what: str = "") -> MediumError:

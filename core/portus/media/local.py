@@ -18,7 +18,9 @@ from typing import Final, TypeVar
 from portus.errors import MediumError, UsageError
 from portus.media import linux
 from portus.media.base import FileStatus
+from portus.media.dax import DaxDevice, DaxFile, accepts_map_sync, is_device, open_device
 from portus.media.file import FileSystem, MappedFile, PlainFile, Sync, data_sync, file_error
+from portus.media.pmem import Processor
 from portus.media.process import Descriptor
 
 _LOG: Final = logging.getLogger("portus")
@@ -31,10 +33,14 @@ Result = TypeVar("Result")
 class LocalFiles:
     """``Files`` and ``Names`` through the operating system. Holds nothing; any number may be."""
 
-    def __init__(self, *, mapped: bool = True, sync: Sync = data_sync) -> None:
-        """mapped: use addresses where the file system allows. sync: what ``persist`` calls."""
+    def __init__(
+        self, *, mapped: bool = True, sync: Sync = data_sync, cpu: Processor | None = None
+    ) -> None:
+        """mapped: use addresses where the file system allows. sync, cpu: what ``persist`` calls,
+        of files and of persistent memory; tests pass ones that fail."""
         self._mapped: Final = mapped
         self._sync: Final = sync
+        self._cpu: Final = cpu
 
     def create(self, path: str, size: int) -> PlainFile:
         """Also durable in its size. If it does not fit, the name is gone again."""
@@ -49,9 +55,11 @@ class LocalFiles:
             self.remove(path)
             raise
 
-    def open(self, path: str, *, writable: bool) -> PlainFile:
-        """``UsageError`` for what is no regular file."""
+    def open(self, path: str, *, writable: bool) -> PlainFile | DaxDevice:
+        """``UsageError`` for what is neither a regular file nor a DAX device."""
         mode = _translate("open", path, lambda: os.stat(path)).st_mode
+        if stat.S_ISCHR(mode) and is_device(path):
+            return open_device(path, writable=writable, cpu=self._cpu)
         if not stat.S_ISREG(mode):
             raise UsageError(f"{path}: expected a regular file, found {_kind(mode)}; give a file")
         flags = os.O_RDWR if writable else os.O_RDONLY
@@ -112,14 +120,26 @@ class LocalFiles:
         try:
             file_system, in_place = _file_system(descriptor)
             if writable and self._mapped and in_place:
-                try:
-                    return MappedFile(descriptor, file_system, sync=self._sync)
-                except MediumError as error:
-                    _LOG.warning("%s; written to by pwrite, which is slower", error.strerror)
+                mapped = self._mapped_medium(descriptor, file_system)
+                if mapped is not None:
+                    return mapped
             return PlainFile(descriptor, file_system, writable=writable, sync=self._sync)
         except MediumError:
             descriptor.close()
             raise
+
+    def _mapped_medium(self, descriptor: Descriptor, file_system: FileSystem) -> MappedFile | None:
+        """One with addresses; None, and a warning, if there can be none after all."""
+        if not file_system.volatile and accepts_map_sync(descriptor):
+            try:
+                return DaxFile(descriptor, file_system, cpu=self._cpu)
+            except MediumError as error:
+                _LOG.warning("%s; persisted by the file system, which is slower", error.strerror)
+        try:
+            return MappedFile(descriptor, file_system, sync=self._sync)
+        except MediumError as error:
+            _LOG.warning("%s; written to by pwrite, which is slower", error.strerror)
+        return None
 
 
 def _file_system(descriptor: Descriptor) -> tuple[FileSystem, bool]:

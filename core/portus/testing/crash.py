@@ -63,8 +63,8 @@ class Event:
 
     @property
     def settles(self) -> bool:
-        """True for persist and sync: after it, less may be lost."""
-        return self.text.startswith(("persist", "sync"))
+        """True for persist, drain and sync: after it, less may be lost."""
+        return self.text.startswith(("persist", "drain", "sync"))
 
 
 class CrashFiles:

@@ -11,6 +11,10 @@ So at power loss
   name are made in their order. A rename within a directory is one change; between directories
   the new name comes first, and the old one goes with the sync of its own directory.
 
+Persistent memory (a ``File`` with ``unit`` 64) is finer: any cache line may be written back at any
+moment, and 8 bytes are stored as one. What was flushed is there for sure only after the next drain,
+and as it was when it was flushed.
+
 Everything else is as it was persisted. A persist covers the bytes it was asked for and the size,
 nothing more, though real systems often write more: who relies on that is wrong elsewhere.
 
@@ -30,6 +34,8 @@ from typing import Final, NamedTuple
 
 import xxhash
 
+from portus.media.file import SECTOR
+from portus.media.pmem import LINE
 from portus.spec import PAGE, Extent
 
 _IDEALS_MAX: Final = 8
@@ -62,17 +68,37 @@ class Page(NamedTuple):
         states = (*(each for each in dict.fromkeys(older) if each != now), now)
         return Page(states, len(states) > 1)
 
+    def drained(self, flushed: dict[int, int]) -> Page:
+        """With lines on the medium at least as new as when they were flushed: ``flushed`` says for
+        each line, by index, in which state the page was then."""
+        now = self.states[-1]
+        lines = [flushed.get(line, 0) for line in range(PAGE // LINE)]
+        older = (
+            b"".join(
+                self.states[max(place, first)][line * LINE : line * LINE + LINE]
+                for line, first in enumerate(lines)
+            )
+            for place in range(len(self.states) - 1)
+        )
+        states = (*(each for each in dict.fromkeys(older) if each != now), now)
+        return Page(states, len(states) > 1)
+
 
 _BLANK_PAGE: Final = Page((_BLANK,), False)
 
 
 @dataclass(slots=True)
 class File:
-    """One file. Pages never stored to are not listed, and are zero. ``time`` is an event number."""
+    """One file. Pages never stored to are not listed, and are zero. ``time`` is an event number.
+
+    ``unit``: bytes that are written as one. ``flushed``, of persistent memory: for each page the
+    lines that were flushed and not drained, and in which state of the page."""
 
     sizes: tuple[int, ...]
     pages: dict[int, Page] = field(default_factory=dict)
     time: int = 0
+    unit: int = SECTOR
+    flushed: dict[int, dict[int, int]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -81,7 +107,8 @@ class File:
 
     def copy(self) -> File:
         """One that changes by itself."""
-        return File(self.sizes, dict(self.pages), self.time)
+        flushed = {index: dict(lines) for index, lines in self.flushed.items()}
+        return File(self.sizes, dict(self.pages), self.time, self.unit, flushed)
 
     def load(self, offset: int, target: memoryview) -> None:
         """Fill ``target`` with what was stored last."""
@@ -103,10 +130,24 @@ class File:
             if page is not None:
                 self.pages[index] = page.persisted(start, end)
 
+    def flush(self, extent: Extent) -> None:
+        """Begin to write back the lines of ``extent``, as they are now."""
+        for index, start, end, _ in _spans(extent):
+            if index in self.pages:
+                newest = len(self.pages[index].states) - 1
+                lines = self.flushed.setdefault(index, {})
+                lines.update(dict.fromkeys(range(start // LINE, -(-end // LINE)), newest))
+
+    def drain(self) -> None:
+        """What was flushed is on the medium."""
+        for index, lines in self.flushed.items():
+            self.pages[index] = self.pages[index].drained(lines)
+        self.flushed = {}
+
     def lost(self) -> File:
         """One in which nothing is left that was not persisted."""
         pages = {index: Page(page.states[:1], False) for index, page in self.pages.items()}
-        return File(self.sizes[:1], pages, self.time)
+        return File(self.sizes[:1], pages, self.time, self.unit)
 
     def cut(self) -> None:
         """Forget what is behind the end: it reads as zero if the file grows again."""

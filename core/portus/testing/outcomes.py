@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Final, Protocol
 
 from portus.media.file import SECTOR
+from portus.media.pmem import LINE
 from portus.spec import PAGE
 from portus.testing.disk import Disk, NameTable, Page
 
@@ -98,17 +99,22 @@ class Axis:
     whole: tuple[Choice, ...]
     torn: tuple[Choice, ...] = ()
     page: Page | None = None
+    unit: int = SECTOR
 
     def mix(self, seed: random.Random) -> Choice:
-        """Any option; for a page also one whose every sector was decided by itself."""
+        """Any option; for a page also one whose every sector or line was decided by itself."""
         first = self.whole[0]
-        if self.page is None or not isinstance(first, PageIs) or seed.random() < 0.75:
+        pure = 0.75 if self.unit == SECTOR else 0.25
+        if self.page is None or not isinstance(first, PageIs) or seed.random() < pure:
             return seed.choice(self.whole + self.torn)
-        sectors = [
-            seed.choice(self.page.states)[start : start + SECTOR]
-            for start in range(0, PAGE, SECTOR)
+        # Within a line of memory, any 8 bytes too: a bulk copy stores them in no order.
+        unit = WORD if self.unit == LINE and seed.random() < 0.3 else self.unit
+        pieces = [
+            seed.choice(self.page.states)[start : start + unit] for start in range(0, PAGE, unit)
         ]
-        return PageIs(first.file, first.index, b"".join(sectors), "has sectors of any state")
+        return PageIs(
+            first.file, first.index, b"".join(pieces), f"has pieces of {unit} bytes of any state"
+        )
 
 
 def power_loss(lost: Disk, choices: Sequence[Choice]) -> Disk:
@@ -130,7 +136,7 @@ def axes(disk: Disk, seed: random.Random, *, noise: bool = False) -> list[Axis]:
     for number in sorted({file for each in names for _, file in each}):
         file = disk.files[number]
         for index, page in sorted(file.pages.items()):
-            found.append(_page_axis(number, index, page, noise=noise))
+            found.append(_page_axis(number, index, page, unit=file.unit, noise=noise))
         # After the pages: it cuts off those behind the end.
         found.append(Axis(tuple(SizeIs(number, size) for size in file.sizes)))
     return [axis for axis in found if len(axis.whole) > 1]
@@ -157,7 +163,8 @@ def outcomes(disk: Disk, seed: random.Random, *, noise: bool = False) -> Iterato
     rest: Iterable[object] = itertools.count()
     if combinations(found) <= EXHAUSTIVE_MAX:
         yield from _shuffled(itertools.product(*(axis.whole for axis in found)), seed)
-        rest = torn
+        if all(axis.unit == SECTOR for axis in found):
+            rest = torn  # lines can be torn in far more ways than these
     for _ in rest:
         yield _random(found, seed)
 
@@ -204,7 +211,7 @@ def _random(found: Sequence[Axis], seed: random.Random) -> Sequence[Choice]:
     return choices
 
 
-def _page_axis(number: int, index: int, page: Page, *, noise: bool) -> Axis:
+def _page_axis(number: int, index: int, page: Page, *, unit: int, noise: bool) -> Axis:
     count = len(page.states)
     whole = tuple(
         PageIs(number, index, state, f"has state {place} of {count}")
@@ -216,19 +223,19 @@ def _page_axis(number: int, index: int, page: Page, *, noise: bool) -> Axis:
         PageIs(number, index, content, f"is torn: {note}")
         for before, after in pairs
         if before != after
-        for content, note in _tears(before, after)
+        for content, note in _tears(before, after, unit)
     )
     if noise and len(set(page.states)) > 1:
         torn = (*torn, PageIs(number, index, NOISE, "is noise"))
-    return Axis(whole, torn, page)
+    return Axis(whole, torn, page, unit)
 
 
 @lru_cache(maxsize=4096)
-def _tears(before: bytes, after: bytes) -> tuple[tuple[bytes, str], ...]:
-    """What two states of a page can be torn into: at each sector, either side first, and in the
-    middle of the bytes that differ."""
+def _tears(before: bytes, after: bytes, unit: int) -> tuple[tuple[bytes, str], ...]:
+    """What two states of a page can be torn into: at each sector or line, either side first, and
+    in the middle of the bytes that differ."""
     tears = {}
-    for cut in range(SECTOR, PAGE, SECTOR):
+    for cut in range(unit, PAGE, unit):
         tears[after[:cut] + before[cut:]] = f"new up to byte {cut}"
         tears[before[:cut] + after[cut:]] = f"new from byte {cut}"
     starts = range(0, PAGE, WORD)

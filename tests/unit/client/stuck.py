@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from portus.index.directory import WRITERS, _Shared, create_pool, make_directory, open_writer
+from portus.media.dax import DaxDevice
 from portus.media.file import FileSystem, PlainFile
 from portus.media.local import LocalFiles
 from portus.media.process import Descriptor
@@ -58,7 +59,7 @@ class Gate(PlainFile):
 
 
 class _Gates(LocalFiles):
-    def open(self, path: str, *, writable: bool) -> PlainFile:
+    def open(self, path: str, *, writable: bool) -> PlainFile | DaxDevice:
         return Gate(path) if writable else super().open(path, writable=writable)
 
 

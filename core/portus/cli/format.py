@@ -1,0 +1,36 @@
+"""``portus format DEVICE``: an empty pool on a DAX device."""
+
+from __future__ import annotations
+
+import os
+
+from portus.cli.output import Output, size_text
+from portus.errors import PortusError, UsageError
+from portus.index.directory import format_device, open_reader
+from portus.media.dax import device_facts
+from portus.media.local import LocalFiles
+
+
+def run(device: str, *, force: bool, output: Output) -> int:
+    """Make it; the exit code."""
+    path = os.path.abspath(device)
+    facts = device_facts(path)
+    if facts is None:
+        raise UsageError(f"{path}: expected a DAX device; files are made by the first save")
+    if not format_device(path, LocalFiles(), force=force):
+        raise UsageError(f"{path}: not blank: {_what_is_there(path)}; --force makes it empty")
+    volatile = "; VOLATILE: it belongs to no NVDIMM namespace" if facts.volatile else ""
+    output.line(f"{path}: an empty pool of {size_text(facts.size)}{volatile}")
+    output.document({"path": path, "size": facts.size, "volatile": facts.volatile})
+    return 0
+
+
+def _what_is_there(path: str) -> str:
+    try:
+        reader = open_reader(path)
+    except PortusError as error:
+        return str(error)
+    try:
+        return f"a pool with {len(reader.catalogue().ids())} versions"
+    finally:
+        reader.close()

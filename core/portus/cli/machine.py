@@ -1,0 +1,205 @@
+"""What this machine has that Portus can use: media, libpmem, RDMA, GPUs. Only looks. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from portus.errors import MediumError, PortusError
+from portus.index.device import is_blank
+from portus.index.pool import PoolReader
+from portus.media.dax import DeviceFacts, device_facts, open_device
+from portus.media.lock import ProcessLocks
+from portus.media.pmem import processor
+from portus.transport import native
+
+_MODES: Final = {"dax": "devdax", "memory": "fsdax", "safe": "sector"}
+"""What the kernel calls the modes of a namespace, and ndctl."""
+
+_FLUSHES: Final = ("clwb", "clflushopt", "clflush")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One thing. ``advice``: what to do about it; empty if nothing."""
+
+    topic: str
+    name: str
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine below ``root``: another one than "/" for tests of what is read from files."""
+
+    root: Path = Path("/")
+
+    def found(self) -> Iterator[Found]:
+        """Everything, topic by topic."""
+        yield from self.dax_devices()
+        yield from self.namespaces()
+        yield self.libpmem()
+        yield from self.rdma()
+        yield from self.gpus()
+        yield self.helper()
+
+    def dax_devices(self) -> Iterator[Found]:
+        """Each DAX device, whether a driver serves it or not."""
+        places = _entries(self.root / "sys/bus/dax/devices")
+        for place in places:
+            path = f"/dev/{place.name}"
+            if not (place / "driver").exists():
+                text = f"{_number(place / 'size')} bytes, served by no driver"
+                advice = f"daxctl reconfigure-device --mode=devdax {place.name}"
+                yield Found("DAX device", path, text, advice)
+                continue
+            facts = device_facts(path)
+            if facts is not None:
+                yield Found("DAX device", path, *_device_text(facts))
+        if not places:
+            text = "none: pools are in files"
+            yield Found("DAX device", "-", text)
+
+    def namespaces(self) -> Iterator[Found]:
+        """Each NVDIMM namespace with something in it, and how far a store is safe."""
+        for region in _entries(self.root / "sys/bus/nd/devices", "region"):
+            domain = _text(region / "persistence_domain") or "unknown"
+            for place in _entries(region, "namespace"):
+                size = _number(place / "size")
+                mode = _MODES.get(_text(place / "mode"), "raw")
+                text = f"{size} bytes, {mode}, persistence domain {domain}"
+                if size and mode == "raw":
+                    advice = (
+                        f"ndctl create-namespace -f -e {place.name} -m devdax -M mem (all of it "
+                        "for one pool), or -m fsdax (for a file system with -o dax)"
+                    )
+                    yield Found("NVDIMM namespace", place.name, text, advice)
+                elif size:
+                    yield Found("NVDIMM namespace", place.name, text)
+
+    def libpmem(self) -> Found:
+        """Whether caches can be written back, and how."""
+        flags = _cpu_flags(self.root)
+        how = next((each for each in _FLUSHES if each in flags), "no flush that we know of")
+        try:
+            processor()
+        except MediumError as error:
+            advice = "apt-get install libpmem1, or dnf install libpmem; only for persistent memory"
+            return Found("libpmem", "-", f"not usable: {error.strerror}", advice)
+        return Found("libpmem", "libpmem.so.1", f"loaded; this processor has {how}")
+
+    def rdma(self) -> Iterator[Found]:
+        """Each RDMA device, and whether this process could use it."""
+        places = _entries(self.root / "sys/class/infiniband")
+        for place in places:
+            for port in _entries(place / "ports"):
+                state = _text(port / "state").rpartition(": ")[2] or "unknown"
+                rate, link = _text(port / "rate"), _text(port / "link_layer")
+                soft = ", in software (Soft-RoCE)" if _is_soft(place) else ""
+                text = f"port {port.name} {state}, {link}, {rate}{soft}"
+                advice = "" if state == "ACTIVE" else f"bring the link of {place.name} up"
+                yield Found("RDMA device", place.name, text, advice)
+        if not places:
+            yield Found("RDMA device", "-", "none")
+            return
+        yield self._pyverbs()
+        yield _memlock()
+
+    def gpus(self) -> Iterator[Found]:
+        """NVIDIA devices, and whether a network card can read their memory."""
+        entries = _entries(self.root / "dev", "nvidia")
+        devices = [each for each in entries if each.name.removeprefix("nvidia").isdigit()]
+        for device in devices:
+            yield Found("GPU", f"/dev/{device.name}", _driver(self.root))
+        if not devices:
+            yield Found("GPU", "-", "none that a driver of NVIDIA serves")
+        elif not (self.root / "sys/module/nvidia_peermem").exists():
+            text = "not loaded: a network card reads GPU memory by dmabuf, or not at all"
+            yield Found("GPU", "nvidia_peermem", text)
+
+    def helper(self) -> Found:
+        """The compiled helper that copies and hashes without Python's lock."""
+        if native.helper() is not None:
+            return Found("copy helper", "_native.so", "in use")
+        text = "not in use: copies are made by Python, and slow small-step training more"
+        return Found("copy helper", "-", text, "install a C compiler, and portus-checkpoint again")
+
+    def _pyverbs(self) -> Found:
+        if importlib.util.find_spec("pyverbs") is not None:
+            return Found("RDMA device", "pyverbs", "can be imported")
+        advice = (
+            "apt-get install python3-pyverbs, and put a folder on PYTHONPATH that holds a link "
+            "`pyverbs` to /usr/lib/python3/dist-packages/pyverbs (Python of the system's version)"
+        )
+        return Found("RDMA device", "pyverbs", "cannot be imported", advice)
+
+
+def _device_text(facts: DeviceFacts) -> tuple[str, str]:
+    kind = "VOLATILE (no NVDIMM namespace)" if facts.volatile else "persistent"
+    text = f"{facts.size} bytes, {kind}, mapped by {facts.alignment}, written back by the processor"
+    try:
+        medium = open_device(facts.path, writable=False)
+    except MediumError as error:
+        advice = f"give this user access: chgrp, chmod g+rw {facts.path}, by a rule of udev"
+        return f"{text}; cannot be opened: {error.strerror}", advice
+    try:
+        if is_blank(medium):
+            return f"{text}; blank", f'a pool is made there by Checkpointer("{facts.path}")'
+        held = len(PoolReader(medium, ProcessLocks()).catalogue().ids())
+        return f"{text}; a pool with {held} versions", ""
+    except PortusError as error:
+        return f"{text}; {error}", ""
+    finally:
+        medium.close()
+
+
+def _memlock() -> Found:
+    import resource  # not on every platform, as RDMA is not
+
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Found("RDMA device", "locked memory", "unlimited")
+    advice = "ulimit -l unlimited (LimitMEMLOCK=infinity for a service): tensors are registered"
+    return Found("RDMA device", "locked memory", f"limited to {soft} bytes", advice)
+
+
+def _is_soft(place: Path) -> bool:
+    return (place / "parent").exists()  # the network device under it
+
+
+def _driver(root: Path) -> str:
+    line = _text(root / "proc/driver/nvidia/version").partition("\n")[0]
+    return line.removeprefix("NVRM version: ").strip() or "its driver says nothing"
+
+
+def _cpu_flags(root: Path) -> frozenset[str]:
+    for line in _text(root / "proc/cpuinfo").splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(flags.split())
+    return frozenset()
+
+
+def _entries(directory: Path, prefix: str = "") -> list[Path]:
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return []
+    return [directory / name for name in names if name.startswith(prefix)]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int:
+    text = _text(path)
+    return int(text) if text.isdecimal() else 0

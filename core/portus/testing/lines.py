@@ -1,0 +1,85 @@
+"""A DAX device that can crash: persistent memory, whose lines reach it when the processor likes.
+
+``CrashSpace`` is the space of the real ``SpaceMedium``, on a file of ``CrashFiles`` that stands for
+the device. So what is explored is the code that flushes and drains, and its order. At power loss
+any subset of the lines not drained may have arrived, each as it was at any moment since, torn at
+any 8 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from portus.errors import UsageError
+from portus.media.dax import SpaceMedium
+from portus.media.pmem import LINE
+from portus.spec import Extent
+from portus.testing.crash import CrashFiles
+from portus.testing.disk import File
+
+
+def make_device(files: CrashFiles, path: str, size: int, content: bytes = b"") -> None:
+    """A device of ``size`` bytes at ``path``, there before any process: durable, with ``content``,
+    and zero behind it."""
+    files.create(path, size).close()
+    file = _device(files, path)
+    file.unit = LINE
+    file.store(0, content)
+    file.persist(Extent(0, size))
+    for directory in files.disk.directories:
+        files.sync(directory)
+
+
+def open_device(files: CrashFiles, path: str, *, writable: bool = True) -> SpaceMedium:
+    """The device at ``path``, which ``make_device`` made."""
+    return SpaceMedium(CrashSpace(files, path), path, writable=writable, volatile=False)
+
+
+class CrashSpace:
+    """The bytes of a device. One process has them open; the same in each of its threads."""
+
+    def __init__(self, files: CrashFiles, path: str) -> None:
+        self._files: Final = files
+        self._path: Final = path
+        self._number: Final = files.disk.names.now[path]
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        """See ``Space``."""
+        return self._file.size
+
+    def store(self, offset: int, data: memoryview) -> None:
+        """See ``Space``."""
+        content = data.tobytes()
+        text = f"store {self._path} at {offset}, {len(content)} bytes"
+        with self._files.event(text, (self._number, offset, content)):
+            self._file.store(offset, content)
+
+    def load(self, offset: int, target: memoryview) -> None:
+        """See ``Space``."""
+        self._file.load(offset, target)
+
+    def flush(self, offset: int, length: int) -> None:
+        """See ``Space``. A crash right after it may leave what one before it may."""
+        with self._files.event(f"flush {self._path} {offset}+{length}"):
+            self._file.flush(Extent(offset, length))
+
+    def drain(self) -> None:
+        """See ``Space``."""
+        with self._files.event(f"drain {self._path}"):
+            self._file.drain()
+
+    def close(self) -> None:
+        """See ``Space``."""
+        self._closed = True
+
+    @property
+    def _file(self) -> File:
+        if self._closed:
+            raise UsageError(f"{self._path}: used after it was closed")
+        return self._files.disk.files[self._number]
+
+
+def _device(files: CrashFiles, path: str) -> File:
+    return files.disk.files[files.disk.names.now[path]]

@@ -1,0 +1,83 @@
+"""A pool on a DAX device, as a user has it: ``Checkpointer(pool="/dev/dax0.0")``.
+
+The one file here that imports torch, which takes about a minute in the lab.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from portus.errors import BusyError, CorruptionError, UsageError
+from portus.index.directory import format_device, has_pool, open_reader
+from portus.media.dax import open_device
+from portus.media.local import LocalFiles
+from portus.spec import Extent
+from tests.hardware.conftest import DEVDAX
+
+pytestmark = [pytest.mark.pmem, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def blank() -> None:
+    """A device whose header is zero."""
+    medium = open_device(DEVDAX, writable=True)
+    medium.store(0, bytes(1 << 20))
+    medium.persist([Extent(0, 1 << 20)])
+    medium.close()
+
+
+@pytest.mark.usefixtures("blank")
+def test_a_run_saves_to_a_device_and_its_references_lead_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    import portus
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    path = tmp_path / "run" / "last.ckpt"
+    weights = torch.arange(300_000.0)
+    state = {"w": weights, "step": 3}
+    assert not has_pool(DEVDAX)
+    with portus.Checkpointer(DEVDAX, keep=1) as checkpointer:
+        assert checkpointer.path == DEVDAX
+        assert not has_pool(DEVDAX), "nothing is made before the first save"
+        checkpointer.save(state, 3, reference=path).wait()
+        checkpointer.save(state, 4).wait()
+        with pytest.raises(BusyError):
+            format_device(DEVDAX, LocalFiles(), force=True)
+    with portus.Checkpointer(DEVDAX, keep=1) as checkpointer:
+        for step in (5, 6, 7):
+            checkpointer.save({"w": torch.zeros(300_000), "step": step}, step).wait()
+        assert checkpointer.steps() == [3, 7], "the reference file holds step 3"
+    [links] = (tmp_path / "state" / "portus").iterdir()
+    assert links.name.endswith(".references")
+    monkeypatch.setenv("PORTUS_POOL", DEVDAX)
+    loaded = torch.load(path)
+    assert loaded["step"] == 3
+    assert torch.equal(loaded["w"], weights)
+    with pytest.raises(UsageError, match="max_bytes is for files"):
+        portus.Checkpointer(DEVDAX, max_bytes=1 << 20)
+    with portus.open(DEVDAX) as view:
+        assert view.steps() == [3, 7]
+    assert not [each for each in portus.check(DEVDAX) if each.severity.value == "error"]
+
+
+@pytest.mark.usefixtures("blank")
+def test_what_is_no_pool_is_left_alone_until_force_is_used() -> None:
+    medium = open_device(DEVDAX, writable=True)
+    medium.store(1080, b"\x53\xef")  # as ext4 has it
+    medium.persist([Extent(1080, 2)])
+    medium.close()
+    assert has_pool(DEVDAX)
+    assert not format_device(DEVDAX, LocalFiles())
+    with pytest.raises(CorruptionError, match="portus format"):
+        open_reader(DEVDAX)
+    command = [sys.executable, "-m", "portus.cli.main", "format", DEVDAX, "--force"]
+    subprocess.run(command, check=True)
+    open_reader(DEVDAX).close()
+    assert not format_device(DEVDAX, LocalFiles()), "an empty pool is a pool"

@@ -1,0 +1,141 @@
+"""``portus doctor`` and ``portus format``, on machines without such devices; and the files of /sys
+that tell of them, as a machine that has them shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from portus.cli.doctor import measure
+from portus.cli.machine import Found, Machine
+from portus.errors import UsageError
+from tests.unit.cli.scene import portus, portus_json
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def tell(machine: Machine, **files: str) -> None:
+    """Files below the root of ``machine``; an empty text makes a directory."""
+    for name, text in files.items():
+        path = machine.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n") if text else path.mkdir(exist_ok=True)
+
+
+def topics(found: list[Found], topic: str) -> dict[str, Found]:
+    return {each.name: each for each in found if each.topic == topic}
+
+
+def test_a_machine_without_anything_is_told_so(machine: Machine) -> None:
+    found = list(machine.found())
+    for topic in ("DAX device", "RDMA device", "GPU"):
+        assert topics(found, topic)["-"].text.startswith("none")
+    assert not topics(found, "NVDIMM namespace")
+
+
+def test_a_dax_device_that_no_driver_serves_is_named_with_the_remedy(machine: Machine) -> None:
+    tell(machine, **{"sys/bus/dax/devices/dax2.0/size": "268435456"})
+    [found] = machine.dax_devices()
+    assert found.name == "/dev/dax2.0"
+    assert "no driver" in found.text
+    assert found.advice == "daxctl reconfigure-device --mode=devdax dax2.0"
+
+
+def test_a_raw_namespace_is_told_how_to_become_a_device(machine: Machine) -> None:
+    region = "sys/bus/nd/devices/region0"
+    tell(
+        machine,
+        **{
+            f"{region}/persistence_domain": "memory_controller",
+            f"{region}/namespace0.0/size": "1000",
+            f"{region}/namespace0.0/mode": "raw",
+            f"{region}/namespace0.1/size": "0",
+            f"{region}/namespace0.2/size": "1000",
+            f"{region}/namespace0.2/mode": "dax",
+        },
+    )
+    found = topics(list(machine.namespaces()), "NVDIMM namespace")
+    assert found.keys() == {"namespace0.0", "namespace0.2"}
+    assert "memory_controller" in found["namespace0.0"].text
+    assert found["namespace0.0"].advice.startswith("ndctl create-namespace -f -e namespace0.0")
+    assert ", devdax," in found["namespace0.2"].text
+    assert not found["namespace0.2"].advice
+
+
+def test_rdma_ports_are_told_with_their_state(machine: Machine) -> None:
+    port = "sys/class/infiniband/rxe0/ports/1"
+    tell(
+        machine,
+        **{
+            "sys/class/infiniband/rxe0/parent": "lo",
+            f"{port}/state": "1: DOWN",
+            f"{port}/rate": "2.5 Gb/sec (1X SDR)",
+            f"{port}/link_layer": "Ethernet",
+        },
+    )
+    found = topics(list(machine.rdma()), "RDMA device")
+    assert (
+        found["rxe0"].text == "port 1 DOWN, Ethernet, 2.5 Gb/sec (1X SDR), in software (Soft-RoCE)"
+    )
+    assert "bring the link" in found["rxe0"].advice
+    assert {"pyverbs", "locked memory"} <= found.keys()
+
+
+def test_gpus_are_told_with_their_driver(machine: Machine) -> None:
+    tell(
+        machine,
+        **{
+            "dev/nvidia0": "x",
+            "dev/nvidiactl": "x",
+            "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module 550\nGCC",
+        },
+    )
+    found = topics(list(machine.gpus()), "GPU")
+    assert found["/dev/nvidia0"].text == "NVIDIA UNIX x86_64 Kernel Module 550"
+    assert found.keys() == {"/dev/nvidia0", "nvidia_peermem"}
+
+
+def test_a_library_told_to_flush_nothing_is_not_usable(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMEM_NO_FLUSH", "1")
+    found = machine.libpmem()
+    assert "not usable" in found.text
+    assert "unset it" in found.text
+
+
+def test_a_place_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    speeds = measure(str(tmp_path), 1 << 20)
+    assert min(speeds.save, speeds.load, speeds.memory) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_directory_is_not_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "missing", Path("/dev/null")):
+        with pytest.raises(UsageError, match="expected a directory, or a DAX device"):
+            measure(str(place), 1 << 20)
+
+
+def test_the_document_holds_what_the_lines_say(tmp_path: Path) -> None:
+    document = portus_json("doctor", str(tmp_path), str(tmp_path / "missing"))
+    assert [each["place"] for each in document["places"]] == [str(tmp_path)]
+    assert list(document["not_measured"]) == [str(tmp_path / "missing")]
+    topics = {each["topic"] for each in document["found"]}
+    assert {"DAX device", "libpmem", "RDMA device", "GPU", "copy helper"} <= topics
+    said = portus("doctor", str(tmp_path))
+    assert said.code == 0
+    assert str(tmp_path) in said.out
+
+
+def test_only_a_dax_device_can_be_formatted(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path, Path("/dev/null")):
+        said = portus("format", str(place), "--force")
+        assert said.code == 2
+        assert "expected a DAX device" in said.err
+    assert (tmp_path / "file").read_bytes() == b""

@@ -1,0 +1,180 @@
+"""Pools on devices, made in place: every crash leaves a pool, or a device that is blank (V2)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import pytest
+
+from portus.errors import CorruptionError, UsageError
+from portus.format.layout import DATA_START, SUPERBLOCK_OFFSETS
+from portus.index.check import check
+from portus.index.device import is_blank, make_pool, settle
+from portus.index.findings import Severity
+from portus.index.pool import PoolReader, PoolWriter
+from portus.index.roots import whole_superblock
+from portus.media.base import Medium
+from portus.media.lock import ProcessLocks
+from portus.media.memory import Memory
+from portus.spec import PAGE
+from portus.testing import lines
+from portus.testing.crash import CrashFiles
+from portus.testing.explore import Explorer
+from tests.unit.index.pools import save
+
+DEVICE: Final = "/device"
+SIZE: Final = 24 * PAGE
+
+BEGUN: Final = "begun"
+MADE: Final = "made"
+"""What a process reports when it has made a pool, or found one; and before it does so by force."""
+
+
+def device(content: bytes = b"") -> Callable[[], CrashFiles]:
+    def start() -> CrashFiles:
+        files = CrashFiles()
+        lines.make_device(files, DEVICE, SIZE, content)
+        return files
+
+    return start
+
+
+def make_if_blank(files: CrashFiles, report: Callable[[str], None]) -> None:
+    medium = lines.open_device(files, DEVICE)
+    if is_blank(medium):
+        make_pool(medium)
+    settle(medium)
+    report(MADE)
+    PoolWriter(medium, ProcessLocks())
+
+
+def make_anyway(files: CrashFiles, report: Callable[[str], None]) -> None:
+    report(BEGUN)
+    make_pool(lines.open_device(files, DEVICE))
+    report(MADE)
+
+
+def assert_pool(medium: Medium) -> PoolReader:
+    assert not is_blank(medium)
+    pool = PoolReader(medium, ProcessLocks())
+    errors = [each for each in check(pool) if each.severity is Severity.ERROR]
+    # The text of who writes has no digest, and may be torn: that breaks F2.
+    broken = [str(each) for each in errors if each.invariant != "F2"]
+    assert not broken, broken
+    return pool
+
+
+def blank_or_a_pool(files: CrashFiles, facts: Sequence[str]) -> None:
+    medium = lines.open_device(files, DEVICE)
+    if facts or not is_blank(medium):
+        assert_pool(medium)
+
+
+def old_pool() -> bytes:
+    """A device that holds a pool with two versions."""
+    medium = Memory(SIZE)
+    make_pool(medium)
+    writer = PoolWriter(medium, ProcessLocks())
+    for step in (1, 2):
+        save(writer, "a", step, [bytes([step]) * 5000])
+    assert medium.size == SIZE
+    content = bytearray(SIZE)
+    medium.load(0, memoryview(content))
+    writer.close()
+    return bytes(content)
+
+
+def test_every_crash_leaves_a_blank_device_or_a_pool() -> None:
+    found = Explorer(
+        processes=[make_if_blank, make_if_blank, make_if_blank],
+        verify=blank_or_a_pool,
+        start=device(),
+        budgets=(300, 30, 5),
+    ).explore()
+    print(found)
+    assert len(found.images) > 150
+
+
+def test_a_pool_is_never_taken_for_blank_and_made_anew_by_force_alone() -> None:
+    content = old_pool()
+
+    def verify(files: CrashFiles, facts: Sequence[str]) -> None:
+        """The old pool, nobody's (a wish may be repeated), or blank; and the new one at the end."""
+        medium = lines.open_device(files, DEVICE)
+        if facts[-1:] == (MADE,):
+            assert not assert_pool(medium).catalogue().ids()
+            return
+        if not is_blank(medium):
+            try:
+                ids = PoolReader(medium, ProcessLocks()).catalogue().ids()
+            except CorruptionError:
+                return
+            assert ids in ({1, 2}, {1}, set())
+            return
+        make_pool(medium)
+        assert_pool(medium)
+
+    found = Explorer(
+        processes=[make_anyway, make_anyway],
+        verify=verify,
+        start=device(content),
+        budgets=(300, 30),
+    ).explore()
+    print(found)
+    assert len(found.images) > 150
+
+
+@pytest.fixture
+def medium() -> Memory:
+    return Memory(SIZE)
+
+
+def test_zeros_are_blank(medium: Memory) -> None:
+    assert is_blank(medium)
+    medium.store(DATA_START, b"behind the header is data")
+    assert is_blank(medium)
+
+
+@pytest.mark.parametrize("offset", [0, 512, 1024, PAGE, 3 * PAGE, 5 * PAGE, DATA_START - 1])
+def test_what_somebody_else_wrote_is_not_blank(medium: Memory, offset: int) -> None:
+    medium.store(offset, b"x")
+    assert not is_blank(medium)
+
+
+def test_a_device_without_room_for_a_header_is_refused() -> None:
+    with pytest.raises(UsageError, match="needs 32768 bytes"):
+        is_blank(Memory(DATA_START - 1))
+
+
+def test_a_pool_that_holds_something_is_not_blank_without_its_first_superblock() -> None:
+    medium = Memory(SIZE)
+    medium.store(0, old_pool())
+    medium.store(SUPERBLOCK_OFFSETS[0], bytes(PAGE))
+    assert not is_blank(medium)
+    assert PoolReader(medium, ProcessLocks()).catalogue().ids() == {1, 2}
+
+
+def test_a_pool_is_not_blank_whichever_byte_of_its_header_is_damaged() -> None:
+    content = bytearray(old_pool())
+    tried = 0
+    for offset in (*range(128), *range(PAGE, PAGE + 128), *range(4 * PAGE, 4 * PAGE + 128)):
+        medium = Memory(SIZE)
+        medium.store(0, bytes(content))
+        medium.store(offset, bytes([content[offset] ^ 0xFF]))
+        assert not is_blank(medium), f"byte {offset}"
+        medium.close()
+        tried += 1
+    assert tried == 384
+
+
+def test_making_a_pool_touches_nothing_behind_its_header() -> None:
+    data = random.Random(1).randbytes(SIZE)
+    medium = Memory(SIZE)
+    medium.store(0, data)
+    make_pool(medium)
+    found = bytearray(SIZE)
+    medium.load(0, memoryview(found))
+    assert found[DATA_START:] == data[DATA_START:]
+    assert whole_superblock(medium, 0) == whole_superblock(medium, 4 * PAGE) is not None
