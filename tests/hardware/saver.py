@@ -20,6 +20,7 @@ from portus.index.findings import Severity
 from portus.index.pool import PoolReader, PoolWriter
 from portus.index.records import VersionEntry, encode_layout
 from portus.media.local import LocalFiles
+from portus.pipeline.draft import PoolDraft
 from portus.pipeline.plan import Before, Snapshot
 from portus.pipeline.run import Policy, Save
 from portus.spec import TensorSpec
@@ -63,9 +64,10 @@ class Pool:
         found = self.writer.catalogue().models.get(MODEL)
         versions = found.versions if found else ()
         retired = [entry.info.id for entry in versions[: len(versions) + 1 - KEEP]]
+        snapshot = _snapshot(step)
         save = Save(
-            _snapshot(step),
-            self.writer,
+            snapshot,
+            PoolDraft(self.writer, snapshot.length),
             lambda: self._before,
             Policy(retire=lambda: retired, committed=self._committed),
         )
