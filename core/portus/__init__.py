@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     )
     from portus.client.checkpointer import Checkpointer as Checkpointer
     from portus.client.materialize import materialize as materialize
+    from portus.client.mend import mend as mend
+    from portus.client.pack import pack as pack
+    from portus.client.pack import unpack as unpack
     from portus.client.resolve import allow as allow
     from portus.client.resolve import is_reference as is_reference
     from portus.client.resolve import load_reference as load_reference
@@ -60,9 +63,12 @@ _MODULE_OF: Final = {
     "is_reference": "portus.client.resolve",
     "load_reference": "portus.client.resolve",
     "materialize": "portus.client.materialize",
+    "mend": "portus.client.mend",
     "open": "portus.client.view:PoolView",
+    "pack": "portus.client.pack",
     "register_reference_loader": "portus._autoload",
     "this_is_a_reference_run_portus_materialize": "portus._autoload",
+    "unpack": "portus.client.pack",
 }
 
 

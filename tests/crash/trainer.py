@@ -426,7 +426,7 @@ class Trainer:
         save.result(0)
 
     def publish(self, path: str) -> None:
-        self.keeper.settle(path)
+        self.keeper.settle([path])
 
     def committed(self, version: Before, path: str | None) -> None:
         info = version.record.info

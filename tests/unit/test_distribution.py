@@ -38,6 +38,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tree, "sdist")
 
 
+PACKAGES = {"portus", "portus_accelerate", "portus_lightning"}
+
+
 @pytest.fixture(scope="module")
 def wheel(source: Path) -> list[str]:
     """The names in the wheel that the source archive builds into, as a user's pip would."""
@@ -50,7 +53,7 @@ def wheel(source: Path) -> list[str]:
 
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"portus", "portus_lightning"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
     assert {"portus/py.typed", "portus_lightning/py.typed", "portus/testing/__init__.py"} <= {
         *wheel
     }
@@ -58,7 +61,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: list[str]) -> None
 
 def test_the_wheel_holds_every_module_once(wheel: list[str]) -> None:
     expected = [path.relative_to(ROOT / "core") for path in (ROOT / "core/portus").rglob("*.py")]
-    expected += [path.relative_to(ROOT) for path in (ROOT / "portus_lightning").rglob("*.py")]
+    for adapter in PACKAGES - {"portus"}:
+        expected += [path.relative_to(ROOT) for path in (ROOT / adapter).rglob("*.py")]
     assert sorted(n for n in wheel if n.endswith(".py")) == sorted(map(str, expected))
     assert len(wheel) == len(set(wheel))
 

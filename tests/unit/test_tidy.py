@@ -19,11 +19,14 @@ BROAD_EXCEPT = {
     "core/portus/_autoload.py: register": "an error here would break import torch for everybody",
     "core/portus/client/fence.py: _settle": "inside the user's step; ours must not end training",
     "core/portus/pipeline/queue.py: _run": "the top of the worker thread; the error is kept",
+    "portus_accelerate/autoload.py: register": "the same as in core/portus/_autoload.py",
+    "portus_accelerate/autoload.py: look": "inside of an import; it is said, and stock goes on",
 }
 
 # Who may unpickle or write a pickle, and why. Nothing read from a pool ever is (V6).
 PICKLE = {
     "core/portus/client/materialize.py": "writes a torch file from a state that was verified",
+    "portus_accelerate/saver.py": "writes what Portus cannot store, as Accelerate would",
 }
 
 

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Final, Literal
 
@@ -33,6 +34,9 @@ from portus.spec import VersionInfo
 _log: Final = logging.getLogger("portus")
 
 OnError = Literal["warn", "raise"]
+
+References = Mapping[str, str | None]
+"""Absolute paths of reference files, and the part of the state that each leads to (None: all)."""
 
 _RECORDS: Final = 1 << 20
 """Bytes of room for the records of a version, roughly."""
@@ -120,7 +124,7 @@ class Checkpointer:
         state: object,
         step: int,
         *,
-        reference: str | os.PathLike[str] | None = None,
+        reference: str | os.PathLike[str] | Mapping[str, str] | None = None,
         synchronous: bool = False,
     ) -> SaveHandle:
         """Save ``state`` as it is now: nested dicts and lists of tensors and plain values.
@@ -130,6 +134,8 @@ class Checkpointer:
 
         reference: put a small file here that ``torch.load`` follows into the pool. On a new path
             it is there when this returns; what is at an existing path is replaced at the commit.
+            A dict of paths puts a file at each, which leads to the value that ``state``, a dict,
+            has for the key given.
         synchronous: copy everything, and return when the version is durable (or failed).
 
         Raises ``UsageError`` naming the key path of what cannot be saved. What fails later is on
@@ -146,7 +152,7 @@ class Checkpointer:
             if not admitted:
                 return SaveHandle(self._refuse(step, queue_s))
             flat = self._snapshots.flatten(state)
-            save = self._begin(job, flat, step, _absolute(reference), synchronous)
+            save = self._begin(job, flat, step, _references(reference, state), synchronous)
             save.stats.queue_s = queue_s
             if save.over:
                 self._queue.dismiss(place)
@@ -212,10 +218,12 @@ class Checkpointer:
             )
         )  # fmt: skip
 
-    def load_version(self, token: bytes) -> object:
-        """The verified state of the version that reference files call ``token``."""
+    def load_version(self, token: bytes, part: str | None = None) -> object:
+        """The verified state of the version that reference files call ``token``, or the value of
+        its key ``part``."""
         pool = self._pool_to_read()
-        return restore.load(pool, view.of_token(pool.catalogue(), token), verify=self._verify)
+        entry = view.of_token(pool.catalogue(), token)
+        return restore.load_part(pool, entry, part, verify=self._verify)
 
     def steps(self) -> list[int]:
         """Steps of the committed versions, oldest commit first. A step may come twice."""
@@ -227,15 +235,17 @@ class Checkpointer:
         found = self._writer.catalogue().models.get(self.model) if self._writer else None
         return [entry.info for entry in found.versions] if found else []
 
-    def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove a reference file, and then the version that it alone leads to.
+    def remove(self, path: str | os.PathLike[str], *, after: SaveHandle | None = None) -> None:
+        """Remove a reference file, or a directory with all that is in it, and then the versions
+        that were led to from there alone.
 
-        Queued behind the saves asked for before; returns at once. A file that is no reference is
-        removed too. What goes wrong is reported as for a save.
+        after: only if this save is committed by then (V5). Queued behind the saves asked for
+        before; returns at once. A file that is no reference is removed too. What goes wrong is
+        reported as for a save.
         """
         self._check_usable()
         self._open_or_create()
-        self._queue.put(_Removal(self, _absolute(path) or ""))
+        self._queue.put(_Removal(self, os.path.abspath(os.fspath(path)), after))
 
     def fence(self) -> None:
         """Return when no save in flight reads the caller's tensors any more."""
@@ -311,7 +321,7 @@ class Checkpointer:
     # Saving.
 
     def _begin(
-        self, job: _Job, flat: FlatState, step: int, path: str | None, synchronous: bool
+        self, job: _Job, flat: FlatState, step: int, references: References, synchronous: bool
     ) -> Save:
         """Plan the save of ``job``, and copy what may not wait. A medium that refuses is kept in
         the save; after any other error, or Ctrl-C, ``job`` has to be given up."""
@@ -319,24 +329,23 @@ class Checkpointer:
         snapshot = self._snapshots.take(
             flat, step, synchronous=synchronous, unchanged=self._nothing_stepped()
         )
-        placed = path is not None and keeper.is_new(path)
+        placed = {path: references[path] for path in references if keeper.is_new(path)}
+        replaced = {path: references[path] for path in references if path not in placed}
         tensors = flat.tensors  # the policy outlives the copy, so it must not hold the storages
         policy = Policy(
             retire=lambda: self._surplus(writer, keeper, snapshot.token),
             describe=lambda index: name_of(tensors, index),
             audit=self._audited,
-            publishing=lambda: keeper.settle(path) if placed and path else None,
-            committed=lambda version, steady: self._committed(
-                version, steady, None if placed else path
-            ),
+            publishing=lambda: keeper.settle(placed),
+            committed=lambda version, steady: self._committed(version, steady, replaced),
             guilty=self._snapshots.accuse,
         )
         save = job.save = Save(snapshot, self._home.draft(snapshot), lambda: self._before, policy)
         try:
             self._check_room(writer, snapshot)
             save.copy_now()
-            if placed and path is not None:
-                keeper.place(path, snapshot.token, step, self.model)
+            for path, part in placed.items():
+                keeper.place(path, snapshot.token, step, self.model, part)
             self._fence.guard(save)
         except (MediumError, TransportError) as error:
             save.fail(error)
@@ -371,13 +380,14 @@ class Checkpointer:
         free = [entry.info.id for entry in found.versions if entry.info.id not in held]
         return free[: max(0, len(free) - (self._keep - 1))]
 
-    def _committed(self, version: Before, steady: Flags, path: str | None) -> None:
-        """On the worker, right after a commit. ``path``: a reference file to replace now."""
+    def _committed(self, version: Before, steady: Flags, replaced: References) -> None:
+        """On the worker, right after a commit. ``replaced``: files to replace now."""
         self._before = version
         self._snapshots.learn(steady)
         self._audited += 1
-        if path is not None and self._keeper is not None:
-            self._keeper.replace(path, version.record.info)
+        assert self._keeper is not None
+        for path, part in replaced.items():
+            self._keeper.replace(path, version.record.info, part)
 
     def _after(self, save: Save) -> None:
         """On the worker, when nobody waits any more."""
@@ -539,15 +549,22 @@ class _Preparation(_Chore):
 class _Removal(_Chore):
     """A removal in the queue."""
 
-    def __init__(self, owner: Checkpointer, path: str) -> None:
+    def __init__(self, owner: Checkpointer, path: str, after: SaveHandle | None) -> None:
         super().__init__(owner)
         self._path: Final = path
+        self._after: Final = after
 
     def run(self) -> None:
         keeper = self._owner._keeper
         assert keeper is not None
+        if self._after is not None and not self._after.committed:
+            _log.warning("portus: %s stays: the save that was to replace it failed", self._path)
+            return
         try:
-            keeper.remove(self._path)
+            if os.path.isdir(self._path) and not os.path.islink(self._path):
+                keeper.remove_directory(self._path)
+            else:
+                keeper.remove(self._path)
         except PortusError as error:
             _log.warning("portus: %s was not removed: %s", self._path, error)
 
@@ -583,5 +600,15 @@ def _checked_step(step: int) -> int:
     return number
 
 
-def _absolute(path: str | os.PathLike[str] | None) -> str | None:
-    return None if path is None else os.path.abspath(os.fspath(path))
+def _references(
+    reference: str | os.PathLike[str] | Mapping[str, str] | None, state: object
+) -> References:
+    """Absolute paths, and which part of ``state`` each is to lead to."""
+    if reference is None:
+        return {}
+    if not isinstance(reference, Mapping):
+        return {os.path.abspath(os.fspath(reference)): None}
+    for path, part in reference.items():
+        if not isinstance(state, dict) or part not in state:
+            raise UsageError(f"reference: {path} is to lead to {part!r}, which is no key of state")
+    return {os.path.abspath(path): part for path, part in reference.items()}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, Protocol
 
 from portus.client import reference as files_of
@@ -82,8 +83,11 @@ class Keeper:
         """True if nothing is at ``path`` yet."""
         return os.path.basename(path) not in self._files.entries(os.path.dirname(path))
 
-    def place(self, path: str, token: bytes, step: int, model: str) -> Reference:
-        """Put a reference to the version ``token``, to come or committed, at ``path``."""
+    def place(
+        self, path: str, token: bytes, step: int, model: str, part: str | None = None
+    ) -> Reference:
+        """Put a reference to the version ``token``, to come or committed, at ``path``; or to the
+        ``part`` of its state that has this key."""
         self._make_directories(path)
         fallback = self._newest(model, token)
         relative = os.path.relpath(self._path, os.path.dirname(path)).replace(os.sep, "/")
@@ -99,22 +103,24 @@ class Keeper:
             written_ns=time.time_ns(),
             fallback=fallback.token.hex() if fallback else None,
             fallback_step=fallback.step if fallback else None,
+            part=part,
         )
         files_of.place(path, made, self._files, self._directory)
         with self._guard:
             self._known[made.id] = made
         return made
 
-    def settle(self, path: str) -> None:
-        """Return when the reference at ``path`` survives power loss."""
-        files_of.settle(path, self._files, self._directory)
+    def settle(self, paths: Iterable[str]) -> None:
+        """Return when the references at ``paths`` survive power loss."""
+        for path in {os.path.dirname(path): path for path in paths}.values():
+            files_of.settle(path, self._files, self._directory)
 
-    def replace(self, path: str, info: VersionInfo) -> None:
+    def replace(self, path: str, info: VersionInfo, part: str | None = None) -> None:
         """Put a reference to a committed version in place of what is at ``path``, durably, and
         let go of the version that was led to from there."""
         old = files_of.read_through(path, self._files)
-        self.place(path, info.token, info.step, info.model)
-        self.settle(path)
+        self.place(path, info.token, info.step, info.model, part)
+        self.settle([path])
         if old is not None:
             self._let_go(old)
 
@@ -124,6 +130,54 @@ class Keeper:
         files_of.take_away(path, self._files)
         if old is not None:
             self._let_go(old)
+
+    def remove_directory(self, path: str) -> None:
+        """Remove a directory, durably, and then what its files alone led to."""
+        led = [
+            old
+            for directory, _, names in os.walk(path)
+            for name in names
+            if (old := files_of.read_through(os.path.join(directory, name), self._files))
+        ]
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            raise MediumError(error.errno, f"cannot remove {path}: {error.strerror}") from error
+        files_of.settle_removals(os.path.dirname(path), self._files)
+        for old in led:
+            self._let_go(old)
+
+    def mend(self, *, uncommitted: bool) -> list[str]:
+        """Undo what the death of a process left half done; the paths of files that are gone.
+
+        Files of one directory that lead to parts of a state come to lead to parts of the same
+        version, the newest one: a save into an existing directory was cut off while it replaced
+        them. uncommitted: remove files whose version was never committed, or was retired.
+        """
+        alive, _ = self._read_links()
+        entries = self._writer.catalogue().entries()
+        committed = {entry.info.token.hex(): entry.info for entry in entries}
+        newest: dict[str, VersionInfo] = {}
+        for each in alive:
+            info = committed.get(each.token)
+            if info is not None and each.part is not None:
+                home = os.path.dirname(each.written_path)
+                newest[home] = max(newest.get(home, info), info, key=lambda info: info.commit)
+        removed = []
+        for each in alive:
+            info = committed.get(each.token)
+            best = newest.get(os.path.dirname(each.written_path)) if each.part else None
+            if not self._is_where_written(each):
+                continue  # somebody moved it, and may know why
+            if info is None and uncommitted:
+                self.remove(each.written_path)
+                removed.append(each.written_path)
+            elif info is not None and best is not None and info.commit < best.commit:
+                self.replace(each.written_path, best, each.part)
+        return removed
+
+    def _is_where_written(self, reference: Reference) -> bool:
+        return files_of.read_through(reference.written_path, self._files) == reference
 
     def held(self, catalogue: Catalogue, coming: bytes = b"") -> set[int]:
         """Versions that reference files lead to, as far as is known without looking. ``coming``:

@@ -67,8 +67,9 @@ class ReadablePool(Protocol):
     def uuid(self) -> bytes:
         """The pool's identity, 16 bytes."""
 
-    def load_version(self, token: bytes) -> object:
-        """The verified state of a version; ``StaleError`` if the pool does not hold it."""
+    def load_version(self, token: bytes, part: str | None = None) -> object:
+        """The verified state of a version, or the value of its key ``part``; ``StaleError`` if
+        the pool does not hold it."""
 
 
 class OpenPool(ReadablePool, Protocol):
@@ -192,11 +193,11 @@ def _load(reference: Reference, path: str | None, pools: Pools) -> object:
     reference = _settled(reference, path, pools)
     with _pool_of(reference, path, pools) as pool:
         try:
-            return pool.load_version(bytes.fromhex(reference.token))
+            return pool.load_version(bytes.fromhex(reference.token), reference.part)
         except StaleError:
             newer = read(path) if path else None  # replaced since it was read?
             if newer is not None and newer.id != reference.id and newer.pool == reference.pool:
-                return pool.load_version(bytes.fromhex(newer.token))
+                return pool.load_version(bytes.fromhex(newer.token), newer.part)
             return _fall_back(reference, path, pool)
 
 
@@ -219,7 +220,7 @@ def _fall_back(reference: Reference, path: str | None, pool: ReadablePool) -> ob
             f"lists what the pool holds"
         )
     try:
-        state = pool.load_version(bytes.fromhex(reference.fallback))
+        state = pool.load_version(bytes.fromhex(reference.fallback), reference.part)
     except StaleError as error:
         raise UsageError(
             f"{what} was never committed, or was retired since, and so was step "

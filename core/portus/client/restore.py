@@ -107,15 +107,23 @@ def load(
     Raises ``CorruptionError`` naming model, step, tensor and offset, ``StaleError`` if it was
     retired meanwhile, ``MediumError``.
     """
-    keep = matcher(names)
-    with pool.pinned(entry.info.id) as current:
-        opened = _open(pool, current, verify)
-        wanted = _storages_of(opened, keep)
-        storages = _fetch(opened, wanted)
-    try:
-        return unflatten(opened.tree, opened.tensors, storages, keep)
-    except CorruptionError as error:
-        raise CorruptionError(f"{_where(entry.info)}: {error}") from error
+    return _load(pool, entry, matcher(names), verify)
+
+
+def load_part(
+    pool: PoolReader, entry: VersionEntry, part: str | None, *, verify: bool = True
+) -> object:
+    """The value that the state, a dict, has for the key ``part``, and no more is read of it; all
+    of the state for None.
+
+    Raises as ``load``, and ``CorruptionError`` if there is no such key.
+    """
+    if part is None:
+        return load(pool, entry, verify=verify)
+    state = _load(pool, entry, lambda path: path == part or path.startswith(f"{part}."), verify)
+    if not isinstance(state, dict) or part not in state:
+        raise CorruptionError(f"{_where(entry.info)}: its state has no part {part!r}")
+    return state[part]
 
 
 def verify(
@@ -217,6 +225,18 @@ def view_of(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, spec.dtype)
     blank = torch.empty(0, dtype=dtype, device=storage.device)
     return blank.set_(storage, spec.offset, spec.shape, spec.strides)
+
+
+def _load(
+    pool: PoolReader, entry: VersionEntry, keep: Callable[[str], bool] | None, verify: bool
+) -> object:
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, verify)
+        storages = _fetch(opened, _storages_of(opened, keep))
+    try:
+        return unflatten(opened.tree, opened.tensors, storages, keep)
+    except CorruptionError as error:
+        raise CorruptionError(f"{_where(entry.info)}: {error}") from error
 
 
 def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _Opened:

@@ -81,9 +81,10 @@ class PoolFile:
         """True while somebody has the pool open for saving."""
         return self.reader.locks.has_writer()
 
-    def load_version(self, token: bytes) -> object:
-        """The verified state of a version; ``StaleError`` if the pool does not hold it."""
-        return restore.load(self.reader, of_token(self.reader.catalogue(), token))
+    def load_version(self, token: bytes, part: str | None = None) -> object:
+        """The verified state of a version, or the value of its key ``part``; ``StaleError`` if
+        the pool does not hold it."""
+        return restore.load_part(self.reader, of_token(self.reader.catalogue(), token), part)
 
     def close(self) -> None:
         """Let go of the pool. Loaded states stay."""

@@ -33,7 +33,8 @@ SIZE_MAX: Final = 128 << 10
 
 PATH_MAX: Final = 4096
 NAME_MAX: Final = 4096
-FORMAT: Final = 1
+FORMAT: Final = 2
+"""Of references to a part of a version; those to a whole version have format 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class Reference:
     there was none). ``pool`` is the pool's identity, ``pool_path`` its absolute path and
     ``pool_relative`` its path from the directory of the reference (POSIX slashes). ``written_path``
     is where the reference was first put, absolute; ``written_ns`` is Unix time in nanoseconds.
+    ``part`` is the key of the state, a dict, whose value the reference leads to (None: all of it).
 
     Raises ``UsageError`` for fields that cannot be stored.
     """
@@ -61,6 +63,7 @@ class Reference:
     written_ns: int
     fallback: str | None = None
     fallback_step: int | None = None
+    part: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("id", "token", "pool"):
@@ -70,6 +73,8 @@ class Reference:
         for name in ("pool_path", "pool_relative", "written_path"):
             _check_text(name, getattr(self, name), PATH_MAX)
         _check_text("model", self.model, NAME_MAX)
+        if self.part is not None:
+            _check_text("part", self.part, NAME_MAX)
         for name in ("step", "written_ns"):
             _check_integer(name, getattr(self, name))
         if (self.fallback is None) != (self.fallback_step is None):
@@ -138,7 +143,10 @@ def _text(reference: Reference) -> str:
 
 
 def _body(reference: Reference) -> str:
-    fields = {"portus": FORMAT, **asdict(reference)}
+    fields: dict[str, object] = {"portus": FORMAT, **asdict(reference)}
+    if reference.part is None:
+        del fields["part"]
+        fields["portus"] = 1
     # Pure ASCII, so a path that is not UTF-8 (surrogates) goes there and back unchanged.
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 

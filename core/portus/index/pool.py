@@ -228,15 +228,17 @@ class PoolWriter(PoolReader):
         assert not len(runs), f"{extents} was not reserved"
 
     def ensure(self, free: int) -> Extent:
-        """Grow, if need be, until ``free`` bytes can be reserved; what was added.
+        """Make room until ``free`` bytes can be reserved; what the pool grew by. As for a
+        reservation, it grows last.
 
         Raises ``MediumError``.
         """
         with self._committing:
             before = self.medium.size
             missing = -(-free // PAGE) - page_count(self._free())
-            if missing > 0 and self._settle():
-                missing = -(-free // PAGE) - page_count(self._free())
+            for free_more in (self._settle, self._retire_deleted):
+                if missing > 0 and free_more():
+                    missing = -(-free // PAGE) - page_count(self._free())
             if missing > 0:
                 self._grow(missing)
             return Extent(before, self.medium.size - before)

@@ -46,6 +46,9 @@ class SavePending(Protocol):
     @property
     def over(self) -> bool: ...
 
+    @property
+    def error(self) -> PortusError | None: ...
+
     def result(self, timeout_s: float | None) -> VersionInfo: ...
 
 
@@ -83,6 +86,11 @@ class SaveHandle:
     def done(self) -> bool:
         """True when the save is over: committed, failed or given up."""
         return self._save.over
+
+    @property
+    def committed(self) -> bool:
+        """True when the version is durable."""
+        return self._save.over and self._save.error is None
 
     @property
     def stats(self) -> SaveStats:

@@ -60,8 +60,9 @@ class OneView:
     def has_writer(self) -> bool:
         return self.content.another_writes()
 
-    def load_version(self, token: bytes) -> object:
+    def load_version(self, token: bytes, part: str | None = None) -> object:
         assert not self.closed
+        assert part is None
         if token not in self.content.versions:
             raise StaleError(f"no version {token.hex()}")
         return self.content.versions[token]
@@ -79,8 +80,8 @@ class Saving:
         self.asked = threading.Event()
         self.under_way = True
 
-    def load_version(self, token: bytes) -> object:
-        return self._view.load_version(token)
+    def load_version(self, token: bytes, part: str | None = None) -> object:
+        return self._view.load_version(token, part)
 
     def settle(self, path: str | None, token: bytes) -> bool:
         if not self.under_way or (token != self._token and path != self._path):

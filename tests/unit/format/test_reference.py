@@ -52,8 +52,16 @@ def test_what_was_encoded_comes_back() -> None:
     odd = dataclasses.replace(
         SAMPLE, pool_path="/näme/\udcff\n", model="𝔪", step=-1, written_ns=-(1 << 63)
     )
-    for sample in (SAMPLE, bare, odd):
+    part = dataclasses.replace(SAMPLE, part="optimizer.bin")
+    for sample in (SAMPLE, bare, odd, part):
         assert ref.decode(ref.encode(sample)) == sample
+
+
+def test_a_reference_to_a_part_says_so_to_older_programs() -> None:
+    text = ref._body(dataclasses.replace(SAMPLE, part="optimizer.bin"))
+    assert json.loads(text)["portus"] == 2
+    assert json.loads(ref._body(SAMPLE))["portus"] == 1
+    assert "part" not in json.loads(ref._body(SAMPLE))
 
 
 def test_the_bytes_never_change() -> None:
@@ -167,7 +175,7 @@ def test_fields_out_of_range_are_damage(changes: dict[str, object]) -> None:
 
 def test_a_newer_format_says_to_upgrade() -> None:
     with pytest.raises(UsageError, match="upgrade"):
-        ref.decode(with_fields(portus=2, something="new"))
+        ref.decode(with_fields(portus=3, something="new"))
 
 
 def test_fields_that_cannot_be_stored_are_refused_before_they_are_written() -> None:

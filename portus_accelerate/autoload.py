@@ -1,0 +1,72 @@
+"""The entry point ``torch.backends``: what makes the flag work with an unchanged script.
+
+torch calls ``register`` at the end of ``import torch``, in every program on a machine with Portus.
+So it must be fast, import next to nothing, and never raise. Where the flag is off it does nothing;
+where it is on it waits for Accelerate to be imported, and hands over to ``patch``. In the process
+of ``accelerate launch`` it waits for the code that reads the YAML, which refuses unknown keys.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Final
+
+FLAG: Final = "PORTUS_ACCELERATE"
+
+
+def register() -> None:
+    """See the module."""
+    try:
+        if is_on():
+            watch("accelerate.accelerator", "Accelerator", "portus_accelerate.patch")
+        elif _is_launcher(sys.orig_argv):
+            place = "accelerate.commands.config.config_args"
+            watch(place, "ClusterConfig", "portus_accelerate.launching")
+    except Exception:  # see the module: import torch must go on whatever happens
+        return
+
+
+def is_on() -> bool:
+    """True if the environment says that Portus saves for Accelerate."""
+    return os.environ.get(FLAG, "").lower() not in ("", "0", "false", "no", "off")
+
+
+def watch(module: str, name: str, hook: str) -> None:
+    """Call ``install`` of the module ``hook`` as soon as ``module`` is loaded and has ``name``."""
+    watcher = _Watcher(module, name, hook)
+    sys.meta_path.insert(0, watcher)
+    watcher.look()
+
+
+class _Watcher:
+    """Finds no module. Python asks it at every import, and so it sees when one was loaded."""
+
+    def __init__(self, module: str, name: str, hook: str) -> None:
+        self._module: Final = module
+        self._name: Final = name
+        self._hook: Final = hook
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Part of Python's protocol; never finds anything."""
+        self.look()
+
+    def look(self) -> None:
+        """Hand over if the module is there. Never raises."""
+        module = sys.modules.get(self._module)
+        if module is None or not hasattr(module, self._name):
+            return
+        spec = getattr(module, "__spec__", None)
+        if getattr(spec, "_initializing", False) or self not in sys.meta_path:
+            return
+        sys.meta_path.remove(self)
+        try:
+            importlib.import_module(self._hook).install()
+        except Exception as error:  # stock behaviour goes on, and it is said
+            sys.stderr.write(f"portus: the flag for Accelerate has no effect: {error!r}\n")
+
+
+def _is_launcher(arguments: list[str]) -> bool:
+    """True in the process of ``accelerate launch``, by whatever name it was started."""
+    return any("accelerate" in os.path.basename(argument) for argument in arguments[:4])

@@ -1,0 +1,101 @@
+"""What Accelerate would write into a checkpoint directory, taken from it instead of written.
+
+``Accelerator.save_state`` decides what is saved, and by what name, in a dozen calls of ``save``
+and ``torch.save`` within ``accelerate.checkpointing``. While a ``Capture`` is on, these calls go
+to it. So whatever Accelerate saves is saved, of any version and device, and the objects are the
+live ones: nothing was copied or pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Final
+
+Writer = Callable[..., Any]
+
+_SAFE: Final = "model"
+_TORCH: Final = "pytorch_model"
+"""What Accelerate calls a model's file, as safetensors and as a torch file."""
+
+
+class Capture:
+    """The files of one checkpoint directory: what each is to hold, and how to write it."""
+
+    def __init__(self) -> None:
+        self.parts: Final[dict[str, Any]] = {}
+        """By file name. Model files have the names that go with ``torch.load``."""
+        self.writes: Final[list[Callable[[], Any]]] = []
+        """What Accelerate itself would have done, in order."""
+
+    def add(self, path: Any, value: Any, write: Callable[[], Any], *, is_ours: bool) -> None:
+        """``value`` is to be at ``path``. is_ours: false where another process writes the file."""
+        self.writes.append(write)
+        if is_ours:
+            self.parts[torch_name(os.path.basename(os.fspath(path)))] = value
+
+
+def torch_name(name: str) -> str:
+    """The name of a torch file with the same content: a reference is read by ``torch.load``."""
+    stem, extension = os.path.splitext(name)
+    if extension != ".safetensors":
+        return name
+    stem = _TORCH + stem[len(_SAFE) :] if stem.startswith(_SAFE) else stem
+    return f"{stem}.bin"
+
+
+_current: Final[contextvars.ContextVar[Capture | None]] = contextvars.ContextVar(
+    "portus_capture", default=None
+)
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[Capture]:
+    """What this thread has Accelerate save inside goes to the capture."""
+    capture = Capture()
+    token = _current.set(capture)
+    try:
+        yield capture
+    finally:
+        _current.reset(token)
+
+
+def save_of(stock: Writer, is_writer: Callable[[bool], bool]) -> Writer:
+    """In place of ``accelerate.checkpointing.save``. is_writer: whether this process writes what
+    is saved once (or once per node)."""
+
+    def save(obj: Any, f: Any, save_on_each_node: bool = False, **named: Any) -> Any:
+        capture = _current.get()
+        if capture is None:
+            return stock(obj, f, save_on_each_node=save_on_each_node, **named)
+        capture.add(
+            f,
+            obj,
+            lambda: stock(obj, f, save_on_each_node=save_on_each_node, **named),
+            is_ours=is_writer(save_on_each_node),
+        )
+        return None
+
+    return save
+
+
+class Torch(ModuleType):
+    """In place of ``torch`` within ``accelerate.checkpointing``: the same, but for ``save``."""
+
+    def __init__(self, torch: ModuleType) -> None:
+        super().__init__("torch")
+        self._torch: Final = torch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+    def save(self, obj: Any, f: Any, *more: Any, **named: Any) -> Any:
+        """``torch.save``, or what to save for the capture that is on. Every process writes."""
+        capture = _current.get()
+        if capture is None:
+            return self._torch.save(obj, f, *more, **named)
+        capture.add(f, obj, lambda: self._torch.save(obj, f, *more, **named), is_ours=True)
+        return None

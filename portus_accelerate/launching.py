@@ -1,0 +1,42 @@
+"""``portus_config:`` in the YAML of ``accelerate launch``.
+
+Accelerate refuses keys that it does not know. So in the process of ``accelerate launch``, and only
+there, the key is taken out before it looks, and put into the environment, which the processes that
+it starts inherit. A file without the key goes the way it always went.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Final
+
+from portus_accelerate.autoload import FLAG
+from portus_accelerate.settings import VARIABLE, from_mapping, to_text
+
+KEY: Final = "portus_config"
+
+
+def install() -> None:
+    """Teach the loaded ``accelerate.commands.config.config_args`` the key."""
+    module: Any = sys.modules["accelerate.commands.config.config_args"]
+    base = module.BaseConfig
+    process = base.process_config
+
+    def process_config(config: Any) -> Any:
+        if isinstance(config, dict) and KEY in config:
+            _tell(config.pop(KEY))
+        return process(config)
+
+    base.process_config = staticmethod(process_config)
+
+
+def _tell(values: object) -> None:
+    """Put the flag into the environment. Raises ``UsageError`` for what it does not know."""
+    if values is False:
+        return
+    settings = from_mapping(values if isinstance(values, dict) else {}, KEY)
+    if settings.pool is not None:
+        os.environ["PORTUS_POOL"] = os.path.abspath(os.path.expanduser(settings.pool))
+    os.environ[VARIABLE] = to_text(settings)
+    os.environ.setdefault(FLAG, "1")

@@ -1,0 +1,197 @@
+"""The places in Accelerate where Portus comes in.
+
+All of them do what they always did for an ``Accelerator`` that has no ``Saver``. Naming, hooks and
+what is saved stay Accelerate's own.
+
+name                             what changes for an Accelerator with a Saver
+``Accelerator.__init__``         makes the Saver, if the flag is on
+``Accelerator.save_state``       what is written goes to the Saver; ``total_limit`` after the commit
+``Accelerator.load_state``       waits for saves in flight; the newest that can be loaded
+``Accelerator.end_training``     finishes saves before the process group goes
+``load_accelerator_state``       puts back what exact resume needs
+``__iter__`` of the loaders      remembers the generators at the start of an epoch
+``save``, ``torch`` in           what is saved inside of ``save_state`` is captured
+  ``accelerate.checkpointing``
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import portus
+from portus_accelerate import autoload, capture, resume
+from portus_accelerate.saver import Saver
+from portus_accelerate.settings import from_environment, from_mapping
+
+_log: Final = logging.getLogger("portus_accelerate")
+
+OLDEST: Final = (1, 0)
+NEWEST: Final = (1, 15)
+"""Versions of Accelerate that this was made for, both included."""
+
+_SAVER: Final = "_portus_saver"
+
+_reason = "Accelerate was not imported, or the flag is off"
+
+
+def status() -> str:
+    """Whether Accelerate was told about Portus in this process; if not, why not. One line."""
+    return _reason
+
+
+def install() -> None:
+    """Change the loaded Accelerate. A version outside the range is left alone, and that is said.
+
+    Raises nothing that leaves Accelerate half changed.
+    """
+    global _reason
+    version = getattr(sys.modules["accelerate"], "__version__", "?")
+    if not OLDEST <= _numbers(version)[:2] <= NEWEST:
+        _reason = (
+            f"Accelerate {version} is not one that this Portus knows "
+            f"({_text(OLDEST)} to {_text(NEWEST)}): it saves checkpoints by itself"
+        )
+        _log.warning("Portus: %s", _reason)
+        return
+    if is_installed():
+        return
+    for owner, name, value in _changes():  # all were made before the first is put in place
+        setattr(owner, name, value)
+    _reason = f"on, for Accelerate {version}"
+
+
+def is_installed() -> bool:
+    """True once Accelerate was changed."""
+    module = sys.modules.get("accelerate.checkpointing")
+    return isinstance(getattr(module, "torch", None), capture.Torch)
+
+
+def enable(accelerator: Any, **settings: Any) -> None:
+    """Let Portus save and load for ``accelerator``; for those who prefer to say it in the script.
+
+    settings: the fields of ``Settings``. A second call does nothing. Raises ``UsageError`` for a
+    setting or a version of Accelerate that Portus does not know.
+    """
+    install()
+    if not is_installed():
+        raise portus.UsageError(_reason)
+    if _saver_of(accelerator) is None:
+        chosen = from_mapping(settings, "portus_accelerate.enable")
+        setattr(accelerator, _SAVER, Saver(accelerator, chosen))
+
+
+def _changes() -> list[tuple[Any, str, Any]]:
+    module: Any = sys.modules["accelerate.accelerator"]
+    writing: Any = sys.modules["accelerate.checkpointing"]
+    loading: Any = sys.modules["accelerate.data_loader"]
+    accelerator = module.Accelerator
+    changes = [
+        (accelerator, "__init__", _made(accelerator.__init__)),
+        (accelerator, "save_state", _save_state(accelerator.save_state)),
+        (accelerator, "load_state", _load_state(accelerator.load_state)),
+        (accelerator, "end_training", _end_training(accelerator.end_training)),
+        (module, "load_accelerator_state", _load_accelerator_state(module.load_accelerator_state)),
+        (writing, "save", capture.save_of(writing.save, _is_writer)),
+        (writing, "torch", capture.Torch(writing.torch)),
+    ]
+    for name in ("DataLoaderShard", "DataLoaderDispatcher"):
+        loader = getattr(loading, name)
+        wrapped = functools.wraps(loader.__iter__)(resume.iteration(loader.__iter__))
+        changes.append((loader, "__iter__", wrapped))
+    return changes
+
+
+def _saver_of(accelerator: Any) -> Saver | None:
+    found = accelerator.__dict__.get(_SAVER)
+    return found if isinstance(found, Saver) and found.is_on() else None
+
+
+def _made(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def __init__(self: Any, *positional: Any, **named: Any) -> None:  # noqa: N807
+        stock(self, *positional, **named)
+        if autoload.is_on() and _SAVER not in self.__dict__:
+            setattr(self, _SAVER, Saver(self, from_environment()))
+
+    return __init__
+
+
+def _save_state(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def save_state(
+        self: Any, output_dir: Any = None, safe_serialization: bool = True, **named: Any
+    ) -> Any:
+        saver = _saver_of(self)
+        if saver is None:
+            return stock(self, output_dir, safe_serialization, **named)
+        chosen = None if output_dir is None else os.fspath(output_dir)
+        return saver.save_state(
+            lambda: stock(self, output_dir, safe_serialization, **named), chosen
+        )
+
+    return save_state
+
+
+def _load_state(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def load_state(self: Any, input_dir: Any = None, *more: Any, **named: Any) -> Any:
+        saver = _saver_of(self)
+        if saver is None:
+            return stock(self, input_dir, *more, **named)
+        chosen = None if input_dir is None else os.path.expanduser(os.fspath(input_dir))
+        _loading.append(saver)
+        try:
+            return saver.load_state(lambda place: stock(self, place, *more, **named), chosen)
+        finally:
+            _loading.pop()
+
+    return load_state
+
+
+_loading: Final[list[Saver]] = []
+"""Who is loading: ``load_accelerator_state`` is not told."""
+
+
+def _load_accelerator_state(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def load_accelerator_state(input_dir: Any, *more: Any, **named: Any) -> Any:
+        saver = _loading[-1] if _loading else None
+        if saver is None:
+            return stock(input_dir, *more, **named)
+        saver.check(os.fspath(input_dir))
+        result = stock(input_dir, *more, **named)
+        saver.after_load(os.fspath(input_dir))
+        return result
+
+    return load_accelerator_state
+
+
+def _end_training(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def end_training(self: Any) -> Any:
+        saver = _saver_of(self)
+        if saver is not None:
+            saver.finish()
+        return stock(self)
+
+    return end_training
+
+
+def _is_writer(save_on_each_node: bool) -> bool:
+    module: Any = sys.modules["accelerate.state"]
+    state = module.PartialState()
+    return bool(state.is_local_main_process if save_on_each_node else state.is_main_process)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    head = version.split("+")[0].split(".")
+    return tuple(int(part) for part in head if part.isdigit())
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,75 @@
+"""Where a run's pool is, and what the run is called in it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from typing import Final
+
+_NAME_MAX: Final = 120
+
+
+def root_of(checkpoint: str, project: str | None) -> str:
+    """The directory that gets ``.portus``: on the file system of the checkpoints, not among them.
+
+    checkpoint: a checkpoint directory. project: the Accelerator's ``project_dir``.
+    """
+    above = os.path.dirname(checkpoint)
+    for candidate in roots(project):
+        inside = os.path.commonpath([candidate, above]) == candidate
+        if inside and _device(candidate) == _device(above):
+            return candidate
+    return above
+
+
+def roots(project: str | None) -> list[str]:
+    """Where a pool may be before any checkpoint was named."""
+    return [os.path.abspath(each) for each in (project, os.getcwd()) if each is not None]
+
+
+def name_of(checkpoint: str, root: str, *, is_shared: bool) -> str:
+    """A name for the run that saves ``checkpoint``: the same after a restart.
+
+    Where several projects share a pool directory, a part of a digest keeps them apart.
+    """
+    above = os.path.dirname(checkpoint)
+    below = os.path.relpath(above, root).replace(os.sep, "/")
+    name = "/".join(part for part in below.split("/") if part not in (".", ".."))
+    name = re.sub("(^|/)checkpoints$", "", name) or os.path.basename(root) or "run"
+    if is_shared or len(name) > _NAME_MAX:
+        mark = hashlib.sha256(os.fsencode(above)).hexdigest()[:8]
+        name = f"{name[-_NAME_MAX:]}-{mark}"
+    return name
+
+
+def step_of(checkpoint: str) -> int | None:
+    """The number at the end of the directory's name, as in ``step_1200`` and ``checkpoint-7``."""
+    found = re.search(r"(\d{1,15})$", os.path.basename(checkpoint))
+    return int(found[1]) if found else None
+
+
+def numbered(directory: str) -> list[str]:
+    """The directories in ``directory`` that have a number in their name, as those of automatic
+    naming do; lowest first."""
+    found = []
+    for name in os.listdir(directory):
+        number = re.search(r"(\d+)\D*$", name)
+        if number and os.path.isdir(os.path.join(directory, name)):
+            found.append((int(number[1]), os.path.join(directory, name)))
+    return [path for _, path in sorted(found)]
+
+
+def surplus(newest: str, limit: int | None) -> list[str]:
+    """Checkpoints beside ``newest`` that ``total_limit`` has no room for, oldest first."""
+    if limit is None:
+        return []
+    others = [path for path in numbered(os.path.dirname(newest)) if path != newest]
+    return others[: max(0, len(others) - max(0, limit - 1))]
+
+
+def _device(path: str) -> int:
+    """The file system of ``path``, or of what is to hold it."""
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return os.stat(path).st_dev

@@ -1,0 +1,34 @@
+"""``accelerate launch -m portus_accelerate.run train.py ...``: a script with the flag on.
+
+Needs neither the environment variable nor the entry point; arguments go on to the script.
+``-m module`` runs a module.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from portus_accelerate import autoload
+
+
+def main() -> None:
+    """Turn the flag on and run what the arguments name."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments == ["-m"]:
+        sys.exit("usage: python -m portus_accelerate.run [-m] SCRIPT [ARGUMENT ...]")
+    if not autoload.is_on():  # else the entry point has seen to it
+        os.environ[autoload.FLAG] = "1"
+        autoload.register()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

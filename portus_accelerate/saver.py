@@ -1,0 +1,308 @@
+"""``Saver``: what stands between one ``Accelerator`` and its checkpoints.
+
+A checkpoint directory is one version in the pool: a dict from file name to content. At each file's
+name in the directory is a reference to its part, which ``torch.load`` follows, Accelerate's own
+``load_state`` too. So a checkpoint is there as a whole or not at all, whichever process dies when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from accelerate.utils import other
+
+import portus
+from portus_accelerate import intent, place, resume
+from portus_accelerate.capture import Capture, capturing
+from portus_accelerate.peers import Peers
+from portus_accelerate.settings import Settings
+
+_log: Final = logging.getLogger("portus_accelerate")
+
+_WRITERS_MAX: Final = 64
+"""Runs that save beside each other at once; each has its own pool file."""
+
+_BYPASSES: Final = {
+    "FSDP": "FSDP",
+    "DEEPSPEED": "DeepSpeed",
+    "MEGATRON_LM": "Megatron-LM",
+    "XLA": "XLA",
+}
+
+
+class Saver:
+    """Saves and loads for one ``Accelerator``. Its methods are called on every process."""
+
+    def __init__(self, accelerator: Any, settings: Settings) -> None:
+        """Puts in order what a killed run left, before the script looks for checkpoints."""
+        self._accelerator: Final = accelerator
+        self._settings: Final = settings
+        self._peers: Final = _peers_of(accelerator)
+        self._checkpointer: portus.Checkpointer | None = None
+        self._number = 1
+        self._count = 0
+        self._newest: str | None = None
+        self._over = False
+        if self.is_on():
+            self._mend_all()
+
+    def is_on(self) -> bool:
+        """False where checkpoints are left to Accelerate."""
+        if os.environ.get("PORTUS_DISABLE", "") not in ("", "0"):
+            return False
+        if sys.platform != "linux":
+            _say_once(f"Portus saves on Linux only; on {sys.platform} Accelerate saves by itself")
+            return False
+        what = _BYPASSES.get(getattr(self._accelerator.distributed_type, "value", ""))
+        if what is not None:
+            _say_once(
+                f"checkpoints under {what} do NOT go through Portus: Accelerate writes them by "
+                "itself. They are as safe and as fast as without Portus"
+            )
+        return what is None
+
+    def save_state(self, stock: Callable[[], Any], directory: str | None) -> Any:
+        """Start to save what ``stock`` would write; the directory is there when this returns.
+
+        directory: what the script asked for; None where Accelerate makes the name.
+        """
+        project = self._accelerator.project_configuration
+        if project.automatic_checkpoint_naming:
+            above = os.path.join(self._accelerator.project_dir, "checkpoints")
+            directory = os.path.join(above, f"checkpoint_{project.iteration}")
+        if directory is None:
+            return stock()  # Accelerate says what is wrong
+        directory = os.path.abspath(directory)
+        limit, project.total_limit = project.total_limit, None
+        with self._noted(directory):
+            try:
+                with capturing() as capture:
+                    location = stock()
+            finally:
+                project.total_limit = limit
+            self._save(capture, directory, limit)
+        return location
+
+    def load_state(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
+        """Let ``stock`` load a directory. If none is named, the newest that can be loaded."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        project = self._accelerator.project_configuration
+        if directory is not None or not project.automatic_checkpoint_naming:
+            return self._load(stock, directory)
+        above = os.path.join(self._accelerator.project_dir, "checkpoints")
+        candidates = place.numbered(above)[::-1] if os.path.isdir(above) else []
+        for candidate in candidates[:-1]:
+            try:
+                return self._load(stock, candidate)
+            except portus.CorruptionError as error:
+                _log.error("Portus: %s; FALLING BACK to the checkpoint before it", error)
+        return self._load(stock, candidates[-1] if candidates else None)
+
+    def after_load(self, directory: str) -> None:
+        """Accelerate has restored the generators from ``directory``: let data go on from there."""
+        name = f"random_states_{self._accelerator.process_index}.pkl"
+        path = os.path.join(directory, name)
+        states: Any = None
+        if os.path.isfile(path) and portus.is_reference(path):
+            states = portus.load_reference(path)
+        elif os.path.isfile(path):
+            with contextlib.suppress(Exception):  # stock Accelerate goes on without it, too
+                states = getattr(other, "load", torch.load)(path)
+        resume.go_back(self._accelerator, states.get(resume.KEY) if states else None)
+
+    def check(self, directory: str) -> None:
+        """Raise what is wrong with this process's random states; Accelerate would pass over it."""
+        name = f"random_states_{self._accelerator.process_index}.pkl"
+        path = os.path.join(directory, name)
+        if os.path.isfile(path) and portus.is_reference(path):
+            portus.load_reference(path)
+
+    def finish(self) -> None:
+        """Training ends: what is in flight ends too, or is reported. Later saves are durable when
+        they return."""
+        self._over = True
+        if self._checkpointer is not None:
+            checkpointer, self._checkpointer = self._checkpointer, None
+            checkpointer.close()
+        newest, self._newest = self._newest, None
+        if newest is not None and self._settings.materialize == "end" and os.path.isdir(newest):
+            _put_real_files(newest)
+
+    # Saving.
+
+    def _save(self, capture: Capture, directory: str, limit: int | None) -> None:
+        parts = self._gather(capture, directory)
+        if not self._peers.is_writer:
+            return
+        self._count += 1
+        number = place.step_of(directory)
+        step = self._count if number is None else number
+        references = {os.path.join(directory, name): name for name in parts}
+        try:
+            handle = self._open(directory).save(
+                parts, step, reference=references, synchronous=self._over
+            )
+        except portus.UsageError as error:
+            self._save_stock(capture, parts, directory, error)
+            self._rotate(directory, limit, None)
+            return
+        self._newest = directory
+        for name in os.listdir(directory):
+            if name.endswith(".safetensors") and _is_replaced(name, parts):
+                self._open(directory).remove(os.path.join(directory, name), after=handle)
+        self._rotate(directory, limit, handle)
+        if self._over:
+            self.finish()
+
+    def _gather(self, capture: Capture, directory: str) -> dict[str, Any]:
+        """The files of the checkpoint, those of other processes included."""
+        own = capture.parts
+        name = f"random_states_{self._accelerator.process_index}.pkl"
+        if isinstance(own.get(name), dict):
+            states = not self._peers.is_writer
+            own[name][resume.KEY] = resume.positions(self._accelerator, with_states=states)
+        naming = self._accelerator.project_configuration.automatic_checkpoint_naming
+        to_send = {name: own[name]} if name in own else {}
+        return {**self._peers.exchange(directory, to_send, all_come=naming), **own}
+
+    def _noted(self, directory: str) -> contextlib.AbstractContextManager[None]:
+        if not self._peers.is_writer:
+            return contextlib.nullcontext()
+        return intent.noted(os.path.dirname(self._open(directory).path), directory)
+
+    def _open(self, directory: str) -> portus.Checkpointer:
+        """The pool, made now if there is none. Raises ``MediumError`` and the like."""
+        while self._checkpointer is None:
+            try:
+                made = self._make(directory)
+                made.prepare(0)
+                self._checkpointer = made
+            except portus.BusyError:
+                # Another run saves beside this one; it has its pool file, take the next.
+                if self._settings.model is not None or self._number >= _WRITERS_MAX:
+                    raise
+                self._number += 1
+        return self._checkpointer
+
+    def _make(self, directory: str) -> portus.Checkpointer:
+        settings = self._settings
+        shared = settings.pool or os.environ.get("PORTUS_POOL")
+        root = place.root_of(directory, self._accelerator.project_dir)
+        pool = shared or os.path.join(root, ".portus")
+        name = settings.model or place.name_of(directory, root, is_shared=shared is not None)
+        if self._number > 1:
+            if os.path.isfile(pool):
+                raise portus.BusyError(
+                    errno.EAGAIN, f"{pool}: another process saves to it; give a directory"
+                )
+            name = f"{name}~{self._number}"
+        return portus.Checkpointer(
+            pool,
+            name,
+            keep=1,
+            on_error=settings.on_error,
+            snapshot=settings.snapshot,
+            fence_timeout=settings.fence_timeout,
+            max_bytes=settings.max_bytes,
+        )
+
+    def _save_stock(
+        self, capture: Capture, parts: dict[str, Any], directory: str, error: portus.UsageError
+    ) -> None:
+        _say_once(f"Portus cannot store this checkpoint, Accelerate saves it instead: {error}")
+        if self._checkpointer is not None:
+            self._checkpointer.wait()  # or a save in flight would replace the files
+        for name in parts:
+            path = os.path.join(directory, name)
+            if os.path.isfile(path) and portus.is_reference(path):
+                os.unlink(path)
+        for write in capture.writes:
+            write()
+        for name in parts.keys() - capture.parts.keys():
+            torch.save(parts[name], os.path.join(directory, name))
+
+    def _rotate(self, directory: str, limit: int | None, handle: portus.SaveHandle | None) -> None:
+        """``total_limit``: older checkpoints go once the new one is committed."""
+        for old in place.surplus(directory, limit):
+            self._open(directory).remove(old, after=handle)
+
+    # Loading.
+
+    def _load(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
+        if directory is not None:
+            root = place.root_of(os.path.abspath(directory), self._accelerator.project_dir)
+            self._mend([os.path.join(root, ".portus")], uncommitted=False)
+        return stock(directory)
+
+    def _mend_all(self) -> None:
+        """Remove checkpoints that were never committed: they would be taken for the newest."""
+        roots = place.roots(self._accelerator.project_dir)
+        pools = [self._settings.pool, os.environ.get("PORTUS_POOL")]
+        pools += [os.path.join(root, ".portus") for root in roots]
+        self._mend([pool for pool in dict.fromkeys(pools) if pool], uncommitted=True)
+
+    def _mend(self, pools: list[str], *, uncommitted: bool) -> None:
+        """On the process that saves, while the others wait."""
+        for pool in pools if self._peers.is_writer else ():
+            try:
+                removed = portus.mend(pool, uncommitted=uncommitted)
+            except portus.PortusError as error:
+                _log.warning("Portus: %s was not put in order: %s", pool, error)
+                continue
+            directories = {os.path.dirname(path) for path in removed}
+            for directory in directories:
+                with contextlib.suppress(OSError):  # it holds something else
+                    os.rmdir(directory)
+            if uncommitted:
+                directories.update(intent.forget_empty(pool))
+            for directory in directories:
+                _log.warning("Portus: %s was never committed (its save was cut off)", directory)
+        self._accelerator.wait_for_everyone()
+
+
+def _peers_of(accelerator: Any) -> Peers:
+    state = accelerator.state
+    everyone = range(state.num_processes)
+    if not accelerator.project_configuration.save_on_each_node:
+        return Peers(state.process_index, 0, [rank for rank in everyone if rank != 0])
+    first = state.process_index - state.local_process_index
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes - first))
+    here = range(first, first + size)
+    return Peers(state.process_index, first, [rank for rank in here if rank != first])
+
+
+def _is_replaced(name: str, parts: dict[str, Any]) -> bool:
+    """True for a model's file of stock Accelerate, which would be read in place of ours."""
+    from portus_accelerate.capture import torch_name
+
+    return torch_name(name) in parts
+
+
+def _put_real_files(directory: str) -> None:
+    try:
+        portus.materialize(directory)
+    except portus.PortusError as error:
+        _log.warning(
+            "Portus: %s stays references into the pool: %s. Before you copy or upload it: "
+            "portus materialize %s",
+            directory,
+            error,
+            directory,
+        )
+
+
+_said: Final[set[str]] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)

@@ -1,0 +1,68 @@
+"""What a user can say about Portus under Accelerate, and where it is said."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Final, Literal
+
+import portus
+
+VARIABLE: Final = "PORTUS_ACCELERATE_CONFIG"
+"""Settings as a JSON object: how ``accelerate launch`` hands them to the processes it starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The keys of ``portus_config:``; all may be left out.
+
+    pool: a pool file, or a directory for pool files; by default ``$PORTUS_POOL``, or ``.portus``
+        beside the directory of the checkpoints. model: the name of the run in the pool.
+    materialize: "end" makes the newest checkpoint one of real torch files at
+        ``end_training()``; "none" never.
+    The others are those of ``portus.Checkpointer``.
+    """
+
+    pool: str | None = None
+    model: str | None = None
+    on_error: Literal["warn", "raise"] = "warn"
+    snapshot: Literal["auto", "sync", "device"] = "auto"
+    fence_timeout: float = 60.0
+    max_bytes: int | None = None
+    materialize: Literal["end", "none"] = "end"
+
+    def __post_init__(self) -> None:
+        if self.materialize not in ("end", "none"):
+            raise portus.UsageError(
+                f"materialize: expected 'end' or 'none', found {self.materialize!r}"
+            )
+
+
+def from_mapping(values: Mapping[str, object], where: str) -> Settings:
+    """Settings from a YAML or JSON object. Raises ``UsageError`` naming unknown keys."""
+    known = {field.name for field in fields(Settings)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise portus.UsageError(f"{where}: unknown keys {unknown}; there are {sorted(known)}")
+    return Settings(**values)  # type: ignore[arg-type]  # Checkpointer looks at each
+
+
+def from_environment() -> Settings:
+    """What the environment says. Raises ``UsageError``."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return Settings()
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise portus.UsageError(f"${VARIABLE} is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise portus.UsageError(f"${VARIABLE}: expected a JSON object, found {text!r:.80}")
+    return from_mapping(values, f"${VARIABLE}")
+
+
+def to_text(settings: Settings) -> str:
+    """What ``from_environment`` reads."""
+    return json.dumps({key: value for key, value in asdict(settings).items() if value is not None})

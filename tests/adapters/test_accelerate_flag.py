@@ -1,0 +1,215 @@
+"""The flag, in its three ways, over a script that knows nothing of Portus; each in a process of
+its own, as users have it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import portus_accelerate
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "accelerate_script.py"
+TWO = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
+
+
+def run(
+    root: Path,
+    site: Path,
+    *arguments: object,
+    launcher: tuple[str, ...] = (),
+    flag: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """The script in ``root``, with the entry points of this tree."""
+    root.mkdir(exist_ok=True)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}
+    more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site), "HF_HOME": str(root / "hf")}
+    command = [sys.executable, *launcher, str(SCRIPT), "--root", str(root)]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        env={**clean, **more, **({"PORTUS_ACCELERATE": "1"} if flag else {})},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+
+
+def losses(root: Path, rank: int = 0) -> list[str]:
+    """What the script logged: step, digest of the batch, loss in hex; and the state at the end."""
+    return (root / f"losses-{rank}.txt").read_text().splitlines()
+
+
+def is_on(root: Path) -> bool:
+    return any((root / ".portus").glob("*.portus"))
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> list[str]:
+    """What happens without Portus."""
+    root = tmp_path_factory.mktemp("stock")
+    done = run(root, installed)
+    assert done.returncode == 0, done.stderr
+    assert not is_on(root)
+    assert (root / "checkpoints/checkpoint_0/model.safetensors").exists()
+    return losses(root)
+
+
+def killed_and_resumed(
+    root: Path, site: Path, *arguments: object, after: int, launcher: tuple[str, ...] = ()
+) -> None:
+    """Killed right after save number ``after`` was asked for; started again."""
+    killed = run(root, site, *arguments, "--kill-after", after, launcher=launcher, flag=True)
+    assert killed.returncode in (-signal.SIGKILL, 1), killed.stderr
+    done = run(root, site, *arguments, launcher=launcher, flag=True)
+    assert done.returncode == 0, done.stderr
+
+
+def assert_same(found: list[str], expected: list[str]) -> None:
+    """Nothing was logged that the uninterrupted run did not log, and all of that was."""
+    assert set(found) == set(expected)
+
+
+def test_losses_and_final_state_are_the_same_bits(
+    stock: list[str], tmp_path: Path, installed: Path
+) -> None:
+    done = run(tmp_path, installed, flag=True)
+    assert done.returncode == 0, done.stderr
+    assert is_on(tmp_path)
+    assert losses(tmp_path) == stock
+
+
+@pytest.mark.parametrize("after", [3, pytest.param(6, marks=pytest.mark.long)])
+def test_killed_in_a_save_and_resumed_is_as_if_it_had_not_been(
+    stock: list[str], tmp_path: Path, installed: Path, after: int
+) -> None:
+    # Twelve steps, six to an epoch: in the middle of one, and at its end.
+    killed_and_resumed(tmp_path, installed, after=after)
+    assert_same(losses(tmp_path), stock)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after", [1, 8, 7])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("more", [(), ("--seedable",)])
+def test_a_stateful_loader_goes_on_with_the_same_order(
+    tmp_path: Path, installed: Path, after: int, workers: int, more: tuple[str, ...]
+) -> None:
+    options = ("--stateful", "--workers", workers, *more)
+    assert run(tmp_path / "stock", installed, *options).returncode == 0
+    killed_and_resumed(tmp_path / "on", installed, *options, after=after)
+    assert_same(losses(tmp_path / "on"), losses(tmp_path / "stock"))
+
+
+@pytest.mark.parametrize(
+    ("after", "options"),
+    [
+        (2, ()),
+        pytest.param(3, (), marks=pytest.mark.long),
+        pytest.param(4, ("--stateful",), marks=pytest.mark.long),
+        pytest.param(4, ("--stateful", "--workers", 2), marks=pytest.mark.long),
+        pytest.param(2, ("--seedable", "--epochs", 3), marks=pytest.mark.long),
+    ],
+)
+def test_two_processes_killed_in_a_save_and_resumed(
+    tmp_path: Path, installed: Path, after: int, options: tuple[object, ...]
+) -> None:
+    assert run(tmp_path / "stock", installed, *options, launcher=TWO).returncode == 0
+    killed_and_resumed(tmp_path / "on", installed, *options, after=after, launcher=TWO)
+    for rank in (0, 1):
+        assert_same(losses(tmp_path / "on", rank), losses(tmp_path / "stock", rank))
+
+
+YAML = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: 'NO'
+mixed_precision: 'no'
+num_processes: 1
+use_cpu: true
+"""
+LAUNCH = ("-m", "accelerate.commands.accelerate_cli", "launch")
+
+
+def test_the_yaml_of_accelerate_launch_turns_it_on(
+    stock: list[str], tmp_path: Path, installed: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"{YAML}portus_config:\n  pool: {tmp_path}/pools\n  model: yaml\n")
+    done = run(tmp_path, installed, "--limit", 2, launcher=(*LAUNCH, "--config_file", str(config)))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "pools/yaml.portus").exists()
+    assert losses(tmp_path) == stock
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_10", "checkpoint_11"]
+
+
+def test_a_module_that_runs_the_script_turns_it_on(
+    stock: list[str], tmp_path: Path, installed: Path
+) -> None:
+    done = run(tmp_path, installed, launcher=("-m", "portus_accelerate.run"))
+    assert done.returncode == 0, done.stderr
+    assert is_on(tmp_path)
+    assert losses(tmp_path) == stock
+
+
+@pytest.mark.parametrize(
+    "broken", ["patch", *(pytest.param(n, marks=pytest.mark.long) for n in ("saver", "settings"))]
+)
+def test_broken_inside_it_breaks_nothing(
+    stock: list[str], tmp_path: Path, installed: Path, broken: str
+) -> None:
+    package = tmp_path / "site" / "portus_accelerate"
+    package.mkdir(parents=True)
+    for file in Path(portus_accelerate.__file__).parent.glob("*.py"):
+        text = "raise RuntimeError('broken')" if file.stem == broken else file.read_text()
+        (package / file.name).write_text(text)
+    both = os.pathsep.join([str(tmp_path / "site"), str(installed)])
+    done = run(tmp_path / "run", Path(both), flag=True)
+    assert done.returncode == 0, done.stderr
+    assert "has no effect" in done.stderr
+    assert not is_on(tmp_path / "run")
+    assert losses(tmp_path / "run") == stock
+
+
+@pytest.mark.long
+def test_the_oldest_accelerate_of_the_range(tmp_path: Path, installed: Path) -> None:
+    old = tmp_path / "old"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(old)]
+    if subprocess.run([*pip, "accelerate==1.0.0"], check=False).returncode:
+        pytest.skip("accelerate 1.0.0 cannot be installed here")
+    site = Path(os.pathsep.join([str(old), str(installed)]))
+    assert run(tmp_path / "stock", site).returncode == 0
+    killed_and_resumed(tmp_path / "on", site, after=3)
+    assert_same(losses(tmp_path / "on"), losses(tmp_path / "stock"))
+    states = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*states, str(HERE / "test_accelerate_states.py")],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_import_torch_loads_nothing_more_when_the_flag_is_off(installed: Path) -> None:
+    code = (
+        "import torch, sys; print(sorted(m for m in sys.modules if m.startswith('portus')),"
+        " [f for f in sys.meta_path if 'portus' in type(f).__module__])"
+    )
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = ["portus", "portus._autoload", "portus_accelerate", "portus_accelerate.autoload"]
+    assert done.stdout.strip() == f"{loaded} []"

@@ -1,0 +1,379 @@
+"""Everything that ``save_state`` saves, and ``load_state`` loads, in one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import ProjectConfiguration
+from torch.distributed import HashStore
+from torch.utils.data import DataLoader, TensorDataset
+
+import portus
+import portus_accelerate
+from portus.index.pool import PoolWriter
+from portus_accelerate import launching, patch, peers, settings
+
+FILES = [
+    "custom_checkpoint_0.pkl",
+    "optimizer.bin",
+    "optimizer_1.bin",
+    "pytorch_model.bin",
+    "pytorch_model_1.bin",
+    "random_states_0.pkl",
+    "scheduler.bin",
+]
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+        self.more: object = None
+
+    def state_dict(self) -> dict[str, object]:
+        return {"count": self.count, "more": self.more}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.more = state["count"], state["more"]
+
+
+SCENES: list[Scene] = []
+
+
+class Scene:
+    """Two models, two optimizers, a schedule, a counter; ``on``: with Portus."""
+
+    def __init__(self, root: Path, *, on: bool = True, **project: Any) -> None:
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._reset_state()
+        configuration = ProjectConfiguration(project_dir=str(root), **project)
+        self.accelerator = Accelerator(cpu=True, project_config=configuration)
+        if on:
+            portus_accelerate.enable(self.accelerator, model="net")
+        self.models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)]
+        self.optimizers: Any = [torch.optim.AdamW(model.parameters()) for model in self.models]
+        self.schedule: Any = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 1)
+        self.counter = Counter()
+        data: Any = DataLoader(TensorDataset(torch.rand(8, 4)))
+        prepared = self.accelerator.prepare(*self.models, *self.optimizers, self.schedule, data)
+        self.models, self.optimizers = list(prepared[:2]), list(prepared[2:4])
+        self.schedule = prepared[4]
+        self.accelerator.register_for_checkpointing(self.counter)
+        SCENES.append(self)
+
+    def step(self) -> None:
+        self.accelerator.backward(self.models[1](self.models[0](torch.rand(3, 4))).sum())
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.schedule.step()
+        self.counter.count += 1
+
+    @property
+    def checkpointer(self) -> portus.Checkpointer:
+        found = self.accelerator._portus_saver._checkpointer
+        assert isinstance(found, portus.Checkpointer)
+        return found
+
+    def facts(self) -> list[torch.Tensor]:
+        moments = [o.state_dict()["state"][0]["exp_avg"] for o in self.optimizers]
+        weights = [value for model in self.models for value in model.state_dict().values()]
+        numbers = [float(self.counter.count), float(self.schedule.get_last_lr()[0])]
+        return [each.clone() for each in (*weights, *moments, torch.tensor(numbers))]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, left, right))
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while SCENES:
+        saver = getattr(SCENES.pop().accelerator, "_portus_saver", None)
+        if saver is not None and saver._checkpointer is not None:
+            saver._checkpointer.close()
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+def test_all_comes_back_and_is_in_one_version(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.step()
+    home = tmp_path / "step_12"
+    assert scene.accelerator.save_state(str(home)) == home
+    then, drawn = scene.facts(), torch.rand(1)
+    assert sorted(os.listdir(home)) == FILES
+    scene.step()
+    assert not same(scene.facts(), then)
+    scene.accelerator.load_state(str(home))
+    assert same(scene.facts(), then)
+    assert torch.equal(torch.rand(1), drawn)
+    assert [info.step for info in scene.checkpointer.versions()] == [12]
+    assert all(portus.is_reference(path) for path in home.iterdir())
+    scene.accelerator.end_training()
+
+
+def test_without_portus_accelerate_loads_what_it_saved_and_the_other_way_round(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path)
+    scene.step()
+    scene.accelerator.save_state(str(tmp_path / "portus"))
+    then = scene.facts()
+    scene.checkpointer.wait()
+    stock = Scene(tmp_path, on=False)
+    stock.step()
+    stock.accelerator.load_state(str(tmp_path / "portus"))
+    assert same(stock.facts(), then)
+    stock.step()
+    stock.accelerator.save_state(str(tmp_path / "stock"))
+    assert (tmp_path / "stock/model.safetensors").exists()
+    then = stock.facts()
+    scene = Scene(tmp_path)
+    scene.step()
+    scene.accelerator.load_state(str(tmp_path / "stock"))
+    assert same(scene.facts(), then)
+
+
+def test_materialised_it_is_a_checkpoint_of_stock_accelerate(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.step()
+    scene.accelerator.save_state(str(tmp_path / "one"))
+    then = scene.facts()
+    scene.accelerator.end_training()
+    assert not any(portus.is_reference(path) for path in (tmp_path / "one").iterdir())
+    shutil.rmtree(tmp_path / ".portus")
+    stock = Scene(tmp_path, on=False)
+    stock.step()
+    stock.accelerator.load_state(str(tmp_path / "one"))
+    assert same(stock.facts(), then)
+
+
+def test_saving_over_a_stock_checkpoint_leaves_no_older_weights(tmp_path: Path) -> None:
+    stock = Scene(tmp_path, on=False)
+    stock.accelerator.save_state(str(tmp_path / "last"))
+    scene = Scene(tmp_path)
+    scene.step()
+    scene.accelerator.save_state(str(tmp_path / "last"))
+    scene.checkpointer.wait()
+    assert sorted(os.listdir(tmp_path / "last")) == FILES
+    then = scene.facts()
+    scene.step()
+    scene.accelerator.load_state(str(tmp_path / "last"))
+    assert same(scene.facts(), then)
+
+
+def test_total_limit_never_leaves_a_moment_without_a_committed_checkpoint(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, automatic_checkpoint_naming=True, total_limit=1)
+    scene.step()
+    scene.accelerator.save_state()
+    scene.checkpointer.wait()
+    writer, _ = scene.checkpointer._open_or_create()
+    assert isinstance(writer, PoolWriter)
+    held = threading.Event()
+    release = threading.Event()
+
+    def hold() -> None:
+        with writer._committing:  # nothing is committed meanwhile
+            held.set()
+            release.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    scene.step()
+    scene.accelerator.save_state()
+    there = sorted(os.listdir(tmp_path / "checkpoints"))
+    release.set()
+    holder.join()
+    assert there == ["checkpoint_0", "checkpoint_1"]
+    scene.checkpointer.wait()
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_1"]
+    assert len(scene.checkpointer.versions()) == 1
+    assert scene.accelerator.project_configuration.total_limit == 1
+
+
+def test_a_failed_save_costs_no_older_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(tmp_path, automatic_checkpoint_naming=True, total_limit=1)
+    scene.accelerator.save_state()
+    scene.checkpointer.wait()
+    scene.counter.more = torch.zeros(1 << 22)
+    writer, _ = scene.checkpointer._open_or_create()
+    object.__setattr__(writer, "max_bytes", writer.medium.size)
+    with caplog.at_level(logging.WARNING):
+        scene.accelerator.save_state()
+        scene.checkpointer.wait()
+    assert "save failed" in caplog.text
+    assert (tmp_path / "checkpoints/checkpoint_0").exists()
+    assert len(scene.checkpointer.versions()) == 1
+
+
+def test_the_newest_that_verifies_is_loaded_and_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(tmp_path, automatic_checkpoint_naming=True)
+    facts = []
+    for _ in range(2):
+        scene.step()
+        scene.accelerator.save_state()
+        scene.checkpointer.wait()
+        facts.append(scene.facts())
+    weight = scene.models[0].weight.detach().numpy().tobytes()
+    pool = Path(scene.checkpointer.path)
+    data = pool.read_bytes()
+    assert data.count(weight) == 1
+    with open(pool, "r+b") as file:
+        file.seek(data.index(weight))
+        file.write(bytes(8))
+    scene.accelerator.load_state()
+    assert "FALLING BACK" in caplog.text
+    assert same(scene.facts(), facts[0])
+
+
+def test_hooks_are_called_and_what_they_take_is_not_saved(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+
+    def save(models: list[Any], weights: list[Any], directory: str) -> None:
+        torch.save(weights[1], os.path.join(directory, "mine.pt"))
+        weights.pop()
+
+    def load(models: list[Any], directory: str) -> None:
+        models.pop().load_state_dict(torch.load(os.path.join(directory, "mine.pt")))
+
+    scene.accelerator.register_save_state_pre_hook(save)
+    scene.accelerator.register_load_state_pre_hook(load)
+    scene.step()
+    scene.accelerator.save_state(str(tmp_path / "one"))
+    then = scene.facts()
+    expected = sorted([*FILES, "mine.pt"])
+    expected.remove("pytorch_model_1.bin")
+    assert sorted(os.listdir(tmp_path / "one")) == expected
+    scene.step()
+    scene.accelerator.load_state(str(tmp_path / "one"))
+    assert same(scene.facts(), then)
+
+
+class Strange:
+    pass
+
+
+def test_what_portus_cannot_store_accelerate_saves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(tmp_path)
+    scene.accelerator.save_state(str(tmp_path / "last"))
+    scene.counter.more = Strange()
+    scene.step()
+    scene.accelerator.save_state(str(tmp_path / "last"))
+    assert "custom_checkpoint_0.pkl.more" in caplog.text
+    assert not any(portus.is_reference(path) for path in (tmp_path / "last").iterdir())
+    if not hasattr(accelerate.utils.other, "load"):
+        return  # an Accelerate that cannot load what it saved, with a torch that is newer
+    then = scene.facts()
+    scene.step()
+    scene.accelerator.load_state(str(tmp_path / "last"))
+    assert same(scene.facts(), then)
+    assert isinstance(scene.counter.more, Strange)
+
+
+def test_the_scaler_is_saved(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scene.accelerator.scaler.scale(torch.ones(1))
+    scene.accelerator.save_state(str(tmp_path / "one"))
+    scene.accelerator.scaler.load_state_dict(
+        {**scene.accelerator.scaler.state_dict(), "scale": 3.0}
+    )
+    scene.accelerator.load_state(str(tmp_path / "one"))
+    assert scene.accelerator.scaler.get_scale() == 8.0
+
+
+def test_after_the_end_a_save_is_durable_when_it_returns(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.accelerator.save_state(str(tmp_path / "step_1"))
+    scene.accelerator.end_training()
+    scene.accelerator.save_state(str(tmp_path / "step_2"))
+    assert len(portus.open(tmp_path / ".portus").versions()) >= 1
+    assert sorted(os.listdir(tmp_path / "step_2")) == FILES
+
+
+def test_an_accelerator_without_portus_is_left_alone_beside_one_with(tmp_path: Path) -> None:
+    Scene(tmp_path / "on")
+    stock = Scene(tmp_path / "off", on=False, automatic_checkpoint_naming=True, total_limit=1)
+    for _ in range(2):
+        stock.accelerator.save_state()
+    assert os.listdir(tmp_path / "off/checkpoints") == ["checkpoint_1"]
+    assert (tmp_path / "off/checkpoints/checkpoint_1/optimizer.bin").stat().st_nlink == 1
+    assert not (tmp_path / "off/.portus").exists()
+
+
+def test_a_version_that_is_not_known_is_left_alone_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    patch.install()
+    before = Accelerator.save_state
+    for version in ("0.34.2", "1.16.0", "2.0.dev0"):
+        monkeypatch.setattr(accelerate, "__version__", version)
+        caplog.clear()
+        patch.install()
+        assert version in caplog.text
+        assert f"Accelerate {version} is not one" in portus_accelerate.status()
+    assert Accelerator.save_state is before
+    monkeypatch.undo()
+    patch.install()
+
+
+def test_the_rest_of_torch_is_seen_through_what_stands_in_for_it() -> None:
+    patch.install()
+    from accelerate import checkpointing
+
+    assert checkpointing.torch.rand is torch.rand
+    assert checkpointing.torch.cuda is torch.cuda
+
+
+def test_an_unknown_key_in_the_yaml_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.commands.config import config_args
+
+    monkeypatch.setattr(
+        config_args.BaseConfig, "process_config", config_args.BaseConfig.process_config
+    )
+    monkeypatch.setenv("PORTUS_ACCELERATE", "1")
+    monkeypatch.setenv(settings.VARIABLE, "")
+    launching.install()
+    with pytest.raises(portus.UsageError, match=r"unknown keys \['slots'\]"):
+        config_args.BaseConfig.process_config({"portus_config": {"slots": 3}})
+    config = {"distributed_type": "NO", "portus_config": {"model": "a", "max_bytes": 1 << 30}}
+    assert "portus_config" not in config_args.BaseConfig.process_config(config)
+    assert settings.from_environment() == settings.Settings(model="a", max_bytes=1 << 30)
+
+
+def test_the_writer_gets_what_the_others_sent_and_waits_once_for_those_who_do_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = HashStore()
+    monkeypatch.setattr(peers, "_store", lambda: store)
+    monkeypatch.setattr(peers, "FIRST_S", 0.01)
+    writer, one, two = (peers.Peers(rank, 0, {1, 2}) for rank in range(3))
+    assert one.exchange("/a", {"x": torch.ones(2)}, all_come=False) == {}
+    assert list(writer.exchange("/a", {}, all_come=False)) == ["x"]
+    assert "ranks [2]" in caplog.text
+    one.exchange("/b", {"x": 1}, all_come=False)
+    assert writer.exchange("/b", {}, all_come=False) == {"x": 1}
+    one.exchange("/b", {"x": 2}, all_come=False)
+    two.exchange("/b", {"old": 2}, all_come=False)
+    two.exchange("/b", {"y": 2}, all_come=False)
+    assert writer.exchange("/b", {}, all_come=False) == {"x": 2, "y": 2}
+    assert store.num_keys() <= 1
