@@ -17,7 +17,11 @@ THREAD_END_S_MAX = 5.0
 
 # No deadline: a busy machine is no fault of the code. `make long` searches deeper.
 hypothesis.settings.register_profile(
-    "quick", deadline=None, max_examples=60, print_blob=True, derandomize=False
+    "quick",
+    deadline=None,
+    max_examples=60,
+    print_blob=True,
+    derandomize="PORTUS_TEST_SEED" in os.environ,
 )
 hypothesis.settings.register_profile(
     "long", parent=hypothesis.settings.get_profile("quick"), max_examples=1000
