@@ -203,3 +203,20 @@ def test_sizes_are_read() -> None:
     assert [parse_size(text) for text in ("4096", "2K", "3MiB", "64G", "1t")] == [
         *(4096, 2048, 3 << 20, 64 << 30, 1 << 40)
     ]
+
+
+def test_the_unit_file_is_one(tmp_path: Path) -> None:
+    unit = Path(portus.__file__).parent / "daemon" / "portus.service"
+    tool = shutil.which("systemd-analyze")
+    if tool is None:
+        pytest.skip("systemd-analyze is not installed")
+    done = subprocess.run(
+        [tool, "verify", "--man=no", str(unit)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    ours = [line for line in done.stderr.splitlines() if "portus.service" in line]
+    assert ours == []
+    assert "Type=notify" in unit.read_text()
