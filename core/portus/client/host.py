@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -28,8 +27,6 @@ from portus.transport.base import Digests, Sources, Stop, cut
 from portus.transport.dial import Credentials, raised
 from portus.transport.host import ROOM_S, WORK_S, HostLocks, HostMedium, Links
 from portus.transport.stream import Link, give
-
-_log: Final = logging.getLogger("portus")
 
 _OUTCOME_S: Final = 5.0
 """The longest that a save whose connection broke at its commit asks what became of it."""

@@ -463,3 +463,19 @@ def test_the_variable_may_name_the_host(
     assert same(portus.load_reference(path), state(2))
     assert sorted(each.name for each in tmp_path.iterdir()) == [".portus", "here.ckpt", "pools"]
     monkeypatch.delenv("PORTUS_POOL")
+
+
+def test_space_of_deleted_reference_files_is_used_on_the_host(tmp_path: Path) -> None:
+    size = 1 << 20
+    with (
+        serving(tmp_path / "pools", quota=10 * size) as server,
+        Checkpointer(url(server), keep=1) as checkpointer,
+    ):
+        for step in range(12):
+            path = tmp_path / f"{step}.ckpt"
+            tensor = torch.full((size // 4,), float(step))
+            checkpointer.save({"x": tensor}, step, reference=path).wait()
+            checkpointer.wait()
+            path.unlink()  # as a user does, who knows nothing of pools
+        assert checkpointer.steps()[-1] == 11
+        assert len(checkpointer.steps()) < 10
