@@ -21,7 +21,7 @@ from tests.unit.client.same import assert_same
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 
-KILLS = 8
+KILLS = 6
 WORDS = 12
 
 

@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import torch
 import portus
 from portus.daemon.main import Wish, heard, prepared
 from portus.daemon.pools import parse_size
-from portus.daemon.server import STOP_S
 from portus.errors import MediumError, UsageError
 from portus.protocol.address import Address, Scheme
 from tests.hosts import Host
@@ -34,16 +32,17 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_it_ends_clean_in_time_and_starts_again_without_repair(tmp_path: Path) -> None:
+def test_it_ends_clean_in_time_and_starts_again_without_repair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
+    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
     with Host(tmp_path / "pools") as host:
         with portus.Checkpointer(host.url, keep=None) as checkpointer:
             checkpointer.save(STATE, 1).wait()
-            start = time.monotonic()
-            assert host.stop() == 0  # though a client is connected
-            assert time.monotonic() - start < STOP_S
+            assert host.stop() == 0, "not in the time that is promised"  # a client is connected
             assert "Traceback" not in host.log
             host.start()
-            time.sleep(0.6)
             checkpointer.save(STATE, 2).wait()
         assert host.stop() == 0
     assert portus.check(tmp_path / "pools" / "default.portus") == []
