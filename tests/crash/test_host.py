@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import portus
 from portus.index.check import check
 from portus.index.findings import Severity
+from portus.testing.lossy import LossyLink
 from tests.crash import host_trainer
 from tests.crash.nursery import Child, nursery
 from tests.hosts import Host
@@ -19,7 +21,8 @@ from tests.unit.client.same import assert_same
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 
-KILLS = 8
+KILLS = 6
+WORDS = 12
 
 
 def verified(host: Host, reported: int) -> int:
@@ -68,6 +71,48 @@ def test_a_training_goes_on_while_its_host_is_killed_and_comes_back(
         assert newest > KILLS
     findings = check(tmp_path / "pools" / "default.portus")
     assert not [each for each in findings if each.severity is Severity.ERROR]
+
+
+@pytest.mark.timeout(300)
+def test_a_host_may_be_killed_at_any_word_of_a_save(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link counts what is said, and is cut where the host is killed: at the same byte."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
+    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
+    chance = random.Random(seed)
+    with (
+        Host(tmp_path / "pools") as host,
+        LossyLink("127.0.0.1", host.port) as link,
+        portus.Checkpointer(f"portus://127.0.0.1:{link.port}", keep=2) as checkpointer,
+    ):
+        checkpointer.save(numbered(0), 0).wait()
+        before = link.relayed
+        checkpointer.save(numbered(1), 1).wait()
+        size, reported, lost = link.relayed - before, 1, 0
+        places = [chance.randrange(1500), chance.randrange(size), size - chance.randrange(2000)]
+        for step, place in enumerate(places * (WORDS // 3), 2):
+            place = min(size, place + chance.randrange(300))
+            link.cut_after = link.relayed + place
+            try:
+                reported = checkpointer.save(numbered(step), step).wait(60).step
+            except portus.PortusError:
+                lost += 1
+            host.kill()
+            link.cut_after = None
+            host.start()
+            with portus.open(host.url) as pool:
+                newest = pool.versions()[-1].step
+                assert_same(pool.load(), numbered(newest))
+            assert reported <= newest <= step
+        assert lost > WORDS // 3
+        host.stop()
+    assert check(tmp_path / "pools" / "default.portus") == []
+
+
+def numbered(step: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((50_000,), float(step)), "b": torch.full((7,), float(-step))}
 
 
 @pytest.mark.timeout(300)

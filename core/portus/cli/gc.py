@@ -43,7 +43,8 @@ def run(pool: str | None, wish: Wish, output: Output) -> int:
     if is_address(place):
         raise UsageError(
             f"{place}: reference files are known to the trainers that wrote them, not to the host; "
-            f"a trainer lets go of what was deleted when its space is needed. Now: portus rm"
+            f"a trainer lets go of what was deleted when its space is needed; at any other time: "
+            f"portus rm --force"
         )
     for path in pool_files(place):
         try:

@@ -105,6 +105,11 @@ def _remove_versions(
 
 def _check_unheld(found: list[Found]) -> None:
     for each in found:
+        if is_address(each.path):
+            raise UsageError(
+                f"{each.info.model}@{each.info.step}: whether reference files lead to it is known "
+                f"to the trainers that wrote them, not to the host: say --force if none does"
+            )
         links = holders(each.path, each.reader.catalogue()).get(each.info.token, [])
         held = [link_text(link) for link in links if link.state is not State.DELETED]
         if held:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -13,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from portus.errors import CorruptionError, MediumError, PortusError, StaleError, TransportError
+from portus.index.catalogue import Catalogue, newest_catalogue
 from portus.index.pool import PoolReader
 from portus.index.records import VersionRecord, decode_version
 from portus.index.roots import Superblock, read_superblock
@@ -29,11 +28,10 @@ from portus.transport.dial import Credentials, raised
 from portus.transport.host import ROOM_S, WORK_S, HostLocks, HostMedium, Links
 from portus.transport.stream import Link, give
 
-_log: Final = logging.getLogger("portus")
-
 _OUTCOME_S: Final = 5.0
 """The longest that a save whose connection broke at its commit asks what became of it."""
 
+_ASK_AGAIN_S: Final = 0.1
 _ABANDON_S: Final = 5.0
 _NO_TOKEN: Final = bytes(16)
 _NONE: Final = np.empty(0, np.int64)
@@ -48,6 +46,7 @@ class HostPool(PoolReader):
         self.links: Final = Links(parse(address), Credentials.from_environment(), model=model)
         self.deleted: Callable[[], Collection[int]] = tuple
         """Asked for versions whose reference files are gone, when space is short."""
+        self._known: tuple[bytes, Catalogue | None] = b"", None
         try:
             pins = HostLocks(self.links)
             super().__init__(HostMedium(self.links, pins), pins)
@@ -61,6 +60,14 @@ class HostPool(PoolReader):
         if self._superblock.uuid != self.links.welcome.uuid:
             self._superblock = read_superblock(self.medium)
         return self._superblock
+
+    def catalogue(self) -> Catalogue:
+        """What is committed now. What was read before and is the same is not fetched again."""
+        uuid = self.superblock.uuid
+        known = self._known[1] if self._known[0] == uuid else None
+        found = newest_catalogue(self.medium, uuid, known)
+        self._known = uuid, found
+        return found
 
     def ensure(self, free: int) -> Extent:
         """Have the host make room; what was added is its own affair."""
@@ -246,15 +253,16 @@ class HostDraft:
     def _outcome(self, token: bytes, cause: TransportError) -> VersionRecord:
         """The connection broke at the commit: whether that happened is in the pool alone."""
         until_s = time.monotonic() + _OUTCOME_S
-        for _ in itertools.takewhile(lambda _: time.monotonic() < until_s, itertools.count()):
+        while time.monotonic() < until_s:
             try:
                 record = self._pool.record_of(token)
+                if record is not None:
+                    return record
+                if not self._pool.locks.has_writer():
+                    break  # the host has ended what it was at
             except (TransportError, StaleError, CorruptionError, MediumError):
-                time.sleep(0.1)
-                continue
-            if record is not None:
-                return record
-            break
+                pass  # it may be starting again
+            time.sleep(_ASK_AGAIN_S)
         raise TransportError(
             f"{cause}: the connection broke while the version was committed. It may be there: "
             f"`portus ls {self.name}` tells"

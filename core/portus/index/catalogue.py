@@ -62,8 +62,11 @@ class Catalogue:
         return extents_runs(pointer.extent for pointer in pointers)
 
 
-def read_catalogue(medium: Medium, root: Root) -> Catalogue:
-    """Raises ``CorruptionError`` if the table or any model index is damaged."""
+def read_catalogue(medium: Medium, root: Root, known: Catalogue | None = None) -> Catalogue:
+    """Raises ``CorruptionError`` if the table or any model index is damaged.
+
+    known: one read before; models whose index is the same record, by digest, are not read again.
+    """
     catalogue = Catalogue(root)
     if root.size > medium.size:
         raise CorruptionError(
@@ -73,6 +76,10 @@ def read_catalogue(medium: Medium, root: Root) -> Catalogue:
     if root.table == NOWHERE:
         return catalogue
     for name, pointer in decode_table(read(medium, root.table, Kind.MODEL_TABLE)):
+        before = known.models.get(name) if known is not None else None
+        if before is not None and before.pointer == pointer:
+            catalogue.models[name] = before
+            continue
         entries = decode_index(read(medium, pointer, Kind.MODEL_INDEX))
         if any(entry.info.model != name for entry in entries):
             raise CorruptionError(f"model index of {name!r}: it is that of another model")
@@ -80,8 +87,8 @@ def read_catalogue(medium: Medium, root: Root) -> Catalogue:
     return catalogue
 
 
-def newest_catalogue(medium: Medium, uuid: bytes) -> Catalogue:
-    """The catalogue of the newest root that can be read whole.
+def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None) -> Catalogue:
+    """The catalogue of the newest root that can be read whole. ``known``: see ``read_catalogue``.
 
     A writer may commit while this reads: a root that changed meanwhile is read again. A root
     that stays and is damaged is passed over for the older one, with an error in the log (V4).
@@ -91,7 +98,9 @@ def newest_catalogue(medium: Medium, uuid: bytes) -> Catalogue:
         roots = read_roots(medium, uuid)
         if not roots:
             raise CorruptionError(f"{medium.info.name}: both root slots are damaged")
-        found, failure = _first_readable(medium, roots)
+        if known is not None and known.root == roots[0]:
+            return known
+        found, failure = _first_readable(medium, roots, known)
         if failure is not None and read_roots(medium, uuid) != roots:
             continue
         if failure is not None and (found is None or not found.models):
@@ -110,12 +119,12 @@ def newest_catalogue(medium: Medium, uuid: bytes) -> Catalogue:
 
 
 def _first_readable(
-    medium: Medium, roots: list[Root]
+    medium: Medium, roots: list[Root], known: Catalogue | None
 ) -> tuple[Catalogue | None, CorruptionError | None]:
     failure = None
     for root in roots:
         try:
-            return read_catalogue(medium, root), failure
+            return read_catalogue(medium, root, known), failure
         except CorruptionError as error:
             failure = failure or error
     return None, failure

@@ -20,7 +20,8 @@ class LossyLink:
     """Relays tcp connections to ``(host, port)``. Use it as a context manager.
 
     cut_after: so many bytes (both directions of all connections together) are relayed exactly;
-        then every connection is reset, and new ones are refused, until it is set again.
+        then every connection is reset, and new ones are refused, until it is set again; with
+        ``once`` it is None then, and the link is well. ``cuts`` counts.
     damage_at: the byte of this number, counted like ``relayed``, arrives with a bit flipped.
     stalled: while True nothing is relayed, and nothing is lost.
     bytes_s: relayed for each connection and direction, at most; None: no limit.
@@ -28,6 +29,8 @@ class LossyLink:
 
     def __init__(self, host: str, port: int) -> None:
         self.cut_after: int | None = None
+        self.once = False
+        self.cuts = 0
         self.damage_at: int | None = None
         self.stalled = False
         self.bytes_s: int | None = None
@@ -99,7 +102,7 @@ class LossyLink:
                 data = self._allowed(data)
                 target.sendall(data)
                 if self._is_spent():
-                    self.cut()
+                    self._break()
                     return
             target.shutdown(socket.SHUT_WR)
         except OSError:  # one side is gone; the other one is to hear of it
@@ -115,6 +118,12 @@ class LossyLink:
                 place = self.damage_at - start
                 data = data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :]
             return data
+
+    def _break(self) -> None:
+        self.cuts += 1
+        self.cut()
+        if self.once:
+            self.cut_after = None
 
     def _is_spent(self) -> bool:
         return self.cut_after is not None and self.relayed >= self.cut_after

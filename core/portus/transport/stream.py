@@ -46,7 +46,8 @@ _SMALL: Final = 64 << 10
 """Bytes of a segment, on the average, below which it is short."""
 
 _POLL_S: Final = 0.2
-_KEEPALIVE_S: Final = 20
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
+"""A peer that vanished is noticed within 80 s."""
 
 
 class SilentError(TransportError):
@@ -491,14 +492,14 @@ def _wait_shortly(link: socket.socket) -> None:
 def _prepare(link: socket.socket) -> None:
     """Short waits; small messages at once; a peer that vanished is noticed."""
     _wait_shortly(link)
-    if link.family == socket.AF_UNIX:
+    if link.family not in (socket.AF_INET, socket.AF_INET6):
         return
     try:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _KEEPALIVE_S)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):  # not every system has them all
+                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     except OSError as error:
         if error.errno not in (errno.ENOPROTOOPT, errno.EOPNOTSUPP, errno.EINVAL):
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import random
 import threading
 import time
@@ -25,6 +26,7 @@ from portus.index.check import check
 from portus.index.records import VersionRecord
 from portus.pipeline.parts import shared, sources
 from portus.testing.lossy import LossyLink
+from portus.transport import stream
 from portus.transport.base import Stop
 from portus.transport.local import check as hashes
 from tests.hosts import Host, serving, url
@@ -143,6 +145,46 @@ def test_a_link_that_is_cut_anywhere_loses_the_save_or_nothing(
     saved, lost = attacked(link, server, "cut_after", numbers)
     assert lost > CUTS // 2
     assert saved + lost == len(numbers)
+
+
+def test_a_save_whose_answer_was_lost_is_told_as_what_it_is(
+    server: Server, link: LossyLink
+) -> None:
+    """The connection breaks around the commit: what happened is looked up, not guessed."""
+    link.once = True
+    unheard = 0
+    with Checkpointer(address(link), keep=2) as checkpointer:
+        checkpointer.save(state(0), 0).wait()
+        checkpointer.wait()
+        before = link.relayed
+        checkpointer.save(state(1), 1).wait()
+        size = link.relayed - before
+        for step, place in enumerate(range(size - 1200, size, 30), 2):
+            checkpointer.wait()
+            cuts = link.cuts
+            link.cut_after = link.relayed + place
+            try:
+                reported = checkpointer.save(state(step), step).wait(60).step == step
+            except PortusError:
+                reported = False
+            unheard += reported and link.cuts > cuts
+            link.cut_after = None
+            with portus.open(url(server)) as pool:
+                assert (pool.steps("default")[-1] == step) == reported
+    assert unheard, "no answer was lost, so nothing was tried"
+
+
+def test_a_forked_child_keeps_no_connection(server: Server) -> None:
+    """Or a loader worker would hide from the host that its trainer was killed."""
+    with Checkpointer(url(server)) as checkpointer:
+        checkpointer.save(state(1), 1).wait()
+        links = list(stream._ALL)
+        assert any(not each.closed for each in links)
+        child = os.fork()
+        if child == 0:
+            os._exit(sum(each._socket.fileno() >= 0 for each in links))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        checkpointer.save(state(2), 2).wait()  # and the parent's go on
 
 
 def test_a_bit_that_flips_on_the_way_is_never_part_of_a_version(
@@ -388,6 +430,27 @@ def verify_extents(pool: HostPool, record: VersionRecord) -> None:
     assert np.array_equal(found, group.digests)
 
 
+def test_what_rotted_on_the_host_is_not_shared_but_sent_again(
+    server: Server, tmp_path: Path
+) -> None:
+    frozen = torch.arange(100_000)
+    with Checkpointer(url(server)) as checkpointer:
+        for step in (1, 2):
+            handle = checkpointer.save({"frozen": frozen, "x": torch.tensor([step])}, step)
+            handle.wait()
+        assert handle.stats.shared_bytes == frozen.nbytes
+        writer = server._house.pools.of("default").writer
+        found = list(writer.catalogue().entries())[-1]
+        record = writer.record(found)
+        extent = record.storage_extents(int(np.argmax(record.storages["length"])))[0]
+        writer.medium.store(extent.offset + 5000, b"rotten")
+        handle = checkpointer.save({"frozen": frozen, "x": torch.tensor([3])}, 3)
+        handle.wait()
+        assert handle.stats.shared_bytes == 0
+        loaded: Any = checkpointer.load()
+        assert torch.equal(loaded["frozen"], frozen)
+
+
 def test_the_variable_may_name_the_host(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,3 +463,19 @@ def test_the_variable_may_name_the_host(
     assert same(portus.load_reference(path), state(2))
     assert sorted(each.name for each in tmp_path.iterdir()) == [".portus", "here.ckpt", "pools"]
     monkeypatch.delenv("PORTUS_POOL")
+
+
+def test_space_of_deleted_reference_files_is_used_on_the_host(tmp_path: Path) -> None:
+    size = 1 << 20
+    with (
+        serving(tmp_path / "pools", quota=10 * size) as server,
+        Checkpointer(url(server), keep=1) as checkpointer,
+    ):
+        for step in range(12):
+            path = tmp_path / f"{step}.ckpt"
+            tensor = torch.full((size // 4,), float(step))
+            checkpointer.save({"x": tensor}, step, reference=path).wait()
+            checkpointer.wait()
+            path.unlink()  # as a user does, who knows nothing of pools
+        assert checkpointer.steps()[-1] == 11
+        assert len(checkpointer.steps()) < 10
