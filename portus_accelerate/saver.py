@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -259,8 +260,7 @@ class Saver:
                 continue
             directories = {os.path.dirname(path) for path in removed}
             for directory in directories:
-                with contextlib.suppress(OSError):  # it holds something else
-                    os.rmdir(directory)
+                _take_away(directory, pool)
             if uncommitted:
                 directories.update(intent.forget_empty(pool))
             for directory in directories:
@@ -277,6 +277,18 @@ def _peers_of(accelerator: Any) -> Peers:
     size = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes - first))
     here = range(first, first + size)
     return Peers(state.process_index, first, [rank for rank in here if rank != first])
+
+
+def _take_away(directory: str, pool: str) -> None:
+    """A checkpoint that was never committed is out of the way of whoever looks for the newest one.
+    Files that hooks wrote into it are kept, in the pool directory."""
+    with contextlib.suppress(OSError):
+        return os.rmdir(directory)
+    aside = os.path.join(pool, f"incomplete-{os.path.basename(directory)}-{time.time_ns()}")
+    try:
+        os.rename(directory, aside)
+    except OSError as error:
+        _log.warning("Portus: %s is not a whole checkpoint; remove it: %s", directory, error)
 
 
 def _is_replaced(name: str, parts: dict[str, Any]) -> bool:

@@ -10,7 +10,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal
 
@@ -93,6 +94,9 @@ class Checkpointer:
         self.model: Final = model
         self.path: Final = pool_file(pool, model)
         """The pool file, made by the first save."""
+        self.surplus: Callable[[Sequence[VersionInfo]], Collection[int]] | None = None
+        """In place of ``keep``: which versions, by id, the next commit retires. For parts of
+        groups, where others have a say. Runs on the worker."""
         self._keep: Final = keep
         self._on_error: Final = on_error
         self._verify: Final = verify
@@ -128,6 +132,7 @@ class Checkpointer:
         *,
         reference: str | os.PathLike[str] | Mapping[str, str] | None = None,
         synchronous: bool = False,
+        token: bytes | None = None,
     ) -> SaveHandle:
         """Save ``state`` as it is now: nested dicts and lists of tensors and plain values.
 
@@ -138,6 +143,7 @@ class Checkpointer:
             it is there when this returns; what is at an existing path is replaced at the commit.
             A dict of paths puts a file at each, which leads to the value that ``state``, a dict,
             has for the key given.
+        token: 16 bytes that name the version for ever, never used before; None makes some.
         synchronous: copy everything, and return when the version is durable (or failed).
 
         Raises ``UsageError`` naming the key path of what cannot be saved. What fails later is on
@@ -154,7 +160,8 @@ class Checkpointer:
             if not admitted:
                 return SaveHandle(self._refuse(step, queue_s))
             flat = self._snapshots.flatten(state)
-            save = self._begin(job, flat, step, _references(reference, state), synchronous)
+            wanted = _Wanted(step, _references(reference, state), synchronous, _checked(token))
+            save = self._begin(job, flat, wanted)
             save.stats.queue_s = queue_s
             if save.over:
                 self._queue.dismiss(place)
@@ -324,14 +331,17 @@ class Checkpointer:
 
     # Saving.
 
-    def _begin(
-        self, job: _Job, flat: FlatState, step: int, references: References, synchronous: bool
-    ) -> Save:
+    def _begin(self, job: _Job, flat: FlatState, wanted: _Wanted) -> Save:
         """Plan the save of ``job``, and copy what may not wait. A medium that refuses is kept in
         the save; after any other error, or Ctrl-C, ``job`` has to be given up."""
         writer, keeper = self._open_or_create()
+        references = wanted.references
         snapshot = self._snapshots.take(
-            flat, step, synchronous=synchronous, unchanged=self._nothing_stepped()
+            flat,
+            wanted.step,
+            synchronous=wanted.synchronous,
+            unchanged=self._nothing_stepped(),
+            token=wanted.token,
         )
         placed = {path: references[path] for path in references if keeper.is_new(path)}
         replaced = {path: references[path] for path in references if path not in placed}
@@ -349,7 +359,7 @@ class Checkpointer:
             self._check_room(writer, snapshot)
             save.copy_now()
             for path, part in placed.items():
-                keeper.place(path, snapshot.token, step, self.model, part)
+                keeper.place(path, snapshot.token, wanted.step, self.model, part)
             self._fence.guard(save)
         except MediumError as error:
             save.fail(error)
@@ -378,6 +388,8 @@ class Checkpointer:
     def _surplus(self, writer: PoolWriter, keeper: Keeper, coming: bytes) -> list[int]:
         """Versions beyond ``keep`` once ``coming`` is committed, held by no reference file."""
         found = writer.catalogue().models.get(self.model)
+        if found is not None and self.surplus is not None:
+            return list(self.surplus([entry.info for entry in found.versions]))
         if self._keep is None or found is None:
             return []
         held = keeper.held(writer.catalogue(), coming)
@@ -498,6 +510,16 @@ class Checkpointer:
         return self._writer
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the caller of save asked for."""
+
+    step: int
+    references: References
+    synchronous: bool
+    token: bytes | None
+
+
 class _Job:
     """A save in the queue, from before it is planned."""
 
@@ -601,6 +623,12 @@ def _checked_step(step: int) -> int:
     if not -(1 << 63) <= number < 1 << 63:
         raise UsageError(f"step: expected 64 bits, found {number}")
     return number
+
+
+def _checked(token: bytes | None) -> bytes | None:
+    if token is not None and len(token) != 16:
+        raise UsageError(f"token: expected 16 bytes, found {len(token)}")
+    return token
 
 
 def _references(
