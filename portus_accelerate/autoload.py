@@ -21,6 +21,7 @@ def register() -> None:
     try:
         if is_on():
             watch("accelerate.accelerator", "Accelerator", "portus_accelerate.patch")
+            watch("transformers.trainer", "Trainer", "portus_accelerate.trainer")
         elif _is_launcher(sys.orig_argv):
             place = "accelerate.commands.config.config_args"
             watch(place, "ClusterConfig", "portus_accelerate.launching")

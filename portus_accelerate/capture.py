@@ -25,7 +25,11 @@ _TORCH: Final = "pytorch_model"
 class Capture:
     """The files of one checkpoint directory: what each is to hold, and how to write it."""
 
-    def __init__(self) -> None:
+    def __init__(self, accepts: Callable[[str], bool] = lambda name: True) -> None:
+        """accepts: which files, by name, are taken; others are written."""
+        self.accepts: Final = accepts
+        self.deferred: Final[list[Callable[[], Any]]] = []
+        """What is to be done once the checkpoint is committed."""
         self.parts: Final[dict[str, Any]] = {}
         """By file name. Model files have the names that go with ``torch.load``."""
         self.writes: Final[list[Callable[[], Any]]] = []
@@ -53,14 +57,19 @@ _current: Final[contextvars.ContextVar[Capture | None]] = contextvars.ContextVar
 
 
 @contextlib.contextmanager
-def capturing() -> Iterator[Capture]:
+def capturing(accepts: Callable[[str], bool] = lambda name: True) -> Iterator[Capture]:
     """What this thread has Accelerate save inside goes to the capture."""
-    capture = Capture()
+    capture = Capture(accepts)
     token = _current.set(capture)
     try:
         yield capture
     finally:
         _current.reset(token)
+
+
+def current() -> Capture | None:
+    """The capture that is on in this thread."""
+    return _current.get()
 
 
 def save_of(stock: Writer, is_writer: Callable[[bool], bool]) -> Writer:
@@ -95,7 +104,9 @@ class Torch(ModuleType):
     def save(self, obj: Any, f: Any, *more: Any, **named: Any) -> Any:
         """``torch.save``, or what to save for the capture that is on. Every process writes."""
         capture = _current.get()
-        if capture is None:
+        if capture is None or not isinstance(f, str | os.PathLike):
+            return self._torch.save(obj, f, *more, **named)
+        if not capture.accepts(os.path.basename(os.fspath(f))):
             return self._torch.save(obj, f, *more, **named)
         capture.add(f, obj, lambda: self._torch.save(obj, f, *more, **named), is_ours=True)
         return None

@@ -52,10 +52,13 @@ def positions(accelerator: Any, *, with_states: bool) -> dict[str, Any]:
     loaders = accelerator._dataloaders
     active = accelerator.gradient_state.active_dataloader
     found: dict[str, Any] = {"format": 1, "loaders": [_position(each) for each in loaders]}
-    if active is not None and not active.end_of_dataloader:
-        index = _index_of(active, loaders)
+    index = None if active is None else _index_of(active, loaders)
+    if index is not None:
+        epochs = getattr(active, "iteration", None)
+        if epochs is not None:  # counted only when the loop comes back after the last batch
+            found["loaders"][index]["iteration"] = epochs + active.end_of_dataloader
         start = getattr(active, "_portus_start", None)
-        if index is not None and start is not None:
+        if start is not None and not active.end_of_dataloader:
             found["running"] = {"index": index, "start": start}
     if with_states:
         found["states"] = [

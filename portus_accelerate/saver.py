@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -49,6 +50,7 @@ class Saver:
         self._number = 1
         self._count = 0
         self._newest: str | None = None
+        self._deferred: list[tuple[portus.SaveHandle | None, list[Callable[[], Any]]]] = []
         self._over = False
         if self.is_on():
             self._mend_all()
@@ -90,6 +92,35 @@ class Saver:
             self._save(capture, directory, limit)
         return location
 
+    def save_files(
+        self, stock: Callable[[], Any], directory: str, accepts: Callable[[str], bool]
+    ) -> None:
+        """As ``save_state``, for a checkpoint that every process writes by ``stock``, some files of
+        it into the pool. What it asks to be done after the commit waits for ``run_deferred``."""
+        directory = os.path.abspath(directory)
+        with self._noted(directory):
+            with capturing(accepts) as capture:
+                stock()
+            received = self._peers.exchange(directory, dict(capture.parts), all_come=True)
+            if self._peers.is_writer:
+                self._deferred += [(self._store(capture, received, directory), capture.deferred)]
+
+    def run_deferred(self) -> None:
+        """Do what waited for commits, of the saves that were committed."""
+        waiting, self._deferred = self._deferred, []
+        for handle, actions in waiting:
+            if handle is not None:
+                with contextlib.suppress(portus.PortusError):  # it is reported where saves are
+                    handle.wait()
+            for action in actions if handle is None or handle.committed else ():
+                action()
+
+    def begin(self, directory: str) -> None:
+        """A training starts that saves beside ``directory``: put in order what is there."""
+        self._over = False
+        pool, _ = self._pool_of(os.path.abspath(directory))
+        self._mend([pool], uncommitted=True)
+
     def load_state(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
         """Let ``stock`` load a directory. If none is named, the newest that can be loaded."""
         if self._checkpointer is not None:
@@ -102,7 +133,7 @@ class Saver:
         for candidate in candidates[:-1]:
             try:
                 return self._load(stock, candidate)
-            except portus.CorruptionError as error:
+            except (portus.CorruptionError, portus.UsageError) as error:
                 _log.error("Portus: %s; FALLING BACK to the checkpoint before it", error)
         return self._load(stock, candidates[-1] if candidates else None)
 
@@ -129,6 +160,7 @@ class Saver:
         """Training ends: what is in flight ends too, or is reported. Later saves are durable when
         they return."""
         self._over = True
+        self.run_deferred()
         if self._checkpointer is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
             checkpointer.close()
@@ -139,9 +171,18 @@ class Saver:
     # Saving.
 
     def _save(self, capture: Capture, directory: str, limit: int | None) -> None:
-        parts = self._gather(capture, directory)
-        if not self._peers.is_writer:
-            return
+        received = self._exchange(capture, directory)
+        if self._peers.is_writer:
+            handle = self._store(capture, received, directory)
+            self._rotate(directory, limit, handle)
+            if self._over:
+                self.finish()
+
+    def _store(
+        self, capture: Capture, received: dict[str, Any], directory: str
+    ) -> portus.SaveHandle | None:
+        """Start to save; None if Portus cannot store it, and Accelerate has written it."""
+        parts = {**received, **capture.parts}
         self._count += 1
         number = place.step_of(directory)
         step = self._count if number is None else number
@@ -152,18 +193,15 @@ class Saver:
             )
         except portus.UsageError as error:
             self._save_stock(capture, parts, directory, error)
-            self._rotate(directory, limit, None)
-            return
+            return None
         self._newest = directory
         for name in os.listdir(directory):
             if name.endswith(".safetensors") and _is_replaced(name, parts):
                 self._open(directory).remove(os.path.join(directory, name), after=handle)
-        self._rotate(directory, limit, handle)
-        if self._over:
-            self.finish()
+        return handle
 
-    def _gather(self, capture: Capture, directory: str) -> dict[str, Any]:
-        """The files of the checkpoint, those of other processes included."""
+    def _exchange(self, capture: Capture, directory: str) -> dict[str, Any]:
+        """The files of other processes, on the one that saves."""
         own = capture.parts
         name = f"random_states_{self._accelerator.process_index}.pkl"
         if isinstance(own.get(name), dict):
@@ -171,7 +209,7 @@ class Saver:
             own[name][resume.KEY] = resume.positions(self._accelerator, with_states=states)
         naming = self._accelerator.project_configuration.automatic_checkpoint_naming
         to_send = {name: own[name]} if name in own else {}
-        return {**self._peers.exchange(directory, to_send, all_come=naming), **own}
+        return self._peers.exchange(directory, to_send, all_come=naming)
 
     def _noted(self, directory: str) -> contextlib.AbstractContextManager[None]:
         if not self._peers.is_writer:
@@ -192,12 +230,16 @@ class Saver:
                 self._number += 1
         return self._checkpointer
 
+    def _pool_of(self, directory: str) -> tuple[str, str]:
+        """The pool for a checkpoint directory, and what the run is called in it."""
+        shared = self._settings.pool or os.environ.get("PORTUS_POOL")
+        root = place.root_of(directory, self._accelerator.project_dir)
+        name = place.name_of(directory, root, is_shared=shared is not None)
+        return shared or os.path.join(root, ".portus"), self._settings.model or name
+
     def _make(self, directory: str) -> portus.Checkpointer:
         settings = self._settings
-        shared = settings.pool or os.environ.get("PORTUS_POOL")
-        root = place.root_of(directory, self._accelerator.project_dir)
-        pool = shared or os.path.join(root, ".portus")
-        name = settings.model or place.name_of(directory, root, is_shared=shared is not None)
+        pool, name = self._pool_of(directory)
         if self._number > 1:
             if os.path.isfile(pool):
                 raise portus.BusyError(
@@ -238,8 +280,8 @@ class Saver:
 
     def _load(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
         if directory is not None:
-            root = place.root_of(os.path.abspath(directory), self._accelerator.project_dir)
-            self._mend([os.path.join(root, ".portus")], uncommitted=False)
+            pool, _ = self._pool_of(os.path.abspath(directory))
+            self._mend([pool], uncommitted=False)
         return stock(directory)
 
     def _mend_all(self) -> None:
@@ -259,8 +301,7 @@ class Saver:
                 continue
             directories = {os.path.dirname(path) for path in removed}
             for directory in directories:
-                with contextlib.suppress(OSError):  # it holds something else
-                    os.rmdir(directory)
+                _take_away(directory, pool)
             if uncommitted:
                 directories.update(intent.forget_empty(pool))
             for directory in directories:
@@ -277,6 +318,18 @@ def _peers_of(accelerator: Any) -> Peers:
     size = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes - first))
     here = range(first, first + size)
     return Peers(state.process_index, first, [rank for rank in here if rank != first])
+
+
+def _take_away(directory: str, pool: str) -> None:
+    """A checkpoint that was never committed is out of the way of whoever looks for the newest one.
+    Files that hooks wrote into it are kept, in the pool directory."""
+    with contextlib.suppress(OSError):
+        return os.rmdir(directory)
+    aside = os.path.join(pool, f"incomplete-{os.path.basename(directory)}-{time.time_ns()}")
+    try:
+        os.rename(directory, aside)
+    except OSError as error:
+        _log.warning("Portus: %s is not a whole checkpoint; remove it: %s", directory, error)
 
 
 def _is_replaced(name: str, parts: dict[str, Any]) -> bool:

@@ -62,13 +62,19 @@ def stock(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> list[str
 
 
 def killed_and_resumed(
-    root: Path, site: Path, *arguments: object, after: int, launcher: tuple[str, ...] = ()
+    root: Path,
+    site: Path,
+    *arguments: object,
+    after: int,
+    launcher: tuple[str, ...] = (),
+    flag: bool = True,
 ) -> None:
     """Killed right after save number ``after`` was asked for; started again."""
-    killed = run(root, site, *arguments, "--kill-after", after, launcher=launcher, flag=True)
+    killed = run(root, site, *arguments, "--kill-after", after, launcher=launcher, flag=flag)
     assert killed.returncode in (-signal.SIGKILL, 1), killed.stderr
-    done = run(root, site, *arguments, launcher=launcher, flag=True)
+    done = run(root, site, *arguments, launcher=launcher, flag=flag)
     assert done.returncode == 0, done.stderr
+    assert is_on(root)
 
 
 def assert_same(found: list[str], expected: list[str]) -> None:
@@ -85,12 +91,21 @@ def test_losses_and_final_state_are_the_same_bits(
     assert losses(tmp_path) == stock
 
 
-@pytest.mark.parametrize("after", [3, pytest.param(6, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("after", [3, 7])
 def test_killed_in_a_save_and_resumed_is_as_if_it_had_not_been(
     stock: list[str], tmp_path: Path, installed: Path, after: int
 ) -> None:
     # Twelve steps, six to an epoch: in the middle of one, and at its end.
     killed_and_resumed(tmp_path, installed, after=after)
+    assert_same(losses(tmp_path), stock)
+
+
+def test_a_module_that_runs_the_script_turns_it_on_and_killed_it_resumes(
+    stock: list[str], tmp_path: Path, installed: Path
+) -> None:
+    module = ("-m", "portus_accelerate.run")
+    killed_and_resumed(tmp_path, installed, after=3, launcher=module, flag=False)
     assert_same(losses(tmp_path), stock)
 
 
@@ -146,15 +161,6 @@ def test_the_yaml_of_accelerate_launch_turns_it_on(
     assert (tmp_path / "pools/yaml.portus").exists()
     assert losses(tmp_path) == stock
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_10", "checkpoint_11"]
-
-
-def test_a_module_that_runs_the_script_turns_it_on(
-    stock: list[str], tmp_path: Path, installed: Path
-) -> None:
-    done = run(tmp_path, installed, launcher=("-m", "portus_accelerate.run"))
-    assert done.returncode == 0, done.stderr
-    assert is_on(tmp_path)
-    assert losses(tmp_path) == stock
 
 
 @pytest.mark.parametrize(

@@ -266,6 +266,31 @@ def test_hooks_are_called_and_what_they_take_is_not_saved(tmp_path: Path) -> Non
     assert same(scene.facts(), then)
 
 
+def test_a_save_that_was_cut_off_is_out_of_the_way_and_what_hooks_wrote_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(tmp_path, automatic_checkpoint_naming=True)
+    scene.step()
+    scene.accelerator.save_state()
+    scene.checkpointer.wait()
+    then = scene.facts()
+    cut_off = tmp_path / "checkpoints/checkpoint_1"
+    cut_off.mkdir()
+    (cut_off / "mine.pt").write_text("a hook's")
+    _, keeper = scene.checkpointer._open_or_create()
+    keeper.place(str(cut_off / "optimizer.bin"), bytes(16), 1, "net", "optimizer.bin")
+    scene.checkpointer.close()
+    SCENES.clear()
+    scene = Scene(tmp_path, automatic_checkpoint_naming=True)
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
+    assert "checkpoint_1 was never committed" in caplog.text
+    (kept,) = (tmp_path / ".portus").glob("incomplete-checkpoint_1-*/mine.pt")
+    assert kept.read_text() == "a hook's"
+    scene.step()
+    scene.accelerator.load_state()
+    assert same(scene.facts(), then)
+
+
 class Strange:
     pass
 

@@ -25,6 +25,7 @@ from portus.cli.pools import (
 from portus.client.reference import Link
 from portus.errors import MediumError
 from portus.index.catalogue import Catalogue
+from portus.index.groups import Group, groups_of
 from portus.spec import VersionInfo
 
 NEWEST: Final = 10
@@ -36,6 +37,7 @@ Holders = dict[bytes, list[Link]]
 def run(pool: str | None, every: bool, output: Output) -> int:
     """List; the exit code."""
     documents: list[Json] = []
+    infos: list[tuple[str, VersionInfo]] = []
     with Pools(find_pool(pool)) as pools:
         for path, reader, catalogue in pools.catalogues():
             held = _holders(path, catalogue, output)
@@ -48,12 +50,15 @@ def run(pool: str | None, every: bool, output: Output) -> int:
             count = count_text(len(catalogue.ids()), "version")
             output.line(f"{path}: {count}, file of {size_text(size)}")
             _say(catalogue, held, every, output)
+            infos += [(path, entry.info) for entry in catalogue.entries()]
         for path, error in pools.failed.items():
             documents.append({"path": path, "error": error_document(error)})
             output.note(f"portus: {said(error)}")
         if not documents:
             output.line(f"{pools.place}: no pools")
-        output.document({"pools": documents})
+        groups = groups_of(infos)
+        _say_groups(groups, every, output)
+        output.document({"pools": documents, "groups": [_group_document(g) for g in groups]})
         return max(map(exit_code, pools.failed.values()), default=0)
 
 
@@ -95,6 +100,32 @@ def _say(catalogue: Catalogue, held: Holders, every: bool, output: Output) -> No
         rows += [_row(info, held) for info in infos[left_out:]]
     if rows:
         output.table(("MODEL", ">STEP", "SAVED", ">SIZE", "REFERENCES"), rows)
+
+
+def _say_groups(groups: list[Group], every: bool, output: Output) -> None:
+    if not groups:
+        return
+    output.line()
+    shown = groups if every else groups[-NEWEST:]
+    output.table(("GROUP", ">STEP", "RANKS"), [_group_row(group) for group in shown])
+
+
+def _group_row(group: Group) -> tuple[str, ...]:
+    ranks = f"{len(group.parts)} of {group.count}"
+    if group.is_complete:
+        return group.model, str(group.step), f"{ranks}, complete"
+    missing = ", ".join(map(str, group.missing[:8])) + (" ..." if len(group.missing) > 8 else "")
+    return group.model, str(group.step), f"{ranks}, incomplete: not {missing}"
+
+
+def _group_document(group: Group) -> Json:
+    return {
+        "model": group.model,
+        "step": group.step,
+        "count": group.count,
+        "complete": group.is_complete,
+        "missing": list(group.missing),
+    }
 
 
 def _row(info: VersionInfo, held: Holders) -> tuple[str, ...]:

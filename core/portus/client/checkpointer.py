@@ -10,7 +10,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal
 
@@ -92,6 +93,9 @@ class Checkpointer:
         self._home: Final[Home] = home_of(pool, model, max_bytes, links)
         self.path: Final = self._home.path
         """The pool file, made by the first save; or the address of the storage host."""
+        self.surplus: Callable[[Sequence[VersionInfo]], Collection[int]] | None = None
+        """In place of ``keep``: which versions, by id, the next commit retires. For parts of
+        groups, where others have a say. Runs on the worker."""
         self._keep: Final = keep
         self._on_error: Final = on_error
         self._verify: Final = verify
@@ -126,6 +130,7 @@ class Checkpointer:
         *,
         reference: str | os.PathLike[str] | Mapping[str, str] | None = None,
         synchronous: bool = False,
+        token: bytes | None = None,
     ) -> SaveHandle:
         """Save ``state`` as it is now: nested dicts and lists of tensors and plain values.
 
@@ -136,6 +141,7 @@ class Checkpointer:
             it is there when this returns; what is at an existing path is replaced at the commit.
             A dict of paths puts a file at each, which leads to the value that ``state``, a dict,
             has for the key given.
+        token: 16 bytes that name the version for ever, never used before; None makes some.
         synchronous: copy everything, and return when the version is durable (or failed).
 
         Raises ``UsageError`` naming the key path of what cannot be saved. What fails later is on
@@ -152,7 +158,8 @@ class Checkpointer:
             if not admitted:
                 return SaveHandle(self._refuse(step, queue_s))
             flat = self._snapshots.flatten(state)
-            save = self._begin(job, flat, step, _references(reference, state), synchronous)
+            wanted = _Wanted(step, _references(reference, state), synchronous, _checked(token))
+            save = self._begin(job, flat, wanted)
             save.stats.queue_s = queue_s
             if save.over:
                 self._queue.dismiss(place)
@@ -320,14 +327,17 @@ class Checkpointer:
 
     # Saving.
 
-    def _begin(
-        self, job: _Job, flat: FlatState, step: int, references: References, synchronous: bool
-    ) -> Save:
+    def _begin(self, job: _Job, flat: FlatState, wanted: _Wanted) -> Save:
         """Plan the save of ``job``, and copy what may not wait. A medium that refuses is kept in
         the save; after any other error, or Ctrl-C, ``job`` has to be given up."""
         writer, keeper = self._open_or_create()
+        references = wanted.references
         snapshot = self._snapshots.take(
-            flat, step, synchronous=synchronous, unchanged=self._nothing_stepped()
+            flat,
+            wanted.step,
+            synchronous=wanted.synchronous,
+            unchanged=self._nothing_stepped(),
+            token=wanted.token,
         )
         placed = {path: references[path] for path in references if keeper.is_new(path)}
         replaced = {path: references[path] for path in references if path not in placed}
@@ -345,7 +355,7 @@ class Checkpointer:
             self._check_room(writer, snapshot)
             save.copy_now()
             for path, part in placed.items():
-                keeper.place(path, snapshot.token, step, self.model, part)
+                keeper.place(path, snapshot.token, wanted.step, self.model, part)
             self._fence.guard(save)
         except (MediumError, TransportError) as error:
             save.fail(error)
@@ -374,6 +384,8 @@ class Checkpointer:
     def _surplus(self, writer: Pool, keeper: Keeper, coming: bytes) -> list[int]:
         """Versions beyond ``keep`` once ``coming`` is committed, held by no reference file."""
         found = writer.catalogue().models.get(self.model)
+        if found is not None and self.surplus is not None:
+            return list(self.surplus([entry.info for entry in found.versions]))
         if self._keep is None or found is None:
             return []
         held = keeper.held(writer.catalogue(), coming)
@@ -492,6 +504,16 @@ class Checkpointer:
         return self._writer
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the caller of save asked for."""
+
+    step: int
+    references: References
+    synchronous: bool
+    token: bytes | None
+
+
 class _Job:
     """A save in the queue, from before it is planned."""
 
@@ -598,6 +620,12 @@ def _checked_step(step: int) -> int:
     if not -(1 << 63) <= number < 1 << 63:
         raise UsageError(f"step: expected 64 bits, found {number}")
     return number
+
+
+def _checked(token: bytes | None) -> bytes | None:
+    if token is not None and len(token) != 16:
+        raise UsageError(f"token: expected 16 bytes, found {len(token)}")
+    return token
 
 
 def _references(

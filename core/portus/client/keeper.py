@@ -87,9 +87,10 @@ class Keeper:
         self, path: str, token: bytes, step: int, model: str, part: str | None = None
     ) -> Reference:
         """Put a reference to the version ``token``, to come or committed, at ``path``; or to the
-        ``part`` of its state that has this key."""
+        ``part`` of its state that has this key. A part falls back to nothing: other files of its
+        directory, not ours perhaps, are of this step."""
         self._make_directories(path)
-        fallback = self._newest(model, token)
+        fallback = self._newest(model, token) if part is None else None
         relative = os.path.relpath(self._path, os.path.dirname(path)).replace(os.sep, "/")
         made = Reference(
             id=os.urandom(16).hex(),

@@ -44,7 +44,15 @@ class Snapshots:
         """Take a state apart. Raises ``UsageError`` naming what cannot be saved."""
         return self._flattener.flatten(state)
 
-    def take(self, flat: FlatState, step: int, *, synchronous: bool, unchanged: bool) -> Snapshot:
+    def take(
+        self,
+        flat: FlatState,
+        step: int,
+        *,
+        synchronous: bool,
+        unchanged: bool,
+        token: bytes | None = None,
+    ) -> Snapshot:
         """A snapshot. ``unchanged``: nothing is known to have been written since the last one."""
         synchronous = synchronous or self._mode is SnapshotMode.SYNC
         clone = self._mode is SnapshotMode.DEVICE and not synchronous
@@ -63,7 +71,7 @@ class Snapshots:
         return Snapshot(
             model=self._model,
             step=step,
-            token=os.urandom(16),
+            token=token or os.urandom(16),
             tree=flat.tree,
             layout=layout,
             address=np.where(here & (length > 0), pointers, 0),

@@ -78,9 +78,17 @@ def pointer(tensor: torch.Tensor) -> int:
     """The data pointer of the tensor's storage; 0 if it has no memory of its own (meta, empty,
     wrapper subclasses)."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return local(tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # torch's words for "has no storage"
         return 0
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a ``DTensor`` that is in this process; any other tensor itself."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor
+    shard = getattr(tensor, "_local_tensor", None)
+    return shard if isinstance(shard, torch.Tensor) else tensor
 
 
 # The optimizers seen stepping.
@@ -243,6 +251,9 @@ class _Cover:
                 address = tensor.data_ptr()
             except (RuntimeError, NotImplementedError):  # no storage: it cannot be in the state
                 continue
+            if address == 0:
+                tensor = local(tensor)
+                address = tensor.data_ptr()
             index = index_of(address)
             if index is not None and tensor.nbytes >= room[index]:
                 flags[index] = Stability.STABLE

@@ -155,5 +155,14 @@ def test_files_that_were_never_committed_are_removed_only_when_asked(run: Path) 
     assert read(run / "one") == [1, 1, 1]
 
 
+def test_a_part_that_was_never_committed_is_never_taken_from_another_step(run: Path) -> None:
+    with portus.Checkpointer(run / ".portus", "run") as trainer:
+        save(trainer, run / "one", 1).wait()
+        _, keeper = trainer._open_or_create()
+        keeper.place(str(run / "two.bin"), bytes(16), 2, "run", "number")
+        with pytest.raises(portus.UsageError, match="never committed"):
+            torch.load(run / "two.bin")
+
+
 def test_mending_what_is_not_there_does_nothing(run: Path) -> None:
     assert portus.mend(run / "nothing", uncommitted=True) == []

@@ -1,0 +1,106 @@
+"""Groups: one save of a sharded job, of which every rank commits a part in a pool file of its own.
+
+No rank tells another that it has committed. What there is can be seen from the catalogues alone:
+a part is a version whose model is called ``<model>/rank-<rank>-of-<count>``, and whose token is
+the group's id (12 bytes, random) and the rank (4 bytes, big-endian).
+
+A group is complete when the parts of all its ranks are there. A load sees complete groups only. So
+a rank may let go of a part only when a newer group is known to be complete (``surplus``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from portus.spec import VersionInfo
+
+ID_SIZE: Final = 12
+RANKS_MAX: Final = 1 << 20
+
+_PART: Final = re.compile(r"(.+)/rank-(0|[1-9][0-9]{0,6})-of-([1-9][0-9]{0,6})", re.DOTALL)
+
+
+@dataclass(slots=True)
+class Group:
+    """One save of all ranks: ``parts`` by rank, each with the path of its pool file."""
+
+    model: str
+    step: int
+    id: bytes
+    count: int
+    parts: dict[int, tuple[str, VersionInfo]] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every rank has committed its part."""
+        return len(self.parts) == self.count
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks whose parts are not there."""
+        return [rank for rank in range(self.count) if rank not in self.parts]
+
+
+def new_id() -> bytes:
+    """For a new group; made once, by the rank that plans."""
+    return os.urandom(ID_SIZE)
+
+
+def part_model(model: str, rank: int, count: int) -> str:
+    """What a rank calls its part of ``model`` in its pool."""
+    return f"{model}/rank-{rank}-of-{count}"
+
+
+def part_token(group: bytes, rank: int) -> bytes:
+    """The token of a rank's version in a group."""
+    return group + rank.to_bytes(4, "big")
+
+
+def groups_of(infos: Iterable[tuple[str, VersionInfo]], model: str | None = None) -> list[Group]:
+    """The groups among versions, each with the path of its pool file; of one model, or of all.
+
+    Newest last. Those of one model and count that have rank 0's part are in the order of its
+    commits, also if its clock went back.
+    """
+    found: dict[tuple[str, int, bytes], Group] = {}
+    for path, info in infos:
+        match = _PART.fullmatch(info.model)
+        if match is None or (model is not None and match[1] != model):
+            continue
+        rank, count = int(match[2]), int(match[3])
+        if rank >= count or info.token[ID_SIZE:] != rank.to_bytes(4, "big"):
+            continue  # a model that only happens to be called so
+        key = (match[1], count, info.token[:ID_SIZE])
+        group = found.setdefault(key, Group(match[1], info.step, key[2], count))
+        group.parts[rank] = (path, info)
+    times = {group.id: _time_ns(group) for group in found.values()}
+    latest: dict[tuple[str, int], int] = {}
+    for group in sorted((each for each in found.values() if 0 in each.parts), key=_commit):
+        family = (group.model, group.count)
+        times[group.id] = latest[family] = max(times[group.id], latest.get(family, 0) + 1)
+    return sorted(found.values(), key=lambda group: times[group.id])
+
+
+def surplus(own: Collection[VersionInfo], groups: Collection[Group], keep: int) -> list[int]:
+    """Ids of the versions of one rank that may go: those older than the ``keep`` newest groups
+    that are complete. ``own``: the rank's versions. ``groups``: what is known of all ranks."""
+    complete = {group.id for group in groups if group.is_complete}
+    ordered = sorted(own, key=lambda info: -info.commit)
+    seen = 0
+    for place, info in enumerate(ordered):
+        seen += info.token[:ID_SIZE] in complete
+        if seen == keep:
+            return [each.id for each in ordered[place + 1 :]]
+    return []
+
+
+def _time_ns(group: Group) -> int:
+    return group.parts[min(group.parts)][1].time_ns
+
+
+def _commit(group: Group) -> int:
+    return group.parts[0][1].commit

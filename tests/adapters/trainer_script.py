@@ -1,0 +1,72 @@
+"""An ordinary script with ``transformers.Trainer``. It knows nothing of Portus."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        words = (torch.arange(8) * (index + 1)) % 32
+        return {"input_ids": words, "labels": words}
+
+
+class Log(TrainerCallback):
+    def __init__(self, path: str, kill_after: int | None) -> None:
+        self.path = path
+        self.kill_after = kill_after
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        if "loss" in logs:
+            with open(self.path, "a") as file:
+                print(state.global_step, logs["loss"], logs["grad_norm"], file=file)
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == self.kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--root", required=True)
+    parser.add_argument("--kill-after", type=int)
+    parser.add_argument("--only-model", action="store_true")
+    args = parser.parse_args()
+    output = os.path.join(args.root, "out")
+    settings = TrainingArguments(
+        output_dir=output,
+        num_train_epochs=2,
+        per_device_train_batch_size=4,
+        save_steps=1,
+        save_total_limit=2,
+        save_only_model=args.only_model,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        seed=3,
+        disable_tqdm=True,
+    )
+    torch.manual_seed(1)
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=8)
+    trainer = Trainer(GPT2LMHeadModel(config), settings, train_dataset=Texts())
+    trainer.add_callback(Log(os.path.join(args.root, "losses-0.txt"), args.kill_after))
+    trainer.train(resume_from_checkpoint=bool(os.path.isdir(output) and os.listdir(output)))
+
+
+if __name__ == "__main__":
+    main()

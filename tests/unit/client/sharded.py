@@ -1,0 +1,206 @@
+"""Sharded jobs of several processes on the CPU, one after another, for test_dcp.
+
+``python sharded.py ROOT TASK...`` runs tasks like ``save:4``, ``load:3``, ``train:2:6``; each with
+processes of its own. Forked, so that torch is imported once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from portus.client.writers import classify
+from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.index.pool import PoolWriter
+
+WIDTH = 24
+
+
+class Job:
+    """A model, sharded over all processes, and its optimizer."""
+
+    def __init__(self, seed: int, count: int, *, tensor_parallel: bool = False) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.ReLU(), torch.nn.Linear(4 * WIDTH, WIDTH)
+        )
+        self.model.register_buffer("noise", torch.rand(7))
+        mesh = init_device_mesh("cpu", (count,))
+        if tensor_parallel:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.model, mesh, plan)
+        else:
+            fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2)
+
+    def step(self, number: int) -> None:
+        torch.manual_seed(1000 + number)
+        self.model(torch.rand(5, WIDTH)).pow(2).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self, step: int) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "step": step, "more": (1, {"a": "b"})}
+
+    def load(self, reader: PortusStorageReader) -> int:
+        state = self.state(0)
+        dcp.load(state, storage_reader=reader)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        assert state["more"] == (1, {"a": "b"})
+        return int(state["step"])
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Every tensor, gathered. All processes have to call it."""
+        found: dict[str, torch.Tensor] = {}
+        state = self.state(0)
+        for kind in ("model", "optimizer"):
+            for name, value in flat(state[kind], kind):
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                found[name] = whole.clone()
+        return found
+
+
+def flat(value: Any, name: str) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        return [(name, value)]
+    if isinstance(value, dict):
+        return [pair for key, each in value.items() for pair in flat(each, f"{name}.{key}")]
+    return []
+
+
+def save(rank: int, count: int, root: Path, parallel: str = "fsdp") -> None:
+    job = Job(1, count, tensor_parallel=parallel == "tp")
+    writer = PortusStorageWriter(root / "pools", parallel)
+    for step in (1, 2):
+        job.step(step)
+        expected = job.whole()
+        dcp.save(job.state(step), checkpoint_id=f"step_{step}", storage_writer=writer)
+        assert step == 1 or all(classify(shards(job), set(), set())), "copied late"
+    job.step(3)  # at once: it has to wait for the copy
+    writer.close()
+    if rank == 0:
+        torch.save(expected, root / f"{parallel}.pt")
+
+
+def shards(job: Job) -> list[torch.UntypedStorage]:
+    """The memory of the parameters of this process."""
+    return [each._local_tensor.untyped_storage() for each in map(sharded, job.model.parameters())]
+
+
+def sharded(parameter: torch.Tensor) -> DTensor:
+    assert isinstance(parameter, DTensor)
+    return parameter
+
+
+def load(rank: int, count: int, root: Path, parallel: str = "fsdp") -> None:
+    job = Job(2, count, tensor_parallel=parallel == "tp")
+    job.step(0)
+    reader = PortusStorageReader(root / "pools", parallel)
+    assert job.load(reader) == 2
+    assert reader.group is not None
+    assert (reader.group.step, reader.group.count) == (2, 4)
+    expected = torch.load(root / f"{parallel}.pt")
+    found = job.whole()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def hold(writer: PortusStorageWriter) -> None:
+    """Let this rank commit no more."""
+    pool, _ = writer._open()._open_or_create()
+    assert isinstance(pool, PoolWriter)
+    pool._committing.acquire()
+
+
+def train(rank: int, count: int, root: Path, until: str, killed: str = "-1") -> None:
+    """Train, save after each step, resume by itself; rank 1 may die in the save of a step."""
+    job = Job(1, count)
+    writer = PortusStorageWriter(root / "pools", "run")
+    done = 0
+    if list((root / "pools").glob("*.portus")):
+        done = job.load(PortusStorageReader(root / "pools", "run"))
+    for step in range(done + 1, int(until) + 1):
+        job.step(step)
+        if step == int(killed) and rank == 1:
+            hold(writer)
+        dcp.save(job.state(step), checkpoint_id=f"step_{step}", storage_writer=writer)
+        if step == int(killed):
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            writer.wait()
+    writer.close()
+    digest = hashlib.sha256()
+    for name, value in sorted(job.whole().items()):
+        digest.update(name.encode() + value.numpy().tobytes())
+    if rank == 0:
+        print("resumed", done, "end", digest.hexdigest(), flush=True)
+
+
+def asynchronous(rank: int, count: int, root: Path) -> None:
+    job = Job(1, count)
+    job.step(1)
+    writer = PortusStorageWriter(root / "pools", "async")
+    group = dist.new_group(backend="gloo")
+    future: Any = dcp.async_save(
+        job.state(1), checkpoint_id="1", storage_writer=writer, process_group=group
+    )
+    future.result()
+    assert writer.last is not None
+    assert writer.last.committed
+    writer.close()
+
+
+TASKS: dict[str, Callable[..., None]] = {
+    "save": save,
+    "load": load,
+    "train": train,
+    "async": asynchronous,
+}
+
+
+def start(rank: int, task: str, count: int, root: Path, place: str, more: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", f"file://{place}", rank=rank, world_size=count)
+    TASKS[task](rank, count, root, *more)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    for text in sys.argv[2:]:
+        task, count, *more = text.split(":")
+        with tempfile.TemporaryDirectory() as place:
+            arguments = (task, int(count), root, f"{place}/store", more)
+            try:
+                mp.start_processes(start, arguments, int(count), start_method="fork")
+            except mp.ProcessExitedException as error:
+                print(f"{text}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

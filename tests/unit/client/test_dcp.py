@@ -1,0 +1,192 @@
+"""Sharded jobs over gloo; what is there is bit-equal at any number of ranks, and complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from typer.testing import CliRunner
+
+import portus
+from portus.cli.app import app
+from portus.dcp import PortusStorageReader, PortusStorageWriter, groups
+
+SCRIPT = Path(__file__).with_name("sharded.py")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is unavailable or uninitialized"),
+]
+
+
+def run(root: Path, *tasks: str) -> str:
+    """Jobs one after another, in processes of their own; what they printed."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(root), *tasks],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 and 2 of an FSDP2 job of 4 ranks, loaded again by 1 and 2."""
+    root = tmp_path_factory.mktemp("saved")
+    run(root, "save:4", "load:1", "load:2")
+    return root
+
+
+def test_saved_at_four_ranks_it_is_bit_equal_at_one_and_two(saved: Path) -> None:
+    found = groups(saved / "pools", "fsdp")
+    assert [(group.step, group.count, group.is_complete) for group in found] == [
+        (1, 4, True),
+        (2, 4, True),
+    ]
+    sizes = [part.size for _, part in found[-1].parts.values()]
+    assert max(sizes) < 2 * min(sizes), "replicated tensors are spread over the ranks"
+
+
+@pytest.mark.long
+def test_saved_at_four_ranks_it_is_bit_equal_at_three_four_and_eight(saved: Path) -> None:
+    run(saved, "load:3", "load:4", "load:8")
+
+
+@pytest.mark.long
+def test_tensor_parallel_shards_are_bit_equal(tmp_path: Path) -> None:
+    run(tmp_path, "save:4:tp", "load:1:tp", "load:2:tp", "load:4:tp")
+
+
+@pytest.mark.long
+def test_an_asynchronous_save_is_committed_when_its_future_is(tmp_path: Path) -> None:
+    run(tmp_path, "async:2")
+    assert [group.is_complete for group in groups(tmp_path / "pools")] == [True]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_rank_killed_in_a_save_costs_that_save_and_nothing_else(
+    tmp_path: Path, ranks: int
+) -> None:
+    whole = run(tmp_path / "one", f"train:{ranks}:4").split()
+    parts = run(tmp_path / "two", f"train:{ranks}:4:3", f"train:{ranks}:4")
+    assert "terminated with signal SIGKILL" in parts
+    resumed = parts.splitlines()[-1].split()
+    assert resumed[:2] == ["resumed", "2"]
+    assert resumed[-1] == whole[-1]
+
+
+def test_a_lost_pool_of_one_rank_is_reported_as_that(saved: Path, tmp_path: Path) -> None:
+    for path in (saved / "pools").glob("fsdp*.portus"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "fsdp%2Frank-2-of-4.portus").unlink()
+    with pytest.raises(portus.UsageError, match=r"step 2 of 4 ranks is not complete.* those of 2 "):
+        PortusStorageReader(tmp_path, "fsdp").read_metadata()
+
+
+def test_a_damaged_shard_is_named_with_its_rank(saved: Path, tmp_path: Path) -> None:
+    for path in (saved / "pools").glob("fsdp*.portus"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    place, info = groups(tmp_path, "fsdp")[-1].parts[3]
+    with portus.open(place) as pool:
+        whole: Any = pool.load(info.model, info.step)
+    shard = max(
+        (each for each in whole["items"].values() if isinstance(each, torch.Tensor)),
+        key=lambda tensor: tensor.nbytes,
+    )
+    data = bytearray(Path(place).read_bytes())
+    at = data.index(shard.numpy().tobytes())
+    data[at : at + 4] = b"\xff\xff\xff\xff"
+    Path(place).write_bytes(data)
+    reader = PortusStorageReader(tmp_path, "fsdp")
+    state: dict[str, Any] = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            state[name] = torch.zeros(entry.size)
+    with pytest.raises(CheckpointException, match=r"step 2 of 4 ranks, the part of rank 3"):
+        dcp.load(state, storage_reader=reader)
+
+
+def test_a_part_can_be_loaded_by_name(saved: Path) -> None:
+    state = {"model": {"0.bias": torch.zeros(96)}}
+    dcp.load(state, storage_reader=PortusStorageReader(saved / "pools", "fsdp"))
+    expected = torch.load(saved / "fsdp.pt")["model.0.bias"]
+    assert torch.equal(state["model"]["0.bias"], expected)
+
+
+def test_groups_are_listed(saved: Path, tmp_path: Path) -> None:
+    for path in (saved / "pools").glob("fsdp*.portus"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert "4 of 4, complete" in CliRunner().invoke(app, ["ls", str(tmp_path)]).stdout
+    (tmp_path / "fsdp%2Frank-2-of-4.portus").unlink()
+    assert "3 of 4, incomplete: not 2" in CliRunner().invoke(app, ["ls", str(tmp_path)]).stdout
+    document = json.loads(CliRunner().invoke(app, ["ls", str(tmp_path), "--json"]).stdout)
+    newest = document["groups"][-1]
+    assert (newest["step"], newest["count"], newest["missing"]) == (2, 4, [2])
+
+
+# One process, no process group.
+
+
+def save(writer: PortusStorageWriter, step: int, state: dict[str, Any]) -> None:
+    dcp.save(state, checkpoint_id=f"step_{step}", storage_writer=writer)
+
+
+def test_objects_keep_their_types_and_nothing_is_pickled(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"a": (1, {"x": None}), "b": torch.float16, "t": torch.arange(6)}
+    writer = PortusStorageWriter(tmp_path, "run")
+    save(writer, 7, state)
+    writer.close()
+    other: dict[str, Any] = {"a": None, "b": None, "t": torch.zeros(6, dtype=torch.int64)}
+    reader = PortusStorageReader(tmp_path, "run", step=7)
+    dcp.load(other, storage_reader=reader)
+    assert other["a"] == (1, {"x": None})
+    assert other["b"] is torch.float16
+    assert torch.equal(other["t"], state["t"])
+    assert b"\x80\x02}" not in Path(groups(tmp_path)[0].parts[0][0]).read_bytes()
+
+
+def test_old_groups_go_once_newer_ones_are_complete(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path, "run", keep=2)
+    for step in range(6):
+        save(writer, step, {"t": torch.full((1000,), float(step))})
+        writer.wait()
+    writer.close()
+    assert [group.step for group in groups(tmp_path)] == [3, 4, 5]
+
+
+def test_a_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path, "run")
+    save(writer, 1, {"t": torch.zeros(4, 4)})
+    writer.close()
+    with pytest.raises(CheckpointException, match=r"Size mismatch .* for t"):
+        dcp.load({"t": torch.zeros(2, 2)}, storage_reader=PortusStorageReader(tmp_path, "run"))
+
+
+def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
+    with pytest.raises(portus.UsageError, match="there is no pool"):
+        PortusStorageReader(tmp_path / "none", "run").read_metadata()
+    writer = PortusStorageWriter(tmp_path, "run")
+    save(writer, 1, {"t": torch.zeros(4)})
+    writer.close()
+    with pytest.raises(portus.UsageError, match=r"has step 9; there are steps \[1\]"):
+        PortusStorageReader(tmp_path, "run", step=9).read_metadata()
+    with pytest.raises(portus.UsageError, match="nothing sharded"):
+        PortusStorageReader(tmp_path, "other").read_metadata()
+
+
+def test_a_pool_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.portus").write_bytes(b"")
+    with pytest.raises(portus.UsageError, match="give a directory"):
+        PortusStorageWriter(tmp_path / "a.portus")
