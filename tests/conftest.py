@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -70,6 +71,15 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PORTUS_")]:
         if name != "PORTUS_TEST_SEED":
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def no_pools_from_before() -> Iterator[None]:
+    """Where references may lead is known to the process; what one test allowed is not another's."""
+    yield
+    resolve = sys.modules.get("portus.client.resolve")
+    if resolve is not None:
+        resolve.POOLS._allowed.clear()
 
 
 @pytest.fixture(autouse=True)
