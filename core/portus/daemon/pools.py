@@ -93,19 +93,22 @@ class Pools:
         self._quota: Final = quota
         self._guard: Final = threading.Lock()
         self._open: dict[str, Hosted] = {}
+        self._opening: Final[dict[str, threading.Lock]] = {}
         if not self._memory and self._is_file():
             self.of(TENANT)  # a pool that cannot be opened ends the start, not the first save
 
     def of(self, tenant: str) -> Hosted:
         """The tenant's pool, made if there was none. Raises what opening raises."""
         with self._guard:
+            if tenant not in self._opening and len(self._opening) >= TENANTS_MAX:
+                raise BusyError(errno.EAGAIN, f"{self.place}: {TENANTS_MAX} tenants are the most")
+            opening = self._opening.setdefault(tenant, threading.Lock())
+        with opening:  # one at a time for each tenant; the others do not wait for it
             hosted = self._open.get(tenant)
             if hosted is None:
-                if len(self._open) >= TENANTS_MAX:
-                    raise BusyError(
-                        errno.EAGAIN, f"{self.place}: {TENANTS_MAX} tenants are the most"
-                    )
-                hosted = self._open[tenant] = Hosted(tenant, self._writer(tenant))
+                hosted = Hosted(tenant, self._writer(tenant))
+                with self._guard:
+                    self._open[tenant] = hosted
             return hosted
 
     def all(self) -> list[Hosted]:

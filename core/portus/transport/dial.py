@@ -47,6 +47,9 @@ AUTHORITY_VARIABLE: Final = "PORTUS_TLS_CA"
 GREETING_S: Final = 5.0
 """The longest that connecting, and then each word of the greeting, may take."""
 
+OPENING_S: Final = 30.0
+"""The longest for the last word: the host may have to open the pool first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
@@ -137,7 +140,7 @@ def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
     proof = b""
     if secret is not None:
         proof = proof_of_client(secret, address.tenant, nonce, answer.nonce)
-    welcome = link.ask(ProofGiven(proof))
+    welcome = link.ask(ProofGiven(proof), OPENING_S)
     if not isinstance(welcome, Welcome):
         raise raised(welcome)
     if secret is not None:

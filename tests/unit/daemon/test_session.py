@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from portus.errors import (
 )
 from portus.format.checksum import UNIT, digest
 from portus.index.check import check
+from portus.index.directory import create_pool, open_writer
+from portus.media.local import LocalFiles
 from portus.protocol import messages as said
 from portus.protocol.address import parse
 from portus.protocol.connection import HEADER
@@ -382,6 +385,34 @@ def test_tenants_see_their_own_pools_alone(guarded: Server) -> None:
     assert versions(guarded) == 1
 
 
+def test_a_tenant_whose_pool_cannot_be_opened_is_told_and_others_do_not_wait(
+    guarded: Server, tmp_path: Path
+) -> None:
+    busy = tmp_path / "pools" / "default.portus"
+    busy.parent.mkdir()
+    create_pool(str(busy), LocalFiles())
+    holder = open_writer(str(busy), LocalFiles())
+    told: list[PortusError] = []
+
+    def come() -> None:
+        try:
+            with client(guarded, secret=SECRET):
+                pass
+        except PortusError as error:
+            told.append(error)
+
+    waiting = threading.Thread(target=come)
+    waiting.start()
+    settled(guarded, lambda: guarded.connections() == 1)
+    with client(guarded, "other", SECRET[::-1]) as link:
+        confirmed(link)
+    waiting.join()
+    holder.close()
+    assert isinstance(told[0], BusyError)
+    with client(guarded, secret=SECRET) as link:
+        confirmed(link)
+
+
 def test_a_model_has_one_client_at_a_time(server: Server) -> None:
     with client(server) as link:
         with client(server, model=None) as same:
@@ -486,3 +517,18 @@ def test_big_messages_wait_for_memory_and_small_ones_do_not(server: Server) -> N
         budget.give_back(BODIES_MAX)
         assert isinstance(link.hear(), said.Done)
     settled(server, lambda: budget.take(BODIES_MAX + 1, 0))  # and all of it is back
+
+
+def test_the_end_does_not_wait_for_those_who_wait(tmp_path: Path) -> None:
+    with serving(tmp_path / "pools", patience=Patience(claim_s=3600)) as server:
+
+        def come() -> None:
+            with contextlib.suppress(TransportError), client(server, model=None) as link:
+                asked(link, said.Claim("m", b"d" * 16), said.Done)
+
+        with client(server):
+            waiting = threading.Thread(target=come)
+            waiting.start()
+            settled(server, lambda: server.connections() == 2)
+            assert server.stop(), "it waited for another client's model"
+        waiting.join()
