@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -121,25 +121,34 @@ class End:
 
     def move(self, operation: int, local: Region, remote: Remote) -> float:
         """Read or write the whole of ``local``; the seconds it took. Raises ``OSError``."""
+        return self.move_all(operation, [local], [remote])
+
+    def move_all(
+        self, operation: int, locals_: Sequence[Region], remotes: Sequence[Remote]
+    ) -> float:
+        """``move`` of many, one after another, without a pause between them."""
         begin_s = time.perf_counter()
         in_flight = 0
-        for offset in range(0, local.length, PIECE):
-            if in_flight == DEPTH:
-                in_flight -= self._completed()
-            length = min(PIECE, local.length - offset)
-            piece = SGE(local.start + offset, length, local.mr.lkey)
-            request = SendWR(
-                opcode=operation,
-                num_sge=1,
-                sg=[piece],
-                send_flags=constants.IBV_SEND_SIGNALED,
-            )
-            request.set_wr_rdma(remote.key, remote.start + offset)
-            self._pair.post_send(request)
-            in_flight += 1
+        for local, remote in zip(locals_, remotes, strict=True):
+            for offset in range(0, local.length, PIECE):
+                if in_flight == DEPTH:
+                    in_flight -= self._completed()
+                self._post(operation, local, remote, offset)
+                in_flight += 1
         while in_flight:
             in_flight -= self._completed()
         return time.perf_counter() - begin_s
+
+    def _post(self, operation: int, local: Region, remote: Remote, offset: int) -> None:
+        length = min(PIECE, local.length - offset)
+        request = SendWR(
+            opcode=operation,
+            num_sge=1,
+            sg=[SGE(local.start + offset, length, local.mr.lkey)],
+            send_flags=constants.IBV_SEND_SIGNALED,
+        )
+        request.set_wr_rdma(remote.key, remote.start + offset)
+        self._pair.post_send(request)
 
     def close(self) -> None:
         """Let go of the device."""

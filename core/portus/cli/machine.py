@@ -17,6 +17,9 @@ from portus.media.lock import ProcessLocks
 from portus.media.pmem import processor
 from portus.transport import native
 
+_MODES: Final = {"dax": "devdax", "memory": "fsdax", "safe": "sector"}
+"""What the kernel calls the modes of a namespace, and ndctl."""
+
 _FLUSHES: Final = ("clwb", "clflushopt", "clflush")
 
 
@@ -68,9 +71,9 @@ class Machine:
             domain = _text(region / "persistence_domain") or "unknown"
             for place in _entries(region, "namespace"):
                 size = _number(place / "size")
-                mode = _text(place / "mode") or "raw"
+                mode = _MODES.get(_text(place / "mode"), "raw")
                 text = f"{size} bytes, {mode}, persistence domain {domain}"
-                if size and mode in ("raw", "memory") and not _text(place / "holder"):
+                if size and mode == "raw":
                     advice = (
                         f"ndctl create-namespace -f -e {place.name} -m devdax -M mem (all of it "
                         "for one pool), or -m fsdax (for a file system with -o dax)"
@@ -166,7 +169,7 @@ def _memlock() -> Found:
 
 
 def _is_soft(place: Path) -> bool:
-    return not (place / "device").exists()
+    return (place / "parent").exists()  # the network device under it
 
 
 def _driver(root: Path) -> str:

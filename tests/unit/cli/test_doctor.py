@@ -62,6 +62,7 @@ def test_a_raw_namespace_is_told_how_to_become_a_device(machine: Machine) -> Non
     assert found.keys() == {"namespace0.0", "namespace0.2"}
     assert "memory_controller" in found["namespace0.0"].text
     assert found["namespace0.0"].advice.startswith("ndctl create-namespace -f -e namespace0.0")
+    assert ", devdax," in found["namespace0.2"].text
     assert not found["namespace0.2"].advice
 
 
@@ -70,6 +71,7 @@ def test_rdma_ports_are_told_with_their_state(machine: Machine) -> None:
     tell(
         machine,
         **{
+            "sys/class/infiniband/rxe0/parent": "lo",
             f"{port}/state": "1: DOWN",
             f"{port}/rate": "2.5 Gb/sec (1X SDR)",
             f"{port}/link_layer": "Ethernet",
