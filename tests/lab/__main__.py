@@ -53,6 +53,7 @@ def _boot(command: list[str], nvdimms: Path | None, timeout_s: float) -> int:
         if command:
             return run(machine, command, timeout_s=timeout_s)
         with Guest(machine, ["bash", "-l"], shell=True) as guest:
+            guest.boot()
             return guest.wait(None)
 
 

@@ -26,6 +26,7 @@ READY: Final = "lab: ready"
 BOOT_S_MAX: Final = 180.0
 """Seconds from start to ready: ten on an idle machine with two processors."""
 
+_PAUSE_S: Final = 0.1
 _DEVICES: Final = Path(__file__).with_name("devices")
 _DIST_PACKAGES: Final = "/usr/lib/python3/dist-packages"
 
@@ -69,6 +70,7 @@ class Guest:
         self._folder: Final = tempfile.TemporaryDirectory(prefix="portus-lab-")
         self._out: Final = Path(self._folder.name)
         self._lines: Final[queue.SimpleQueue[str | None]] = queue.SimpleQueue()
+        self._shell: Final = shell
         self._over = False
         initrd = self._out / "initrd"
         found = kernel.fetched()
@@ -86,6 +88,9 @@ class Guest:
     def boot(self, timeout_s: float = BOOT_S_MAX) -> float:
         """Wait until the command begins; the seconds it took. Raises ``LabError``."""
         begin_s = time.monotonic()
+        if self._shell:
+            self._wait_for_shell(begin_s + timeout_s)
+            return time.monotonic() - begin_s
         said: list[str] = []
         while READY not in said:
             try:
@@ -152,6 +157,13 @@ class Guest:
             self._process.stdout.close()
         self._folder.cleanup()
 
+    def _wait_for_shell(self, until_s: float) -> None:
+        while not (self._out / "ready").exists():
+            if self._process.poll() is not None or time.monotonic() > until_s:
+                self.kill()
+                raise LabError(f"no shell came up; {self._last()}")
+            time.sleep(_PAUSE_S)
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -193,6 +205,7 @@ def _script(machine: Machine, command: Sequence[str], *, shell: bool) -> str:
         f"echo {READY} > {terminal}",
     ]
     if shell:
+        lines.append("touch /out/ready")
         lines += [f"setsid -cw {words} < {terminal} &> {terminal}", "echo $? > /out/status"]
     else:
         lines += [f"{words} < /dev/null 2>&1 | cat > {terminal}"]

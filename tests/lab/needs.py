@@ -26,6 +26,7 @@ PROGRAMS: Final = {
 
 FILES: Final = {
     "/usr/share/seabios/bios-256k.bin": "seabios",
+    "/usr/lib/ipxe/qemu/efi-virtio.rom": "ipxe-qemu",
     "/usr/share/keyrings/debian-archive-keyring.gpg": "debian-archive-keyring",
     "/usr/lib/python3/dist-packages/pyverbs/device.cpython-311-x86_64-linux-gnu.so": (
         "python3-pyverbs"
