@@ -10,12 +10,13 @@ import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, cast
 
 import pytest
 
 from portus.errors import PortusError
-from portus.index.device import is_blank, make_pool, settle
+from portus.index.device import is_blank, make_pool
+from portus.index.directory import FileSystem, open_writer
 from portus.index.pool import PoolWriter
 from portus.media.base import Medium
 from portus.media.dax import SpaceMedium
@@ -58,6 +59,20 @@ def pool_on_device(files: CrashFiles) -> Medium | None:
     return None if is_blank(medium) else medium
 
 
+class DeviceFiles:
+    """The files of a process, of which one is a device."""
+
+    def __init__(self, trainer: OnDevice) -> None:
+        self._trainer = trainer
+
+    def open(self, path: str, *, writable: bool) -> Medium:
+        assert (path, writable) == (POOL, True)
+        return self._trainer.opened()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._trainer.files, name)
+
+
 class OnDevice(Trainer):
     """A process whose pool is on a device, through ``medium``."""
 
@@ -74,10 +89,8 @@ class OnDevice(Trainer):
         make_pool(self.opened())
 
     def open_pool(self) -> PoolWriter:
-        medium = self.opened()
-        writer = PoolWriter(medium, self.locks())
-        settle(medium)
-        return writer
+        files = cast(FileSystem, DeviceFiles(self))
+        return open_writer(POOL, files, locks=self.locks())
 
 
 def only_open(trainer: Trainer) -> None:

@@ -31,6 +31,7 @@ from portus.index.directory import (
     remove_pool,
 )
 from portus.index.pool import PoolWriter
+from portus.media.dax import is_device
 from portus.media.local import LocalFiles
 from portus.media.warm import warm
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
@@ -110,7 +111,8 @@ class Checkpointer:
         self._created = False
         self._steps_at_last = -1
         self._fence: Final = Fence(fence_timeout)
-        POOLS.allow(os.path.dirname(self.path) if pool is None else os.fspath(pool))
+        in_directory = pool is None and not is_device(self.path)
+        POOLS.allow(os.path.dirname(self.path) if in_directory else os.fspath(pool or self.path))
         try:
             if has_pool(self.path):
                 self._open()

@@ -21,7 +21,7 @@ import os
 import stat
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
@@ -296,6 +296,7 @@ class DaxFile(MappedFile):
     ) -> None:
         """Raises ``MediumError``, also where libpmem is missing; ``descriptor`` stays open."""
         self._cpu: Final = cpu or processor()
+        file_system = replace(file_system, early=False)  # nothing is written back by the system
         super().__init__(descriptor, file_system, sync=self._nothing_to_sync)
 
     @property
