@@ -23,7 +23,7 @@ def main() -> int:
     """Parse, boot, run."""
     parser = argparse.ArgumentParser(prog="python -m tests.lab", description=__doc__)
     parser.add_argument("--setup", action="store_true", help="only install and fetch")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for a command")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for a command")
     parser.add_argument("--nvdimms", type=Path, help="a folder that keeps the NVDIMMs' files")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()

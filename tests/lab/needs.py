@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,7 @@ FILES: Final = {
 }
 """Files and the packages that have them, on Debian 12 (where pyverbs is built for Python 3.11)."""
 
+PYTHON: Final = (3, 11)
 ADMIN_PATH: Final = "/usr/sbin:/sbin"
 
 
@@ -56,6 +58,11 @@ def check() -> None:
     """Raises ``LabError`` if the lab cannot run here."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise LabError("the lab needs Linux on x86-64")
+    if sys.version_info[:2] != PYTHON:
+        raise LabError(
+            f"pyverbs of Debian 12 is for Python {'.'.join(map(str, PYTHON))}, and this is "
+            f"{platform.python_version()}: PYTHON=python3.11 make setup"
+        )
     missing = missing_packages()
     if missing:
         raise LabError(f"packages are missing; as root: apt-get install {' '.join(missing)}")

@@ -17,7 +17,7 @@ from portus.errors import MediumError
 LINE: Final = 64
 """Bytes that a processor's cache writes back as one."""
 
-_LIBRARY: Final = "libpmem.so.1"
+LIBRARY: Final = "libpmem.so.1"
 _NO_FLUSH: Final = "PMEM_NO_FLUSH"
 
 
@@ -51,7 +51,7 @@ class Libpmem:
         self._drain()
 
 
-def processor() -> Libpmem:
+def processor(library: str = LIBRARY) -> Libpmem:
     """That of this machine. Raises ``MediumError`` if libpmem is missing, or told to do nothing."""
     if os.environ.get(_NO_FLUSH) == "1":
         raise MediumError(
@@ -59,16 +59,16 @@ def processor() -> Libpmem:
             f"{_NO_FLUSH}=1 makes libpmem write nothing back, so nothing would survive power "
             "loss: unset it",
         )
-    return _loaded()
+    return _loaded(library)
 
 
 @functools.cache
-def _loaded() -> Libpmem:
+def _loaded(library: str) -> Libpmem:
     try:
-        return Libpmem(ctypes.CDLL(_LIBRARY))
+        return Libpmem(ctypes.CDLL(library))
     except (OSError, AttributeError) as error:
         raise MediumError(
             errno.ENOENT,
-            f"{_LIBRARY} is needed to write persistent memory, and cannot be loaded ({error}): "
+            f"{library} is needed to write persistent memory, and cannot be loaded ({error}): "
             "install libpmem1 (Debian, Ubuntu) or libpmem (Fedora, SUSE)",
         ) from error
