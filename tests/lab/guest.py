@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,13 @@ BOOT_S_MAX: Final = 180.0
 _PAUSE_S: Final = 0.1
 _DEVICES: Final = Path(__file__).with_name("devices")
 _DIST_PACKAGES: Final = "/usr/lib/python3/dist-packages"
+
+_TERMINAL: Final = ("-chardev", "stdio,id=words,signal=off", "-serial", "chardev:words")
+_PIPE: Final = (
+    *("-device", "virtio-serial-pci", "-chardev", "file,id=words,path=/proc/self/fd/1"),
+    *("-device", "virtserialport,chardev=words"),
+)
+"""Where words go: to the terminal of whoever started QEMU, or to the pipe that is its stdout."""
 
 _KERNEL_WORDS: Final = (
     "console=ttyS0 loglevel=4 panic=-1 mitigations=off nowatchdog apparmor=0 audit=0 "
@@ -101,15 +108,16 @@ class Guest:
 
     def line(self, timeout_s: float) -> str:
         """The next line that is said. Raises ``LabError`` if none comes in time, or ever."""
-        try:
-            line = None if self._over else self._lines.get(timeout=max(0.0, timeout_s))
-        except queue.Empty:
-            self.kill()
-            raise LabError(f"a guest said nothing for {timeout_s:.0f} s; {self._last()}") from None
+        line = self._next(timeout_s)
         if line is None:
-            self._over = True
             raise LabError(f"a guest ended too early; {self._last()}")
         return line
+
+    def lines(self, timeout_s: float) -> Iterator[str]:
+        """What is said until the guest ends. Raises ``LabError`` if it has not in that time."""
+        until_s = time.monotonic() + timeout_s
+        while (line := self._next(until_s - time.monotonic())) is not None:
+            yield line
 
     def rest(self) -> list[str]:
         """What was said and not read yet; after ``kill`` or ``wait``, all of it."""
@@ -156,6 +164,16 @@ class Guest:
             self.rest()
             self._process.stdout.close()
         self._folder.cleanup()
+
+    def _next(self, timeout_s: float) -> str | None:
+        """The next line; None when the guest has ended."""
+        try:
+            line = None if self._over else self._lines.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            self.kill()
+            raise LabError(f"a guest said nothing for {timeout_s:.0f} s; {self._last()}") from None
+        self._over = line is None
+        return line
 
     def _wait_for_shell(self, until_s: float) -> None:
         while not (self._out / "ready").exists():
@@ -229,14 +247,9 @@ def _pyverbs() -> Path:
 def _arguments(machine: Machine, image: Path, initrd: Path, out: Path, *, shell: bool) -> list[str]:
     """How QEMU is started. Emulated always: that a machine has /dev/kvm does not say that it can
     run this kernel."""
-    memory = machine.memory_mib + machine.expander_mib
-    q35 = ["-machine", "q35", "-m", f"{memory}M"]
-    if machine.nvdimms:
-        q35 = ["-machine", "q35,nvdimm=on,nvdimm-persistence=mem-ctrl"]
-        q35 += ["-m", f"{memory}M,slots=8,maxmem=64G"]
     share = "local,path={},security_model=none,multidevs=remap"
-    arguments = [
-        *("qemu-system-x86_64", "-nodefaults", "-no-reboot", "-display", "none", *q35),
+    return [
+        *("qemu-system-x86_64", "-nodefaults", "-no-reboot", "-display", "none"),
         *("-accel", "tcg,thread=multi,tb-size=1024", "-cpu", "max"),
         *("-smp", str(machine.processors), "-kernel", str(image), "-initrd", str(initrd)),
         *("-append", _kernel_words(machine)),
@@ -246,44 +259,48 @@ def _arguments(machine: Machine, image: Path, initrd: Path, out: Path, *, shell:
         *("-device", "virtio-9p-pci,fsdev=root,mount_tag=hostroot"),
         *("-fsdev", share.format(out) + ",id=out"),
         *("-device", "virtio-9p-pci,fsdev=out,mount_tag=out"),
+        *(_TERMINAL if shell else _PIPE),
+        *_memory(machine),
+        *_link(machine),
     ]
-    if shell:
-        arguments += ["-chardev", "stdio,id=words,signal=off", "-serial", "chardev:words"]
-    else:
-        arguments += ["-device", "virtio-serial-pci"]
-        arguments += ["-chardev", "file,id=words,path=/proc/self/fd/1"]
-        arguments += ["-device", "virtserialport,chardev=words"]
+
+
+def _memory(machine: Machine) -> list[str]:
+    memory = f"{machine.memory_mib + machine.expander_mib}M"
+    if not machine.nvdimms:
+        return ["-machine", "q35", "-m", memory]
+    arguments = ["-machine", "q35,nvdimm=on,nvdimm-persistence=mem-ctrl"]
+    arguments += ["-m", f"{memory},slots=8,maxmem=64G"]
     for number, file in enumerate(machine.nvdimms):
         backend = f"memory-backend-file,id=m{number},share=on,mem-path={file},align=2M"
         arguments += ["-object", f"{backend},size={machine.nvdimm_mib}M"]
         arguments += ["-device", f"nvdimm,id=nvdimm{number},memdev=m{number}"]
-    if machine.link is not None:
-        mac = machine.address.partition("/")[0].rpartition(".")[2].zfill(2)
-        mine, other = machine.link
-        mine.unlink(missing_ok=True)  # of a guest before, that was killed
-        ends = f"local.type=unix,local.path={mine},remote.type=unix,remote.path={other}"
-        arguments += ["-netdev", f"dgram,id=link,{ends}"]
-        device = f"virtio-net-pci,netdev=link,host_mtu=9000,mac=52:54:00:00:00:{mac}"
-        arguments += ["-device", device]
     return arguments
+
+
+def _link(machine: Machine) -> list[str]:
+    if machine.link is None:
+        return []
+    mine, other = machine.link
+    mine.unlink(missing_ok=True)  # of a guest before, that was killed
+    ends = f"local.type=unix,local.path={mine},remote.type=unix,remote.path={other}"
+    mac = machine.address.partition("/")[0].rpartition(".")[2].zfill(2)
+    device = f"virtio-net-pci,netdev=link,host_mtu=9000,mac=52:54:00:00:00:{mac}"
+    return ["-netdev", f"dgram,id=link,{ends}", "-device", device]
 
 
 def _kernel_words(machine: Machine) -> str:
     if not machine.expander_mib:
         return _KERNEL_WORDS
     # Of the memory above 4 GiB, the first part is to be "soft reserved": for a driver to give out.
+    # There is memory above 4 GiB if it has 2816 MiB in all.
     return f"{_KERNEL_WORDS} memmap={machine.expander_mib}M%4G-1+0xefffffff"
 
 
 def run(machine: Machine, command: Sequence[str], *, timeout_s: float) -> int:
     """Boot, run ``command``, show what it says; its exit status. Raises ``LabError``."""
-    until_s = time.monotonic() + timeout_s
     with Guest(machine, command) as guest:
         print(f"lab: ready in {guest.boot():.1f} s", file=sys.stderr, flush=True)
-        while True:
-            try:
-                print(guest.line(until_s - time.monotonic()), flush=True)
-            except LabError:
-                if not guest._over:
-                    raise
-                return guest.wait(60)
+        for line in guest.lines(timeout_s):
+            print(line, flush=True)
+        return guest.wait(60)
