@@ -60,3 +60,20 @@ def test_a_guest_dies_with_the_process_that_started_it() -> None:
     for each in Path(folder).iterdir():
         each.unlink()
     Path(folder).rmdir()
+
+
+def test_a_kernel_that_panics_at_its_start_is_started_again_and_given_up_in_the_end(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class Panicking(Guest):
+        starts = 0
+
+        def _start(self) -> None:
+            self._arguments[self._arguments.index("-append") + 1] += " init=/none rdinit=/none"
+            type(self).starts += 1
+            super()._start()
+
+    with Panicking(BARE, ["true"]) as guest, pytest.raises(LabError, match="Kernel panic"):
+        guest.boot()
+    assert Panicking.starts == 3
+    assert capfd.readouterr().err.count("lab: started again") == 2
