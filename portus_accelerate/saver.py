@@ -52,8 +52,13 @@ class Saver:
         self._newest: str | None = None
         self._deferred: list[tuple[portus.SaveHandle | None, list[Callable[[], Any]]]] = []
         self._over = False
+        self._watch: portus.Checkpointer | None = None
         if self.is_on():
             self._mend_all()
+            if self._peers.is_writer:
+                # Never saves, so it makes no file: while one is open, Portus learns which
+                # optimizer steps what, and the first save too is copied in the background.
+                self._watch = portus.Checkpointer(".portus", f"watch-{os.urandom(8).hex()}")
 
     def is_on(self) -> bool:
         """False where checkpoints are left to Accelerate."""
@@ -160,6 +165,7 @@ class Saver:
         """Training ends: what is in flight ends too, or is reported. Later saves are durable when
         they return."""
         self._over = True
+        self._stop_watching()
         self.run_deferred()
         if self._checkpointer is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
@@ -169,6 +175,11 @@ class Saver:
             _put_real_files(newest)
 
     # Saving.
+
+    def _stop_watching(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     def _save(self, capture: Capture, directory: str, limit: int | None) -> None:
         received = self._exchange(capture, directory)
@@ -223,6 +234,7 @@ class Saver:
                 made = self._make(directory)
                 made.prepare(0)
                 self._checkpointer = made
+                self._stop_watching()
             except portus.BusyError:
                 # Another run saves beside this one; it has its pool file, take the next.
                 if self._settings.model is not None or self._number >= _WRITERS_MAX:

@@ -100,8 +100,9 @@ def closed() -> Iterator[None]:
     yield
     while SCENES:
         saver = getattr(SCENES.pop().accelerator, "_portus_saver", None)
-        if saver is not None and saver._checkpointer is not None:
-            saver._checkpointer.close()
+        for each in (saver._checkpointer, saver._watch) if saver is not None else ():
+            if each is not None:
+                each.close()
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
 
@@ -310,6 +311,19 @@ def test_what_portus_cannot_store_accelerate_saves(
     scene.accelerator.load_state(str(tmp_path / "last"))
     assert same(scene.facts(), then)
     assert isinstance(scene.counter.more, Strange)
+
+
+def test_the_first_save_too_is_copied_in_the_background(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.step()
+    saver = scene.accelerator._portus_saver
+    scene.accelerator.save_state(str(tmp_path / "one"))
+    late = saver._checkpointer._last._snapshot.late
+    assert late.sum() >= 8, "weights and moments of both models"
+    assert saver._watch is None
+    scene.checkpointer.wait()
+    files = sorted(path.name for path in (tmp_path / ".portus").iterdir())
+    assert files == [".gitignore", "CACHEDIR.TAG", "net.portus", "net.references"]
 
 
 def test_the_scaler_is_saved(tmp_path: Path) -> None:
