@@ -143,7 +143,10 @@ class Saver:
         return self._load(stock, candidates[-1] if candidates else None)
 
     def after_load(self, directory: str) -> None:
-        """Accelerate has restored the generators from ``directory``: let data go on from there."""
+        """Accelerate has restored the generators from ``directory``: let data go on from there.
+
+        Raises what is wrong with them, which Accelerate passes over.
+        """
         name = f"random_states_{self._accelerator.process_index}.pkl"
         path = os.path.join(directory, name)
         states: Any = None
@@ -153,13 +156,6 @@ class Saver:
             with contextlib.suppress(Exception):  # stock Accelerate goes on without it, too
                 states = getattr(other, "load", torch.load)(path)
         resume.go_back(self._accelerator, states.get(resume.KEY) if states else None)
-
-    def check(self, directory: str) -> None:
-        """Raise what is wrong with this process's random states; Accelerate would pass over it."""
-        name = f"random_states_{self._accelerator.process_index}.pkl"
-        path = os.path.join(directory, name)
-        if os.path.isfile(path) and portus.is_reference(path):
-            portus.load_reference(path)
 
     def finish(self) -> None:
         """Training ends: what is in flight ends too, or is reported. Later saves are durable when

@@ -242,6 +242,21 @@ def test_the_newest_that_verifies_is_loaded_and_it_is_said(
     assert same(scene.facts(), facts[0])
 
 
+def test_damaged_random_states_are_not_passed_over(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.accelerator.save_state(str(tmp_path / "one"))
+    scene.checkpointer.wait()
+    generator = torch.get_rng_state().numpy().tobytes()
+    pool = Path(scene.checkpointer.path)
+    data = pool.read_bytes()
+    assert generator in data
+    with open(pool, "r+b") as file:
+        file.seek(data.index(generator))
+        file.write(bytes(8))
+    with pytest.raises(portus.CorruptionError, match=r"random_states_0\.pkl"):
+        scene.accelerator.load_state(str(tmp_path / "one"))
+
+
 def test_hooks_are_called_and_what_they_take_is_not_saved(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
 
