@@ -163,7 +163,6 @@ def _load_accelerator_state(stock: Callable[..., Any]) -> Callable[..., Any]:
         saver = _loading[-1] if _loading else None
         if saver is None:
             return stock(input_dir, *more, **named)
-        saver.check(os.fspath(input_dir))
         result = stock(input_dir, *more, **named)
         saver.after_load(os.fspath(input_dir))
         return result

@@ -52,8 +52,13 @@ class Saver:
         self._newest: str | None = None
         self._deferred: list[tuple[portus.SaveHandle | None, list[Callable[[], Any]]]] = []
         self._over = False
+        self._watch: portus.Checkpointer | None = None
         if self.is_on():
             self._mend_all()
+            if self._peers.is_writer:
+                # Never saves, so it makes no file: while one is open, Portus learns which
+                # optimizer steps what, and the first save too is copied in the background.
+                self._watch = portus.Checkpointer(".portus", f"watch-{os.urandom(8).hex()}")
 
     def is_on(self) -> bool:
         """False where checkpoints are left to Accelerate."""
@@ -138,7 +143,10 @@ class Saver:
         return self._load(stock, candidates[-1] if candidates else None)
 
     def after_load(self, directory: str) -> None:
-        """Accelerate has restored the generators from ``directory``: let data go on from there."""
+        """Accelerate has restored the generators from ``directory``: let data go on from there.
+
+        Raises what is wrong with them, which Accelerate passes over.
+        """
         name = f"random_states_{self._accelerator.process_index}.pkl"
         path = os.path.join(directory, name)
         states: Any = None
@@ -149,17 +157,11 @@ class Saver:
                 states = getattr(other, "load", torch.load)(path)
         resume.go_back(self._accelerator, states.get(resume.KEY) if states else None)
 
-    def check(self, directory: str) -> None:
-        """Raise what is wrong with this process's random states; Accelerate would pass over it."""
-        name = f"random_states_{self._accelerator.process_index}.pkl"
-        path = os.path.join(directory, name)
-        if os.path.isfile(path) and portus.is_reference(path):
-            portus.load_reference(path)
-
     def finish(self) -> None:
         """Training ends: what is in flight ends too, or is reported. Later saves are durable when
         they return."""
         self._over = True
+        self._stop_watching()
         self.run_deferred()
         if self._checkpointer is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
@@ -169,6 +171,11 @@ class Saver:
             _put_real_files(newest)
 
     # Saving.
+
+    def _stop_watching(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     def _save(self, capture: Capture, directory: str, limit: int | None) -> None:
         received = self._exchange(capture, directory)
@@ -223,6 +230,7 @@ class Saver:
                 made = self._make(directory)
                 made.prepare(0)
                 self._checkpointer = made
+                self._stop_watching()
             except portus.BusyError:
                 # Another run saves beside this one; it has its pool file, take the next.
                 if self._settings.model is not None or self._number >= _WRITERS_MAX:

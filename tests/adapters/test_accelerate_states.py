@@ -101,8 +101,9 @@ def closed() -> Iterator[None]:
     yield
     while SCENES:
         saver = getattr(SCENES.pop().accelerator, "_portus_saver", None)
-        if saver is not None and saver._checkpointer is not None:
-            saver._checkpointer.close()
+        for each in (saver._checkpointer, saver._watch) if saver is not None else ():
+            if each is not None:
+                each.close()
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
 
@@ -243,6 +244,21 @@ def test_the_newest_that_verifies_is_loaded_and_it_is_said(
     assert same(scene.facts(), facts[0])
 
 
+def test_damaged_random_states_are_not_passed_over(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.accelerator.save_state(str(tmp_path / "one"))
+    scene.checkpointer.wait()
+    generator = torch.get_rng_state().numpy().tobytes()
+    pool = Path(scene.checkpointer.path)
+    data = pool.read_bytes()
+    assert generator in data
+    with open(pool, "r+b") as file:
+        file.seek(data.index(generator))
+        file.write(bytes(8))
+    with pytest.raises(portus.CorruptionError, match=r"random_states_0\.pkl"):
+        scene.accelerator.load_state(str(tmp_path / "one"))
+
+
 def test_hooks_are_called_and_what_they_take_is_not_saved(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
 
@@ -312,6 +328,19 @@ def test_what_portus_cannot_store_accelerate_saves(
     scene.accelerator.load_state(str(tmp_path / "last"))
     assert same(scene.facts(), then)
     assert isinstance(scene.counter.more, Strange)
+
+
+def test_the_first_save_too_is_copied_in_the_background(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.step()
+    saver = scene.accelerator._portus_saver
+    scene.accelerator.save_state(str(tmp_path / "one"))
+    late = saver._checkpointer._last._snapshot.late
+    assert late.sum() >= 8, "weights and moments of both models"
+    assert saver._watch is None
+    scene.checkpointer.wait()
+    files = sorted(path.name for path in (tmp_path / ".portus").iterdir())
+    assert files == [".gitignore", "CACHEDIR.TAG", "net.portus", "net.references"]
 
 
 def test_the_scaler_is_saved(tmp_path: Path) -> None:

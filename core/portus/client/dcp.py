@@ -71,7 +71,8 @@ class PortusStorageWriter(StorageWriter):
     """Saves the shards of this rank into its own pool file. Keep one for the whole training.
 
     ``dcp.save(state, checkpoint_id="step_100", storage_writer=writer)``: the step is the number at
-    the end of ``checkpoint_id``, else a count. Every rank makes one, with the same arguments.
+    the end of ``checkpoint_id``, else a count. Every rank makes one, with the same arguments,
+    when the process group is there and before training starts.
 
     pool: a pool directory on a file system that all ranks see; None: ``$PORTUS_POOL``, else
         ``.portus``. model: the name of the run. keep: complete groups kept; None keeps all.
@@ -112,6 +113,10 @@ class PortusStorageWriter(StorageWriter):
         self._group = b""
         self._is_coordinator = False
         self._handle: SaveHandle | None = None
+        if dist.is_available() and dist.is_initialized():
+            # So that steps are seen before the first save, which is then in the background too.
+            self._rank, self._count = dist.get_rank(), dist.get_world_size()
+            self._open()
 
     # What a user calls.
 
