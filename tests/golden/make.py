@@ -22,7 +22,7 @@ import pathlib
 import tempfile
 import types
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,6 +47,9 @@ DTYPES: Final = (
     *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
 )
+
+PART: Final = "optimizer.bin"
+"""What the golden reference of format 2 leads to a part of; else it is as that of format 1."""
 
 REFERENCE: Final = Reference(
     id="0123456789abcdef" * 2,
@@ -215,11 +218,14 @@ def main() -> None:
         versions = ",\n".join(map(json.dumps, making.listed()))  # a line for each
         pool = Path(making.path).read_bytes()
     stem = f"format-{FORMAT_VERSION}"
+    fields = {key: value for key, value in asdict(REFERENCE).items() if key != "part"}
     (HERE / f"{stem}.portus.gz").write_bytes(gzip.compress(pool, 9, mtime=0))
     (HERE / f"{stem}.json").write_text(
-        f'{{"reference": {json.dumps(asdict(REFERENCE))},\n"versions": [\n{versions}\n]}}\n'
+        f'{{"reference": {json.dumps(fields)},\n"versions": [\n{versions}\n]}}\n'
     )
-    (HERE / f"reference-{REFERENCE_VERSION}.ckpt").write_bytes(encode(REFERENCE))
+    (HERE / "reference-1.ckpt").write_bytes(encode(REFERENCE))
+    part = replace(REFERENCE, part=PART)
+    (HERE / f"reference-{REFERENCE_VERSION}.ckpt").write_bytes(encode(part))
 
 
 if __name__ == "__main__":

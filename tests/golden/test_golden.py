@@ -137,8 +137,9 @@ def _tags(node: object) -> set[str]:
 def test_a_golden_reference_file_says_what_it_said(path: Path) -> None:
     fields = expected(FORMAT_VERSION)["reference"]
     reference = decode_reference(path.read_bytes())
-    assert reference == Reference(**fields)
-    assert encode(Reference(**fields)) == path.read_bytes()
+    part = None if path.stem == "reference-1" else "optimizer.bin"
+    assert reference == Reference(**fields, part=part)
+    assert encode(reference) == path.read_bytes()
 
 
 def test_the_description_of_a_state_sees_every_bit() -> None:
