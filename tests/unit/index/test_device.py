@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import pytest
@@ -22,7 +22,7 @@ from portus.spec import PAGE
 from portus.testing import lines
 from portus.testing.crash import CrashFiles
 from portus.testing.explore import Explorer
-from tests.unit.index.pools import save
+from tests.unit.index.pools import OPENED, close_all, save
 
 DEVICE: Final = "/device"
 SIZE: Final = 24 * PAGE
@@ -30,6 +30,18 @@ SIZE: Final = 24 * PAGE
 BEGUN: Final = "begun"
 MADE: Final = "made"
 """What a process reports when it has made a pool, or found one; and before it does so by force."""
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back() -> Iterator[None]:
+    """Each sets much address space aside."""
+    yield
+    close_all()
+
+
+def memory(size: int) -> Memory:
+    OPENED.append(Memory(size))
+    return OPENED[-1]
 
 
 def device(content: bytes = b"") -> Callable[[], CrashFiles]:
@@ -74,7 +86,7 @@ def blank_or_a_pool(files: CrashFiles, facts: Sequence[str]) -> None:
 
 def old_pool() -> bytes:
     """A device that holds a pool with two versions."""
-    medium = Memory(SIZE)
+    medium = memory(SIZE)
     make_pool(medium)
     writer = PoolWriter(medium, ProcessLocks())
     for step in (1, 2):
@@ -128,7 +140,7 @@ def test_a_pool_is_never_taken_for_blank_and_made_anew_by_force_alone() -> None:
 
 @pytest.fixture
 def medium() -> Memory:
-    return Memory(SIZE)
+    return memory(SIZE)
 
 
 def test_zeros_are_blank(medium: Memory) -> None:
@@ -145,11 +157,11 @@ def test_what_somebody_else_wrote_is_not_blank(medium: Memory, offset: int) -> N
 
 def test_a_device_without_room_for_a_header_is_refused() -> None:
     with pytest.raises(UsageError, match="needs 32768 bytes"):
-        is_blank(Memory(DATA_START - 1))
+        is_blank(memory(DATA_START - 1))
 
 
 def test_a_pool_that_holds_something_is_not_blank_without_its_first_superblock() -> None:
-    medium = Memory(SIZE)
+    medium = memory(SIZE)
     medium.store(0, old_pool())
     medium.store(SUPERBLOCK_OFFSETS[0], bytes(PAGE))
     assert not is_blank(medium)
@@ -160,7 +172,7 @@ def test_a_pool_is_not_blank_whichever_byte_of_its_header_is_damaged() -> None:
     content = bytearray(old_pool())
     tried = 0
     for offset in (*range(128), *range(PAGE, PAGE + 128), *range(4 * PAGE, 4 * PAGE + 128)):
-        medium = Memory(SIZE)
+        medium = memory(SIZE)
         medium.store(0, bytes(content))
         medium.store(offset, bytes([content[offset] ^ 0xFF]))
         assert not is_blank(medium), f"byte {offset}"
@@ -171,7 +183,7 @@ def test_a_pool_is_not_blank_whichever_byte_of_its_header_is_damaged() -> None:
 
 def test_making_a_pool_touches_nothing_behind_its_header() -> None:
     data = random.Random(1).randbytes(SIZE)
-    medium = Memory(SIZE)
+    medium = memory(SIZE)
     medium.store(0, data)
     make_pool(medium)
     found = bytearray(SIZE)
