@@ -52,6 +52,7 @@ from portus.index.records import (
 )
 from portus.index.roots import (
     Superblock,
+    clear_slot,
     format_superblock,
     read_roots,
     read_superblock,
@@ -302,6 +303,10 @@ class PoolWriter(PoolReader):
             # The other slot is torn. If only caches say so (its writer was killed in the middle
             # of the store), then on the medium it may still reach an older catalogue (V1).
             self._commit_again()
+        elif len(self._roots) == 1:  # nothing was ever committed, only tried
+            blanked = clear_slot(self.medium, 1 - current.root.slot)
+            if blanked is not None:
+                self.medium.persist([blanked])
 
     def _older(self, current: Catalogue) -> list[Catalogue]:
         """The catalogue of the other slot, if it is whole: what it reaches is not reused yet."""

@@ -150,6 +150,20 @@ def store_root(medium: Medium, uuid: bytes, root: Root) -> Extent:
     return Extent(offset, PAGE)
 
 
+def clear_slot(medium: Medium, slot: int) -> Extent | None:
+    """Blank a slot that holds no root, and say which bytes must be persisted; None if it is blank.
+
+    Where lines of 64 bytes may survive one by one, the rest of a root that was never committed,
+    behind the first line of another of the same number, makes that root whole again.
+    """
+    found = bytearray(SLOT.size)
+    medium.load(SLOT_OFFSETS[slot], memoryview(found))
+    if not any(found):
+        return None
+    medium.store(SLOT_OFFSETS[slot], bytes(SLOT.size))
+    return Extent(SLOT_OFFSETS[slot], PAGE)
+
+
 def read_roots(medium: Medium, uuid: bytes) -> list[Root]:
     """The roots that are whole, newest first: none, one or two."""
     roots = []
