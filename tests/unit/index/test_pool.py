@@ -7,7 +7,7 @@ import random
 import pytest
 
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
-from portus.format.layout import DATA_START, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
+from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
 from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder
 from portus.index.roots import read_roots
 from portus.media.lock import LockTable, ProcessLocks
@@ -216,6 +216,16 @@ def test_the_second_superblock_serves_when_the_first_is_damaged() -> None:
     _flip(pool, SUPERBLOCK_OFFSETS[1] + 50)
     with pytest.raises(CorruptionError, match="superblock"):
         reader_of(pool)
+
+
+def test_what_a_first_commit_left_in_its_slot_is_gone_once_somebody_opens() -> None:
+    medium = Memory(DATA_START)
+    format_pool(medium)
+    medium.store(SLOT_OFFSETS[1] + 64, b"the second line of a root that was only tried")
+    PoolWriter(medium, ProcessLocks(LockTable()))
+    found = bytearray(SLOT.size)
+    medium.load(SLOT_OFFSETS[1], memoryview(found))
+    assert not any(found)
 
 
 def test_no_pool_at_all_is_said() -> None:
