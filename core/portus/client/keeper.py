@@ -162,12 +162,12 @@ class Keeper:
         for each in alive:
             info = committed.get(each.token)
             if info is not None and each.part is not None:
-                home = os.path.dirname(each.written_path)
+                home = _home(each)
                 newest[home] = max(newest.get(home, info), info, key=lambda info: info.commit)
         removed = []
         for each in alive:
             info = committed.get(each.token)
-            best = newest.get(os.path.dirname(each.written_path)) if each.part else None
+            best = newest.get(_home(each)) if each.part else None
             if not self._is_where_written(each):
                 continue  # somebody moved it, and may know why
             if info is None and uncommitted:
