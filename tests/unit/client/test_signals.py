@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 
-PRESSES = 2000
+PRESSES = 1000
 PRESS_S_MAX = 0.012
 """Seconds from the start of a step to Ctrl-C: a step and a save take about as long."""
 
