@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tests.bench import loading, report, saving, training
+from tests.bench import hosting, load, loading, report, saving, training
 from tests.bench.measure import Row
 
 Group = Callable[[Path, Path, int], Iterable[Row]]
@@ -28,6 +28,9 @@ GROUPS: dict[str, Group] = {
     "memory": lambda memory, disk, rounds: [saving.memory_row(memory, rounds)],
     "frozen": lambda memory, disk, rounds: [saving.frozen_row(memory)],
     "open": lambda memory, disk, rounds: [loading.open_row(memory, rounds)],
+    "host": lambda memory, disk, rounds: hosting.wire_rows(memory, rounds),
+    "shares": hosting.share_rows,
+    "load": lambda memory, disk, rounds: load.load_rows(memory, disk, max(3, rounds // 2)),
     "growth": lambda memory, disk, rounds: saving.growth_rows(memory, max(3, rounds // 2)),
 }
 
