@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -36,7 +38,8 @@ class Watched:
     def __init__(self, place: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._port = probe.getsockname()[1]
-        self._socket = place.with_suffix(".sock")
+        self._folder = tempfile.mkdtemp(prefix="portus-")  # a path that is short enough
+        self._socket = f"{self._folder}/socket"
         self.host = Host(place, "--listen", f"unix:{self._socket}", "--metrics", str(self._port))
 
     @property
@@ -59,6 +62,7 @@ class Watched:
 
     def __exit__(self, *_: object) -> None:
         self.host.stop()
+        shutil.rmtree(self._folder)
 
 
 @contextlib.contextmanager
