@@ -88,6 +88,40 @@ def write_picture(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def write_worlds(rows: list[Row], path: Path) -> None:
+    """How a sharded save goes as the world grows, if that was measured."""
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for row in rows:
+        named = re.fullmatch(r"world size (\d+): (.*)", row.name)
+        if named is not None:
+            for way, values in row.figures.items():
+                points = found.setdefault(named[2], {}).setdefault(way, [])
+                points.append((int(named[1]), _median(values)))
+    if not found:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    styles = dict(zip(found, ("-", "--"), strict=True))
+    colours: dict[str, str] = {}
+    for what, ways in found.items():
+        for way, points in ways.items():
+            colour = colours.setdefault(way, f"C{len(colours)}")
+            worlds, seconds = zip(*points, strict=True)
+            label, style = f"{way}: {what}", styles[what]
+            axes.plot(worlds, seconds, color=colour, linestyle=style, marker="o", label=label)
+            axes.set_xticks(worlds)
+    axes.set_xlabel("ranks that share one state, on one machine")
+    axes.set_ylabel("seconds")
+    axes.set_yscale("log")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def _headroom(row: Row) -> float:
     median = max(row.value.median, 1e-9)
     assert row.bar is not None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tests.bench import loading, report, saving, training
+from tests.bench import frameworks, hosting, load, loading, report, saving, training
 from tests.bench.measure import Row
 
 Group = Callable[[Path, Path, int], Iterable[Row]]
@@ -28,6 +28,12 @@ GROUPS: dict[str, Group] = {
     "memory": lambda memory, disk, rounds: [saving.memory_row(memory, rounds)],
     "frozen": lambda memory, disk, rounds: [saving.frozen_row(memory)],
     "open": lambda memory, disk, rounds: [loading.open_row(memory, rounds)],
+    "host": lambda memory, disk, rounds: hosting.wire_rows(memory, rounds),
+    "shares": hosting.share_rows,
+    "load": lambda memory, disk, rounds: load.load_rows(memory, disk, max(3, rounds // 2)),
+    "accelerate": frameworks.accelerate_rows,
+    "sharded": lambda memory, disk, rounds: frameworks.sharded_rows(memory, rounds),
+    "worlds": lambda memory, disk, rounds: frameworks.world_rows(memory, max(3, rounds // 2)),
     "growth": lambda memory, disk, rounds: saving.growth_rows(memory, max(3, rounds // 2)),
 }
 
@@ -58,11 +64,12 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     report.write_json(rows, arguments.out / "bench.json")
     report.write_picture(rows, arguments.out / "bench.png")
+    report.write_worlds(rows, arguments.out / "worlds.png")
     missed = [row.name for row in rows if not row.met]
     print(f"\n{len(rows)} rows in {time.monotonic() - start:.0f} s; {len(missed)} bars missed")
     for name in missed:
         print(f"  missed: {name}")
-    print(f"results: {arguments.out}/bench.json, {arguments.out}/bench.png")
+    print("results:", *sorted(map(str, arguments.out.iterdir())))
 
 
 if __name__ == "__main__":

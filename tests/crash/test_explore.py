@@ -33,6 +33,7 @@ from tests.crash.trainer import (
     save_and_retire,
     save_one,
     save_three,
+    save_together,
     verify,
 )
 
@@ -53,6 +54,7 @@ EXPLORATIONS: Final[Mapping[str, tuple[Plans, tuple[int, ...]]]] = {
     "first format, begun three times": ((only_open, only_open, save_one), (200, 20, 5)),
     "save, share": ((save_three, save_one), (60, 4)),
     "save, retire, use space again": ((save_and_retire, save_one), (60, 4)),
+    "several clients, one commit": ((save_together, save_one), (40, 4)),
     "retire by itself": ((retire_by_itself,), (100,)),
     "grow": ((grow, save_one), (60, 4)),
     "collect what was deleted": ((collect,), (30,)),
@@ -126,6 +128,11 @@ def test_every_crash_leaves_the_state_before_or_after(name: str) -> None:
 @pytest.mark.parametrize("number", range(1, persists_of(save_and_retire) + 1))
 def test_a_failed_persist_and_a_power_loss_later_lose_nothing_reported(number: int) -> None:
     print(explored_with(persist_fails(number), save_and_retire))
+
+
+@pytest.mark.parametrize("number", range(1, persists_of(save_together) + 1))
+def test_a_persist_that_several_share_fails_for_all_and_loses_nothing_reported(number: int) -> None:
+    print(explored_with(persist_fails(number), save_together, Roomy))
 
 
 @pytest.mark.parametrize("number", [3, 5, 8, 11])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import pytest
@@ -19,7 +19,8 @@ from portus.errors import MediumError, PortusError
 from portus.format.layout import DATA_START, SLOT_OFFSETS
 from portus.index.catalogue import Catalogue
 from portus.index.directory import create_pool
-from portus.index.pool import PoolReader, PoolWriter, format_pool
+from portus.index.pool import Change, PoolReader, PoolWriter, format_pool
+from portus.index.records import VersionRecord
 from portus.index.roots import format_superblock
 from portus.index.space import Runs
 from portus.media.base import Locks
@@ -41,6 +42,7 @@ from tests.crash.trainer import (
     save_and_retire,
     save_one,
     save_three,
+    save_together,
     verified,
     verify,
 )
@@ -139,6 +141,23 @@ def on(medium: type[CrashMedium]) -> type[Trainer]:
             return PoolWriter(opened, self.locks(), max_bytes=self.max_bytes)
 
     return Wrong
+
+
+class OnlyTheFirstPersisted(PoolWriter):
+    """Of commits that share a persist, it covers the bytes of one."""
+
+    def commit_together(self, changes: Sequence[Change]) -> list[VersionRecord | None]:
+        return super().commit_together([changes[0], *(replace(c, data=()) for c in changes[1:])])
+
+
+class SharerToldOtherwise(PoolWriter):
+    """The error of a shared persist goes to somebody else."""
+
+    def commit_together(self, changes: Sequence[Change]) -> list[VersionRecord | None]:
+        try:
+            return super().commit_together(changes)
+        except MediumError:
+            return [None for _ in changes]
 
 
 # --- wrong use of space ---------------------------------------------------------------------
@@ -377,6 +396,12 @@ MISTAKES = {
         on(RetryAfterEio), (save_three,), TORN, Faults(persist=frozenset({3}))
     ),
     "growth is not durable when it is used": Mistake(on(GrowthNotDurable), (grow,), "truncated"),
+    "a shared persist covers one client's bytes": Mistake(
+        with_pool(OnlyTheFirstPersisted), (save_together,), TORN
+    ),
+    "one who shared a failed persist is told that all is well": Mistake(
+        with_pool(SharerToldOtherwise), (save_together,), LOST, Faults(persist=frozenset({6}))
+    ),
     "space is used again too early": Mistake(
         with_pool(SpaceUsedAgainTooEarly), (save_and_retire,), TORN
     ),

@@ -32,11 +32,12 @@ from portus.index.records import VersionEntry, VersionRecord, encode_layout
 from portus.index.roots import read_roots
 from portus.media.base import Locks, Medium
 from portus.media.lock import ProcessLocks
-from portus.pipeline.draft import PoolDraft
+from portus.pipeline.draft import Labels, PoolDraft
 from portus.pipeline.plan import Before, Snapshot
 from portus.pipeline.run import Policy, Save
 from portus.spec import PAGE, TensorSpec
 from portus.testing.crash import CrashFiles, Faults
+from portus.transport.base import Stop
 
 POOL = "/pools/run.portus"
 LINKS = reference_files.links_directory(POOL)
@@ -378,6 +379,27 @@ class Trainer:
         if deleted:
             self.ledger.found(state_of(self.writer), self.ledger.leads)
 
+    def save_together(self, models: Sequence[str], *, keep: int) -> None:
+        """The next step of each model, as commits that waited for each other are made; each retires
+        all but the newest ``keep``. All of them are there after a crash, or none."""
+        after = self.ledger.state
+        drafts, changes = [], []
+        for model in models:
+            step, surplus = self.next_step(model), self.surplus(model, keep)
+            after = changed(after, model, [step], surplus)
+            state = snapshot(model, step)
+            drafts.append(PoolDraft(self.writer, state.length))
+            drafts[-1].copy(np.arange(len(LENGTHS)), state.address, Stop())
+            labels = Labels(model=model, step=step, token=state.token, layout=LAYOUT, tree=b"")
+            rows = drafts[-1].rows()
+            changes.append(
+                drafts[-1].change(rows, labels, LAYOUT, tree(step), self.ids(model, surplus))
+            )
+        with self.ledger.change(after):
+            self.writer.commit_together(changes)
+        for draft in drafts:
+            draft.release()
+
     def surplus(self, model: str, keep: int | None) -> list[int]:
         if keep is None:
             return []
@@ -471,6 +493,13 @@ def save_three(trainer: Trainer) -> None:
     """Two models, three saves; what is frozen is shared."""
     for model in ("a", "b", "a"):
         trainer.save(model)
+
+
+def save_together(trainer: Trainer) -> None:
+    """Commits of two and of three clients as one, in a pool that uses its space again."""
+    trainer.reopen(40 * PAGE)
+    for models in ("ab", "abc", "ab"):
+        trainer.save_together(models, keep=1)
 
 
 def save_and_retire(trainer: Trainer) -> None:

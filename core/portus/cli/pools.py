@@ -101,7 +101,7 @@ class Pools:
             for path, reader, catalogue in self.catalogues()
             for entry in catalogue.entries()
         ]
-        return sorted(found, key=lambda each: (each.path, each.info.commit))
+        return sorted(found, key=lambda each: (each.path, each.info.commit, each.info.id))
 
     def select(self, target: str) -> list[Found]:
         """The versions that ``target`` means: ``MODEL``, ``MODEL@STEP`` or a reference file.

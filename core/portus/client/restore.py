@@ -81,7 +81,7 @@ def newest_first(
     gone meanwhile (ask again).
     """
     failure: CorruptionError | StaleError | None = None
-    for entry in sorted(entries, key=lambda entry: -entry.info.commit):
+    for entry in sorted(entries, key=lambda entry: (-entry.info.commit, -entry.info.id)):
         if failure is not None:
             _log.error(
                 "%s: %s; FALLING BACK to step %d (commit %d)",

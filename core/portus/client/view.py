@@ -73,9 +73,8 @@ class PoolFile:
     def versions(self, model: str | None = None) -> list[VersionInfo]:
         """What is committed now, oldest commit first."""
         infos = [entry.info for entry in self.reader.catalogue().entries()]
-        return sorted(
-            (info for info in infos if model in (None, info.model)), key=lambda info: info.commit
-        )
+        wanted = (info for info in infos if model in (None, info.model))
+        return sorted(wanted, key=lambda info: (info.commit, info.id))
 
     def has_writer(self) -> bool:
         """True while somebody has the pool open for saving."""
@@ -188,13 +187,15 @@ class PoolView:
 
     def _file_of(self, model: str) -> PoolFile:
         """The file with the newest version of the model, by time."""
-        holding = [file for file in self._files if file.versions(model)]
-        if not holding:
+        newest = [
+            (infos[-1].time_ns, file) for file in self._files if (infos := file.versions(model))
+        ]
+        if not newest:
             raise UsageError(
                 f"there is no model {model!r} in {', '.join(self.paths) or 'an empty directory'}; "
                 f"there are {self.models()[:20]}"
             )
-        return max(holding, key=lambda file: file.versions(model)[-1].time_ns)
+        return max(newest, key=lambda pair: pair[0])[1]
 
 
 def file_load(

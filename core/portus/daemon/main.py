@@ -9,13 +9,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Final
 
-from portus.daemon.counters import Counters, publish, text_of
-from portus.daemon.pools import Pools, free_bytes, parse_size
+from portus.daemon.counters import Counters, Metric, Sample, publish, text_of
+from portus.daemon.pools import Hosted, Pools, free_bytes, parse_size, room_bytes
 from portus.daemon.secrets import read_secrets
 from portus.daemon.server import Door, Server, open_door, tls_context
 from portus.daemon.session import House, Patience
@@ -84,7 +84,11 @@ def prepared(wish: Wish) -> Server:
         server = Server(doors, house)
         if wish.metrics:
             host, _, port = wish.metrics.rpartition(":")
-            publish(lambda: text_of(counters, gauges(pools)), _number(port), host or "127.0.0.1")
+            publish(
+                lambda: text_of([*counters.metrics(), *standing(pools, server.connections())]),
+                _number(port),
+                host or "127.0.0.1",
+            )
     except BaseException:
         for door in doors:
             door.socket.close()
@@ -93,15 +97,35 @@ def prepared(wish: Wish) -> Server:
     return server
 
 
-def gauges(pools: Pools) -> dict[str, dict[str, float]]:
-    """What there is of each tenant now."""
+_STANDING: Final[Sequence[tuple[str, str, str, Callable[[Hosted], float]]]] = (
+    ("pool_bytes", "gauge", "size of the pool", lambda each: each.writer.medium.size),
+    ("free_bytes", "gauge", "free in the pool, without growth", free_bytes),
+    ("room_bytes", "gauge", "free in the pool, and what it may still grow by", room_bytes),
+    ("versions", "gauge", "versions in the pool", lambda each: len(each.writer.catalogue().ids())),
+    ("saves_in_flight", "gauge", "saves under way", lambda each: each.saves),
+    (
+        "commits_total",
+        "counter",
+        "commits of the pool since it was made; several saves may share one",
+        lambda each: each.writer.catalogue().root.sequence,
+    ),
+    (
+        "persist_seconds_total",
+        "counter",
+        "time that commits spent in persists",
+        lambda each: each.writer.persist_s,
+    ),
+)
+"""Name, kind, help, and the number for a tenant."""
+
+
+def standing(pools: Pools, connections: int) -> Iterator[Metric]:
+    """What there is now, of each tenant."""
     hosted = pools.all()
-    return {
-        "pool_bytes": {each.tenant: each.writer.medium.size for each in hosted},
-        "free_bytes": {each.tenant: free_bytes(each) for each in hosted},
-        "saves_in_flight": {each.tenant: each.saves for each in hosted},
-        "versions": {each.tenant: len(each.writer.catalogue().ids()) for each in hosted},
-    }
+    for name, kind, text, number in _STANDING:
+        samples = [Sample(number(each), {"tenant": each.tenant}) for each in hosted]
+        yield Metric(name, kind, text, samples)
+    yield Metric("connections_open", "gauge", "connections there are", [Sample(connections)])
 
 
 def heard(text: str, *, tls: bool) -> Address:

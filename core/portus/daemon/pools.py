@@ -160,6 +160,19 @@ def parse_size(text: str) -> int:
     return int(number) * _UNITS[unit]
 
 
+def room_bytes(hosted: Hosted) -> int:
+    """Bytes that a tenant can still save, growth of its pool included: what the quota leaves, and
+    the file system."""
+    writer = hosted.writer
+    growth = []
+    if writer.max_bytes is not None:
+        growth.append(max(0, writer.max_bytes - writer.medium.size))
+    if os.path.isfile(writer.medium.info.name):
+        status = os.statvfs(writer.medium.info.name)
+        growth.append(status.f_bavail * status.f_frsize)
+    return free_bytes(hosted) + min(growth, default=0)
+
+
 def free_bytes(hosted: Hosted) -> int:
     """Bytes that a tenant can still save, without growth of its pool."""
     try:

@@ -206,10 +206,11 @@ class _Requests:
             if self._link.closed:
                 raise
             self._drop()
+            refusal = _refusal(error)
+            self._counters.failed(refusal.fault)
             if isinstance(error, MediumError | CorruptionError):
-                self._counters.add("failures")
                 _log.error("%s: %s refused: %s", self._hosted.tenant, message.kind.name, error)
-            answer = _refusal(error)
+            answer = refusal
         self._link.send(answer)
 
     def end(self) -> None:
@@ -287,6 +288,7 @@ class _Requests:
         """Fetch the bytes of an offer. If the medium fails, the rest is received all the same:
         only then can the client hear of it."""
         link, start, before = self._link, time.perf_counter(), self._link.taken
+        hashed_s = link.hash_s
         segments, digests = cut(moved)
         if segments.size:
             link.send(said.Pull(segments.size))
@@ -296,8 +298,11 @@ class _Requests:
             drain(link, segments.size - (link.taken - before))
             raise
         finally:
+            pull_s = time.perf_counter() - start
             self._counters.add("pulled_bytes", link.taken - before)
-            self._counters.add("pull_seconds", time.perf_counter() - start)
+            self._counters.add("pull_seconds", pull_s)
+            self._counters.add("hash_seconds", link.hash_s - hashed_s)
+            self._counters.took("pull", pull_s)
         return digests
 
     def _share(self, message: said.Share) -> Said:
@@ -348,7 +353,10 @@ class _Requests:
         self._draft = None
         self._hosted.ended()
         self._counters.add("saves")
-        self._counters.add("commit_seconds", time.perf_counter() - start)
+        end = time.perf_counter()
+        self._counters.add("commit_seconds", end - start)
+        self._counters.took("commit", end - start)
+        self._counters.took("save", end - draft.begun_s)
         return said.Committed(encode_version(record))
 
     def _known(self, draft: _Draft, message: said.Confirm) -> _Known | None:
@@ -381,11 +389,13 @@ class _Requests:
     # Reading.
 
     def _read(self, message: said.Read) -> Said:
+        start = time.perf_counter()
         offsets, lengths = ranges(message.ranges, "ranges")
         self._inside(offsets, lengths)
         pairs = zip(offsets.tolist(), lengths.tolist(), strict=True)
         give_from(self._link, self._writer.medium, pairs)
         self._counters.add("read_bytes", int(lengths.sum()))
+        self._counters.took("read", time.perf_counter() - start)
         return said.Done()
 
     def _check(self, message: said.Check) -> Said:
@@ -444,6 +454,7 @@ class _Draft:
         self.lengths: Final = lengths
         self.begin: Final = begin
         self.claimed: Final = np.zeros(len(lengths), np.bool_)
+        self.begun_s: Final = time.perf_counter()
 
     def may_claim(self, indices: Column) -> bool:
         """True if these are storages of the version, each once, that have no place yet."""

@@ -291,7 +291,7 @@ class _Listing:
             1 <= info.commit <= root.sequence, "F9", where, f"commit up to {root.sequence}",
             f"{info.commit}",
         )  # fmt: skip
-        for what, value in (("id", info.id), ("commit", info.commit), ("token", info.token.hex())):
+        for what, value in (("id", info.id), ("token", info.token.hex())):
             again = (what, value) in self._unique
             self._findings.require(not again, "F9", where, f"a {what} of its own", f"{value} twice")
             self._unique.add((what, value))

@@ -42,8 +42,8 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
             "in ascending order of commit and of id, and end with the payload."
         ),
         "F9": (
-            "In the whole pool ids MUST be unique, from 1 to below `next_version`; commits of "
-            "versions unique and not above the root's sequence; tokens unique."
+            "In the whole pool ids MUST be unique, from 1 to below `next_version`; tokens "
+            "unique; commits of versions not above the root's sequence."
         ),
         "F10": "A version record MUST say what the model index says, and end with the name.",
         "F11": (

@@ -3,6 +3,9 @@
 Commit order (V3): data and records are stored, then persisted; then one root slot is stored, then
 persisted. Nothing in a reachable page is stored to in between (V1).
 
+Commits that come while another one persists are made as one (``line``), if they are of different
+models: their versions have ids of their own, and one commit number.
+
 Reuse (V1, V10): a page may be reserved when neither root reaches it, nobody pins a version that
 holds it, and no reservation in progress holds it.
 """
@@ -38,6 +41,7 @@ from portus.index.catalogue import (
     read_version,
     version_runs,
 )
+from portus.index.line import Line, RoomError
 from portus.index.records import (
     Pointer,
     Rows,
@@ -93,6 +97,16 @@ class NewVersion:
     storages: Rows
     extents: Rows
     units: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one commit is asked for: a ``new`` version, if any, whose bytes are in the extents
+    ``data``; versions to ``retire``, by id."""
+
+    new: NewVersion | None
+    data: Sequence[Extent] = ()
+    retire: Collection[int] = ()
 
 
 def format_pool(medium: Medium) -> None:
@@ -179,6 +193,9 @@ class PoolWriter(PoolReader):
         self.deleted: Callable[[], Collection[int]] = lambda: ()
         """Asked for versions whose reference files are gone, when space is short."""
         self._committing: Final = threading.RLock()
+        self._line: Final = Line(self._committing, self.commit_together, _model_of)
+        self.persist_s = 0.0
+        """Seconds spent in the persists of commits."""
         self._reclaiming = False
         self._guard: Final = threading.Lock()
         self._held: Final[list[Runs]] = []
@@ -256,23 +273,36 @@ class PoolWriter(PoolReader):
     ) -> VersionRecord | None:
         """Persist data and records, then the root: ``new`` is in the pool, the retired are not.
 
-        data: extents stored to for this version; persisted here.
+        data: extents stored to for this version; persisted here. Commits that wait for each other
+        share their persists.
         Returns what was committed, None if ``new`` is None. Raises ``MediumError`` when a persist
         fails: the pool is then poisoned for writing, and what was committed before is intact.
         """
+        return self._line.make(Change(new, data, retire))
+
+    def commit_together(self, changes: Sequence[Change]) -> list[VersionRecord | None]:
+        """As ``commit``, for several at once, each of another model: all are committed, or none.
+        What was committed is in the order of ``changes``. ``RoomError``: fewer may fit."""
         with self._committing:
-            draft, area = self._drafted(new, retire)
+            draft, area = self._drafted(changes)
             try:
                 draft.place(area[0].offset, self.medium.size)
                 self.medium.store(area[0].offset, draft.records())
-                self.medium.persist([*data, *area])  # V3: everything it reaches, first
+                data = [extent for change in changes for extent in change.data]
+                self._persist([*data, *area])  # V3: everything they reach, first
                 slot = store_root(self.medium, self.superblock.uuid, draft.catalogue.root)
-                self.medium.persist([slot])  # V3: then its root
+                self._persist([slot])  # V3: then their root
                 self._advance(draft)
             finally:
                 # On failure too: whatever the slot may say, the medium is poisoned by then.
                 self.release(area)
-        return draft.record
+        made = iter(draft.made)
+        return [None if change.new is None else next(made)[1] for change in changes]
+
+    def _persist(self, ranges: Sequence[Extent]) -> None:
+        start = time.perf_counter()
+        self.medium.persist(ranges)
+        self.persist_s += time.perf_counter() - start
 
     def retire(self, versions: Collection[int]) -> None:
         """Let go of versions, by id; those that are not there are ignored."""
@@ -399,7 +429,7 @@ class PoolWriter(PoolReader):
         _log.info("%s: retiring deleted versions %s for space", self.medium.info.name, sorted(gone))
         self._reclaiming = True
         try:
-            self.commit(None, retire=gone)
+            self.commit_together([Change(None, retire=gone)])  # not those that wait: they need room
         finally:
             self._reclaiming = False
         return self._settle()
@@ -421,18 +451,19 @@ class PoolWriter(PoolReader):
             + (f"; readers hold versions {pinned}" if pinned else "")
         )
 
-    def _drafted(
-        self, new: NewVersion | None, retire: Collection[int]
-    ) -> tuple[_Draft, list[Extent]]:
-        """A draft on the newest root, and room for its records.
+    def _drafted(self, changes: Sequence[Change]) -> tuple[_Draft, list[Extent]]:
+        """A draft on the newest root, and room for its records. Raises ``RoomError``.
 
         Making room may commit (retire deleted versions, settle): then the draft is made again,
         or it would take the number of that commit, and bring back what it retired.
         """
         while True:  # ends: each turn but the last freed space that then stays free
             before = self._roots[0]
-            draft = _Draft(before, self.superblock.uuid, new, retire)
-            area = self.reserve(draft.size, contiguous=True)
+            draft = _Draft(before, self.superblock.uuid, changes)
+            try:
+                area = self.reserve(draft.size, contiguous=True)
+            except MediumError as error:
+                raise RoomError(error.errno, error.strerror) from error
             if self._roots[0] is before:
                 return draft, area
             self.release(area)
@@ -440,8 +471,12 @@ class PoolWriter(PoolReader):
     def _advance(self, draft: _Draft) -> None:
         with self._guard:
             self._roots = [draft.catalogue, self._roots[0]]
-            if draft.entry is not None and draft.record is not None:
-                self._reach[draft.entry.info.id] = version_runs(draft.entry, draft.record)
+            for entry, record in draft.made:
+                self._reach[entry.info.id] = version_runs(entry, record)
+
+
+def _model_of(change: Change) -> str | None:
+    return None if change.new is None else change.new.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,23 +491,18 @@ class _Wanted:
 class _Draft:
     """The records of one commit: sized first, then placed, then encoded."""
 
-    def __init__(
-        self,
-        before: Catalogue,
-        uuid: bytes,
-        new: NewVersion | None,
-        retire: Collection[int],
-    ) -> None:
+    def __init__(self, before: Catalogue, uuid: bytes, changes: Sequence[Change]) -> None:
         self._before: Final = before
         self._uuid: Final = uuid
-        self._new: Final = new
+        self._new: Final = [change.new for change in changes if change.new is not None]
         self._commit: Final = before.root.sequence + 1
+        retire = set[int]().union(*(change.retire for change in changes))
         self._kept: Final = {
             name: [entry for entry in model.versions if entry.info.id not in retire]
             for name, model in before.models.items()
         }
-        self.entry: VersionEntry | None = None
-        self.record: VersionRecord | None = None
+        self.made: Final[list[tuple[VersionEntry, VersionRecord]]] = []
+        """The new versions, once they have their place."""
         self._parts: list[bytes] = []
         self.size: Final = self._measure()
 
@@ -483,9 +513,8 @@ class _Draft:
         """
         self._start = self._next = offset
         kept, models = dict(self._kept), {}
-        if self._new is not None:
-            self.entry = self._add_version(self._new)
-            kept[self._new.model] = [*kept.get(self._new.model, ()), self.entry]
+        for new in self._new:
+            kept[new.model] = [*kept.get(new.model, ()), self._add_version(new)]
         for name, entries in kept.items():
             before = self._before.models.get(name)
             if before is not None and list(before.versions) == entries:
@@ -498,7 +527,7 @@ class _Draft:
             self._before.root,
             sequence=self._commit,
             size=pool_size,
-            next_version=self._before.root.next_version + (self._new is not None),
+            next_version=self._before.root.next_version + len(self.made),
             table=self._add(Kind.MODEL_TABLE, table),
         )
         self.catalogue = Catalogue(root, models)
@@ -523,29 +552,34 @@ class _Draft:
             tree = self._add(Kind.TREE, tree)
         storages = new.storages.copy()
         storages["born"][storages["born"] == 0] = self._commit
-        assert self._before.root.next_version < VERSION_ID_MAX
+        version = self._before.root.next_version + len(self.made)
+        assert version < VERSION_ID_MAX
         info = VersionInfo(
             model=new.model,
-            id=self._before.root.next_version,
+            id=version,
             commit=self._commit,
             step=new.step,
             token=new.token,
             time_ns=time.time_ns(),
             size=int(storages["length"].sum()),
         )
-        self.record = VersionRecord(info, layout, tree, storages, new.extents, new.units)
-        return VersionEntry(info, self._add(Kind.VERSION, encode_version(self.record)))
+        record = VersionRecord(info, layout, tree, storages, new.extents, new.units)
+        entry = VersionEntry(info, self._add(Kind.VERSION, encode_version(record)))
+        self.made.append((entry, record))
+        return entry
 
     def _measure(self) -> int:
         """At least the bytes of all records: model indices and table as if none were dropped."""
-        new, names = self._new, list(self._before.models)
-        kept = self._kept.items()
-        sizes = [96 * (len(entries) + 1) + 4 * len(name) + 24 for name, entries in kept]
-        if new is not None:
+        names = list(self._before.models)
+        sizes = [
+            96 * (len(entries) + 1) + 4 * len(name) + 24 for name, entries in self._kept.items()
+        ]
+        for new in self._new:
             names.append(new.model)
             blobs = [each for each in (new.layout, new.tree) if isinstance(each, bytes)]
             arrays = new.storages.nbytes + new.extents.nbytes + new.units.nbytes
             sizes += [len(blob) for blob in blobs]
+            # The record of the version; its entry, in an index that may be new.
             sizes += [152 + arrays + 4 * len(new.model), 96 + 4 * len(new.model) + 24]
         sizes.append(8 + sum(48 + 4 * len(name) for name in names))
         return sum(sizes) + (HEADER.size + 8) * len(sizes)

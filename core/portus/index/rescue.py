@@ -62,7 +62,7 @@ def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[VersionRecord]:
             records.append(decode_version(read(medium, pointer, Kind.VERSION)))
         except (CorruptionError, UsageError):
             continue  # it looks like a record, and is none
-    return sorted(records, key=lambda record: record.info.commit)
+    return sorted(records, key=lambda record: (record.info.commit, record.info.id))
 
 
 def is_whole(medium: Medium, record: VersionRecord) -> bool:

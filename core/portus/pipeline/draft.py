@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from portus.index.pool import NewVersion, PoolWriter
+from portus.index.pool import Change, NewVersion, PoolWriter
 from portus.index.records import Pointer, Rows, VersionRecord
 from portus.pipeline.parts import Group, rows_of, shared, sources
 from portus.pipeline.plan import Before, Column, Feed, packed, placed
@@ -161,6 +161,21 @@ class PoolDraft:
         retire: Collection[int],
     ) -> VersionRecord:
         """Commit, with layout and tree as pointers where they are known, and let go."""
+        change = self.change(rows, labels, layout, tree, retire)
+        record = self._writer.commit(change.new, change.data, change.retire)
+        assert record is not None
+        self.release()
+        return record
+
+    def change(
+        self,
+        rows: tuple[Rows, Rows, Rows],
+        labels: Labels,
+        layout: Pointer | bytes,
+        tree: Pointer | bytes,
+        retire: Collection[int],
+    ) -> Change:
+        """What a commit of this version is asked for."""
         storages, extents, units = rows
         new = NewVersion(
             model=labels.model,
@@ -172,10 +187,7 @@ class PoolDraft:
             extents=extents,
             units=units,
         )
-        record = self._writer.commit(new, self._copied, retire)
-        assert record is not None
-        self.release()
-        return record
+        return Change(new, self._copied, retire)
 
     def release(self) -> None:
         held, self._held = self._held, []

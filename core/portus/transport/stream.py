@@ -97,7 +97,7 @@ class Budget:
 class Link:
     """One end of a conversation. ``silence_s``: the longest wait for the other side; it may be
     changed at any time. ``name``: of the other side, for messages. ``taken``: bytes of payload that
-    were received."""
+    were received. ``hash_s``: seconds spent hashing payload."""
 
     def __init__(
         self,
@@ -113,6 +113,7 @@ class Link:
         self.name: Final = name
         self.silence_s = silence_s
         self.taken = 0
+        self.hash_s = 0.0
         self._socket: Final = link
         self._budget: Final = budget
         self._share = 0
@@ -175,8 +176,7 @@ class Link:
             self._put(memoryview(self.connection.send_payload(kind, len(data))))
             for start in range(0, len(data), PIECE):
                 piece = data[start : start + PIECE]
-                if hasher is not None:
-                    hasher.update(piece)
+                self._hash(piece, hasher)
                 self._put(piece)
                 self.connection.sent(len(piece))
 
@@ -194,9 +194,14 @@ class Link:
                 self._get_into(piece)
             self.connection.took(length)
             self.taken += length
-            if hasher is not None:
-                hasher.update(piece)
+            self._hash(piece, hasher)
             done += length
+
+    def _hash(self, piece: memoryview, hasher: xxhash.xxh3_128 | None) -> None:
+        if hasher is not None:
+            start = time.perf_counter()
+            hasher.update(piece)
+            self.hash_s += time.perf_counter() - start
 
     def expect_payload(self) -> None:
         """Return when payload is due. Raises ``InterruptedByError``."""

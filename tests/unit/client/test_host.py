@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -479,3 +480,28 @@ def test_space_of_deleted_reference_files_is_used_on_the_host(tmp_path: Path) ->
             path.unlink()  # as a user does, who knows nothing of pools
         assert checkpointer.steps()[-1] == 11
         assert len(checkpointer.steps()) < 10
+
+
+def test_clients_that_commit_at_once_share_one_commit(server: Server) -> None:
+    writer = server._house.pools.of("default").writer
+    writer.ensure(64 << 20)
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(Checkpointer(url(server), f"m{n}", on_error="raise"))
+            for n in range(4)
+        ]
+        for client in clients:
+            client.save(state(1), 1).wait(30)
+            client.wait(30)
+        before = writer.catalogue().root.sequence
+        with writer._committing:
+            handles = [client.save(state(2), 2) for client in clients]
+            until = time.monotonic() + 30
+            while writer._line.waiting < len(clients):
+                assert time.monotonic() < until
+                time.sleep(0.001)
+        infos = [handle.wait(30) for handle in handles]
+        assert {info.commit for info in infos} == {before + 1}
+        for client in clients:
+            assert same(client.load(2), state(2))
+    assert check(writer) == []

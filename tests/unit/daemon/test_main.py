@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import portus
+from portus.daemon.counters import TIMED
 from portus.daemon.main import Wish, heard, prepared
 from portus.daemon.pools import parse_size
 from portus.errors import MediumError, UsageError
@@ -110,14 +112,57 @@ def free_port() -> int:
 
 def test_prometheus_reads_what_was_counted(tmp_path: Path) -> None:
     port = free_port()
-    with Host(tmp_path / "pools", "--metrics", str(port)) as host:
-        saved(host.url)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
-            text = page.read().decode()
+    options = ("--metrics", str(port), "--quota", "64M")
+    with Host(tmp_path / "pools", *options) as host, portus.Checkpointer(host.url) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save({"same": STATE["x"], "step": torch.tensor(step)}, step).wait()
+        with portus.open(host.url) as pool:
+            pool.load()
+        with pytest.raises(portus.MediumError):
+            checkpointer.save({"x": torch.empty(20_000_000)}, 3).wait()
+        found = scraped(port)
         host.stop()
-    assert "portus_saves_total 1\n" in text
-    assert "portus_pulled_bytes_total 800000\n" in text
-    assert 'portus_pool_bytes{tenant="default"}' in text
+    tenant = '{tenant="default"}'
+    size = found[f"portus_pool_bytes{tenant}"]
+    assert found["portus_saves_total"] == 2
+    assert found["portus_abandoned_total"] == 0
+    assert found["portus_pulled_bytes_total"] + found["portus_shared_bytes_total"] == 1_600_016
+    assert found["portus_read_bytes_total"] > 800_000
+    assert 0 < found["portus_hash_seconds_total"] < found["portus_pull_seconds_total"]
+    assert 0 < found[f"portus_persist_seconds_total{tenant}"] < found["portus_commit_seconds_total"]
+    assert found[f"portus_versions{tenant}"] == 2
+    assert found[f"portus_saves_in_flight{tenant}"] == 0
+    assert found[f"portus_commits_total{tenant}"] == 2
+    assert size - 800_000 > found[f"portus_free_bytes{tenant}"] > 0
+    room = (64 << 20) - size + found[f"portus_free_bytes{tenant}"]
+    assert found[f"portus_room_bytes{tenant}"] == room, "the quota is less than the disk has"
+    assert found['portus_failures_total{fault="medium"}'] >= 1
+    assert found['portus_failures_total{fault="usage"}'] == 0
+    assert found["portus_connections_total"] >= found["portus_connections_open"] >= 1
+    for name in TIMED:
+        series = f"portus_{name}_duration_seconds"
+        buckets = [value for key, value in found.items() if key.startswith(f"{series}_bucket")]
+        assert buckets == sorted(buckets)
+        assert buckets[-1] == found[f"{series}_count"] > 0
+        assert found[f"{series}_sum"] > 0
+    page = (Path(__file__).parents[3] / "docs/deploying.md").read_text()
+    names = {re.sub(r"(_bucket|_sum|_count)?({.*)?$", "", key) for key in found}
+    assert {name for name in names if f"`{name}`" not in page} == set(), "not in the document"
+
+
+def scraped(port: int) -> dict[str, float]:
+    """The numbers of a page for Prometheus, each of whose metrics says what it is."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
+        assert page.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        lines = page.read().decode().splitlines()
+    told = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    assert told == {line.split()[2] for line in lines if line.startswith("# HELP")}
+    rows = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    found = {name: float(value) for name, value in rows}
+    assert len(found) == len(rows), "no series twice"
+    names = {name.partition("{")[0] for name in found}
+    assert all(re.sub("_(bucket|sum|count)$", "", n) in told or n in told for n in names)
+    return found
 
 
 def certificate(folder: Path) -> tuple[str, str]:

@@ -1,0 +1,110 @@
+"""A training under Accelerate that saves after a step: stock and Portus, taking turns.
+
+python -m tests.bench.accelerate_job DIRECTORY ROUNDS
+
+Prints a JSON object: for each of them, by round, the seconds for which training was blocked, and
+those until the checkpoint was durable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+import portus
+import portus_accelerate
+
+LAYERS, WIDTH, ROWS = 24, 1024, 96
+WARMUPS = 4
+
+
+class Training:
+    """A stack of linear layers with AdamW; it steps, and saves under ``root``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.accelerator = Accelerator(
+            cpu=True, project_config=ProjectConfiguration(project_dir=str(root))
+        )
+        layers = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        model = torch.nn.Sequential(*layers)
+        prepared = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        self.model, self.optimizer = prepared
+        self.input = torch.randn(ROWS, WIDTH)
+        self.count = 0
+        self.step()
+
+    def step(self) -> None:
+        self.accelerator.backward(self.model(self.input).pow(2).mean())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self) -> Path:
+        """To a directory of its own; the one before the last is removed first."""
+        shutil.rmtree(self.root / f"step_{self.count - 1}", ignore_errors=True)
+        self.count += 1
+        directory = self.root / f"step_{self.count}"
+        self.accelerator.save_state(str(directory))
+        return directory
+
+
+def sync(directory: Path) -> None:
+    """Make all files of a checkpoint durable, as stock Accelerate does not."""
+    for place in (*directory.iterdir(), directory, directory.parent):
+        descriptor = os.open(place, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def stock(training: Training) -> tuple[float, float]:
+    """Seconds blocked, and until it is durable."""
+    training.step()
+    start = time.perf_counter()
+    directory = training.save()
+    blocked_s = time.perf_counter() - start
+    sync(directory)
+    return blocked_s, time.perf_counter() - start
+
+
+def ours(training: Training) -> tuple[float, float]:
+    """The same; the step after the save waits at the fence, which counts as blocked."""
+    training.step()
+    start = time.perf_counter()
+    training.save()
+    called_s = time.perf_counter() - start
+    training.step()
+    accelerator: Any = training.accelerator
+    checkpointer = accelerator._portus_saver._checkpointer
+    assert isinstance(checkpointer, portus.Checkpointer)
+    checkpointer.wait()
+    stats = checkpointer.last_stats
+    assert stats is not None
+    return called_s + stats.fence_s, called_s - stats.call_s + stats.total_s
+
+
+def main() -> None:
+    root, rounds = Path(sys.argv[1]), int(sys.argv[2])
+    plain, saved = Training(root / "stock"), Training(root / "portus")
+    portus_accelerate.enable(saved.accelerator, materialize="none", on_error="raise")
+    saved.step()  # seen by Portus, so that what it steps is copied late
+    figures: dict[str, list[tuple[float, float]]] = {"stock": [], "portus": []}
+    for number in range(WARMUPS + rounds):
+        for name, act, training in (("stock", stock, plain), ("portus", ours, saved)):
+            found = act(training)
+            if number >= WARMUPS:
+                figures[name].append(found)
+    saved.accelerator.end_training()
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Rows about Accelerate and torch.distributed.checkpoint, each a job in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.bench.measure import Row
+from tests.bench.sharded_job import WAYS
+from tests.hosts import ROOT
+
+RANKS = 4
+WORLDS = (1, 2, 4, 8)
+STATE_MIB = 256
+SHOWN = {
+    "blocked_s": ("training is blocked for", "s"),
+    "commit_s": ("time to commit", "s"),
+    "written_mib": ("written", "MiB"),
+    "memory_mib": ("memory added", "MiB"),
+    "restore_s": ("restore", "s"),
+}
+BY_WORLD = ("dcp.save", "async reused stager", "portus")
+
+
+def accelerate_rows(memory: Path, disk: Path, rounds: int) -> Iterator[Row]:
+    """``save_state`` of stock Accelerate against the same through Portus."""
+    for name, place, bars in (("tmpfs", memory, (10.0, 3.0)), ("disk", disk, (10.0, None))):
+        found = _job("tests.bench.accelerate_job", place / "accelerate", str(rounds))
+        for number, (what, bar) in enumerate(zip(("blocked", "durable"), bars, strict=True)):
+            text = {"blocked": "training is blocked for", "durable": "time to durable"}[what]
+            yield Row(
+                name=f"accelerate save_state, 288 MiB, {name}: {text}, stock over Portus",
+                bar=bar,
+                at_most=False,
+                this="stock",
+                that="portus",
+                figures={way: [pair[number] for pair in pairs] for way, pairs in found.items()},
+            )
+
+
+def sharded_rows(memory: Path, rounds: int) -> Iterator[Row]:
+    """Ways of torch to save a sharded state, at four ranks."""
+    found = _sharded(memory, RANKS, rounds, tuple(WAYS))
+    for name, (what, unit) in SHOWN.items():
+        figures = {way: [each[name] for each in turns] for way, turns in found.items()}
+        is_time = name.endswith("_s")
+        text = f", dcp.save over Portus, {RANKS} ranks" if is_time else f", {RANKS} ranks"
+        yield Row(
+            name=f"sharded state of {STATE_MIB} MiB: {what}{text}",
+            bar=None,
+            this="dcp.save" if is_time else "portus",
+            that="portus" if is_time else None,
+            unit=unit,
+            figures=figures,
+        )
+
+
+def world_rows(memory: Path, rounds: int) -> Iterator[Row]:
+    """The same state over more and more ranks. Drawn."""
+    for count in WORLDS:
+        found = _sharded(memory, count, rounds, BY_WORLD)
+        for name in ("blocked_s", "commit_s"):
+            figures = {way: [each[name] for each in turns] for way, turns in found.items()}
+            what = SHOWN[name][0]
+            yield Row(name=f"world size {count}: {what}", bar=None, figures=figures)
+
+
+def _sharded(memory: Path, count: int, rounds: int, ways: tuple[str, ...]) -> dict[str, Any]:
+    place = memory / "sharded"
+    return _job("tests.bench.sharded_job", place, str(count), str(STATE_MIB), str(rounds), *ways)
+
+
+def _job(module: str, place: Path, *arguments: str) -> dict[str, Any]:
+    """What a job printed last; its directory is removed."""
+    place.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(place), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    shutil.rmtree(place)
+    if done.returncode:
+        raise RuntimeError(f"{module} failed:\n{done.stderr[-4000:]}")
+    printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    result: dict[str, Any] = json.loads(printed[-1])
+    return result

@@ -1,0 +1,88 @@
+"""The far end of a copy over a socket: receives so many bytes, says that it has them, again.
+
+python -m tests.bench.wire plain|link SIZE FILE ADDRESS     (ADDRESS: a path, or a tcp port)
+
+plain: into memory that was touched before, as fast as a socket goes. link: into the mapping of a
+pool's medium at FILE, by what a storage host receives with, but without hashes. No torch in here.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import numpy as np
+
+from portus.media.base import MappedMedium
+from portus.media.local import LocalFiles
+from portus.protocol import messages as said
+from portus.protocol.messages import Kind
+from portus.protocol.session import State
+from portus.spec import Extent
+from portus.transport.base import memory
+from portus.transport.stream import Link
+
+GOT = b"\1"
+
+
+def receive_plain(connected: socket.socket, size: int) -> None:
+    target = np.ones(size, np.uint8).data
+    while True:
+        done = 0
+        while done < size:
+            count = connected.recv_into(target[done:], 0, socket.MSG_WAITALL)
+            if not count:
+                return
+            done += count
+        connected.sendall(GOT)
+
+
+def receive_by_link(connected: socket.socket, size: int, file: str) -> None:
+    medium = LocalFiles().create(file, size)
+    assert isinstance(medium, MappedMedium)
+    whole = Extent(0, size)
+    target = memory(medium.address(whole), size)
+    np.frombuffer(target, np.uint8)[:] = 1
+    link = Link(connected, is_client=False, name="bench", silence_s=60)
+    while True:
+        link.connection.state = State.PULLING
+        link.fill(target, None)
+        medium.wrote(whole)
+        link.send(said.Pulled(GOT * 16))
+
+
+def give_plain(connected: socket.socket, views: list[memoryview]) -> None:
+    """The near end of ``receive_plain``."""
+    for view in views:
+        connected.sendall(view)
+    assert connected.recv(1) == GOT
+
+
+def give_by_link(link: Link, views: list[memoryview], frame: int) -> None:
+    """The near end of ``receive_by_link``. frame: bytes of one, at most."""
+    link.connection.state = State.PULLING
+    for view in views:
+        for start in range(0, len(view), frame):
+            link.send_payload(Kind.DATA, view[start : start + frame], None)
+    assert isinstance(link.hear(), said.Pulled)
+
+
+def main() -> None:
+    kind, size, file, address = sys.argv[1:]
+    if address.isdecimal():
+        door = socket.create_server(("127.0.0.1", int(address)))
+    else:
+        door = socket.socket(socket.AF_UNIX)
+        door.bind(address)
+        door.listen()
+    print("ready", door.getsockname()[1] if address.isdecimal() else address, flush=True)
+    connected, _ = door.accept()
+    door.close()
+    if kind == "plain":
+        receive_plain(connected, int(size))
+    else:
+        receive_by_link(connected, int(size), file)
+
+
+if __name__ == "__main__":
+    main()
