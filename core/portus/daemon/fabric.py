@@ -120,8 +120,7 @@ class _Device:
             regions.of(0)
         except TransportError as error:
             _log.warning(
-                "%s: %s; its bytes go through buffers. `ulimit -l` may be too low (systemd: "
-                "LimitMEMLOCK=infinity)",
+                "%s: %s (systemd: LimitMEMLOCK=infinity). Its bytes go through buffers",
                 medium.info.name,
                 error,
             )

@@ -124,8 +124,10 @@ class Links:
     def lane(self, link: Link) -> Lane | None:
         """By which the host reaches registered memory, for as long as the connection lives. None:
         bytes go over the socket. Raises ``UsageError`` if that is not wished."""
+        if self._settled:
+            return None
         lane = self._lanes.get(link)
-        if self._settled or (lane is not None and not lane.closed):
+        if lane is not None and not lane.closed:
             return lane
         try:
             self._lanes[link] = lane = self._connected(link)

@@ -32,7 +32,7 @@ from portus.media.base import MappedMedium, Medium, MediumKind
 from portus.spec import Extent
 from portus.transport.base import Column, Digests, Segments, Sources, Stop, cut, owners
 from portus.transport.local import best_engine, copy, fetch
-from portus.transport.verbs import DEPTH, Domain, QueuePair, Region
+from portus.transport.verbs import DEPTH, Region
 
 PIECE: Final = 4 << 20
 """Bytes of one request, at most."""
@@ -51,6 +51,30 @@ ALIGNMENT: Final = 64
 
 _PAUSE_MIN_S: Final = 20e-6
 _PAUSE_MAX_S: Final = 1e-3
+
+
+class Pair(Protocol):
+    """What is asked of a ``QueuePair``."""
+
+    def read(self, target: int, local_key: int, source: int, remote_key: int, length: int) -> None:
+        """Post: fetch to here."""
+
+    def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
+        """Post: put there."""
+
+    def completed(self) -> int:
+        """How many more were carried out, in order. Raises ``WorkError``."""
+
+    def close(self) -> None:
+        """When this returns, nothing is read or written for it any more."""
+
+
+class Registering(Protocol):
+    """What is asked of a ``Domain``."""
+
+    def register(self, start: int, length: int, *, remote: bool, writable: bool) -> Region:
+        """Pin memory."""
+
 
 Watch = Callable[[float], None]
 """Called between two looks for completions, with the time of the last one (``time.monotonic``);
@@ -76,7 +100,7 @@ class Moved:
 
 
 class Landing(Protocol):
-    """Where batches are in this process while they are under way."""
+    """Where the batches of one transfer are in this process while they are under way."""
 
     def place(self, batch: Segments) -> Column | None:
         """An address for each segment; None while there is no place."""
@@ -97,7 +121,7 @@ class Landing(Protocol):
         """The oldest place that was given is free again."""
 
 
-def pull(pair: QueuePair, landing: Landing, remote: Remote, moved: Sources, watch: Watch) -> Moved:
+def pull(pair: Pair, landing: Landing, remote: Remote, moved: Sources, watch: Watch) -> Moved:
     """Fill the extents of ``moved`` from the client's memory; the digests are of what arrived.
 
     Raises ``TransportError`` (``WorkError`` if the client's memory cannot be reached), what
@@ -106,7 +130,7 @@ def pull(pair: QueuePair, landing: Landing, remote: Remote, moved: Sources, watc
     return _transfer(pair, landing, remote, moved, watch, is_pull=True)
 
 
-def push(pair: QueuePair, landing: Landing, remote: Remote, moved: Sources, watch: Watch) -> Moved:
+def push(pair: Pair, landing: Landing, remote: Remote, moved: Sources, watch: Watch) -> Moved:
     """The way back: write what the extents of ``moved`` hold into the client's memory."""
     return _transfer(pair, landing, remote, moved, watch, is_pull=False)
 
@@ -122,7 +146,7 @@ def spread(batch: Segments, start: int) -> Column:
 
 
 def _transfer(
-    pair: QueuePair,
+    pair: Pair,
     landing: Landing,
     remote: Remote,
     moved: Sources,
@@ -157,9 +181,6 @@ def _transfer(
             finish()
     except BaseException:
         pair.close()
-        while under_way:
-            under_way.popleft()
-            landing.let_go()
         raise
     return Moved(digests, moved.size if landing.bounced() else 0, window.wire_s)
 
@@ -220,7 +241,7 @@ def _post(
 class _Window:
     """The requests of a queue pair that are under way. Its completions come in order."""
 
-    def __init__(self, pair: QueuePair, watch: Watch) -> None:
+    def __init__(self, pair: Pair, watch: Watch) -> None:
         self.pair: Final = pair
         self.posted = 0
         self._done = 0
@@ -267,7 +288,7 @@ def is_pinnable(medium: Medium) -> bool:
 class PoolRegions:
     """What is registered of a pool: blocks, each when it is first needed. Thread-safe."""
 
-    def __init__(self, domain: Domain, medium: MappedMedium) -> None:
+    def __init__(self, domain: Registering, medium: MappedMedium) -> None:
         self.medium: Final = medium
         self._domain: Final = domain
         self._guard: Final = threading.Lock()
@@ -330,10 +351,10 @@ class Straight:
 # Through a ring.
 
 
-class _Ring:
+class Ring:
     """Registered memory of ``AHEAD`` slots."""
 
-    def __init__(self, domain: Domain) -> None:
+    def __init__(self, domain: Registering) -> None:
         self.memory: Final = mmap.mmap(-1, AHEAD * UNIT)
         start = np.frombuffer(self.memory, np.uint8).ctypes.data
         self.region: Final = domain.register(start, AHEAD * UNIT, remote=False, writable=True)
@@ -342,14 +363,14 @@ class _Ring:
 class Rings:
     """The rings of a domain, shared by all who need one. Thread-safe."""
 
-    def __init__(self, domain: Domain) -> None:
+    def __init__(self, domain: Registering) -> None:
         self._domain: Final = domain
         self._changed: Final = threading.Condition()
-        self._free: list[_Ring] = []
+        self._free: list[Ring] = []
         self._made = 0
 
     @contextmanager
-    def borrowed(self, watch: Watch) -> Iterator[_Ring]:
+    def borrowed(self, watch: Watch) -> Iterator[Ring]:
         """One, when it is free; ``watch`` is called meanwhile. Raises ``TransportError``."""
         ring = self._take(watch)
         try:
@@ -359,7 +380,7 @@ class Rings:
                 self._free.append(ring)
                 self._changed.notify()
 
-    def _take(self, watch: Watch) -> _Ring:
+    def _take(self, watch: Watch) -> Ring:
         since_s = time.monotonic()
         with self._changed:
             while not self._free and self._made >= RINGS_MAX:
@@ -367,7 +388,7 @@ class Rings:
                 watch(since_s)
             if self._free:
                 return self._free.pop()
-            ring = _Ring(self._domain)
+            ring = Ring(self._domain)
             self._made += 1
             return ring
 
@@ -375,7 +396,7 @@ class Rings:
 class Bounced:
     """The slots of a ring, one after another. See ``Landing``."""
 
-    def __init__(self, medium: Medium, ring: _Ring) -> None:
+    def __init__(self, medium: Medium, ring: Ring) -> None:
         self._medium: Final = medium
         self._ring: Final = ring
         self._given = self._back = 0

@@ -166,7 +166,8 @@ class Domain:
         if remote:
             access |= e.IBV_ACCESS_REMOTE_READ
             access |= e.IBV_ACCESS_REMOTE_WRITE if writable else 0
-        with _as_transport_error(f"register {length} bytes with {self.port.device}"):
+        hint = "`ulimit -l` bounds how much; pages of a file cannot be pinned"
+        with _as_transport_error(f"register {length} bytes with {self.port.device}", hint):
             return Region(start, length, self._verbs.MR(self._domain, length, access, start))
 
     def queue_pair(self) -> QueuePair:
@@ -358,13 +359,14 @@ def _loaded() -> SimpleNamespace:
 
 
 @contextlib.contextmanager
-def _as_transport_error(what: str) -> Iterator[None]:
+def _as_transport_error(what: str, hint: str = "") -> Iterator[None]:
     try:
         yield
     except _loaded().PyverbsError as error:
         number = int(getattr(error, "error_code", 0) or 0)
         why = os.strerror(number) if number else str(error)
-        raise TransportError(f"cannot {what}: {why} (errno {number})") from error
+        more = f"; {hint}" if hint else ""
+        raise TransportError(f"cannot {what}: {why} (errno {number}){more}") from error
 
 
 def _ports(device: Path) -> list[Port]:
