@@ -48,7 +48,7 @@ def receive_by_link(connected: socket.socket, size: int, file: str) -> None:
         link.connection.state = State.PULLING
         link.fill(target, None)
         medium.wrote(whole)
-        link.send(said.Pulled(GOT * 16))
+        link.send(said.Pulled(GOT * 16, size))
 
 
 def give_plain(connected: socket.socket, views: list[memoryview]) -> None:

@@ -1,64 +1,88 @@
-"""``python -m tests.hardware.bench_verbs``: what verbs on a DAX device reach, against ``perftest``.
+"""``python -m tests.hardware.bench_verbs``: a storage host with verbs, against ``perftest``.
 
-A state of 64 MiB in 200 tensors is pulled one-sided from memory into the device, and pushed back,
-in turns with ``ib_read_bw`` and ``ib_write_bw`` on the same link; medians. Flush and hash apart.
+A state of 64 MiB in 200 tensors is saved to a pool on a DAX device and restored from it, in turns
+with ``ib_read_bw`` and ``ib_write_bw`` on the same link; medians. What counts is the *wire*: from
+the host's first request to its last completion. Flush, hash and commit are told apart.
 """
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
 from typing import Final
 
+import numpy as np
 import xxhash
 
-from portus.media.dax import open_device
+from portus.client.host import HostPool
+from portus.daemon.counters import COUNTED
+from portus.index.directory import format_device
+from portus.media.base import MappedMedium
+from portus.media.local import LocalFiles
 from portus.spec import Extent
+from portus.transport.base import memory
 from tests.hardware import verbs
 from tests.hardware.conftest import DEVDAX
+from tests.hardware.states import loaded, saved, snapshot_of, state_of
+from tests.hosts import serving, url
 
 SIZE: Final = 64 << 20
 TENSORS: Final = 200
 ROUNDS: Final = 7
+BAR: Final = 0.8
 
 
 def main() -> None:
-    """Print one line for each thing that was measured."""
-    medium = open_device(DEVDAX, writable=True)
-    whole = Extent(0, SIZE)
-    device, place = verbs.devices()[0], medium.address(whole)
+    """Print one line for each thing that was measured, and the two ratios."""
+    os.environ["PORTUS_TRANSPORT"] = "verbs"
+    format_device(DEVDAX, LocalFiles(), force=True)
     took_s: dict[str, list[float]] = {}
+    state = state_of(SIZE, TENSORS)
+    targets = [np.zeros_like(each) for each in state]
+    device = verbs.devices()[0]
+    with serving(DEVDAX) as server:
+        counters, hosted = server._house.counters, server._house.pools.of("default")
+        medium = hosted.writer.medium
+        assert isinstance(medium, MappedMedium)
+        some = Extent(medium.size - SIZE, SIZE)
 
-    def measured(name: str, call: Callable[[], object]) -> None:
-        start = time.perf_counter()
-        result = call()
-        passed_s = result if isinstance(result, float) else time.perf_counter() - start
-        took_s.setdefault(name, []).append(passed_s)
+        def note(name: str, seconds: float) -> None:
+            took_s.setdefault(name, []).append(seconds)
 
-    with verbs.mapped(None, SIZE) as memory, verbs.pair(device) as (storage, trainer):
-        ctypes.memmove(memory, os.urandom(SIZE), SIZE)
-        pieces = list(itertools.pairwise(SIZE * n // TENSORS for n in range(TENSORS + 1)))
-        tensors = [trainer.register(memory + a, b - a) for a, b in pieces]
-        stored = [storage.register(place + a, b - a) for a, b in pieces]
-        remotes = [tensor.remote for tensor in tensors]
-        for _ in range(ROUNDS):
-            measured("pull", lambda: storage.move_all(verbs.READ, stored, remotes))
-            assert ctypes.string_at(place, SIZE) == ctypes.string_at(memory, SIZE)
-            measured("flush", lambda: medium.persist([whole]))
-            measured("hash", lambda: xxhash.xxh3_128(ctypes.string_at(place, SIZE)).digest())
-            measured("ib_read_bw", lambda: perftest("ib_read_bw", device))
-            measured("push", lambda: storage.move_all(verbs.WRITE, stored, remotes))
-            measured("ib_write_bw", lambda: perftest("ib_write_bw", device))
-    medium.close()
+        pool = HostPool(url(server), "run")
+        assert saved(pool, snapshot_of(state, 0)).bounced_bytes == 0  # registers
+        for step in range(1, ROUNDS + 1):
+            before = {name: counters[name] for name in COUNTED}
+            old = [each.info.id for each in pool.catalogue().entries()]
+            stats = saved(pool, snapshot_of(state, step), retire=old)
+            after = {name: counters[name] for name in COUNTED}
+            assert after["bounced_bytes"] == 0
+            note("pull, wire", after["wire_seconds"] - before["wire_seconds"])
+            note("pull, wire and hash", after["pull_seconds"] - before["pull_seconds"])
+            note("commit", after["commit_seconds"] - before["commit_seconds"])
+            note("save, all of it", stats.total_s)
+            note("ib_read_bw", perftest("ib_read_bw", device))
+            begin_s = time.perf_counter()
+            medium.persist([some])
+            note("flush of 64 MiB", time.perf_counter() - begin_s)
+            begin_s = time.perf_counter()
+            xxhash.xxh3_128(memory(medium.address(some), SIZE)).digest()
+            note("hash of 64 MiB", time.perf_counter() - begin_s)
+            before = {name: counters[name] for name in COUNTED}
+            assert loaded(pool, targets, step)
+            note("push, wire", counters["wire_seconds"] - before["wire_seconds"])
+            note("ib_write_bw", perftest("ib_write_bw", device))
+        pool.close()
+    medians = {name: statistics.median(times) for name, times in took_s.items()}
     for name, times in took_s.items():
-        median = statistics.median(times)
         span = f"{min(times):.3f} to {max(times):.3f}"
-        print(f"{name:12} {median:.3f} s ({span}), {SIZE / median / (1 << 20):.0f} MiB/s")
+        speed = SIZE / medians[name] / (1 << 20)
+        print(f"{name:20} {medians[name]:.3f} s ({span}), {speed:.0f} MiB/s")
+    for name, other in (("pull, wire", "ib_read_bw"), ("push, wire", "ib_write_bw")):
+        ratio = medians[other] / medians[name]
+        print(f"{name} / {other}: {ratio:.2f} of its speed (bar: {BAR})")
 
 
 def perftest(program: str, device: str) -> float:

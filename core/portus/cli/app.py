@@ -211,6 +211,12 @@ def serve(
     metrics: Annotated[
         str | None, typer.Option("--metrics", metavar="[HOST:]PORT", help="for prometheus")
     ] = None,
+    transport: Annotated[
+        str,
+        typer.Option(
+            "--transport", metavar="auto|tcp|verbs", help="verbs: do not start without RDMA"
+        ),
+    ] = "auto",
 ) -> None:
     """Serve pools to trainers on other machines, until SIGTERM."""
     with reported(False) as output:
@@ -225,5 +231,6 @@ def serve(
             key_path=tls_key,
             quota=quota,
             metrics=metrics,
+            transport=transport,
         )
         output.code = serve.run(wish, output)

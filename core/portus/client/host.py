@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,16 +17,17 @@ from portus.index.pool import PoolReader
 from portus.index.records import VersionRecord, decode_version
 from portus.index.roots import Superblock, read_superblock
 from portus.pipeline.draft import Labels
-from portus.pipeline.parts import ranges, shared, unit_counts
-from portus.pipeline.plan import Before, Column, Feed, Snapshot
+from portus.pipeline.parts import ranges, shared
+from portus.pipeline.plan import Before, Column, Feed, Flags, Snapshot
 from portus.protocol import messages as said
 from portus.protocol.address import parse
-from portus.protocol.messages import Said, digest_rows, packed_column
+from portus.protocol.messages import Said, digest_rows, packed_column, packed_handles
 from portus.protocol.session import State
 from portus.spec import Extent
-from portus.transport.base import Digests, Sources, Stop, cut
+from portus.transport.base import Digests, Sources, Stop, cut, unit_counts
 from portus.transport.dial import Credentials, raised
-from portus.transport.host import ROOM_S, WORK_S, HostLocks, HostMedium, Links
+from portus.transport.host import ROOM_S, WORK_S, HostLocks, HostMedium, Links, patience_s
+from portus.transport.regions import Known, Lane, Parts, Regions, gathered
 from portus.transport.stream import Link, give
 
 _OUTCOME_S: Final = 5.0
@@ -104,30 +106,46 @@ class HostDraft:
 
     The host pulls, says what arrived by its digests, and this compares them with its own, made of
     the same bytes on their way out. The confirmation carries these again: the host compares too.
+
+    By verbs the host reaches the storages by itself, and this hashes them meanwhile. Whatever ends
+    a save before its commit revokes that first: the queue pair is closed, and then it is said.
     """
 
     def __init__(self, pool: HostPool, snapshot: Snapshot) -> None:
         self._pool: Final = pool
         self._lengths: Final = snapshot.length
+        self._snapshot: Snapshot | None = snapshot
         self._begin: Final = said.Begin(
             snapshot.model, snapshot.step, snapshot.token, packed_column(snapshot.length)
         )
         self._stored: Final[list[tuple[Column, Digests]]] = []
         self._guard: Final = threading.Lock()
         self._link: Link | None = None
+        self._reached: _Reached | None = None
+        self._bounced = 0
         self._over = False
 
     @property
     def name(self) -> str:
         return str(self._pool.links.address)
 
+    @property
+    def bounced_bytes(self) -> int:
+        return self._bounced
+
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
+        moved = _sources(address, self._lengths[indices])
+
         def send(link: Link) -> Digests:
-            segments, digests = cut(_sources(address, self._lengths[indices]))
+            segments, digests = cut(moved)
             give(link, segments, digests, stop)
             return digests
 
-        return self._offer(indices, send, stop)
+        self._ready(stop)
+        if self._reached is None:
+            return self._offer(indices, send, stop)
+        parts = Parts.of(moved, self._reached.gathered[indices], self._reached.address[indices])
+        return self._offer(indices, send, stop, parts)
 
     def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
         def send(link: Link) -> Digests:
@@ -183,57 +201,114 @@ class HostDraft:
     def release(self) -> None:
         with self._guard:
             link, self._link, self._over = self._link, None, True
+            reached, self._reached, self._snapshot = self._reached, None, None
         if link is None:
             return
         if link.connection.state is State.SAVING and not link.closed:
+            if reached is not None:
+                reached.lane.close()
             with contextlib.suppress(PortusError):
                 link.ask(said.Abandon(), _ABANDON_S)
         self._pool.links.give_back(link)  # in any other state it is closed: that abandons too
+        if reached is not None:
+            reached.regions.give_back(reached.taken)
 
     def _ready(self, stop: Stop) -> Link:
         """The connection, with a save begun on it."""
         if self._link is not None:
             return self._link
-        if self._over:
+        snapshot = self._snapshot
+        if self._over or snapshot is None:
             raise TransportError(f"{self.name}: this save is over")
-        link = self._pool.links.borrow()
+        links = self._pool.links
+        link, reached = links.borrow(), None
         try:
             with link.under(stop):
-                self._register(link)
+                reached = _reach(links, link, snapshot)
+                self._register(link, reached)
                 self._ask(link, self._begin)
         except BaseException:
-            link.close()
+            links.revoke(link)
+            if reached is not None:
+                reached.regions.give_back(reached.taken)
             raise
-        self._link = link
+        self._link, self._reached, self._snapshot = link, reached, None
         return link
 
-    def _register(self, link: Link) -> None:
+    def _register(self, link: Link, reached: _Reached | None) -> None:
         """A region for each storage, of the same number; once for all saves alike."""
-        known, wanted = self._pool.links.regions.get(link), self._begin.lengths
+        known = self._pool.links.regions.get(link)
+        handles = b"" if reached is None else packed_handles(reached.address, reached.key)
+        wanted = said.Register(0, self._begin.lengths, handles)
         if known == wanted:
             return
         if known is not None:
-            self._ask(link, said.Forget(packed_column(np.arange(len(known) // 8))))
-        self._ask(link, said.Register(0, wanted))
+            self._ask(link, said.Forget(packed_column(np.arange(len(known.lengths) // 8))))
+        self._ask(link, wanted)
         self._pool.links.regions[link] = wanted
 
-    def _offer(self, indices: Column, send: Callable[[Link], Digests], stop: Stop) -> Digests:
+    def _offer(
+        self,
+        indices: Column,
+        send: Callable[[Link], Digests],
+        stop: Stop,
+        parts: Parts | None = None,
+    ) -> Digests:
+        """Have storages pulled: by ``send``, or (``parts``) by the host alone."""
         link = self._ready(stop)
-        numbers = packed_column(indices)
-        with link.under(stop):
-            answer = self._ask(link, said.Offer(numbers, regions=numbers))
-            if isinstance(answer, said.Pull):
-                digests = send(link)
-                answer = link.hear()
-            else:
-                digests = cut(_sources(np.zeros(len(indices), np.int64), self._lengths[indices]))[1]
-        if not isinstance(answer, said.Pulled):
-            raise raised(answer)
-        theirs = digest_rows(answer.digests, "pulled")
-        if not np.array_equal(theirs, digests):
-            raise TransportError(f"{self.name}: what arrived is not what was sent; nothing counts")
+        size = int(self._lengths[indices].sum())
+        try:
+            with link.under(stop):
+                digests, answer = self._pulled(link, indices, send, stop, parts)
+                if not isinstance(answer, said.Pulled):
+                    raise raised(answer)
+                theirs = digest_rows(answer.digests, "pulled")
+                if not np.array_equal(theirs, digests):
+                    raise TransportError(
+                        f"{self.name}: what arrived is not what was sent; nothing counts"
+                    )
+        except BaseException:
+            if parts is not None:
+                self._revoke(link)
+            raise
+        small = 0 if parts is None else parts.small.size
+        self._bounced += min(size, answer.bounced + small)
         self._stored.append((indices, digests))
         return digests
+
+    def _pulled(
+        self,
+        link: Link,
+        indices: Column,
+        send: Callable[[Link], Digests],
+        stop: Stop,
+        parts: Parts | None,
+    ) -> tuple[Digests, Said]:
+        """The digests of what is here, and the last answer."""
+        numbers = packed_column(indices)
+        offer = said.Offer(numbers, regions=numbers)
+        lengths = self._lengths[indices]
+        if parts is None:
+            answer = self._ask(link, offer)
+        else:
+            parts.gather(stop)
+            link.send(offer)
+            parts.hash_big(stop)
+            answer = link.hear(patience_s(int(lengths.sum())))
+        if isinstance(answer, said.Pull):
+            digests = send(link)
+            answer = link.hear()
+        elif parts is not None:
+            digests = parts.digests
+        else:
+            digests = cut(_sources(np.zeros(len(indices), np.int64), lengths))[1]
+        return digests, answer
+
+    def _revoke(self, link: Link) -> None:
+        """The host reaches nothing any more, and what is registered is not trusted again."""
+        self._pool.links.revoke(link)
+        if self._reached is not None:
+            self._reached.regions.forget()
 
     def _ask(self, link: Link, message: Said, silence_s: float | None = None) -> Said:
         answer = link.ask(message, silence_s)
@@ -267,6 +342,46 @@ class HostDraft:
             f"{cause}: the connection broke while the version was committed. It may be there: "
             f"`portus ls {self.name}` tells"
         ) from cause
+
+
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """How the host reaches the storages of a save: a row for each. ``gathered``: its address is
+    that of the memory of the lane."""
+
+    lane: Lane
+    regions: Regions
+    taken: Sequence[Known]
+    gathered: Flags
+    address: Column
+    key: Column
+
+
+def _reach(links: Links, link: Link, snapshot: Snapshot) -> _Reached | None:
+    """Register what a save needs; None: it goes over the socket. Raises ``TransportError``."""
+    lane, regions = links.lane(link), links.verbs
+    if lane is None or regions is None or not len(snapshot.owners):
+        return None
+    here = snapshot.address > 0
+    small, offsets, size = gathered(snapshot.length, here, snapshot.late)
+    big = np.flatnonzero(here & ~small)
+    address, key = np.zeros(len(here), np.int64), np.zeros(len(here), np.int64)
+    try:
+        if size:
+            room = lane.room(size)
+            address[small], key[small] = room.start + offsets[small], room.remote_key
+        taken = regions.take(
+            [snapshot.owners[index] for index in big.tolist()],
+            snapshot.address[big],
+            snapshot.length[big],
+            snapshot.late[big],
+        )
+    except TransportError as error:
+        links.do_without(error)
+        return None
+    address[big] = snapshot.address[big]
+    key[big] = [known.region.remote_key for known in taken]
+    return _Reached(lane, regions, taken, small, address, key)
 
 
 def _sources(address: Column, length: Column) -> Sources:

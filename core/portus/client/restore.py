@@ -22,10 +22,10 @@ from portus.format.checksum import UNIT
 from portus.format.layout import Kind
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry, VersionRecord, decode_layout
-from portus.pipeline.parts import shared, sources, unit_counts
+from portus.pipeline.parts import shared, sources
 from portus.pipeline.plan import Column
 from portus.spec import TensorSpec, VersionInfo
-from portus.transport.base import Digests, Stop
+from portus.transport.base import Digests, Stop, unit_counts
 from portus.transport.local import check, fetch
 
 _log: Final = logging.getLogger("portus")

@@ -81,6 +81,7 @@ class Snapshots:
             guarded=frozenset(pointers[guarded].tolist()) - {0},
             feeds=feeds,
             alive=(flat.storages, feeds),
+            owners=flat.storages,
         )
 
     def learn(self, steady: Flags) -> None:

@@ -19,10 +19,13 @@ COUNTED: Final = {
     "saves": "versions that were committed",
     "abandoned": "saves that ended without a version",
     "pulled_bytes": "bytes received into pools",
+    "verbs_bytes": "bytes moved by verbs, into pools and out of them",
+    "bounced_bytes": "bytes of these that went through a buffer",
     "shared_bytes": "bytes that versions share with earlier ones",
     "read_bytes": "bytes sent to readers",
-    "pull_seconds": "time spent receiving and hashing",
-    "hash_seconds": "time spent hashing what was received, a part of pull_seconds",
+    "pull_seconds": "time spent receiving, or moving by verbs, and hashing",
+    "hash_seconds": "time spent hashing what came through a socket, a part of pull_seconds",
+    "wire_seconds": "time with requests of verbs under way",
     "commit_seconds": "time spent in commits, the wait for each other included",
 }
 

@@ -15,12 +15,13 @@ from types import FrameType
 from typing import Final
 
 from portus.daemon.counters import Counters, Metric, Sample, publish, text_of
+from portus.daemon.fabric import Fabric
 from portus.daemon.pools import Hosted, Pools, free_bytes, parse_size, room_bytes
 from portus.daemon.secrets import read_secrets
 from portus.daemon.server import Door, Server, open_door, tls_context
 from portus.daemon.session import House, Patience
 from portus.errors import UsageError
-from portus.protocol.address import PORT, Address, Scheme, is_address, parse
+from portus.protocol.address import PORT, Address, Scheme, Transport, is_address, parse
 
 _log: Final = logging.getLogger("portus.daemon")
 
@@ -28,7 +29,7 @@ _log: Final = logging.getLogger("portus.daemon")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
     """What to serve and how. ``listen``: HOST[:PORT], unix:PATH, or addresses; ``metrics``:
-    [HOST:]PORT; ``quota``: a size."""
+    [HOST:]PORT; ``quota``: a size; ``transport``: auto, tcp or verbs."""
 
     place: str
     listen: Sequence[str] = ()
@@ -37,6 +38,7 @@ class Wish:
     key_path: str | None = None
     quota: str | None = None
     metrics: str | None = None
+    transport: str = ""
 
 
 def serve(wish: Wish) -> bool:
@@ -73,9 +75,12 @@ def prepared(wish: Wish) -> Server:
     if wish.cert_path is not None and wish.key_path is not None:
         context = tls_context(wish.cert_path, wish.key_path)
     addresses = [heard(text, tls=context is not None) for text in wish.listen or ("127.0.0.1",)]
+    fabric = Fabric(Transport.of(wish.transport, "--transport"))
     counters = Counters()
     pools = Pools(wish.place, quota)
-    house = House(pools=pools, secrets=secrets, counters=counters, patience=Patience())
+    house = House(
+        pools=pools, secrets=secrets, counters=counters, patience=Patience(), fabric=fabric
+    )
     doors: list[Door] = []
     try:
         for address in addresses:

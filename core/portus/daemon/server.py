@@ -129,6 +129,7 @@ class Server:
         if any(thread.is_alive() for thread in threads):
             _log.error("connections did not end within %g s", timeout_s)
             return False
+        self._house.fabric.close()
         self._house.pools.close()
         return True
 

@@ -15,12 +15,14 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from portus.daemon.counters import Counters
+from portus.daemon.fabric import Fabric, Lane
 from portus.daemon.pools import Hosted, Pools, free_bytes
 from portus.daemon.secrets import Secrets
 from portus.errors import (
@@ -49,12 +51,15 @@ from portus.protocol.messages import (
     Refused,
     Said,
     column,
+    handles,
     ranges,
 )
 from portus.protocol.proof import proof_of_host
 from portus.transport.base import Column, Digests, Sources, Stop, cut
 from portus.transport.local import check
+from portus.transport.onesided import Moved, Remote
 from portus.transport.stream import InterruptedByError, Link, drain, give_from, take_into
+from portus.transport.verbs import Endpoint, WorkError
 
 _log: Final = logging.getLogger("portus.daemon")
 
@@ -82,6 +87,7 @@ class House:
     secrets: Secrets
     counters: Counters
     patience: Patience
+    fabric: Fabric = field(default_factory=Fabric)
 
 
 class Session:
@@ -133,7 +139,8 @@ class Session:
         proof = proof_of_host(secret, hello.tenant, hello.nonce, nonce) if secret else b""
         info = hosted.writer.medium.info
         uuid = hosted.writer.superblock.uuid
-        link.send(said.Welcome(proof, uuid, info.name, info.volatile, info.granularity))
+        verbs = not house.fabric.why_not(link)
+        link.send(said.Welcome(proof, uuid, info.name, info.volatile, info.granularity, verbs))
         house.counters.add("connections")
         _log.info("%s: tenant %s", self._peer, hello.tenant)
         return hosted
@@ -171,11 +178,14 @@ class _Requests:
         self._counters: Final = house.counters
         self._patience: Final = house.patience
         self._claimed: Final[list[str]] = []
-        self._regions: Final[dict[int, int]] = {}
+        self._fabric: Final = house.fabric
+        self._lane: Lane | None = None
+        self._regions: Final[dict[int, _Region]] = {}
         self._pins: Final[Counter[int]] = Counter()
         self._draft: _Draft | None = None
         self._answers: Final[dict[Kind, Callable[..., Said]]] = {
             Kind.CLAIM: self._claim,
+            Kind.CONNECT: self._connect,
             Kind.REGISTER: self._register,
             Kind.FORGET: self._forget,
             Kind.BEGIN: self._begin,
@@ -184,6 +194,7 @@ class _Requests:
             Kind.CONFIRM: self._confirm,
             Kind.ABANDON: self._abandon,
             Kind.READ: self._read,
+            Kind.PUSH: self._push,
             Kind.CHECK: self._check,
             Kind.PIN: self._pin,
             Kind.UNPIN: self._unpin,
@@ -215,6 +226,8 @@ class _Requests:
 
     def end(self) -> None:
         """The connection is over: nothing of it stays."""
+        if self._lane is not None:
+            self._lane.close()
         self._drop()
         for version, count in self._pins.items():
             for _ in range(count):
@@ -239,14 +252,23 @@ class _Requests:
         self._claimed.append(message.model)
         return said.Done()
 
+    def _connect(self, message: said.Connect) -> Said:
+        if self._lane is not None:
+            self._lane.close()
+        other = Endpoint(*msgspec.structs.astuple(message))
+        self._lane = self._fabric.lane(self._link, self._hosted, other)
+        return said.Connected(*self._lane.endpoint)
+
     def _register(self, message: said.Register) -> Said:
         lengths = column(message.lengths, "regions")
+        addresses, keys = handles(message.handles, len(lengths), "regions")
         if len(self._regions) + len(lengths) > REGIONS_MAX:
             raise UsageError(f"more than {REGIONS_MAX} regions")
-        for region, length in enumerate(lengths.tolist(), message.first):
-            if region in self._regions:
-                raise UsageError(f"region {region} is registered already")
-            self._regions[region] = length
+        columns = zip(lengths.tolist(), addresses.tolist(), keys.tolist(), strict=True)
+        for number, region in enumerate(columns, message.first):
+            if number in self._regions:
+                raise UsageError(f"region {number} is registered already")
+            self._regions[number] = region
         return said.Done()
 
     def _forget(self, message: said.Forget) -> Said:
@@ -273,16 +295,46 @@ class _Requests:
         indices = draft.claim(column(message.indices, "indices"))
         regions = column(message.regions, "regions")
         lengths = draft.lengths[indices]
-        found = [self._regions.get(region, -1) for region in regions.tolist()]
-        if found != lengths.tolist():
+        found = [self._regions.get(region, _NO_REGION) for region in regions.tolist()]
+        rows = np.array(found, np.int64).reshape(-1, 3)
+        if not np.array_equal(rows[:, 0], lengths):
             raise UsageError("offer: its regions are not registered, or have other lengths")
-        address = np.zeros(len(indices), np.int64)
+        remote, bounced = Remote(rows[:, 1], rows[:, 2]), 0
+
+        def move(moved: Sources) -> Digests:
+            nonlocal bounced
+            lane = self._lane
+            if lane is None or lane.closed or not _is_reached(remote, lengths):
+                bounced = moved.size
+                return self._pull(moved)
+            start = time.perf_counter()
+            try:
+                done = self._moved(lane.pull, remote, moved)
+            finally:
+                self._pulled(time.perf_counter() - start)
+            self._counters.add("pulled_bytes", moved.size)
+            bounced = done.bounced
+            return done.digests
+
         try:
-            digests = draft.pool.place(indices, address, self._pull)
+            digests = draft.pool.place(indices, np.zeros(len(indices), np.int64), move)
         except InterruptedByError:  # by an abandonment: the table lets nothing else through
             self._drop()
             return said.Abandoned()
-        return said.Pulled(digests.tobytes())
+        return said.Pulled(digests.tobytes(), bounced)
+
+    def _moved(self, move: _Move, remote: Remote, moved: Sources) -> Moved:
+        """By verbs. The bytes, and the time on the wire, are counted."""
+        try:
+            done = move(remote, moved)
+        except WorkError as error:
+            if error.denied:
+                raise UsageError(f"a region cannot be reached: {error}") from error
+            raise
+        self._counters.add("verbs_bytes", moved.size)
+        self._counters.add("bounced_bytes", done.bounced)
+        self._counters.add("wire_seconds", done.wire_s)
+        return done
 
     def _pull(self, moved: Sources) -> Digests:
         """Fetch the bytes of an offer. If the medium fails, the rest is received all the same:
@@ -298,12 +350,14 @@ class _Requests:
             drain(link, segments.size - (link.taken - before))
             raise
         finally:
-            pull_s = time.perf_counter() - start
             self._counters.add("pulled_bytes", link.taken - before)
-            self._counters.add("pull_seconds", pull_s)
             self._counters.add("hash_seconds", link.hash_s - hashed_s)
-            self._counters.took("pull", pull_s)
+            self._pulled(time.perf_counter() - start)
         return digests
+
+    def _pulled(self, seconds: float) -> None:
+        self._counters.add("pull_seconds", seconds)
+        self._counters.took("pull", seconds)
 
     def _share(self, message: said.Share) -> Said:
         draft = self._drafted()
@@ -410,6 +464,26 @@ class _Requests:
         )
         return said.Checked(check(self._writer.medium, moved, Stop()).tobytes())
 
+    def _push(self, message: said.Push) -> Said:
+        start = time.perf_counter()
+        lengths = column(message.lengths, "lengths")
+        offsets, sizes = ranges(message.ranges, "ranges")
+        self._inside(offsets, sizes)
+        remote = Remote(*handles(message.handles, len(lengths), "push"))
+        lane = self._lane
+        if lane is None or lane.closed or not _is_reached(remote, lengths):
+            raise UsageError("push: not connected by verbs, or storages without a handle")
+        moved = Sources(
+            address=remote.address,
+            length=lengths,
+            extent_offset=offsets,
+            extent_length=sizes,
+        )
+        done = self._moved(lane.push, remote, moved)
+        self._counters.add("read_bytes", moved.size)
+        self._counters.took("read", time.perf_counter() - start)
+        return said.Pushed(done.digests.tobytes(), done.bounced)
+
     def _inside(self, offsets: Column, lengths: Column) -> None:
         size = self._writer.medium.size
         if len(offsets) and int((offsets + lengths).max()) > size:
@@ -444,6 +518,15 @@ class _Requests:
 
 
 _Known = tuple[Pointer | bytes, Pointer | bytes]
+_Move = Callable[[Remote, Sources], Moved]
+_Region = tuple[int, int, int]
+_NO_REGION: Final[_Region] = (-1, 0, 0)
+"""Length, address, key."""
+
+
+def _is_reached(remote: Remote, lengths: Column) -> bool:
+    """True if each storage that has bytes has a handle."""
+    return bool(((remote.address > 0) | (lengths == 0)).all())
 
 
 class _Draft:

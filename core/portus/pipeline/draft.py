@@ -44,6 +44,10 @@ class Draft(Protocol):
     def name(self) -> str:
         """The place, for messages."""
 
+    @property
+    def bounced_bytes(self) -> int:
+        """Bytes so far that did not go straight from where they lie to the pool."""
+
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
         """Place storages, by index, and copy them from their addresses; what was stored."""
 
@@ -79,6 +83,11 @@ class PoolDraft:
     @property
     def name(self) -> str:
         return self._writer.medium.info.name
+
+    @property
+    def bounced_bytes(self) -> int:
+        """None: this process copies."""
+        return 0
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
         return self.place(indices, address, lambda moved: copy(self._writer.medium, moved, stop))

@@ -17,7 +17,8 @@ class SaveStats:
     included. ``fence_s``: what optimizers and other writers waited for it. ``copy_s``: hashing
     and copying, wherever it ran. ``commit_s``: persists and index. ``total_s``: from the call to
     the commit; 0 until then. ``state_bytes``: all storages; ``copied_bytes`` of them were
-    written, ``shared_bytes`` were found in an older version.
+    written, ``shared_bytes`` were found in an older version. ``bounced_bytes``: of those copied to
+    a storage host, what went through a buffer or a socket, not straight from memory to pool.
     """
 
     call_s: float = 0.0
@@ -30,6 +31,7 @@ class SaveStats:
     copied_bytes: int = 0
     shared_bytes: int = 0
     hashed_bytes: int = 0
+    bounced_bytes: int = 0
 
     @property
     def blocked_s(self) -> float:

@@ -7,11 +7,11 @@ from typing import Final
 
 import numpy as np
 
-from portus.format.checksum import UNIT, storage_digest
+from portus.format.checksum import storage_digest
 from portus.format.layout import EXTENT, STORAGE, UNIT_DIGEST
 from portus.index.records import Rows, VersionRecord
 from portus.pipeline.plan import Column
-from portus.transport.base import Digests, Sources
+from portus.transport.base import Digests, Sources, unit_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,6 @@ class Group:
     counts: Column
     digests: Digests
     born: Column
-
-
-def unit_counts(lengths: Column) -> Column:
-    """Units of storages of these lengths, in bytes."""
-    counts: Column = np.maximum(1, -(-lengths // UNIT))
-    return counts
 
 
 def sources(address: Column, length: Column, extents: Rows) -> Sources:

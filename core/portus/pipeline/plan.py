@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -43,7 +43,8 @@ class Snapshot:
     the others are copied before the save returns. ``steady``: it probably equals what the
     version before holds, so it is hashed before anything is copied. ``guarded``: the data
     pointers of the late ones, by which a fence knows them. ``feeds``: by index, those on a
-    device. ``alive``: held until the save is over, so that no address is used again.
+    device. ``alive``: held until the save is over, so that no address is used again. ``owners``:
+    the object of each storage whose life is that of its memory; empty: nobody says.
     """
 
     model: str
@@ -58,6 +59,7 @@ class Snapshot:
     guarded: frozenset[int] = frozenset()
     feeds: Mapping[int, Feed] = field(default_factory=dict)
     alive: object = None
+    owners: Sequence[object] = ()
 
 
 @dataclass(frozen=True, slots=True)

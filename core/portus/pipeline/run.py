@@ -30,10 +30,10 @@ from portus.format.layout import EXTENT
 from portus.index.records import Rows
 from portus.pipeline.draft import Draft, Labels
 from portus.pipeline.handle import SaveStats
-from portus.pipeline.parts import equal_storages, ranges, shared, sources, unit_counts
+from portus.pipeline.parts import equal_storages, ranges, shared, sources
 from portus.pipeline.plan import Before, Column, Flags, Snapshot
 from portus.spec import VersionInfo
-from portus.transport.base import Digests, Stop
+from portus.transport.base import Digests, Stop, unit_counts
 from portus.transport.local import hash_sources
 
 REFRESH_COMMITS: Final = 64
@@ -230,6 +230,7 @@ class Save:
             if len(some):
                 move(some)
         self._stats.copied_bytes += int(self._snapshot.length[rest].sum())
+        self._stats.bounced_bytes = self._draft.bounced_bytes
         self._stats.copy_s += time.perf_counter() - start
 
     def _copy_from_here(self, indices: Column) -> None:
@@ -406,7 +407,7 @@ class Save:
 
     def _forget_sources(self) -> None:
         """The caller's memory is not read any more: do not keep it alive."""
-        self._snapshot = replace(self._snapshot, alive=None, feeds={})
+        self._snapshot = replace(self._snapshot, alive=None, owners=(), feeds={})
 
     def _let_go(self) -> None:
         """The end of ``run``, however it ended."""

@@ -30,6 +30,22 @@ class Scheme(enum.Enum):
     UNIX = "portus+unix"
 
 
+class Transport(enum.Enum):
+    """How bytes of tensors travel. AUTO: by verbs where both ends can, else over the socket."""
+
+    AUTO = "auto"
+    TCP = "tcp"
+    VERBS = "verbs"
+
+    @classmethod
+    def of(cls, text: str, what: str) -> Transport:
+        """The one that ``text`` names; "": AUTO. Raises ``UsageError``. what: where it was said."""
+        try:
+            return cls(text or cls.AUTO.value)
+        except ValueError as error:
+            raise UsageError(f"{what}={text!r:.40}: expected auto, tcp or verbs") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """``host`` and ``port`` of a tcp socket, or ``path`` of a unix socket."""

@@ -18,13 +18,16 @@ from msgspec import Meta
 from portus.errors import TransportError
 from portus.spec import Extent
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the protocol. A host refuses a greeting of another version, and names its own."""
 
 MAGIC: Final = "portus"
 UNIT: Final = 16 << 20
 """Bytes of a storage under one digest; as in the format, which this floor does not know."""
 DIGEST_SIZE: Final = 16
+HANDLE_SIZE: Final = 16
+"""Of one region: its address and its key, as two numbers; zeros where it has none."""
+
 NONCE_SIZE: Final = 16
 PROOF_SIZE: Final = 32
 TENANT_SIZE_MAX: Final = 64
@@ -70,6 +73,8 @@ class Kind(enum.IntEnum):
     STATUS = 17
     BYE = 18
     CLAIM = 19
+    CONNECT = 20
+    PUSH = 21
     CHALLENGE = 64
     WELCOME = 65
     DONE = 66
@@ -84,6 +89,8 @@ class Kind(enum.IntEnum):
     CHECKED = 75
     STATE = 76
     REFUSED = 77
+    CONNECTED = 78
+    PUSHED = 79
 
     @property
     def from_client(self) -> bool:
@@ -112,6 +119,7 @@ Indices = Annotated[bytes, Meta(max_length=8 * STORAGES_MAX)]
 Ranges = Annotated[bytes, Meta(max_length=16 * RANGES_MAX)]
 Digests = Annotated[bytes, Meta(max_length=DIGEST_SIZE * UNITS_MAX)]
 Ids = Annotated[bytes, Meta(max_length=8 * IDS_MAX)]
+Handles = Annotated[bytes, Meta(max_length=HANDLE_SIZE * STORAGES_MAX)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -147,7 +155,8 @@ class ProofGiven(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The host's own proof; the pool of the tenant: its identity, name and bytes."""
+    """The host's own proof; the pool of the tenant: its identity, name and bytes. ``verbs``: the
+    host reaches memory of this client by itself, if it is connected (``Connect``)."""
 
     kind: ClassVar = Kind.WELCOME
     proof: Proof
@@ -155,6 +164,32 @@ class Welcome(Message, frozen=True):
     name: Text
     volatile: bool
     granularity: Number
+    verbs: bool
+
+
+class _QueuePair(Message, frozen=True):
+    """One end of a reliable connection: its number and first packet sequence number, where it is
+    (``gid``, and ``lid`` on InfiniBand), the code of its largest path MTU (1 to 5: 256 to 4096
+    bytes), and how many reads of the other side it serves at once."""
+
+    number: Annotated[int, Meta(ge=0, lt=1 << 24)]
+    sequence: Annotated[int, Meta(ge=0, lt=1 << 24)]
+    gid: Token
+    lid: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    mtu: Annotated[int, Meta(ge=1, le=5)]
+    reads: Annotated[int, Meta(ge=0, le=255)]
+
+
+class Connect(_QueuePair, frozen=True):
+    """The client's queue pair for this connection; one before it is gone."""
+
+    kind: ClassVar = Kind.CONNECT
+
+
+class Connected(_QueuePair, frozen=True):
+    """The host's, which is ready."""
+
+    kind: ClassVar = Kind.CONNECTED
 
 
 class Claim(Message, frozen=True):
@@ -168,12 +203,12 @@ class Claim(Message, frozen=True):
 
 class Register(Message, frozen=True):
     """Regions of the client's memory, from number ``first`` on: their lengths, and what a transport
-    needs to reach them by itself (``handles``; empty on a stream)."""
+    needs to reach them by itself (``handles``, one of each; empty on a stream)."""
 
     kind: ClassVar = Kind.REGISTER
     first: Number
     lengths: Indices
-    handles: Annotated[bytes, Meta(max_length=64 * STORAGES_MAX)] = b""
+    handles: Handles = b""
 
 
 class Forget(Message, frozen=True):
@@ -209,10 +244,12 @@ class Pull(Message, frozen=True):
 
 
 class Pulled(Message, frozen=True):
-    """All of the offer is stored; the digests of its units, as the host found them."""
+    """All of the offer is stored; the digests of its units, as the host found them. ``bounced``:
+    bytes that did not come straight into the pool, but through a buffer of the host."""
 
     kind: ClassVar = Kind.PULLED
     digests: Digests
+    bounced: Number
 
 
 class Share(Message, frozen=True):
@@ -288,6 +325,24 @@ class Checked(Message, frozen=True):
 
     kind: ClassVar = Kind.CHECKED
     digests: Digests
+
+
+class Push(Message, frozen=True):
+    """Write what the ranges hold, storages of these lengths end to end, into the client's memory,
+    one handle for each."""
+
+    kind: ClassVar = Kind.PUSH
+    lengths: Indices
+    ranges: Ranges
+    handles: Handles
+
+
+class Pushed(Message, frozen=True):
+    """It is written; the digests of its units, as the host found them. ``bounced``: as above."""
+
+    kind: ClassVar = Kind.PUSHED
+    digests: Digests
+    bounced: Number
 
 
 class Pin(Message, frozen=True):
@@ -382,6 +437,7 @@ _TYPES: Final[dict[Kind, type[Said]]] = {
             Pulled,
         ),
         *(Shared, Committed, Missing, Abandoned, Checked, Standing, Refused),
+        *(Connect, Connected, Push, Pushed),
     )
 }
 
@@ -393,7 +449,7 @@ _SMALL: Final = 8 << 10
 _BODY_SIZE_MAX: Final[dict[Kind, int]] = {
     Kind.HELLO: 512,
     Kind.PROOF: 64,
-    Kind.REGISTER: 72 * STORAGES_MAX + _SMALL,
+    Kind.REGISTER: (8 + HANDLE_SIZE) * STORAGES_MAX + _SMALL,
     Kind.FORGET: 8 * STORAGES_MAX + _SMALL,
     Kind.BEGIN: 8 * STORAGES_MAX + _SMALL,
     Kind.OFFER: 16 * STORAGES_MAX + _SMALL,
@@ -402,6 +458,8 @@ _BODY_SIZE_MAX: Final[dict[Kind, int]] = {
     Kind.READ: 16 * RANGES_MAX + _SMALL,
     Kind.CHECK: 16 * RANGES_MAX + 8 * STORAGES_MAX + _SMALL,
     Kind.RETIRE: 8 * IDS_MAX + _SMALL,
+    Kind.PUSH: 16 * RANGES_MAX + (8 + HANDLE_SIZE) * STORAGES_MAX + _SMALL,
+    Kind.PUSHED: DIGEST_SIZE * UNITS_MAX + _SMALL,
     Kind.PULLED: DIGEST_SIZE * UNITS_MAX + _SMALL,
     Kind.CHECKED: DIGEST_SIZE * UNITS_MAX + _SMALL,
     Kind.COMMITTED: (1 << 30) + _SMALL,
@@ -480,6 +538,24 @@ def ranges(data: bytes, what: str) -> tuple[Column, Column]:
     if float(lengths.sum(dtype=np.float64)) > SIZE_MAX:
         raise ProtocolError(f"{what}: the lengths add up to too much")
     return offsets, lengths
+
+
+def packed_handles(address: npt.ArrayLike, key: npt.ArrayLike) -> bytes:
+    """Handles for the wire, of regions with these addresses and keys."""
+    return np.stack([np.asarray(address, "<i8"), np.asarray(key, "<i8")], axis=1).tobytes()
+
+
+def handles(data: bytes, count: int, what: str) -> tuple[Column, Column]:
+    """Addresses and keys of ``count`` regions from the wire; all zero if ``data`` is empty. Raises
+    ``ProtocolError``."""
+    if not data:
+        return np.zeros(count, np.int64), np.zeros(count, np.int64)
+    if len(data) != HANDLE_SIZE * count:
+        raise ProtocolError(f"{what}: {len(data)} bytes are not {count} handles")
+    addresses, keys = ranges(data, what)
+    if len(keys) and int(keys.max()) >= 1 << 32:
+        raise ProtocolError(f"{what}: found a key out of range")
+    return addresses, keys
 
 
 def digest_rows(data: bytes, what: str) -> npt.NDArray[np.uint8]:

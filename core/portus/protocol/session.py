@@ -33,6 +33,8 @@ class State(enum.Enum):
     LOOKING = "looking"
     READING = "reading"
     CHECKING = "checking"
+    CONNECTING = "connecting"
+    PUSHING = "pushing"
     BEGINNING = "beginning"
     SAVING = "saving"
     OFFERED = "offered"
@@ -69,6 +71,12 @@ NEXT: Final[dict[tuple[State, Kind], State]] = {
     (State.READY, Kind.CHECK): State.CHECKING,
     (State.CHECKING, Kind.CHECKED): State.READY,
     (State.CHECKING, Kind.REFUSED): State.READY,
+    (State.READY, Kind.CONNECT): State.CONNECTING,
+    (State.CONNECTING, Kind.CONNECTED): State.READY,
+    (State.CONNECTING, Kind.REFUSED): State.READY,
+    (State.READY, Kind.PUSH): State.PUSHING,
+    (State.PUSHING, Kind.PUSHED): State.READY,
+    (State.PUSHING, Kind.REFUSED): State.READY,
     (State.READY, Kind.BEGIN): State.BEGINNING,
     (State.BEGINNING, Kind.BEGUN): State.SAVING,
     (State.BEGINNING, Kind.REFUSED): State.READY,

@@ -221,6 +221,17 @@ class Segments:
             yield self.part(start, int(ends[unit - 1]))
             start, done = int(ends[unit - 1]), int(bytes_before[unit - 1])
 
+    def laid(self, place: Column) -> Sources:
+        """The segments as they lie at ``place``, as sources that go to their extents: a source for
+        each unit. The segments of one unit lie end to end there."""
+        first = np.flatnonzero(np.diff(self.row, prepend=-1))
+        return Sources(
+            address=place[first],
+            length=np.add.reduceat(self.length, first),
+            extent_offset=self.offset,
+            extent_length=self.length,
+        )
+
     def box(self) -> Extent:
         """The smallest extent of the pool with all of them in it."""
         start = int(self.offset.min())
@@ -243,10 +254,21 @@ class Segments:
         ]
 
 
+def unit_counts(lengths: Column) -> Column:
+    """Units of sources of these lengths, in bytes."""
+    counts: Column = np.maximum(1, -(-lengths // UNIT))
+    return counts
+
+
+def owners(lengths: Column) -> Column:
+    """The source of each unit of sources of these lengths."""
+    counts = unit_counts(lengths)
+    return np.repeat(np.arange(len(counts)), counts)
+
+
 def cut(sources: Sources) -> tuple[Segments, Digests]:
     """The segments of ``sources``, and their digests: those of empty sources set, the rest zero."""
-    units = np.maximum(1, -(-sources.length // UNIT))
-    owner = np.repeat(np.arange(len(units)), units)  # the source of each unit
+    units, owner = unit_counts(sources.length), owners(sources.length)
     rank = np.arange(len(owner)) - (np.cumsum(units) - units)[owner]
     source_start = np.cumsum(sources.length) - sources.length
     unit_start = source_start[owner] + rank * UNIT

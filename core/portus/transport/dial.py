@@ -20,7 +20,7 @@ from portus.errors import (
     TransportError,
     UsageError,
 )
-from portus.protocol.address import Address, Scheme
+from portus.protocol.address import Address, Scheme, Transport
 from portus.protocol.messages import (
     MAGIC,
     NONCE_SIZE,
@@ -44,6 +44,7 @@ from portus.transport.stream import Link
 
 SECRET_VARIABLE: Final = "PORTUS_SECRET_FILE"
 AUTHORITY_VARIABLE: Final = "PORTUS_TLS_CA"
+TRANSPORT_VARIABLE: Final = "PORTUS_TRANSPORT"
 GREETING_S: Final = 5.0
 """The longest that connecting, and then each word of the greeting, may take."""
 
@@ -65,6 +66,11 @@ class Credentials:
         path = os.environ.get(SECRET_VARIABLE)
         secret = read_secret(path) if path else None
         return cls(secret, os.environ.get(AUTHORITY_VARIABLE) or None)
+
+
+def transport_wished() -> Transport:
+    """What ``$PORTUS_TRANSPORT`` says. Raises ``UsageError``."""
+    return Transport.of(os.environ.get(TRANSPORT_VARIABLE, ""), TRANSPORT_VARIABLE)
 
 
 def read_secret(path: str) -> bytes:

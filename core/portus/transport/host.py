@@ -2,7 +2,8 @@
 
 ``Links`` are the connections of one client to one host. A connection that broke is replaced by a
 new one when somebody needs it; while the host does not answer, calls fail at once between two
-tries, so that training is never held up by a host that is down.
+tries, so that training is never held up by a host that is down. A connection that moves tensors
+gets a ``Lane``, where verbs can be had.
 """
 
 from __future__ import annotations
@@ -18,16 +19,27 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from portus.errors import MediumError, PortusError, TransportError
+import msgspec
+import numpy as np
+
+from portus.errors import MediumError, PortusError, TransportError, UsageError
 from portus.media.base import MediumInfo, MediumKind
 from portus.protocol import messages as said
-from portus.protocol.address import Address
-from portus.protocol.messages import Said, Welcome, digest_rows, packed_column
+from portus.protocol.address import Address, Transport
+from portus.protocol.messages import Said, Welcome, digest_rows, packed_column, packed_handles
 from portus.protocol.session import State
 from portus.spec import Extent
 from portus.transport.base import Digests, Sources, Stop, cut
-from portus.transport.dial import Credentials, dial, raised
+from portus.transport.dial import (
+    TRANSPORT_VARIABLE,
+    Credentials,
+    dial,
+    raised,
+    transport_wished,
+)
+from portus.transport.regions import Lane, Parts, Regions, gathered
 from portus.transport.stream import InterruptedByError, Link, take
+from portus.transport.verbs import Domain, Endpoint, Region, port_for
 
 _log: Final = logging.getLogger("portus")
 
@@ -43,6 +55,7 @@ ROOM_S: Final = 60.0
 
 _PAUSE_MIN_S: Final = 0.5
 _PAUSE_MAX_S: Final = 10.0
+_BYTES_S_MIN: Final = 10e6
 _IDLE_MAX: Final = 4
 """Connections kept open that nobody uses."""
 
@@ -63,8 +76,13 @@ class Links:
         """
         self.address: Final = address
         self.silence_s: Final = SILENCE_S
-        self.regions: Final[weakref.WeakKeyDictionary[Link, bytes]] = weakref.WeakKeyDictionary()
-        """What is registered on each connection: the lengths, as they were sent."""
+        self.regions: Final = weakref.WeakKeyDictionary[Link, said.Register]()
+        """What is registered on each connection, as it was sent."""
+        self.verbs: Regions | None = None
+        """What is registered for the host; None: it reaches nothing by itself."""
+        self._wish: Final = transport_wished()
+        self._settled = self._wish is Transport.TCP
+        self._lanes: Final[weakref.WeakKeyDictionary[Link, Lane]] = weakref.WeakKeyDictionary()
         self._claim: Final = None if model is None else said.Claim(model, os.urandom(16))
         self._credentials: Final = credentials
         self._guard: Final = threading.Lock()
@@ -76,6 +94,9 @@ class Links:
         self._why: TransportError | None = None
         self.welcome: Welcome
         self.give_back(self._dialled())
+        if self._wish is Transport.VERBS:
+            with self._or_closed(), self.borrowed() as link:
+                self.lane(link)
 
     def borrow(self) -> Link:
         """A connection that is ready, for one thread. Raises as the constructor.
@@ -98,6 +119,43 @@ class Links:
             if whole and not self._closed and len(self._idle) < _IDLE_MAX:
                 self._idle.append(link)
                 return
+        self.revoke(link)
+
+    def lane(self, link: Link) -> Lane | None:
+        """By which the host reaches registered memory, for as long as the connection lives. None:
+        bytes go over the socket. Raises ``UsageError`` if that is not wished."""
+        if self._settled:
+            return None
+        lane = self._lanes.get(link)
+        if lane is not None and not lane.closed:
+            return lane
+        try:
+            self._lanes[link] = lane = self._connected(link)
+        except TransportError as error:
+            if link.closed:
+                raise
+            self.do_without(error)
+        return lane
+
+    def do_without(self, why: TransportError) -> None:
+        """No verbs from now on. Raises ``UsageError`` if that is not wished."""
+        if self._wish is Transport.VERBS:
+            raise UsageError(
+                f"{self.address}: {TRANSPORT_VARIABLE}=verbs, and it cannot be: {why}"
+            ) from why
+        self._settled = True
+        _log.log(
+            logging.WARNING if self.welcome.verbs else logging.INFO,
+            "%s: saved to and read over the socket: %s",
+            self.address,
+            why,
+        )
+
+    def revoke(self, link: Link) -> None:
+        """Close a connection; when this returns the host reaches nothing through it."""
+        lane = self._lanes.pop(link, None)
+        if lane is not None:
+            lane.close()
         link.close()
 
     @contextlib.contextmanager
@@ -115,14 +173,46 @@ class Links:
             return _answered(link, message, silence_s)
 
     def close(self) -> None:
-        """Let go of all that are not in use. A second call does nothing."""
+        """Let go of all that are not in use, and of the device. A second call does nothing."""
         with self._guard:
             self._closed = True
             idle, self._idle = self._idle, []
+            verbs, self.verbs = self.verbs, None
         for link in idle:
             with contextlib.suppress(TransportError):
                 link.send(said.Bye())
-            link.close()
+            self.revoke(link)
+        if verbs is not None:
+            for lane in list(self._lanes.values()):
+                lane.close()
+            with contextlib.suppress(TransportError):
+                verbs.domain.close()
+
+    def _connected(self, link: Link) -> Lane:
+        if not self.welcome.verbs:
+            raise TransportError("the storage host offers no verbs on this connection")
+        with self._guard:
+            if self.verbs is None:
+                self.verbs = Regions(Domain(port_for(link.host)))
+            domain = self.verbs.domain
+        pair = domain.queue_pair()
+        try:
+            answer = _answered(link, said.Connect(*pair.endpoint))
+            if not isinstance(answer, said.Connected):
+                raise raised(answer)
+            pair.connect(Endpoint(*msgspec.structs.astuple(answer)), remote=True)
+        except BaseException:
+            pair.close()
+            raise
+        return Lane(domain, pair)
+
+    @contextlib.contextmanager
+    def _or_closed(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _dialled(self) -> Link:
         if self._closed:
@@ -204,6 +294,15 @@ class HostMedium:
         if not len(segments):
             return digests
         with self._links.borrowed() as link, link.under(stop):
+            lane = self._links.lane(link)
+            if lane is not None:
+                try:
+                    digests = _pushed(link, lane, targets, stop)
+                finally:
+                    if link.connection.state is not State.READY:
+                        self._links.revoke(link)
+                self._pins.check()
+                return digests
             pairs = [segments.offset, segments.length]
             link.send(said.Read(_interleaved(*(column.tolist() for column in pairs))))
             with _no_refusal(link):
@@ -305,6 +404,47 @@ class HostLocks:
                 raise TransportError(f"{self._links.address}: the connection broke; load again")
             self._link = self._links.borrow()
         _answered(self._link, message)
+
+
+def patience_s(size: int) -> float:
+    """Seconds in which a host moves ``size`` bytes by verbs, if it is not hanging."""
+    return SILENCE_S + size / _BYTES_S_MIN
+
+
+def _pushed(link: Link, lane: Lane, targets: Sources, stop: Stop) -> Digests:
+    """Have the host write into ``targets``: the digests of what it sent, if that is what came."""
+    here = targets.length > 0
+    is_small, offsets, size = gathered(targets.length, here, here)
+    address, key = targets.address.copy(), np.zeros(len(here), np.int64)
+    regions: list[Region] = []
+    try:
+        for index in np.flatnonzero(here & ~is_small).tolist():
+            regions.append(lane.register(int(address[index]), int(targets.length[index])))
+            key[index] = regions[-1].remote_key
+        if size:
+            room = lane.room(size)
+            address[is_small] = room.start + offsets[is_small]
+            key[is_small] = room.remote_key
+        ranges = _interleaved(targets.extent_offset.tolist(), targets.extent_length.tolist())
+        message = said.Push(
+            packed_column(targets.length), ranges, packed_handles(np.where(here, address, 0), key)
+        )
+        answer = _answered(link, message, patience_s(targets.size))
+    except BaseException:
+        lane.close()
+        raise
+    finally:
+        for region in regions:
+            with contextlib.suppress(TransportError):
+                region.close()
+    if not isinstance(answer, said.Pushed):
+        raise raised(answer)
+    parts = Parts.of(targets, is_small, address)
+    parts.scatter(stop)
+    parts.hash_big(stop)
+    if not np.array_equal(digest_rows(answer.digests, "pushed"), parts.digests):
+        raise TransportError(f"{link.name}: what arrived is not what was sent; load again")
+    return parts.digests
 
 
 def _answered(link: Link, message: Said, silence_s: float | None = None) -> Said:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import socket
 import ssl
 import struct
@@ -30,7 +31,7 @@ from portus.media.base import MappedMedium, Medium
 from portus.protocol.connection import Connection, Event, Payload
 from portus.protocol.messages import PAYLOAD_SIZE_MAX, Kind, ProtocolError, Said
 from portus.spec import Extent
-from portus.transport.base import Column, Digests, Segments, Sources, Stop, memory
+from portus.transport.base import Column, Digests, Segments, Stop, memory
 from portus.transport.local import best_engine, copy
 
 PIECE: Final = 1 << 20
@@ -154,17 +155,17 @@ class Link:
 
     def ask(self, message: Said, silence_s: float | None = None) -> Said:
         """Send, and give the answer. silence_s: for an answer that may take its time."""
+        self.send(message)
+        return self.hear(silence_s)
+
+    def hear(self, silence_s: float | None = None) -> Said:
+        """The next message, where no payload is due. silence_s: as in ``ask``."""
         usual_s = self.silence_s
         self.silence_s = silence_s or usual_s
         try:
-            self.send(message)
-            return self.hear()
+            event = self.receive()
         finally:
             self.silence_s = usual_s
-
-    def hear(self) -> Said:
-        """The next message, where no payload is due."""
-        event = self.receive()
         if isinstance(event, Payload):
             self.close()
             raise ProtocolError(f"{self.name}: payload came in place of an answer")
@@ -223,6 +224,25 @@ class Link:
         """Close it, in a forked child: the conversation is the parent's, and goes on."""
         self._closed = True
         os.close(self._socket.detach())
+
+    @property
+    def host(self) -> str:
+        """The address of this end, such as 10.0.0.1; "" if it never leaves this machine's unix
+        sockets."""
+        name = self._socket.getsockname()
+        return str(name[0]) if isinstance(name, tuple) else ""
+
+    @property
+    def secret(self) -> bool:
+        """True if nobody on the way can read it: TLS."""
+        return isinstance(self._socket, ssl.SSLSocket)
+
+    def has_word(self) -> bool:
+        """True if the other side said something, or hung up. Takes nothing of it."""
+        with self._or_end():
+            asking = select.poll()
+            asking.register(self._socket, select.POLLIN)
+            return bool(asking.poll(0))
 
     def is_alive(self) -> bool:
         """False if the other side hung up meanwhile. Only while nothing is due from it."""
@@ -378,7 +398,7 @@ def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) 
         if _is_small(batch):
             link.fill(scratch.data[: batch.size], None)
             rows = np.unique(batch.row)
-            digests[rows] = copy(medium, _gathered(batch, scratch), Stop())
+            digests[rows] = copy(medium, batch.laid(_laid_out(batch, scratch)), Stop())
             continue
         hasher = _Hasher(digests)
         for unit, _, offset, length in _rows(batch):
@@ -462,18 +482,6 @@ def _arrived(batch: Segments, scratch: NDArray[np.uint8]) -> Segments:
     """The same segments as they lie in ``scratch``, end to end."""
     return Segments(
         address=_laid_out(batch, scratch), offset=batch.offset, length=batch.length, row=batch.row
-    )
-
-
-def _gathered(batch: Segments, scratch: NDArray[np.uint8]) -> Sources:
-    """What lies in ``scratch``, end to end, as sources that go to the extents of ``batch``; a
-    source for each unit."""
-    first = np.flatnonzero(np.diff(batch.row, prepend=-1))
-    return Sources(
-        address=_laid_out(batch, scratch)[first],
-        length=np.add.reduceat(batch.length, first),
-        extent_offset=batch.offset,
-        extent_length=batch.length,
     )
 
 

@@ -343,9 +343,9 @@ def stranger(server: Server) -> Iterator[Link]:
 @pytest.mark.parametrize(
     ("hello", "match"),
     [
-        (said.Hello("http", 1, "default", b"n" * 16), "is not spoken here"),
-        (said.Hello("portus", 2, "default", b"n" * 16), "this host speaks 1"),
-        (said.Hello("portus", 1, "../other", b"n" * 16), "tenant"),
+        (said.Hello("http", said.VERSION, "default", b"n" * 16), "is not spoken here"),
+        (said.Hello("portus", 1, "default", b"n" * 16), "this host speaks 2"),
+        (said.Hello("portus", 2, "../other", b"n" * 16), "tenant"),
     ],
 )
 def test_a_greeting_that_is_not_ours_is_told_why(

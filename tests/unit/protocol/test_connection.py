@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from portus.protocol import messages as said
 from portus.protocol.connection import HEADER, Connection, Event, Payload
-from portus.protocol.messages import PAYLOADS, Fault, Kind, ProtocolError, Said, packed_column
+from portus.protocol.messages import (
+    PAYLOADS,
+    Fault,
+    Kind,
+    ProtocolError,
+    Said,
+    packed_column,
+    packed_handles,
+)
 from portus.protocol.session import NEXT, State
 
 TOKEN = bytes(range(16))
@@ -36,11 +44,15 @@ EXAMPLES: dict[Kind, Said] = {
         said.Status(),
         said.Bye(),
         said.Challenge(said.VERSION, TOKEN, True),
-        said.Welcome(b"p" * 32, TOKEN, "pool", False, 4096),
+        said.Welcome(b"p" * 32, TOKEN, "pool", False, 4096, True),
+        said.Connect(1 << 23, 7, TOKEN, 0, 5, 16),
+        said.Connected(0, (1 << 24) - 1, TOKEN, (1 << 16) - 1, 1, 0),
+        said.Push(packed_column([10]), packed_column([4096, 10]), packed_handles([1], [2])),
+        said.Pushed(b"d" * 16, 0),
         said.Done(),
         said.Begun(),
         said.Pull(5),
-        said.Pulled(b"d" * 32),
+        said.Pulled(b"d" * 32, 0),
         said.Shared(True),
         said.Committed(b"record"),
         said.Missing(),

@@ -1,0 +1,187 @@
+"""Verbs on a storage host: its devices, the pools registered there, one end for each client.
+
+A ``Fabric`` is of a host, a ``Lane`` of one connection. A lane posts reads and writes of the
+client's memory; nothing of the host's memory can be reached by the client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Final
+
+from portus.daemon.pools import Hosted
+from portus.errors import TransportError, UsageError
+from portus.media.base import MappedMedium
+from portus.protocol.address import Transport
+from portus.transport.base import Sources
+from portus.transport.onesided import (
+    Bounced,
+    Landing,
+    Moved,
+    PoolRegions,
+    Remote,
+    Rings,
+    Straight,
+    Watch,
+    is_pinnable,
+    pull,
+    push,
+)
+from portus.transport.stream import EndedError, InterruptedByError, Link
+from portus.transport.verbs import Domain, Endpoint, Port, QueuePair, load, port_for
+
+_log: Final = logging.getLogger("portus.daemon")
+
+
+class Fabric:
+    """The devices of a host. Thread-safe."""
+
+    def __init__(self, wish: Transport = Transport.AUTO) -> None:
+        """Raises ``UsageError`` if verbs are wished for and cannot be had."""
+        self._wish: Final = wish
+        self._guard: Final = threading.Lock()
+        self._devices: Final[dict[Port, _Device]] = {}
+        if wish is Transport.VERBS:
+            try:
+                port_for("")
+                load()
+            except TransportError as error:
+                raise UsageError(f"verbs cannot be served: {error}") from error
+
+    def why_not(self, link: Link) -> str:
+        """Why the client at the other end of ``link`` cannot have verbs; "" if it can."""
+        if self._wish is Transport.TCP:
+            return "this host serves tcp alone (--transport tcp)"
+        if link.secret:
+            return "this is a TLS connection, and verbs are not encrypted"
+        try:
+            port_for(link.host)
+            load()
+        except TransportError as error:
+            return str(error)
+        return ""
+
+    def lane(self, link: Link, hosted: Hosted, other: Endpoint) -> Lane:
+        """This end for one client, connected. Raises ``TransportError``."""
+        why = self.why_not(link)
+        if why:
+            raise TransportError(why)
+        device = self._device(port_for(link.host))
+        pair = device.domain.queue_pair()
+        try:
+            pair.connect(other, remote=False)
+        except BaseException:
+            pair.close()
+            raise
+        return Lane(link, hosted, pair, device)
+
+    def close(self) -> None:
+        """Let go of all devices; no lane is in use any more."""
+        with self._guard:
+            for device in self._devices.values():
+                with contextlib.suppress(TransportError):
+                    device.domain.close()
+            self._devices.clear()
+
+    def _device(self, port: Port) -> _Device:
+        with self._guard:
+            found = self._devices.get(port)
+            if found is None:
+                found = self._devices[port] = _Device(port)
+            return found
+
+
+class _Device:
+    """One device: what is registered with it, of all pools."""
+
+    def __init__(self, port: Port) -> None:
+        self.domain: Final = Domain(port)
+        self.rings: Final = Rings(self.domain)
+        self._guard: Final = threading.Lock()
+        self._pools: Final[dict[Hosted, PoolRegions | None]] = {}
+
+    def regions(self, hosted: Hosted) -> PoolRegions | None:
+        """Those of a pool; None if it has to be reached through a ring."""
+        with self._guard:
+            if hosted not in self._pools:
+                self._pools[hosted] = self._registered(hosted)
+            return self._pools[hosted]
+
+    def _registered(self, hosted: Hosted) -> PoolRegions | None:
+        medium = hosted.writer.medium
+        if not is_pinnable(medium):
+            return None
+        assert isinstance(medium, MappedMedium)
+        regions = PoolRegions(self.domain, medium)
+        try:
+            regions.of(0)
+        except TransportError as error:
+            _log.warning(
+                "%s: %s (systemd: LimitMEMLOCK=infinity). Its bytes go through buffers",
+                medium.info.name,
+                error,
+            )
+            return None
+        return regions
+
+
+class Lane:
+    """The host's end of the queue pair of one connection."""
+
+    def __init__(self, link: Link, hosted: Hosted, pair: QueuePair, device: _Device) -> None:
+        self._link: Final = link
+        self._hosted: Final = hosted
+        self._pair: Final = pair
+        self._device: Final = device
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """For the client."""
+        return self._pair.endpoint
+
+    @property
+    def closed(self) -> bool:
+        """True when it is of no more use: a transfer failed."""
+        return self._pair.closed
+
+    def pull(self, remote: Remote, moved: Sources) -> Moved:
+        """See ``onesided.pull``. Raises ``InterruptedByError`` and ``EndedError`` too: when the
+        client says something meanwhile, or goes."""
+        with self._landing() as landing:
+            return pull(self._pair, landing, remote, moved, self._watch)
+
+    def push(self, remote: Remote, moved: Sources) -> Moved:
+        """See ``onesided.push``; raises as ``pull``."""
+        with self._landing() as landing:
+            return push(self._pair, landing, remote, moved, self._watch)
+
+    def close(self) -> None:
+        """Nothing more is read or written."""
+        self._pair.close()
+
+    @contextlib.contextmanager
+    def _landing(self) -> Iterator[Landing]:
+        regions = self._device.regions(self._hosted)
+        if regions is not None:
+            yield Straight(regions)
+            return
+        with self._device.rings.borrowed(self._watch) as ring:
+            yield Bounced(self._hosted.writer.medium, ring)
+
+    @property
+    def _watch(self) -> Watch:
+        link = self._link
+
+        def watch(since_s: float) -> None:
+            link.pause(since_s)
+            if link.has_word():
+                try:
+                    word = link.hear()
+                except EndedError as error:
+                    raise EndedError(f"{link.name}: the client is gone: {error}") from error
+                raise InterruptedByError(word)
+
+        return watch

@@ -1,0 +1,417 @@
+"""RDMA by verbs: the device, queue pairs, registered memory. The one module that knows pyverbs.
+
+Theory. A *domain* is one device, opened; memory is registered in it (a *region*: the pages are
+pinned, and have a key), and each connection has a *queue pair* of it. The storage host posts reads
+and writes; the client posts nothing, and its processor takes no part. What a region's pages are is
+settled when it is registered: memory that is mapped anew under its address is not in it. On-demand
+paging would help there, and is never used: Soft-RoCE in kernels to 7.2 puts such data at the wrong
+place within a page, and reports success.
+
+Closing a queue pair is how access ends: when ``close`` has returned, no byte is read or written on
+its behalf any more, whatever was under way.
+
+pyverbs is Debian's ``python3-pyverbs`` or the one of PyPI; their constants are in modules of
+different names. It is imported when somebody asks, and only where there is a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import ipaddress
+import logging
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
+
+from portus.errors import TransportError
+
+DEVICE_VARIABLE: Final = "PORTUS_RDMA_DEVICE"
+"""Names the device to use, where the one with the connection's address is not the right one."""
+
+DEPTH: Final = 128
+"""Requests in flight on one queue pair, at most."""
+
+READS_MAX: Final = 16
+"""Reads that one end serves at once, and the other asks for: as far as both devices can."""
+
+_SYS: Final = Path("/sys/class/infiniband")
+_TIMEOUT: Final = 18  # 4.096 us * 2^18 = 1.1 s without an answer, then again
+_RETRIES: Final = 7
+
+
+class WorkError(TransportError):
+    """A request was not carried out. ``denied``: the other side does not let us at its memory."""
+
+    def __init__(self, text: str, *, denied: bool) -> None:
+        super().__init__(text)
+        self.denied: Final = denied
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A port of a device, and which of its addresses to use. ``gid``: 16 bytes."""
+
+    device: str
+    number: int
+    gid_index: int
+    gid: bytes
+
+
+class Endpoint(NamedTuple):
+    """One end of a connection, as the other one must know it: the fields of the messages."""
+
+    number: int
+    sequence: int
+    gid: bytes
+    lid: int
+    mtu: int
+    reads: int
+
+
+def port_for(host: str) -> Port:
+    """The active port that has the address ``host`` of this machine; "" stands for this machine.
+
+    Raises ``TransportError`` that says why there is none.
+    """
+    named = os.environ.get(DEVICE_VARIABLE, "")
+    names = [each.name for each in sorted(_SYS.iterdir())] if _SYS.is_dir() else []
+    if not names:
+        raise TransportError("this machine has no RDMA device")
+    if named and named not in names:
+        raise TransportError(
+            f"{DEVICE_VARIABLE}={named}: there is no such RDMA device, but {', '.join(names)}"
+        )
+    ports = [port for name in names if named in ("", name) for port in _ports(_SYS / name)]
+    wanted = _gid_of(host)
+    for port in ports:
+        if port.gid == wanted:
+            return port
+    if ports and (named or not host):
+        return ports[0]
+    for port in ports:
+        if _text(_SYS / port.device / "ports" / str(port.number) / "link_layer") == "InfiniBand":
+            return port
+    raise TransportError(
+        f"no RDMA device of {', '.join(names)} has an active port with the address {host}; "
+        f"{DEVICE_VARIABLE} names another one"
+    )
+
+
+def load() -> Any:
+    """pyverbs. Raises ``TransportError`` that says why not, and what to install."""
+    try:
+        return _loaded()
+    except ImportError as error:
+        raise TransportError(
+            f"pyverbs cannot be imported ({error}): install python3-pyverbs (Debian, Ubuntu; for "
+            "the system's Python) or pyverbs from PyPI"
+        ) from error
+
+
+class Region:
+    """Registered memory: ``length`` bytes from ``start``. ``local_key`` is for requests posted
+    here, ``remote_key`` for the other side. The caller keeps the memory until ``close``."""
+
+    def __init__(self, start: int, length: int, memory: Any) -> None:
+        self.start: Final = start
+        self.length: Final = length
+        self.local_key: Final[int] = memory.lkey
+        self.remote_key: Final[int] = memory.rkey
+        self._memory: Final = memory
+
+    @property
+    def end(self) -> int:
+        """The address behind the last byte."""
+        return self.start + self.length
+
+    def close(self) -> None:
+        """Nobody reaches it any more, and its pages are let go of. A second call does nothing."""
+        with _as_transport_error(f"give {self.length} registered bytes back"):
+            self._memory.close()
+
+
+class Domain:
+    """A device, opened for one purpose: regions of one domain are not reached through another.
+
+    Thread-safe. Forked children have nothing of it.
+    """
+
+    def __init__(self, port: Port) -> None:
+        """Raises ``TransportError``."""
+        self._verbs: Final = load()
+        self.port: Final = port
+        before = _descriptors()
+        with _as_transport_error(f"open the RDMA device {port.device}"):
+            self._context: Final = self._verbs.Context(name=port.device)
+            self._descriptors: Final = _descriptors() - before
+            self._domain: Final = self._verbs.PD(self._context)
+            limits = self._context.query_device()
+        self.serves: Final = min(READS_MAX, int(limits.max_qp_rd_atom))
+        self.asks: Final = min(READS_MAX, int(limits.max_qp_init_rd_atom))
+        _ALL.add(self)
+
+    def register(self, start: int, length: int, *, remote: bool, writable: bool) -> Region:
+        """Pin memory of this process. remote: for the other side, which may read it; else for
+        requests posted here. writable: bytes will arrive in it.
+
+        Raises ``TransportError`` if the system refuses: too much, or memory that cannot be pinned.
+        """
+        e = self._verbs.constants
+        access = e.IBV_ACCESS_LOCAL_WRITE if writable else 0
+        if remote:
+            access |= e.IBV_ACCESS_REMOTE_READ
+            access |= e.IBV_ACCESS_REMOTE_WRITE if writable else 0
+        hint = "`ulimit -l` bounds how much; pages of a file cannot be pinned"
+        with _as_transport_error(f"register {length} bytes with {self.port.device}", hint):
+            return Region(start, length, self._verbs.MR(self._domain, length, access, start))
+
+    def queue_pair(self) -> QueuePair:
+        """A new one, not connected. Raises ``TransportError``."""
+        return QueuePair(self, self._verbs, self._context, self._domain)
+
+    def close(self) -> None:
+        """With all that is in it. A second call does nothing."""
+        with _as_transport_error(f"close the RDMA device {self.port.device}"):
+            self._context.close()
+
+    def leave(self) -> None:
+        """Let go of the device, in a forked child. The parent's regions and queue pairs would
+        outlive it otherwise; and what is collected here would be taken from it."""
+        for number in self._descriptors:
+            with contextlib.suppress(OSError):
+                os.close(number)
+
+
+class QueuePair:
+    """One end of a reliable connection. For one thread; but ``close`` may be called by any."""
+
+    def __init__(self, domain: Domain, verbs: Any, context: Any, protection: Any) -> None:
+        self._verbs: Final = verbs
+        self._domain: Final = domain
+        e = verbs.constants
+        self.closed = False
+        with _as_transport_error("make a queue pair"):
+            state = context.query_port(domain.port.number)
+            self._completions: Final = verbs.CQ(context, DEPTH + 1)
+            room = verbs.QPCap(max_send_wr=DEPTH, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
+            made = verbs.QPInitAttr(
+                qp_type=e.IBV_QPT_RC, scq=self._completions, rcq=self._completions, cap=room
+            )
+            self._pair: Final = verbs.QP(protection, made)
+            self.endpoint: Final = Endpoint(
+                number=int(self._pair.qp_num),
+                sequence=int.from_bytes(os.urandom(3), "little"),
+                gid=domain.port.gid,
+                lid=int(state.lid),
+                mtu=int(state.active_mtu),
+                reads=domain.serves,
+            )
+
+    def connect(self, other: Endpoint, *, remote: bool) -> None:
+        """Make it ready. remote: the other side may reach the regions of this one.
+
+        Raises ``TransportError``.
+        """
+        e, port = self._verbs.constants, self._domain.port
+        access = e.IBV_ACCESS_REMOTE_READ | e.IBV_ACCESS_REMOTE_WRITE if remote else 0
+        with _as_transport_error(f"connect queue pair {self.endpoint.number} to {other.number}"):
+            attributes = self._verbs.QPAttr(port_num=port.number)
+            attributes.qp_access_flags = access
+            self._pair.to_init(attributes)
+            attributes = self._verbs.QPAttr(qp_state=e.IBV_QPS_RTR, port_num=port.number)
+            attributes.path_mtu = min(self.endpoint.mtu, other.mtu)
+            attributes.dest_qp_num = other.number
+            attributes.rq_psn, attributes.sq_psn = other.sequence, self.endpoint.sequence
+            attributes.max_dest_rd_atomic = self.endpoint.reads
+            attributes.max_rd_atomic = min(self._domain.asks, other.reads)
+            attributes.min_rnr_timer, attributes.timeout = 12, _TIMEOUT
+            attributes.retry_cnt = attributes.rnr_retry = _RETRIES
+            route = self._verbs.GlobalRoute(
+                dgid=self._verbs.GID(_gid_text(other.gid)), sgid_index=port.gid_index, hop_limit=64
+            )
+            attributes.ah_attr = self._verbs.AHAttr(
+                gr=route, is_global=1, port_num=port.number, dlid=other.lid
+            )
+            attributes.qp_access_flags = access
+            self._pair.to_rts(attributes)
+
+    def read(self, target: int, local_key: int, source: int, remote_key: int, length: int) -> None:
+        """Post: fetch ``length`` bytes at ``source`` there to ``target`` here."""
+        self._post(self._verbs.constants.IBV_WR_RDMA_READ, target, local_key, length).set_wr_rdma(
+            remote_key, source
+        )
+        self._send()
+
+    def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
+        """Post: put ``length`` bytes at ``source`` here to ``target`` there."""
+        self._post(self._verbs.constants.IBV_WR_RDMA_WRITE, source, local_key, length).set_wr_rdma(
+            remote_key, target
+        )
+        self._send()
+
+    def completed(self) -> int:
+        """How many requests were carried out since the last call; they are in order. Raises
+        ``WorkError`` for one that failed: those behind it failed too, and the pair is of no use.
+        """
+        if self.closed:
+            raise TransportError("the queue pair is closed")
+        with _as_transport_error("look for completions"):
+            count, found = self._completions.poll(DEPTH)
+        for each in found[:count] if count else ():
+            if each.status:
+                raise self._failed(int(each.status))
+        return int(count)
+
+    def close(self) -> None:
+        """When this returns, nothing is read or written for it any more. A second call does
+        nothing; raises nothing."""
+        if not self.closed:
+            self.closed = True
+            for each in (self._pair, self._completions):
+                with contextlib.suppress(TransportError), _as_transport_error("close"):
+                    each.close()
+
+    def _post(self, operation: int, local: int, local_key: int, length: int) -> Any:
+        if self.closed:
+            raise TransportError("the queue pair is closed")
+        self._request = self._verbs.SendWR(
+            opcode=operation,
+            num_sge=1,
+            sg=[self._verbs.SGE(local, length, local_key)],
+            send_flags=self._verbs.constants.IBV_SEND_SIGNALED,
+        )
+        return self._request
+
+    def _send(self) -> None:
+        with _as_transport_error("post a request"):
+            self._pair.post_send(self._request)
+
+    def _failed(self, status: int) -> WorkError:
+        e = self._verbs.constants
+        words = {
+            e.IBV_WC_REM_ACCESS_ERR: "the other side does not let us at this memory: it is not "
+            "registered there, or another length or key was",
+            e.IBV_WC_REM_INV_REQ_ERR: "the other side takes no such request",
+            e.IBV_WC_REM_OP_ERR: "the other side could not carry it out",
+            e.IBV_WC_RETRY_EXC_ERR: "the other side does not answer any more",
+        }
+        denied = status in (e.IBV_WC_REM_ACCESS_ERR, e.IBV_WC_REM_INV_REQ_ERR)
+        text = words.get(status, "see ibv_wc_status")
+        return WorkError(f"a request of verbs failed with status {status}: {text}", denied=denied)
+
+
+_ALL: Final[weakref.WeakSet[Domain]] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for domain in list(_ALL):
+        domain.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all)
+
+
+@functools.cache
+def _loaded() -> SimpleNamespace:
+    root = logging.getLogger()
+    before = list(root.handlers)
+    try:
+        from pyverbs.addr import GID, AHAttr, GlobalRoute
+        from pyverbs.cq import CQ
+        from pyverbs.device import Context
+        from pyverbs.mr import MR
+        from pyverbs.pd import PD
+        from pyverbs.pyverbs_error import PyverbsError
+        from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
+        from pyverbs.wr import SGE, SendWR
+
+        try:
+            import pyverbs.enums as constants
+        except ImportError:
+            import pyverbs.libibverbs_enums as constants
+    finally:
+        # It sets logging up for the whole process, which is not its to do; nor ours.
+        for each in [each for each in root.handlers if each not in before]:
+            root.removeHandler(each)
+    return SimpleNamespace(
+        GID=GID,
+        AHAttr=AHAttr,
+        GlobalRoute=GlobalRoute,
+        CQ=CQ,
+        MR=MR,
+        PD=PD,
+        Context=Context,
+        QP=QP,
+        QPAttr=QPAttr,
+        QPCap=QPCap,
+        SGE=SGE,
+        QPInitAttr=QPInitAttr,
+        SendWR=SendWR,
+        constants=constants,
+        PyverbsError=PyverbsError,
+    )
+
+
+@contextlib.contextmanager
+def _as_transport_error(what: str, hint: str = "") -> Iterator[None]:
+    try:
+        yield
+    except _loaded().PyverbsError as error:
+        number = int(getattr(error, "error_code", 0) or 0)
+        why = os.strerror(number) if number else str(error)
+        more = f"; {hint}" if hint else ""
+        raise TransportError(f"cannot {what}: {why} (errno {number}){more}") from error
+
+
+def _ports(device: Path) -> list[Port]:
+    """Those that are active, once for each address: RoCE v2 and IPv4 first."""
+    found: list[tuple[bool, bool, Port]] = []
+    for place in sorted((device / "ports").iterdir()):
+        if not _text(place / "state").startswith("4"):  # ACTIVE
+            continue
+        for file in sorted((place / "gids").iterdir(), key=lambda each: int(each.name)):
+            gid = bytes.fromhex(_text(file).replace(":", ""))
+            kind = _text(place / "gid_attrs" / "types" / file.name)
+            if len(gid) == 16 and any(gid):
+                port = Port(device.name, int(place.name), int(file.name), gid)
+                found.append(("v2" not in kind, gid[:12] != _MAPPED, port))
+    return [port for _, _, port in sorted(found, key=lambda each: each[:2])]
+
+
+_MAPPED: Final = bytes(10) + b"\xff\xff"
+
+
+def _gid_of(host: str) -> bytes:
+    """As RoCE v2 has the IP address ``host``."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return b""
+    return address.packed if address.version == 6 else _MAPPED + address.packed
+
+
+def _gid_text(gid: bytes) -> str:
+    return ":".join(gid[start : start + 2].hex() for start in range(0, 16, 2))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:  # an entry that is empty is an error to read
+        return ""
+
+
+def _descriptors() -> set[int]:
+    """Those of this process that lead to an RDMA device."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "/infiniband/" in os.readlink(f"/proc/self/fd/{number}"):
+                found.add(int(number))
+    return found

@@ -1,0 +1,325 @@
+"""Pulls and pushes by requests that are carried out late, several at once: as a card does it."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from portus.errors import TransportError
+from portus.format.checksum import UNIT
+from portus.media.base import MappedMedium, Medium
+from portus.media.local import LocalFiles
+from portus.media.memory import Memory
+from portus.pipeline.parts import sources
+from portus.pipeline.plan import packed, placed
+from portus.spec import PAGE, Extent
+from portus.transport import onesided
+from portus.transport.base import Sources, Stop
+from portus.transport.local import hash_sources
+from portus.transport.onesided import (
+    Bounced,
+    Landing,
+    PoolRegions,
+    Remote,
+    Ring,
+    Rings,
+    Straight,
+    is_pinnable,
+    pull,
+    push,
+)
+from portus.transport.regions import GATHERED_MAX, SMALL, Parts, Regions, gathered
+from portus.transport.verbs import DEPTH, Region, WorkError
+
+KEY = 7
+SIZES = [0, 1, 63, 64, 65, 4096, 65_535, 65_536, 300_001, 0, UNIT, UNIT + 5, *range(1, 400)]
+
+MORE = [UNIT] * 3 + [5000] * 50
+
+
+class Card:
+    """A queue pair whose requests are carried out when somebody looks: some, never ahead."""
+
+    def __init__(self, seed: int, fail_at: int = -1) -> None:
+        self.closed = False
+        self.requests = 0
+        self.longest = 0
+        self._chance = random.Random(seed)
+        self._fail_at = fail_at
+        self._queue: deque[tuple[int, int, int]] = deque()
+
+    def read(self, target: int, local_key: int, source: int, remote_key: int, length: int) -> None:
+        self._post(target, source, length, (local_key, remote_key))
+
+    def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
+        self._post(target, source, length, (local_key, remote_key))
+
+    def completed(self) -> int:
+        assert not self.closed
+        count = self._chance.randint(0, len(self._queue))
+        for _ in range(count):
+            ctypes.memmove(*self._queue.popleft())
+        if 0 <= self._fail_at <= self.requests:
+            raise WorkError("made to fail", denied=True)
+        return count
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _post(self, target: int, source: int, length: int, keys: tuple[int, int]) -> None:
+        assert not self.closed
+        assert keys == (1, KEY)
+        self.requests += 1
+        self.longest = max(self.longest, length)
+        self._queue.append((target, source, length))
+        assert len(self._queue) <= DEPTH
+
+
+class Registry:
+    """Registers anything, and knows what is registered."""
+
+    def __init__(self, room: int = 1 << 40) -> None:
+        self.live: dict[int, tuple[int, int]] = {}
+        self.made = 0
+        self._room = room
+
+    def register(self, start: int, length: int, *, remote: bool, writable: bool) -> Region:
+        if length > self._room:
+            raise TransportError(f"cannot register {length} bytes")
+        self.made += 1
+        number = self.made
+        self.live[number] = start, length
+        close = SimpleNamespace(lkey=1, rkey=KEY, close=lambda: self.live.pop(number))
+        return Region(start, length, close)
+
+
+def nobody(_since_s: float) -> None:
+    """Watches."""
+
+
+class Client:
+    """Storages of these sizes, and where the host finds them: small ones gathered."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.lengths = np.array(sizes, np.int64)
+        self.arrays = [np.random.default_rng(n).bytes(n) for n in sizes]
+        self.memory = [np.frombuffer(bytearray(each), np.uint8) for each in self.arrays]
+        self.address = np.array([each.ctypes.data for each in self.memory], np.int64)
+        here = self.lengths > 0
+        small, offsets, size = gathered(self.lengths, here, here)
+        self.room = np.zeros(size + 64, np.uint8)
+        place = np.where(small, self.room.ctypes.data + offsets, self.address)
+        none = np.empty(0, np.int64)
+        self.sources = Sources(
+            address=self.address, length=self.lengths, extent_offset=none, extent_length=none
+        )
+        self.parts = Parts.of(self.sources, small, place)
+        self.remote = Remote(place, np.full(len(sizes), KEY, np.int64))
+        self.small = small
+
+    def clear(self) -> None:
+        for each in (*self.memory, self.room):
+            each[:] = 0
+
+
+def room_for(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[Sources, int]:
+    """Places in a pool, as a draft has them: two extents, cut in the middle of a storage."""
+    offsets, size = packed(lengths)
+    first = size // 2 // PAGE * PAGE
+    rest = -(-size // PAGE) * PAGE - first
+    room = [Extent(3 * PAGE, first), Extent(first + 9 * PAGE, rest)]
+    extents, _ = placed(offsets, lengths, room)
+    return sources(np.zeros(len(lengths), np.int64), lengths, extents), first + rest + 20 * PAGE
+
+
+def landing_in(medium: Medium, ring: Ring) -> Landing:
+    """A fresh one, as each transfer has it."""
+    if isinstance(medium, MappedMedium) and is_pinnable(medium):
+        return Straight(PoolRegions(Registry(), medium))
+    return Bounced(medium, ring)
+
+
+@pytest.fixture
+def ring(medium: Medium) -> Ring:
+    with Rings(Registry()).borrowed(nobody) as made:
+        return made
+
+
+@pytest.fixture(params=["straight", "ring"])
+def medium(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Medium]:
+    monkeypatch.setattr(onesided, "AHEAD", 2)
+    size = room_for(np.array([*SIZES, *MORE], np.int64))[1]
+    if request.param == "straight":
+        made: Medium = Memory(size)
+    else:
+        made = LocalFiles().create(str(tmp_path / "pool"), size)
+    assert is_pinnable(made) == (request.param == "straight") or made.info.volatile
+    yield made
+    made.close()
+
+
+def test_what_is_pulled_is_stored_and_comes_back(medium: Medium, ring: Ring, seed: int) -> None:
+    client = Client(SIZES)
+    expected = hash_sources(client.sources, Stop())
+    client.parts.gather(Stop())
+    client.parts.hash_big(Stop())
+    assert np.array_equal(client.parts.digests, expected)
+    moved, _ = room_for(client.lengths)
+    card = Card(seed)
+    done = pull(card, landing_in(medium, ring), client.remote, moved, nobody)
+    assert np.array_equal(done.digests, expected)
+    assert done.bounced == (0 if is_pinnable(medium) else moved.size)
+    assert card.longest <= onesided.PIECE
+    small = int(client.small.sum())
+    assert card.requests < 40 < small, "small storages travel together"
+    client.clear()
+    done = push(Card(seed), landing_in(medium, ring), client.remote, moved, nobody)
+    assert np.array_equal(done.digests, expected)
+    client.parts.scatter(Stop())
+    client.parts.hash_big(Stop())
+    assert np.array_equal(client.parts.digests, expected)
+    for array, memory in zip(client.arrays, client.memory, strict=True):
+        assert memory.tobytes() == array
+
+
+def test_a_pull_that_fails_anywhere_closes_the_pair_first(
+    medium: Medium, ring: Ring, seed: int
+) -> None:
+    client = Client(MORE)
+    client.parts.gather(Stop())
+    moved, _ = room_for(client.lengths)
+    failed = 0
+    for fail_at in range(1, 13):
+        card = Card(seed, fail_at)
+        with pytest.raises(WorkError):
+            pull(card, landing_in(medium, ring), client.remote, moved, nobody)
+        assert card.closed
+        failed += 1
+    assert failed == 12
+    done = pull(Card(seed), landing_in(medium, ring), client.remote, moved, nobody)
+    client.parts.hash_big(Stop())
+    assert np.array_equal(done.digests, client.parts.digests)
+
+
+def test_the_watch_ends_a_pull(medium: Medium, ring: Ring) -> None:
+    class Stuck(Card):
+        def completed(self) -> int:
+            return 0
+
+    def watch(_since_s: float) -> None:
+        raise TransportError("it hung up")
+
+    client = Client([70_000])
+    card, landing = Stuck(0), landing_in(medium, ring)
+    with pytest.raises(TransportError, match="hung up"):
+        pull(card, landing, client.remote, room_for(client.lengths)[0], watch)
+    assert card.closed
+
+
+def test_a_block_of_a_pool_is_registered_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onesided, "BLOCK", 1 << 20)
+    registry, medium = Registry(), Memory(1 << 19)
+    regions = PoolRegions(registry, medium)
+    first = regions.of(0)
+    assert (first.length, regions.of(5)) == (1 << 19, first)
+    medium.grow(5 << 20)
+    assert regions.of(5) is first
+    rest = regions.of(1 << 19)  # what was added to the first block
+    assert (rest.start, rest.length) == (first.end, 1 << 19)
+    assert regions.of((3 << 20) + 7).start == first.start + (3 << 20)
+    assert registry.made == 3
+    medium.close()
+
+
+def test_rings_are_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onesided, "RINGS_MAX", 1)
+
+    class EnoughError(Exception):
+        pass
+
+    def watch(_since_s: float) -> None:
+        raise EnoughError
+
+    registry = Registry()
+    rings = Rings(registry)
+    with rings.borrowed(nobody) as ring:
+        assert ring.region.length == onesided.AHEAD * UNIT
+        with pytest.raises(EnoughError), rings.borrowed(watch):
+            pass
+    with rings.borrowed(watch) as again:
+        assert again is ring
+    assert registry.made == 1
+
+
+# --- the client's regions ---
+
+
+def taken(regions: Regions, owners: list[object], address: list[int], *, late: bool) -> list[int]:
+    """Register these, as a save does, end the save, and give the numbers of what was used."""
+    length = np.full(len(owners), 100, np.int64)
+    lasting = np.full(len(owners), late, np.bool_)
+    known = regions.take(owners, np.array(address, np.int64), length, lasting)
+    starts = [each.region.start for each in known]
+    regions.give_back(known)
+    return starts
+
+
+def test_a_region_is_kept_for_the_same_owner_at_the_same_place_alone() -> None:
+    registry = Registry()
+    regions = Regions(registry)  # type: ignore[arg-type]
+    one, other = object(), object()
+    assert taken(regions, [one, other], [1000, 2000], late=True) == [1000, 2000]
+    taken(regions, [one, other], [1000, 2000], late=True)
+    assert registry.made == 2
+    taken(regions, [object(), other], [1000, 2000], late=True)  # another owner, an old address
+    assert registry.made == 3
+    taken(regions, [object(), other], [1000, 3000], late=True)  # the same owner, elsewhere
+    assert registry.made == 5
+    assert len(registry.live) == 2, "what is not named any more is let go of"
+
+
+def test_what_is_copied_at_once_is_registered_for_one_save() -> None:
+    registry = Registry()
+    regions = Regions(registry)  # type: ignore[arg-type]
+    taken(regions, [object()], [1000], late=False)
+    assert (len(regions), registry.live) == (0, {})
+
+
+def test_a_region_in_use_outlives_a_save_that_does_not_name_it() -> None:
+    registry = Registry()
+    regions = Regions(registry)  # type: ignore[arg-type]
+    length, lasting = np.array([100]), np.array([True])
+    first = regions.take([object()], np.array([1000]), length, lasting)
+    taken(regions, [object()], [2000], late=True)
+    assert (1000, 100) in registry.live.values()
+    regions.give_back(first)
+    assert list(registry.live.values()) == [(2000, 100)]
+    regions.forget()
+    assert registry.live == {}
+
+
+def test_a_registration_that_is_refused_leaves_none_in_use() -> None:
+    registry = Registry(room=1000)
+    regions = Regions(registry)  # type: ignore[arg-type]
+    lengths, lasting = np.array([100, 2000]), np.array([False, False])
+    with pytest.raises(TransportError, match="cannot register 2000"):
+        regions.take([object(), object()], np.array([1000, 2000]), lengths, lasting)
+    assert registry.live == {}
+
+
+def test_no_more_is_gathered_than_is_allowed() -> None:
+    lengths = np.full(GATHERED_MAX // SMALL + 100, SMALL - 1)
+    here = np.ones(len(lengths), np.bool_)
+    small, offsets, size = gathered(lengths, here, here)
+    assert size <= GATHERED_MAX
+    assert 0 < int((~small).sum()) < 200
+    assert len(np.unique(offsets[small])) == int(small.sum())
