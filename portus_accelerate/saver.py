@@ -360,6 +360,7 @@ class Saver:
             write()
         for name in parts.keys() - capture.parts.keys():
             torch.save(parts[name], os.path.join(directory, name))
+        _sync(directory)  # older checkpoints may go once this is there
 
     def _rotate(self, directory: str, limit: int | None, handle: portus.SaveHandle | None) -> None:
         """``total_limit``: older checkpoints go once the new one is committed."""
@@ -424,6 +425,16 @@ def _take_away(directory: str, pool: str) -> None:
         os.rename(directory, aside)
     except OSError as error:
         _log.warning("Portus: %s is not a whole checkpoint; remove it: %s", directory, error)
+
+
+def _sync(directory: str) -> None:
+    """Return when the files in a directory, and their names, survive power loss."""
+    for entry in (*os.scandir(directory), directory):
+        descriptor = os.open(entry, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _is_replaced(name: str, parts: dict[str, Any]) -> bool:

@@ -102,7 +102,7 @@ def main() -> None:
         strategy=strategy,
         devices=COUNT,
         use_distributed_sampler=False,  # each rank has its own dropout, and the same rows
-        max_epochs=2,
+        max_epochs=1,
         callbacks=[draws, keep],
         plugin=None if args.stock else PortusIO(),
     )

@@ -49,7 +49,7 @@ def assert_goes_on(resumed: list[dict[str, Any]], whole: list[dict[str, Any]]) -
     """The same draws from there on, and the same bits at the end."""
     for found, expected in zip(resumed, whole, strict=True):
         first = found["drawn"][0][0]
-        assert 0 < first < 12
+        assert 0 < first < 6
         assert found["drawn"] == [each for each in expected["drawn"] if each[0] >= first]
         assert same(found["model"], expected["model"])
 
@@ -70,22 +70,22 @@ def test_a_rank_killed_right_after_a_save_resumes_by_last_bit_for_bit(
     last = whole / "ckpt/last.ckpt"
     assert sorted(os.listdir(last)) == ["meta.pt", "rank-0-of-2.shard", "rank-1-of-2.shard"]
     assert all(portus.is_reference(path) for path in last.iterdir())
-    assert torch.load(last / "meta.pt")["global_step"] == 12
+    assert torch.load(last / "meta.pt")["global_step"] == 6
     assert {group.step for group in groups(whole / ".portus") if group.is_complete} == {
-        *range(1, 13)
+        *range(1, 7)
     }
-    run(tmp_path, installed, "killed", "--kill-at", "4", dies=True)
+    run(tmp_path, installed, "killed", "--kill-at", "3", dies=True)
     run(tmp_path, installed, "resumed", "--resume", "last", "--top-k", "2")
     assert_goes_on(results(tmp_path, "resumed"), results(whole, "whole"))
-    kept = sorted(each.name for each in (tmp_path / "ckpt").glob("step=1*.ckpt"))
-    assert kept == ["step=11.ckpt", "step=12.ckpt"], "what save_top_k removed is gone"
+    kept = sorted(each.name for each in (tmp_path / "ckpt").glob("step=[4-6].ckpt"))
+    assert kept == ["step=5.ckpt", "step=6.ckpt"], "what save_top_k removed is gone"
 
 
 @pytest.mark.long
 def test_it_resumes_from_a_path_and_stock_lightning_trains_the_same(
     whole: Path, tmp_path: Path, installed: Path
 ) -> None:
-    run(tmp_path, installed, "resumed", "--resume", str(whole / "ckpt/step=5.ckpt"))
+    run(tmp_path, installed, "resumed", "--resume", str(whole / "ckpt/step=3.ckpt"))
     assert_goes_on(results(tmp_path, "resumed"), results(whole, "whole"))
     run(tmp_path, installed, "stock", "--stock")
     stock, ours = results(tmp_path, "stock"), results(whole, "whole")
@@ -96,13 +96,13 @@ def test_it_resumes_from_a_path_and_stock_lightning_trains_the_same(
 def test_switched_off_it_saves_as_stock_does_and_loads_what_both_saved(
     whole: Path, tmp_path: Path, installed: Path
 ) -> None:
-    path = str(whole / "ckpt/step=5.ckpt")
+    path = str(whole / "ckpt/step=3.ckpt")
     run(tmp_path, installed, "off", "--resume", path, PORTUS_DISABLE="1")
     assert_goes_on(results(tmp_path, "off"), results(whole, "whole"))
-    assert (tmp_path / "ckpt/step=7.ckpt/.metadata").exists()
+    assert (tmp_path / "ckpt/step=4.ckpt/.metadata").exists()
     assert not (tmp_path / ".portus").exists()
-    run(tmp_path, installed, "on", "--resume", str(tmp_path / "ckpt/step=7.ckpt"))
+    run(tmp_path, installed, "on", "--resume", str(tmp_path / "ckpt/step=4.ckpt"))
     # Stock Lightning saved no generators: the draws differ, the steps go on.
-    assert results(tmp_path, "on")[0]["drawn"][0][0] == 7
+    assert results(tmp_path, "on")[0]["drawn"][0][0] == 4
     assert (tmp_path / "ckpt/last.ckpt/rank-0-of-2.shard").exists()
     assert not (tmp_path / "ckpt/last.ckpt/.metadata").exists(), "it would be taken for the newest"

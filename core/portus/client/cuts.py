@@ -29,6 +29,50 @@ class Placed:
     key: str
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, and where its bytes are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at: Placed
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor, as a whole and in pieces. ``dtype``: torch's name without the ``torch.``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+
+def cuts(saved: Any) -> tuple[dict[str, Cut], list[str]]:
+    """The tensors of what ``encode`` made, by name, and the names of its other values.
+
+    Raises ``CorruptionError``.
+    """
+    metadata, placed = decode(saved)
+    tensors: dict[str, Cut] = {}
+    others = []
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            others.append(name)
+            continue
+        try:
+            pieces = [_piece(name, each, placed) for each in entry.chunks]
+        except KeyError as error:
+            raise CorruptionError(f"{name}: nobody has its piece at {error}") from error
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[name] = Cut(dtype, tuple(entry.size), pieces)
+    return tensors, others
+
+
+def _piece(name: str, chunk: ChunkStorageMetadata, placed: dict[MetadataIndex, Placed]) -> Piece:
+    at = placed[MetadataIndex(name, chunk.offsets)]
+    return Piece(tuple(chunk.offsets), tuple(chunk.sizes), at)
+
+
 def encode(metadata: Metadata, placed: dict[MetadataIndex, Placed]) -> dict[str, Any]:
     """What ``decode`` reads: dicts, lists and dtypes, which a tree of ours stores as they are."""
     entries = {}
