@@ -226,6 +226,11 @@ def boxes_of(shape: tuple[int, ...]) -> Iterator[Box]:
         yield tuple(low for low, _ in chosen), tuple(size for _, size in chosen)
 
 
+def test_rows_side_by_side_are_one_run() -> None:
+    assert list(runs((8, 12, 5), (2, 0, 0), (3, 12, 5))) == [(120, 180)]
+    assert list(runs((3, 12), (0, 4), (3, 2))) == [(4, 2), (16, 2), (28, 2)]
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 3)])
 def test_every_box_goes_where_numpy_puts_it(tmp_path: Path, shape: tuple[int, ...]) -> None:
     tried = 0
