@@ -11,7 +11,8 @@ name                             what changes for an Accelerator with a Saver
 ``load_accelerator_state``       puts back what exact resume needs
 ``__iter__`` of the loaders      remembers the generators at the start of an epoch
 ``save``, ``torch`` in           what is saved inside of ``save_state`` is captured
-  ``accelerate.checkpointing``
+  ``accelerate.checkpointing``,
+  ``accelerate.utils.fsdp_utils``
 """
 
 from __future__ import annotations
@@ -99,6 +100,9 @@ def _changes() -> list[tuple[Any, str, Any]]:
         (writing, "save", capture.save_of(writing.save, _is_writer)),
         (writing, "torch", capture.Torch(writing.torch)),
     ]
+    sharding: Any = sys.modules.get("accelerate.utils.fsdp_utils")
+    if sharding is not None:
+        changes.append((sharding, "torch", capture.Torch(sharding.torch)))
     for name in ("DataLoaderShard", "DataLoaderDispatcher"):
         loader = getattr(loading, name)
         wrapped = functools.wraps(loader.__iter__)(resume.iteration(loader.__iter__))

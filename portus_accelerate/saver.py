@@ -14,16 +14,19 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from accelerate.utils import other
 
 import portus
-from portus_accelerate import intent, place, resume
+from portus_accelerate import intent, place, resume, sharded
 from portus_accelerate.capture import Capture, capturing
 from portus_accelerate.peers import Peers
 from portus_accelerate.settings import Settings
+
+if TYPE_CHECKING:
+    from portus.dcp import PortusStorageWriter
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -31,7 +34,6 @@ _WRITERS_MAX: Final = 64
 """Runs that save beside each other at once; each has its own pool file."""
 
 _BYPASSES: Final = {
-    "FSDP": "FSDP",
     "DEEPSPEED": "DeepSpeed",
     "MEGATRON_LM": "Megatron-LM",
     "XLA": "XLA",
@@ -53,9 +55,10 @@ class Saver:
         self._deferred: list[tuple[portus.SaveHandle | None, list[Callable[[], Any]]]] = []
         self._over = False
         self._watch: portus.Checkpointer | None = None
+        self._shards: PortusStorageWriter | None = None
         if self.is_on():
             self._mend_all()
-            if self._peers.is_writer:
+            if self._peers.is_writer or self._is_sharded():
                 # Never saves, so it makes no file: while one is open, Portus learns which
                 # optimizer steps what, and the first save too is copied in the background.
                 self._watch = portus.Checkpointer(".portus", f"watch-{os.urandom(8).hex()}")
@@ -68,6 +71,9 @@ class Saver:
             _say_once(f"Portus saves on Linux only; on {sys.platform} Accelerate saves by itself")
             return False
         what = _BYPASSES.get(getattr(self._accelerator.distributed_type, "value", ""))
+        kind = sharded.kind_of(self._accelerator)
+        if kind not in (None, sharded.SHARDED, sharded.FULL):
+            what = f"FSDP with {kind}"
         if what is not None:
             _say_once(
                 f"checkpoints under {what} do NOT go through Portus: Accelerate writes them by "
@@ -90,11 +96,14 @@ class Saver:
         limit, project.total_limit = project.total_limit, None
         with self._noted(directory):
             try:
-                with capturing() as capture:
+                with capturing() as capture, self._collecting() as shards:
                     location = stock()
             finally:
                 project.total_limit = limit
-            self._save(capture, directory, limit)
+            if shards:
+                self._save_shards(shards, capture, directory, limit)
+            else:
+                self._save(capture, directory, limit)
         return location
 
     def save_files(
@@ -130,6 +139,8 @@ class Saver:
         """Let ``stock`` load a directory. If none is named, the newest that can be loaded."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
+        if self._shards is not None:
+            self._shards.wait()
         project = self._accelerator.project_configuration
         if directory is not None or not project.automatic_checkpoint_naming:
             return self._load(stock, directory)
@@ -166,6 +177,9 @@ class Saver:
         if self._checkpointer is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
             checkpointer.close()
+        if self._shards is not None:
+            shards, self._shards = self._shards, None
+            shards.close()
         newest, self._newest = self._newest, None
         if newest is not None and self._settings.materialize == "end" and os.path.isdir(newest):
             _put_real_files(newest)
@@ -209,18 +223,86 @@ class Saver:
 
     def _exchange(self, capture: Capture, directory: str) -> dict[str, Any]:
         """The files of other processes, on the one that saves."""
+        naming = self._accelerator.project_configuration.automatic_checkpoint_naming
+        return self._peers.exchange(directory, self._random_states(capture), all_come=naming)
+
+    def _random_states(self, capture: Capture) -> dict[str, Any]:
+        """This process's generators and positions in data, by file name; put into the capture."""
         own = capture.parts
         name = f"random_states_{self._accelerator.process_index}.pkl"
         if isinstance(own.get(name), dict):
             states = not self._peers.is_writer
             own[name][resume.KEY] = resume.positions(self._accelerator, with_states=states)
-        naming = self._accelerator.project_configuration.automatic_checkpoint_naming
-        to_send = {name: own[name]} if name in own else {}
-        return self._peers.exchange(directory, to_send, all_come=naming)
+        return {name: own[name]} if name in own else {}
+
+    # Shards: FSDP.
+
+    def _is_sharded(self) -> bool:
+        return sharded.kind_of(self._accelerator) == sharded.SHARDED
+
+    def _collecting(self) -> contextlib.AbstractContextManager[dict[str, Any]]:
+        return sharded.collecting() if self._is_sharded() else contextlib.nullcontext({})
+
+    def _save_shards(
+        self, shards: dict[str, Any], capture: Capture, directory: str, limit: int | None
+    ) -> None:
+        """Start to save this rank's shards, and its files. On every rank."""
+        own = self._random_states(capture)
+        self._count += 1
+        number = place.step_of(directory)
+        writer = self._open_shards(directory)
+        writer.synchronous = self._over
+        try:
+            writer.save_directory(
+                shards,
+                directory,
+                step=self._count if number is None else number,
+                files=capture.parts if self._peers.is_writer else own,
+            )
+        except portus.UsageError as error:
+            _say_once(f"Portus cannot store this checkpoint, Accelerate saves it instead: {error}")
+            writer.wait()  # or a save in flight would replace the files
+            sharded.write_stock(shards, directory)
+            for write in capture.writes:
+                write()
+            return
+        if self._peers.is_writer:
+            for name in shards:  # Accelerate made it for what torch would have written
+                with contextlib.suppress(OSError):
+                    os.rmdir(os.path.join(directory, name))
+            for old in place.surplus(directory, limit):
+                writer.remove(old)
+        if self._over:
+            self.finish()
+
+    def _open_shards(self, directory: str) -> PortusStorageWriter:
+        if self._shards is None:
+            if self._settings.materialize == "end" and self._peers.is_writer:
+                _say_once(
+                    "Portus: sharded checkpoints stay in the pool, materialize='end' does not "
+                    "reach them. Before you copy or upload one: portus export"
+                )
+            from portus.dcp import PortusStorageWriter
+
+            pool, name = self._pool_of(directory)
+            self._shards = PortusStorageWriter(
+                pool,
+                name,
+                keep=1,
+                on_error=self._settings.on_error,
+                snapshot=self._settings.snapshot,
+                fence_timeout=self._settings.fence_timeout,
+                max_bytes=self._settings.max_bytes,
+            )
+            self._shards.prepare(0)  # so that what this rank did not commit can be told from lost
+            self._stop_watching()
+        return self._shards
 
     def _noted(self, directory: str) -> contextlib.AbstractContextManager[None]:
         if not self._peers.is_writer:
             return contextlib.nullcontext()
+        if self._is_sharded():
+            return intent.noted(self._open_shards(directory).place, directory)
         return intent.noted(os.path.dirname(self._open(directory).path), directory)
 
     def _open(self, directory: str) -> portus.Checkpointer:
@@ -278,6 +360,7 @@ class Saver:
             write()
         for name in parts.keys() - capture.parts.keys():
             torch.save(parts[name], os.path.join(directory, name))
+        _sync(directory)  # older checkpoints may go once this is there
 
     def _rotate(self, directory: str, limit: int | None, handle: portus.SaveHandle | None) -> None:
         """``total_limit``: older checkpoints go once the new one is committed."""
@@ -287,10 +370,14 @@ class Saver:
     # Loading.
 
     def _load(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
-        if directory is not None:
-            pool, _ = self._pool_of(os.path.abspath(directory))
-            self._mend([pool], uncommitted=False)
-        return stock(directory)
+        if directory is None:
+            return stock(directory)
+        pool, _ = self._pool_of(os.path.abspath(directory))
+        self._mend([pool], uncommitted=False)
+        if not self._is_sharded():
+            return stock(directory)
+        with sharded.reading(directory):
+            return stock(directory)
 
     def _mend_all(self) -> None:
         """Remove checkpoints that were never committed: they would be taken for the newest."""
@@ -338,6 +425,16 @@ def _take_away(directory: str, pool: str) -> None:
         os.rename(directory, aside)
     except OSError as error:
         _log.warning("Portus: %s is not a whole checkpoint; remove it: %s", directory, error)
+
+
+def _sync(directory: str) -> None:
+    """Return when the files in a directory, and their names, survive power loss."""
+    for entry in (*os.scandir(directory), directory):
+        descriptor = os.open(entry, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _is_replaced(name: str, parts: dict[str, Any]) -> bool:

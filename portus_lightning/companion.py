@@ -26,6 +26,14 @@ KEY: Final = "portus_random"
 """Where the generators are in a checkpoint: {"format": 1, "ranks": (world size, ROOM) uint8}."""
 
 
+SHARDING: Final = frozenset(
+    f"{copy}.strategies.{name}"
+    for copy in ("lightning.pytorch", "pytorch_lightning")
+    for name in ("fsdp", "model_parallel")
+)
+"""Modules whose strategies save in shards; one that a user derived and changed is not of them."""
+
+
 class CompanionHooks:
     """The hooks; each copy of Lightning joins them with its own ``Callback``."""
 
@@ -38,6 +46,11 @@ class CompanionHooks:
         if io is None or not _is_first(self, trainer):
             return
         io.begin(stock.local_path(trainer.default_root_dir))
+        if _knows_shards(trainer.strategy):
+            from portus_lightning import sharded  # it needs much of torch.distributed
+
+            save = None if io.why_no_shards() else io.save_shards
+            sharded.attach(trainer.strategy, io.is_on, save)
         if stage == "fit" and io.is_on():
             for message in warnings_for(trainer, io):
                 _warn(trainer, message)
@@ -103,27 +116,38 @@ class CompanionHooks:
 def _make_room(trainer: Any, pl_module: Any) -> None:
     """Tell the plugin where checkpoints will go, and about how big they are."""
     io = plugin_of(trainer)
-    if io is None or not io.is_on() or not io.prepare or not trainer.is_global_zero:
-        return
-    if bypass(trainer.strategy) or trainer.fast_dev_run:
+    if io is None or not io.is_on() or bypass(trainer.strategy, io) or trainer.fast_dev_run:
         return
     directories = [getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks]
     local = [stock.local_path(each) for each in directories if each]
-    if local and local[0] is not None:
+    if not local or local[0] is None:
+        return
+    if _saves_shards(trainer.strategy):
+        # On every rank, so that each sees its optimizers' steps before the first save.
+        shards = io.open_shards(local[0])
+        if io.prepare:
+            shards.prepare(_size_of(pl_module, trainer.optimizers))
+    elif io.prepare and trainer.is_global_zero:
         io.make_room(local[0], _size_of(pl_module, trainer.optimizers))
 
 
 def _size_of(module: Any, optimizers: Any) -> int:
-    """Bytes of weights and of optimizer state; state to come is taken for two moments."""
-    weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    """Bytes, on this rank, of weights and of optimizer state; state to come is taken for two
+    moments."""
+    weights = sum(map(_size_here, (*module.parameters(), *module.buffers())))
     trained = {
-        id(parameter): parameter.nbytes
+        id(parameter): _size_here(parameter)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.requires_grad
     }
     return int(weights + 2 * sum(trained.values()))
+
+
+def _size_here(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor that this process holds: of a sharded one, its shard."""
+    return int(getattr(tensor, "_local_tensor", tensor).nbytes)
 
 
 def plugin_of(trainer: Any) -> PortusIO | None:
@@ -163,11 +187,16 @@ def best_and_last(trainer: Any) -> list[str]:
 def warnings_for(trainer: Any, io: PortusIO) -> list[str]:
     """What a user must know before training starts."""
     found = []
-    what = bypass(trainer.strategy)
+    what = bypass(trainer.strategy, io)
     if what:
         found.append(
             f"checkpoints of {what} do NOT go through Portus: this strategy writes them by itself. "
             "They are as safe and as fast as without Portus"
+        )
+    elif _saves_shards(trainer.strategy) and io.materialize != "none":
+        found.append(
+            f"sharded checkpoints stay in the pool, materialize={io.materialize!r} does not reach "
+            "them. Before you copy or upload one: portus export"
         )
     uploads = [type(logger).__name__ for logger in trainer.loggers if _uploads_each(logger)]
     if uploads and io.materialize != "all":
@@ -184,20 +213,33 @@ def warnings_for(trainer: Any, io: PortusIO) -> list[str]:
     return found
 
 
-def bypass(strategy: Any) -> str:
-    """The strategy's name, if it writes checkpoints without asking its plugin; else nothing."""
+def bypass(strategy: Any, io: PortusIO) -> str:
+    """The strategy's name, if it writes checkpoints without asking its plugin, and if the
+    companion cannot help; else nothing."""
     name = type(strategy).__name__
-    bases = {base.__name__ for base in type(strategy).__mro__}
-    if "DeepSpeedStrategy" in bases:
-        return name
-    if "FSDPStrategy" in bases:
-        sharded = getattr(strategy, "_state_dict_type", "full") == "sharded"
-        return f"{name} with sharded checkpoints" if sharded else ""
-    if "ModelParallelStrategy" in bases:
-        sharded = getattr(strategy, "_save_distributed_checkpoint", False)
-        return f"{name} with distributed checkpoints" if sharded else ""
+    if _knows_shards(strategy):
+        from portus_lightning import sharded
+
+        if not sharded.is_sharded(strategy):
+            return ""
+        reason = io.why_no_shards()
+        return f"{name} with sharded checkpoints ({reason})" if reason else ""
     owner = next(b for b in type(strategy).__mro__ if "save_checkpoint" in vars(b))
     return "" if owner.__name__ == "Strategy" else name
+
+
+def _knows_shards(strategy: Any) -> bool:
+    """True for the strategies that save by themselves and that ``sharded`` knows."""
+    owner = next(b for b in type(strategy).__mro__ if "save_checkpoint" in vars(b))
+    return owner.__module__ in SHARDING
+
+
+def _saves_shards(strategy: Any) -> bool:
+    if not _knows_shards(strategy):
+        return False
+    from portus_lightning import sharded
+
+    return sharded.is_sharded(strategy)
 
 
 # Compared with values: Lightning's DummyLogger (lr_find uses it) has a method of every name.

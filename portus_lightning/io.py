@@ -20,6 +20,8 @@ from portus_lightning.copies import Copies
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
+
+    from portus.dcp import PortusStorageWriter
 else:
     CheckpointIO = object  # stock.adopt makes it one, in whichever copy of Lightning is loaded
 
@@ -81,6 +83,7 @@ class PortusIO(CheckpointIO):
     """
 
     _newest: str | None
+    _shards: PortusStorageWriter | None
 
     def __init__(
         self,
@@ -164,6 +167,9 @@ class PortusIO(CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at ``path``, after the saves that were asked for before."""
         local = stock.local_path(path)
+        if local is not None and self._shards is not None and os.path.isdir(local):
+            self._shards.remove(local)
+            return
         if local is None or not os.path.isfile(local):
             stock.torch_io().remove_checkpoint(path)
             return
@@ -182,6 +188,46 @@ class PortusIO(CheckpointIO):
             self._copies.finish(self._newest)
             self._newest = None
         self._close()
+
+    # For strategies that save in shards.
+
+    def why_no_shards(self) -> str:
+        """Why shards cannot go to the pool that was configured; nothing if they can."""
+        place = self._pool or os.environ.get("PORTUS_POOL") or ""
+        if "://" in place or (os.path.exists(place) and not os.path.isdir(place)):
+            return f"every rank needs a pool file of its own, and {place} is no directory"
+        return ""
+
+    def open_shards(self, directory: str) -> PortusStorageWriter:
+        """What saves the shards of this rank, for checkpoints in ``directory``. On every rank, with
+        the same directory. Raises what opening a pool raises."""
+        if self._shards is None:
+            from portus.dcp import PortusStorageWriter
+
+            place, name, _ = self._place_of(directory)
+            settings = {key: each for key, each in self._settings.items() if key != "verify"}
+            self._shards = PortusStorageWriter(place, name, keep=1, **settings)
+        return self._shards
+
+    def save_shards(
+        self, shards: dict[str, Any], path: str, rest: dict[str, Any], *, is_first: bool
+    ) -> None:
+        """Start to save this rank's shards; the directory is at ``path`` when this returns. On
+        every rank. rest: what is not sharded, which the first rank saves for all.
+
+        Raises ``UsageError`` for what cannot be stored, on all ranks.
+        """
+        writer = self.open_shards(os.path.dirname(path))
+        writer.synchronous = self._over or _is_last_chance(path)
+        files = {"meta.pt": rest} if is_first else {}
+        try:
+            handle = writer.save_directory(shards, path, step=self._step_of(rest), files=files)
+        except portus.UsageError:
+            writer.wait()  # or a save in flight would replace files of whoever saves it instead
+            raise
+        self._handles.append(handle)
+        if self._over:
+            self._close()
 
     # For the companion callback.
 
@@ -208,7 +254,7 @@ class PortusIO(CheckpointIO):
         if os.environ.get("PORTUS_DISABLE", "") not in ("", "0"):
             return False
         if sys.platform != "linux":
-            _say_once(
+            stock.say_once(
                 f"Portus saves on Linux only; on {sys.platform} checkpoints are saved by "
                 "Lightning itself, and loading works"
             )
@@ -249,6 +295,7 @@ class PortusIO(CheckpointIO):
     def _start(self) -> None:
         self.begin(None)
         self._checkpointer: portus.Checkpointer | None = None
+        self._shards = None
         self._process = 0
         self._guard = threading.RLock()
         self._handles: deque[portus.SaveHandle] = deque(maxlen=16)
@@ -302,7 +349,7 @@ class PortusIO(CheckpointIO):
         path: str,
         error: portus.UsageError,
     ) -> None:
-        _say_once(f"Portus cannot store this checkpoint, Lightning saves it instead: {error}")
+        stock.say_once(f"Portus cannot store this checkpoint, Lightning saves it instead: {error}")
         checkpointer.wait()  # or a save in flight would replace the file
         stock.torch_io().save_checkpoint(checkpoint, path)
 
@@ -319,22 +366,27 @@ class PortusIO(CheckpointIO):
             return checkpointer
 
     def _make(self, path: str) -> portus.Checkpointer:
-        directory = os.path.dirname(path)
-        root = run_root(directory, self._root)
-        shared = self._pool or os.environ.get("PORTUS_POOL")
-        place = shared or os.path.join(root, ".portus")
-        name = self._model or _name(directory, root, is_shared=shared is not None)
+        place, name, links = self._place_of(os.path.dirname(path))
         if self._number > 1:
             name = f"{name}~{self._number}"
-        links = os.path.join(root, ".portus")
         return portus.Checkpointer(place, name, keep=1, links=links, **self._settings)
+
+    def _place_of(self, directory: str) -> tuple[str, str, str]:
+        """For checkpoints in ``directory``: the pool, the run's name in it, and where links are."""
+        root = run_root(directory, self._root)
+        shared = self._pool or os.environ.get("PORTUS_POOL")
+        name = self._model or _name(directory, root, is_shared=shared is not None)
+        own = os.path.join(root, ".portus")
+        return shared or own, name, own
 
     def _close(self) -> None:
         with self._guard:
-            checkpointer = self._mine()
-            self._checkpointer = None
+            checkpointer, shards = self._mine(), self._shards
+            self._checkpointer = self._shards = None
             if checkpointer is not None:
                 checkpointer.close()
+            if shards is not None:
+                shards.close()
 
 
 # For LightningCLI, which asks about the class before it makes one.
@@ -405,12 +457,3 @@ def _moved(state: object, map_location: Any) -> object:
         return value
 
     return move(state)
-
-
-_said: Final[set[str]] = set()
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _log.warning("%s", message)

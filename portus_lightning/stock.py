@@ -10,9 +10,12 @@ from __future__ import annotations
 import abc
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 from typing import Any, Final, Protocol
+
+_log: Final = logging.getLogger("portus_lightning")
 
 _COPIES: Final = ("lightning.fabric", "lightning_fabric")
 
@@ -63,6 +66,16 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
     elif "://" in text or "::" in text:
         return None
     return os.path.abspath(text)
+
+
+_said: Final[set[str]] = set()
+
+
+def say_once(message: str) -> None:
+    """Log a warning that this process has not logged yet."""
+    if message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)
 
 
 def _is_installed(copy: str) -> bool:

@@ -23,6 +23,7 @@ import portus
 import portus_accelerate
 from portus.index.pool import PoolWriter
 from portus_accelerate import launching, patch, peers, settings
+from portus_accelerate import saver as saver_module
 
 FILES = [
     "custom_checkpoint_0.pkl",
@@ -98,6 +99,7 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
+    saver_module._said.clear()
     yield
     while SCENES:
         saver = getattr(SCENES.pop().accelerator, "_portus_saver", None)
@@ -203,6 +205,97 @@ def test_total_limit_never_leaves_a_moment_without_a_committed_checkpoint(tmp_pa
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_1"]
     assert len(scene.checkpointer.versions()) == 1
     assert scene.accelerator.project_configuration.total_limit == 1
+
+
+class Held:
+    """Nothing is committed to the pool of a scene meanwhile."""
+
+    def __init__(self, scene: Scene) -> None:
+        writer, _ = scene.checkpointer._open_or_create()
+        assert isinstance(writer, PoolWriter)
+        self._writer = writer
+        self._held = threading.Event()
+        self._release = threading.Event()
+        self._holder = threading.Thread(target=self._hold)
+
+    def _hold(self) -> None:
+        with self._writer._committing:
+            self._held.set()
+            self._release.wait()
+
+    def __enter__(self) -> Held:
+        self._holder.start()
+        self._held.wait()
+        return self
+
+    def release(self) -> None:
+        self._release.set()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        self._holder.join()
+
+
+def test_accelerate_saves_what_portus_cannot_only_when_no_save_is_under_way(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path)
+    scene.step()
+    scene.accelerator.save_state(str(tmp_path / "last"))
+    scene.checkpointer.wait()
+    with Held(scene) as held:
+        scene.step()
+        scene.accelerator.save_state(str(tmp_path / "last"))  # to replace the files when committed
+        scene.step()
+        scene.counter.more = Strange()
+        then = [value.clone() for value in scene.models[0].state_dict().values()]
+        later = threading.Timer(0.5, held.release)
+        later.start()
+        scene.accelerator.save_state(str(tmp_path / "last"))
+        assert held._release.is_set(), "it waited for the save in flight"
+        later.join()
+    scene.checkpointer.wait()
+    assert not any(portus.is_reference(path) for path in (tmp_path / "last").iterdir())
+    safetensors = pytest.importorskip("safetensors.torch")
+    found = safetensors.load_file(tmp_path / "last/model.safetensors")
+    expected = dict(zip(("weight", "bias"), then, strict=True))
+    assert same(list(found.values()), [expected[name] for name in found])
+
+
+def test_total_limit_keeps_the_committed_one_when_accelerate_has_to_save_the_next(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path, automatic_checkpoint_naming=True, total_limit=1)
+    scene.step()
+    scene.accelerator.save_state()
+    scene.counter.more = Strange()
+    seen = []
+    scene.counter.__class__ = Watching
+    Watching.look = lambda: seen.append(sorted(os.listdir(tmp_path / "checkpoints")))
+    scene.accelerator.save_state()
+    assert seen
+    assert all("checkpoint_0" in names for names in seen), "while the next one is written"
+    scene.checkpointer.wait()
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_1"]
+    assert (tmp_path / "checkpoints/checkpoint_1/model.safetensors").exists()
+
+
+class Watching(Counter):
+    """Looks around whenever it is saved, by whoever pickles it too."""
+
+    look: Any = staticmethod(lambda: None)
+
+    def state_dict(self) -> dict[str, object]:
+        type(self).look()
+        return {**super().state_dict(), "watch": Witness()}
+
+
+class Witness:
+    """Looks around when it is pickled: when Accelerate itself writes the file."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        Watching.look()
+        return (Witness, ())
 
 
 def test_a_failed_save_costs_no_older_checkpoint(

@@ -351,8 +351,6 @@ def _with(thing: Any, attributes: dict[str, object]) -> Any:
 
 
 Strategy = type("Strategy", (), {"save_checkpoint": lambda self: None})
-Sharded = type("FSDPStrategy", (Strategy,), {"save_checkpoint": lambda self: None})
-Parallel = type("ModelParallelStrategy", (Strategy,), {"save_checkpoint": lambda self: None})
 Deep = type("DeepSpeedStrategy", (Strategy,), {"save_checkpoint": lambda self: None})
 
 
@@ -362,25 +360,46 @@ Deep = type("DeepSpeedStrategy", (Strategy,), {"save_checkpoint": lambda self: N
         (named("DDPStrategy", Strategy), True),
         (named("SingleDeviceStrategy", Strategy), True),
         (named("Mine", Deep), False),
-        (named("S", Sharded, _state_dict_type="sharded"), False),
-        (named("S", Sharded, _state_dict_type="full"), True),
-        (named("P", Parallel, _save_distributed_checkpoint=True), False),
-        (named("P", Parallel, _save_distributed_checkpoint=False), True),
         (type("Unknown", (Strategy,), {"save_checkpoint": lambda self: None})(), False),
     ],
 )
 def test_a_strategy_that_bypasses_the_plugin_is_named(strategy: Any, passes: bool) -> None:
-    assert (bypass(strategy) == "") == passes
+    assert (bypass(strategy, PortusIO()) == "") == passes
     said = warnings_for(Fake(strategy), PortusIO())
     assert passes == (said == [])
     assert passes or "do NOT go through Portus" in said[0]
 
 
-def test_the_strategies_of_lightning_are_told_apart() -> None:
+def lightnings(name: str, **attributes: object) -> Any:
+    """A strategy of Lightning, of which nothing was set up."""
     strategies = importlib.import_module("lightning.pytorch.strategies")
+    return _with(object.__new__(getattr(strategies, name)), attributes)
+
+
+def test_the_strategies_of_lightning_are_told_apart() -> None:
     for name in ("SingleDeviceStrategy", "DDPStrategy"):
-        assert bypass(object.__new__(getattr(strategies, name))) == ""
-    assert bypass(object.__new__(strategies.DeepSpeedStrategy)) == "DeepSpeedStrategy"
+        assert bypass(lightnings(name), PortusIO()) == ""
+    assert bypass(lightnings("DeepSpeedStrategy"), PortusIO()) == "DeepSpeedStrategy"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_sharded"),
+    [
+        (lightnings("FSDPStrategy", _state_dict_type="sharded"), True),
+        (lightnings("FSDPStrategy", _state_dict_type="full"), False),
+        (lightnings("ModelParallelStrategy", _save_distributed_checkpoint=True), True),
+        (lightnings("ModelParallelStrategy", _save_distributed_checkpoint=False), False),
+    ],
+)
+def test_strategies_that_save_in_shards_go_through_a_pool_directory_alone(
+    strategy: Any, is_sharded: bool, tmp_path: Path
+) -> None:
+    assert bypass(strategy, PortusIO(pool=tmp_path)) == ""
+    assert warnings_for(Fake(strategy), PortusIO(materialize="none")) == []
+    refused = bypass(strategy, PortusIO(pool="portus://host:7117"))
+    assert ("every rank needs a pool file of its own" in refused) == is_sharded
+    said = warnings_for(Fake(strategy), PortusIO())
+    assert any("portus export" in each for each in said) == is_sharded
 
 
 def test_loggers_that_upload_get_real_files() -> None:

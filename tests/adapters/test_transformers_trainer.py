@@ -86,12 +86,15 @@ def test_saving_the_model_only_leaves_portus_out(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob(".portus/*.portus"))
 
 
-def run(root: Path, site: Path, *more: str, flag: bool) -> int:
+TWO = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
+
+
+def run(root: Path, site: Path, *more: str, flag: bool, launcher: tuple[str, ...] = ()) -> int:
     root.mkdir(exist_ok=True)
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}
     extra = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site)}
     return subprocess.run(
-        [sys.executable, str(SCRIPT), "--root", str(root), *more],
+        [sys.executable, *launcher, str(SCRIPT), "--root", str(root), *more],
         env={**clean, **extra, **({"PORTUS_ACCELERATE": "1"} if flag else {})},
         capture_output=True,
         check=False,
@@ -112,3 +115,24 @@ def test_losses_are_the_same_bits_also_killed_in_a_save_and_resumed(
     assert run(tmp_path / "killed", installed, flag=True) == 0
     found = (tmp_path / "killed/losses-0.txt").read_text()
     assert set(found.splitlines()) == set(expected.splitlines())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_two_processes_killed_in_a_save_and_resumed_end_with_the_same_bits(
+    tmp_path: Path, installed: Path
+) -> None:
+    two = (*TWO, "--rdzv-endpoint=localhost:0")
+    assert run(tmp_path / "stock", installed, flag=False, launcher=two) == 0
+    killed = run(tmp_path / "on", installed, "--kill-after", "2", flag=True, launcher=two)
+    assert killed == 1, "the launcher ends the other process"
+    assert run(tmp_path / "on", installed, flag=True, launcher=two) == 0
+    expected = (tmp_path / "stock/losses-0.txt").read_text()
+    found = (tmp_path / "on/losses-0.txt").read_text()
+    assert set(found.splitlines()) == set(expected.splitlines())
+    for rank in (0, 1):
+        end = (tmp_path / f"on/end-{rank}.txt").read_text()
+        assert end == (tmp_path / f"stock/end-{rank}.txt").read_text()
+    newest = tmp_path / "on/out/checkpoint-4"
+    names = {"optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"}
+    assert names <= {path.name for path in newest.iterdir()}

@@ -80,7 +80,9 @@ def verify(target: OptionalTarget = None, pool: Pool = None, as_json: AsJson = F
 @app.command(epilog=EXIT_CODES)
 def export(
     target: Target,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="a .safetensors or .pt file to make")],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="a .safetensors or .pt file, or a directory")
+    ],
     pool: Pool = None,
     names: Annotated[
         list[str] | None,
@@ -92,17 +94,30 @@ def export(
     force: Annotated[
         bool, typer.Option("--force", "-f", help="replace OUT if it is there")
     ] = False,
+    shard_size: Annotated[
+        str, typer.Option("--shard-size", metavar="SIZE", help="of each file, in a directory")
+    ] = "5GB",
     as_json: AsJson = False,
 ) -> None:
-    """Write a version, verified, as a safetensors file (streamed) or a torch file.
+    """Write a version, verified, as safetensors (streamed) or a torch file.
 
-    The newest version of a model if no step is given. A safetensors file has tensors alone, each
+    The newest version of a model if no step is given. Safetensors have tensors alone, each
     contiguous; other values are left out, and tensors that share memory are written one by one.
+
+    A model that was saved in shards is made whole, from the pools of all its ranks. A directory
+    gets the weights as model.safetensors, or files of --shard-size each and an index.
     """
     with reported(as_json) as output:
         from portus.cli import export
 
-        wish = export.Wish(target=target, out=out, names=names or (), strip=strip, force=force)
+        wish = export.Wish(
+            target=target,
+            out=out,
+            names=names or (),
+            strip=strip,
+            force=force,
+            limit=export.size_of(shard_size),
+        )
         output.code = export.run(wish, pool, output)
 
 

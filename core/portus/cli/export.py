@@ -1,4 +1,4 @@
-"""``portus export MODEL[@STEP] OUT``: a version as a file that others read."""
+"""``portus export MODEL[@STEP] OUT``: a version, or a group of a sharded job, for others."""
 
 from __future__ import annotations
 
@@ -6,22 +6,34 @@ import contextlib
 import fnmatch
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from portus.cli import safetensors
-from portus.cli.output import Output, count_text, size_text
+from portus.cli.consolidate import (
+    Box,
+    Part,
+    directory_in_place,
+    prefix_of,
+    whole_spec,
+    write_directory,
+    write_files,
+)
+from portus.cli.grouped import FoundGroup, cuts_of, find_groups, newest_complete, opened_part
+from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import Found, newest, open_pools, version_document
-from portus.cli.progress import Progress, bar
-from portus.cli.safetensors import Placed
-from portus.cli.tensors import Storages, tensor_bytes
+from portus.cli.progress import bar
 from portus.client.tree import decode, distinct, leaf_nodes, tensor_index
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.layout import Kind
 from portus.index.records import VersionRecord, decode_layout
 from portus.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from portus.client.cuts import Cut
 
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt")
 SAFETENSORS_SUFFIX: Final = ".safetensors"
@@ -33,13 +45,20 @@ _NAMED_MAX: Final = 5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
     """What to export. ``names``: shell patterns of key paths; none means all. ``strip``: taken off
-    the front of names (safetensors only). ``force``: put it in place of what is at ``out``."""
+    the front of names (safetensors only). ``force``: put it in place of what is at ``out``.
+    ``limit``: bytes of the tensors of a file, where ``out`` is a directory."""
 
     target: str
     out: str
     names: Sequence[str] = ()
     strip: str = ""
     force: bool = False
+    limit: int = 5_000_000_000
+
+    @property
+    def is_directory(self) -> bool:
+        """True if ``out`` is a directory to make, in the layout of Hugging Face."""
+        return not os.path.splitext(self.out.rstrip(os.sep))[1] or self.out.endswith(os.sep)
 
 
 @dataclass(slots=True)
@@ -50,28 +69,68 @@ class Done:
     tensors: int = 0
     shared: list[list[str]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    no_weights: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Job:
+    """What is to be written. ``title``: for people; ``about``: for machines. ``tensors``: by the
+    name they get. ``parts``: where their pieces are."""
+
+    title: str
+    about: dict[str, Json]
+    metadata: dict[str, str]
+    tensors: dict[str, TensorSpec]
+    parts: list[Part]
+    done: Done
 
 
 def run(wish: Wish, pool: str | None, output: Output) -> int:
     """Export; the exit code."""
     suffix = os.path.splitext(wish.out)[1].lower()
-    if suffix not in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX):
+    if not wish.is_directory and suffix not in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX):
         known = ", ".join((SAFETENSORS_SUFFIX, *TORCH_SUFFIXES))
-        raise UsageError(f"{wish.out}: expected a name that ends in one of {known}")
-    if os.path.lexists(wish.out) and not wish.force:
+        raise UsageError(f"{wish.out}: expected a directory, or a name that ends in one of {known}")
+    if not wish.is_directory and os.path.lexists(wish.out) and not wish.force:
         raise UsageError(f"{wish.out} is there already; --force puts the export in its place")
-    write = _write_safetensors if suffix == SAFETENSORS_SUFFIX else _write_torch
     with open_pools(pool, wish.target) as pools:
-        found = newest(pools.select(wish.target))
-        try:
-            with _in_place(wish.out) as temporary:
-                done = write(found, wish, temporary)
-        except CorruptionError as error:
-            info = found.info
-            raise CorruptionError(
-                f"{info.model}@{info.step} was not exported, {wish.out} is as it was: {error}"
-            ) from error
-    _say(found, wish, done, output)
+        groups = find_groups(pools, wish.target)
+        if groups:
+            job = _group_job(newest_complete(groups, wish.target), wish)
+        else:
+            found = newest(pools.select(wish.target))
+            if suffix in TORCH_SUFFIXES and not wish.is_directory:
+                return _run_torch(found, wish, output)
+            job = _version_job(found, wish)
+        _write(job, wish)
+    _say(job.title, wish, job.done, output)
+    output.document(
+        {
+            **job.about,
+            "out": os.path.abspath(wish.out),
+            "size": job.done.size,
+            "tensors": job.done.tensors,
+            "shared": [list(names) for names in job.done.shared],
+            "left_out": list(job.done.left_out),
+            "no_weights": list(job.done.no_weights),
+        }
+    )
+    return 0
+
+
+def size_of(text: str) -> int:
+    """Bytes, of a text like ``5GB``, ``500MB`` or ``1GiB``. Raises ``UsageError``."""
+    match = re.fullmatch(r"(\d+)\s*([kmgt]?)(i?)b?", text.strip(), re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise UsageError(f"--shard-size: expected a size such as 5GB, found {text!r}")
+    base = 1024 if match[3] else 1000
+    return int(match[1]) * int(base ** ("kmgt".index(match[2].lower()) + 1 if match[2] else 0))
+
+
+def _run_torch(found: Found, wish: Wish, output: Output) -> int:
+    with _kept(wish, _title(found)), _in_place(wish.out) as temporary:
+        done = _write_torch(found, wish, temporary)
+    _say(_title(found), wish, done, output)
     output.document(
         {
             **version_document(found.info),
@@ -79,14 +138,137 @@ def run(wish: Wish, pool: str | None, output: Output) -> int:
             "out": os.path.abspath(wish.out),
             "size": done.size,
             "tensors": done.tensors,
-            "shared": [list(names) for names in done.shared],
-            "left_out": list(done.left_out),
+            "shared": [],
+            "left_out": [],
+            "no_weights": [],
         }
     )
     return 0
 
 
-def _say(found: Found, wish: Wish, done: Done, output: Output) -> None:
+@contextlib.contextmanager
+def _kept(wish: Wish, title: str) -> Iterator[None]:
+    try:
+        yield
+    except CorruptionError as error:
+        raise CorruptionError(
+            f"{title} was not exported, {wish.out} is as it was: {error}"
+        ) from error
+
+
+def _title(found: Found) -> str:
+    return f"{found.info.model}@{found.info.step}"
+
+
+def _write(job: Job, wish: Wish) -> None:
+    """The tensors, streamed: neither they nor the files are in memory at once."""
+    out = wish.out.rstrip(os.sep)
+    placed = safetensors.place(job.tensors)
+    _check_room(out, sum(each.size for each in placed))
+    job.done.tensors = len(placed)
+    with _kept(wish, job.title), bar(os.path.basename(out)) as advanced:
+        if wish.is_directory:
+            with directory_in_place(out, force=wish.force) as temporary:
+                job.done.size = write_directory(
+                    temporary, job.tensors, job.parts, job.metadata, wish.limit, advanced
+                )
+        else:
+            with _in_place(out) as temporary:
+                files = [(temporary, placed)]
+                job.done.size = write_files(files, job.parts, job.metadata, advanced)
+
+
+def _version_job(found: Found, wish: Wish) -> Job:
+    with found.reader.pinned(found.info.id) as entry:
+        record = found.reader.record(entry)
+        tensors, left_out = _tensors(found, record, wish)
+    tensors, no_weights = _weights(tensors, wish)
+
+    @contextlib.contextmanager
+    def boxes(part: Found) -> Iterator[tuple[VersionRecord, list[Box]]]:
+        with part.reader.pinned(part.info.id) as entry:
+            yield (
+                part.reader.record(entry),
+                [Box(n, (0,) * len(t.shape), t.shape, t) for n, t in tensors.items()],
+            )
+
+    return Job(
+        title=_title(found),
+        about={**version_document(found.info), "pool": found.path},
+        metadata=_metadata(found),
+        tensors=tensors,
+        parts=[Part("", found, boxes)],
+        done=Done(shared=safetensors.shared(tensors), left_out=left_out, no_weights=no_weights),
+    )
+
+
+def _group_job(found: FoundGroup, wish: Wish) -> Job:
+    group = found.group
+    if os.path.splitext(wish.out)[1].lower() in TORCH_SUFFIXES and not wish.is_directory:
+        raise UsageError(
+            f"{wish.target} is sharded over {group.count} ranks: export it to a .safetensors file, "
+            "or to a directory"
+        )
+    cuts, left_out = cuts_of(found)
+    names = [name for name in cuts if _is_wanted(name, wish.names)]
+    if not names:
+        raise UsageError(f"{wish.target} has no tensor of such a name; portus show lists them")
+    tensors: dict[str, TensorSpec] = {}
+    source: dict[str, str] = {}
+    for index, name in enumerate(names):
+        short = name.removeprefix(wish.strip) or "tensor"
+        if short in tensors:
+            raise UsageError(f"two tensors would be called {short}; strip less")
+        tensors[short] = whole_spec(name, cuts[name].dtype, cuts[name].shape, index)
+        source[short] = name
+    tensors, no_weights = _weights(tensors, wish)
+
+    @contextlib.contextmanager
+    def boxes(part: Found) -> Iterator[tuple[VersionRecord, list[Box]]]:
+        rank = next(rank for rank, each in found.parts.items() if each is part)
+        with opened_part(part) as (record, shards):
+            yield record, list(_boxes(rank, tensors, cuts, shards))
+
+    return Job(
+        title=f"{group.model}@{group.step} of {group.count} ranks",
+        about={"model": group.model, "step": group.step, "ranks": group.count},
+        metadata={
+            "format": "pt",
+            "portus": json.dumps(
+                {"model": group.model, "step": group.step, "group": group.id.hex()}
+            ),
+        },
+        tensors=tensors,
+        parts=[Part(f"rank {rank}: ", part, boxes) for rank, part in found.parts.items()],
+        done=Done(left_out=left_out if not wish.names else [], no_weights=no_weights),
+    )
+
+
+def _boxes(
+    rank: int, tensors: dict[str, TensorSpec], cuts: dict[str, Cut], shards: dict[str, TensorSpec]
+) -> Iterator[Box]:
+    """The pieces that a rank has of tensors; their specs have the names from before stripping."""
+    for name, whole in tensors.items():
+        for piece in cuts[whole.name].pieces:
+            if piece.at.rank != rank:
+                continue
+            spec = shards.get(piece.at.key)
+            if spec is None or spec.shape != piece.sizes or spec.dtype != whole.dtype:
+                raise CorruptionError(f"rank {rank} has no {piece.sizes} piece of {whole.name}")
+            yield Box(name, piece.offsets, piece.sizes, spec)
+
+
+def _weights(tensors: dict[str, TensorSpec], wish: Wish) -> tuple[dict[str, TensorSpec], list[str]]:
+    """For a directory of which nobody said more: the weights, by the names that a model has for
+    them; and the names of the rest."""
+    if not wish.is_directory or wish.names or wish.strip:
+        return tensors, []
+    prefix = prefix_of(list(tensors))
+    rest = [name for name in tensors if not name.startswith(prefix)]
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}, rest
+
+
+def _say(title: str, wish: Wish, done: Done, output: Output) -> None:
     for names in done.shared:
         listed = _listed(names)
         output.note(
@@ -95,9 +277,14 @@ def _say(found: Found, wish: Wish, done: Done, output: Output) -> None:
     if done.left_out:
         count = count_text(len(done.left_out), "value")
         output.note(f"note: left out {count} that safetensors has not: {_listed(done.left_out)}")
-    info = found.info
+    if done.no_weights:
+        count = count_text(len(done.no_weights), "tensor")
+        output.note(
+            f"note: left out {count} that are no weights of the model: "
+            f"{_listed(done.no_weights)}; --names takes others"
+        )
     output.line(
-        f"{wish.out}: {info.model}@{info.step}, {count_text(done.tensors, 'tensor')}, "
+        f"{wish.out}: {title}, {count_text(done.tensors, 'tensor')}, "
         f"{size_text(done.size)}, verified"
     )
 
@@ -149,42 +336,6 @@ def _write_torch(found: Found, wish: Wish, temporary: str) -> Done:
         tensors = _layout(found, record)
     count = sum(_is_wanted(spec.name, wish.names) for spec in tensors)
     return Done(os.stat(temporary).st_size, count)
-
-
-def _write_safetensors(found: Found, wish: Wish, temporary: str) -> Done:
-    """The tensors, streamed: neither they nor the file are in memory at once."""
-    reader = found.reader
-    with reader.pinned(found.info.id) as entry:
-        record = reader.record(entry)
-        tensors, left_out = _tensors(found, record, wish)
-        placed = safetensors.place(tensors)
-        head = safetensors.header(placed, _metadata(found))
-        size = len(head) + sum(each.size for each in placed)
-        _check_room(wish.out, size)
-        with bar(os.path.basename(wish.out)) as advanced, open(temporary, "wb") as file:
-            file.write(head)
-            for piece in _pieces(Storages(reader, record), placed, wish.out, advanced):
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-    if os.stat(temporary).st_size != size:
-        raise CorruptionError(f"{wish.out}: the tensors do not have the sizes that the layout says")
-    return Done(size, len(placed), safetensors.shared(tensors), left_out)
-
-
-def _pieces(
-    storages: Storages, placed: Sequence[Placed], out: str, advanced: Progress
-) -> Iterator[memoryview]:
-    near = os.path.dirname(os.path.abspath(out))
-    done, total = 0, sum(each.size for each in placed)
-    for each in placed:
-        try:
-            for piece in tensor_bytes(storages, each.spec, near):
-                yield piece
-                done += len(piece)
-                advanced(done, total)
-        except CorruptionError as error:
-            raise CorruptionError(f"{each.spec.name}: {error}") from error
 
 
 def _tensors(

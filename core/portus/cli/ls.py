@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from portus.cli.grouped import group_document, ranks_text
 from portus.cli.output import (
     Json,
     Output,
@@ -58,7 +59,7 @@ def run(pool: str | None, every: bool, output: Output) -> int:
             output.line(f"{pools.place}: no pools")
         groups = groups_of(infos)
         _say_groups(groups, every, output)
-        output.document({"pools": documents, "groups": [_group_document(g) for g in groups]})
+        output.document({"pools": documents, "groups": [group_document(g) for g in groups]})
         return max(map(exit_code, pools.failed.values()), default=0)
 
 
@@ -107,25 +108,9 @@ def _say_groups(groups: list[Group], every: bool, output: Output) -> None:
         return
     output.line()
     shown = groups if every else groups[-NEWEST:]
-    output.table(("GROUP", ">STEP", "RANKS"), [_group_row(group) for group in shown])
-
-
-def _group_row(group: Group) -> tuple[str, ...]:
-    ranks = f"{len(group.parts)} of {group.count}"
-    if group.is_complete:
-        return group.model, str(group.step), f"{ranks}, complete"
-    missing = ", ".join(map(str, group.missing[:8])) + (" ..." if len(group.missing) > 8 else "")
-    return group.model, str(group.step), f"{ranks}, incomplete: not {missing}"
-
-
-def _group_document(group: Group) -> Json:
-    return {
-        "model": group.model,
-        "step": group.step,
-        "count": group.count,
-        "complete": group.is_complete,
-        "missing": list(group.missing),
-    }
+    output.table(
+        ("GROUP", ">STEP", "RANKS"), [(g.model, str(g.step), ranks_text(g)) for g in shown]
+    )
 
 
 def _row(info: VersionInfo, held: Holders) -> tuple[str, ...]:

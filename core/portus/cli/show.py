@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+from portus.cli.grouped import FoundGroup, cuts_of, find_groups, group_document, ranks_text
 from portus.cli.output import Json, Output, age_text, count_text, moment_text, size_text
 from portus.cli.pools import (
     Found,
@@ -29,6 +30,10 @@ _VALUE_MAX: Final = 60
 def run(target: str, pool: str | None, output: Output) -> int:
     """Show; the exit code."""
     with open_pools(pool, target) as pools:
+        groups = find_groups(pools, target)
+        if groups:
+            _show_groups(target, groups, output)
+            return 0
         found = pools.select(target)
         if all(each.info.model == target for each in found):
             _show_model(target, found, output)
@@ -36,6 +41,60 @@ def run(target: str, pool: str | None, output: Output) -> int:
             documents = [_show_version(each, output) for each in found]
             output.document({"versions": documents})
     return 0
+
+
+def _show_groups(target: str, found: list[FoundGroup], output: Output) -> None:
+    """All groups of a model; of a step, its ranks and its tensors too."""
+    documents: list[Json] = []
+    for each in found:
+        document: dict[str, Json] = {**group_document(each.group), "ranks": _ranks(each)}
+        if each.group.model != target:
+            _say_group(each, document, output)
+        documents.append(document)
+    if all(each.group.model == target for each in found):
+        rows = [(each.group.model, str(each.group.step), ranks_text(each.group)) for each in found]
+        output.table(("GROUP", ">STEP", "RANKS"), rows)
+    output.document({"groups": documents})
+
+
+def _ranks(found: FoundGroup) -> list[Json]:
+    return [
+        {**version_document(part.info), "rank": rank, "pool": part.path}
+        for rank, part in found.parts.items()
+    ]
+
+
+def _say_group(found: FoundGroup, document: dict[str, Json], output: Output) -> None:
+    """A group for people; its tensors are put into ``document`` too, if all ranks are there."""
+    group = found.group
+    output.line(f"{group.model}@{group.step}: {ranks_text(group)}")
+    rows = [
+        (str(rank), age_text(part.info.time_ns), size_text(part.info.size), part.path)
+        for rank, part in found.parts.items()
+    ]
+    rows += [(str(rank), "", "", "not there") for rank in group.missing]
+    output.table((">RANK", "SAVED", ">SIZE", "POOL"), sorted(rows, key=lambda row: int(row[0])))
+    if not group.is_complete:
+        return
+    tensors, others = cuts_of(found)
+    output.line()
+    output.table(
+        ("NAME", "TYPE", "SHAPE", ">PIECES"),
+        [
+            (name, cut.dtype, f"[{', '.join(map(str, cut.shape))}]", str(len(cut.pieces)))
+            for name, cut in tensors.items()
+        ],
+    )
+    document["tensors"] = [
+        {
+            "name": name,
+            "dtype": cut.dtype,
+            "shape": list(cut.shape),
+            "ranks": sorted({piece.at.rank for piece in cut.pieces}),
+        }
+        for name, cut in tensors.items()
+    ]
+    document["others"] = list(others)
 
 
 def _show_model(model: str, found: list[Found], output: Output) -> None:

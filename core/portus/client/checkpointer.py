@@ -94,8 +94,8 @@ class Checkpointer:
         self.path: Final = self._home.path
         """The pool file, made by the first save; or the address of the storage host."""
         self.surplus: Callable[[Sequence[VersionInfo]], Collection[int]] | None = None
-        """In place of ``keep``: which versions, by id, the next commit retires. For parts of
-        groups, where others have a say. Runs on the worker."""
+        """In place of ``keep``: which versions, by id, the next commit retires, if no reference
+        file holds them. For parts of groups, where others have a say. Runs on the worker."""
         self._keep: Final = keep
         self._on_error: Final = on_error
         self._verify: Final = verify
@@ -385,7 +385,10 @@ class Checkpointer:
         """Versions beyond ``keep`` once ``coming`` is committed, held by no reference file."""
         found = writer.catalogue().models.get(self.model)
         if found is not None and self.surplus is not None:
-            return list(self.surplus([entry.info for entry in found.versions]))
+            keeper.deleted()  # other ranks remove reference files too: look at them now
+            held = keeper.held(writer.catalogue(), coming)
+            chosen = self.surplus([entry.info for entry in found.versions])
+            return [version for version in chosen if version not in held]
         if self._keep is None or found is None:
             return []
         held = keeper.held(writer.catalogue(), coming)
@@ -399,7 +402,8 @@ class Checkpointer:
         self._audited += 1
         assert self._keeper is not None
         for path, part in replaced.items():
-            self._keeper.replace(path, version.record.info, part)
+            # What others have a say about goes by a commit, not because its file was replaced.
+            self._keeper.replace(path, version.record.info, part, retire=self.surplus is None)
 
     def _after(self, save: Save) -> None:
         """On the worker, when nobody waits any more."""

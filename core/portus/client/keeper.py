@@ -69,6 +69,8 @@ class Keeper:
         self._files: Final = files or LocalFiles()
         self._pool: Final = weakref.ref(writer)  # it is the key of the table of keepers
         self._guard: Final = threading.Lock()
+        self._placing: Final = threading.Lock()
+        """Held while a file is placed: its link is there before its name, as if it were deleted."""
         self._known: Final[dict[str, Reference]] = {}
         files_of.tidy(self._directory, self._files)
         self._read_links()
@@ -106,7 +108,8 @@ class Keeper:
             fallback_step=fallback.step if fallback else None,
             part=part,
         )
-        files_of.place(path, made, self._files, self._directory)
+        with self._placing:
+            files_of.place(path, made, self._files, self._directory)
         with self._guard:
             self._known[made.id] = made
         return made
@@ -116,14 +119,16 @@ class Keeper:
         for path in {os.path.dirname(path): path for path in paths}.values():
             files_of.settle(path, self._files, self._directory)
 
-    def replace(self, path: str, info: VersionInfo, part: str | None = None) -> None:
+    def replace(
+        self, path: str, info: VersionInfo, part: str | None = None, *, retire: bool = True
+    ) -> None:
         """Put a reference to a committed version in place of what is at ``path``, durably, and
-        let go of the version that was led to from there."""
+        let go of the version that was led to from there. retire: False leaves it to a commit."""
         old = files_of.read_through(path, self._files)
         self.place(path, info.token, info.step, info.model, part)
         self.settle([path])
         if old is not None:
-            self._let_go(old)
+            self._let_go(old, retire=retire)
 
     def remove(self, path: str) -> None:
         """Remove the file at ``path``, durably, and then what it alone led to."""
@@ -148,16 +153,18 @@ class Keeper:
         for old in led:
             self._let_go(old)
 
-    def mend(self, *, uncommitted: bool) -> list[str]:
+    def mend(self, *, uncommitted: bool, cut_off: Collection[bytes] = ()) -> list[str]:
         """Undo what the death of a process left half done; the paths of files that are gone.
 
         Files of one directory that lead to parts of a state come to lead to parts of the same
         version, the newest one: a save into an existing directory was cut off while it replaced
         them. uncommitted: remove files whose version was never committed, or was retired.
+        cut_off: tokens of versions that count as never committed, since other parts of their
+        group are not.
         """
         alive, _ = self._read_links()
-        entries = self._writer.catalogue().entries()
-        committed = {entry.info.token.hex(): entry.info for entry in entries}
+        infos = [entry.info for entry in self._writer.catalogue().entries()]
+        committed = {info.token.hex(): info for info in infos if info.token not in cut_off}
         newest: dict[str, VersionInfo] = {}
         for each in alive:
             info = committed.get(each.token)
@@ -198,7 +205,7 @@ class Keeper:
     def collect(self, states: Collection[State]) -> set[int]:
         """Retire the versions that only reference files of ``states`` lead to, and forget those
         files; the ids. DELETED: those that ``deleted`` names; UNKNOWN: see ``reference``."""
-        found = files_of.links(self._directory, self._files)
+        found = self._links()
         gone = unheld(found, self._writer.catalogue(), states)
         lost = [each.reference for each in found if each.state in states]
         for directory in set(map(_home, lost)):
@@ -220,7 +227,7 @@ class Keeper:
                 error.errno, f"{directory}: cannot be made for a reference file: {error.strerror}"
             ) from error
 
-    def _let_go(self, old: Reference) -> None:
+    def _let_go(self, old: Reference, *, retire: bool = True) -> None:
         if old.pool != self._writer.superblock.uuid.hex():
             return  # another pool's: its own writer finds the link without a file
         if files_of.state_of(old, self._directory, self._files) is State.ALIVE:
@@ -229,7 +236,7 @@ class Keeper:
             self._known.pop(old.id, None)
             known = list(self._known.values())
         catalogue = self._writer.catalogue()
-        if old.token not in _led_to(known, catalogue):
+        if retire and old.token not in _led_to(known, catalogue):
             self._writer.retire(
                 [e.info.id for e in catalogue.entries() if e.info.token.hex() == old.token]
             )
@@ -247,7 +254,7 @@ class Keeper:
         that was killed or by a user, and not synced, comes back. Its version must be there then,
         or the one that it falls back to.
         """
-        found = files_of.links(self._directory, self._files)
+        found = self._links()
         gone = [each.reference for each in found if each.state is State.DELETED]
         settled = {home: self._is_settled(home) for home in set(map(_home, gone))}
         gone = [each for each in gone if settled[_home(each)]]
@@ -264,6 +271,10 @@ class Keeper:
             for each in gone:
                 self._known.pop(each.id, None)
         return alive, dead
+
+    def _links(self) -> list[Link]:
+        with self._placing:
+            return files_of.links(self._directory, self._files)
 
     def _is_settled(self, directory: str) -> bool:
         """True once what was removed from ``directory`` stays removed."""

@@ -15,6 +15,7 @@ from portus.client.reference import is_link, read
 from portus.client.resolve import POOLS, Pools, load_reference
 from portus.errors import MediumError, UsageError
 from portus.format.reference import Reference
+from portus.index.groups import part_of
 
 _SLACK: Final = 16 << 20
 """Bytes kept free beside the tensors of a checkpoint, for all that is not tensors."""
@@ -66,6 +67,13 @@ def _materialize_file(path: str, target: str, pools: Pools) -> bool:
     reference = read(path)
     if reference is None or is_link(path, reference):  # a link stays what it is
         return False
+    part = part_of(reference.model)
+    if part is not None:
+        raise UsageError(
+            f"{path} belongs to a sharded checkpoint of {part[2]} ranks, of which no one file can "
+            f"be made in place: portus export {part[0]}@{reference.step} DIRECTORY makes "
+            "safetensors files of its tensors"
+        )
     state = load_reference(path, pools)
     reference = read(path)  # after the load: that waits for a save that replaces the file
     if reference is None:

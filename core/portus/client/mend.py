@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 
+from portus.client.grouped import Census, census, has_writer
 from portus.client.keeper import keeper_of
 from portus.client.resolve import POOLS
 from portus.errors import BusyError, UsageError
-from portus.index.directory import WRITERS, pool_files
+from portus.index.directory import WRITERS, pool_file, pool_files
+from portus.index.groups import part_model
 
 
 def mend(pool: str | os.PathLike[str], *, uncommitted: bool = False) -> list[str]:
@@ -16,15 +18,18 @@ def mend(pool: str | os.PathLike[str], *, uncommitted: bool = False) -> list[str
     For adapters whose checkpoint is a directory of reference files, before they look for the
     newest one. A save into an existing directory may have been cut off while its files were
     replaced: they come to lead to one version again, the newest. uncommitted: files that lead to
-    nothing, since their save was cut off, are removed.
+    nothing, since their save was cut off, are removed; those to parts of a group of which other
+    ranks committed nothing count as such.
 
     Returns the paths of files that were removed. A pool that somebody writes is left alone; no
     pool is no error. Raises ``MediumError``, ``CorruptionError``.
     """
     try:
+        found = census(os.path.abspath(os.fspath(pool)))
         paths = pool_files(pool)
     except UsageError:
         return []
+    cut_off = _cut_off(found) if uncommitted else set()
     removed = []
     for path in paths:
         try:
@@ -33,7 +38,28 @@ def mend(pool: str | os.PathLike[str], *, uncommitted: bool = False) -> list[str
             continue
         try:
             if all(pool.uuid != writer.superblock.uuid for pool in POOLS.open_ones()):
-                removed += keeper_of(path, writer).mend(uncommitted=uncommitted)
+                keeper = keeper_of(path, writer)
+                removed += keeper.mend(uncommitted=uncommitted, cut_off=cut_off)
         finally:
             WRITERS.close(writer)
     return removed
+
+
+def _cut_off(found: Census) -> set[bytes]:
+    """Tokens of the parts of groups whose other parts were never committed.
+
+    Not of a group with a rank whose pool file is lost, cannot be read, or is being written: what
+    is in it is not known.
+    """
+    tokens = set()
+    for group in found.groups:
+        missing = [
+            pool_file(found.place, part_model(group.model, rank, group.count))
+            for rank in group.missing
+        ]
+        if missing and all(
+            os.path.isfile(path) and path not in found.unreadable and not has_writer(path)
+            for path in missing
+        ):
+            tokens |= {info.token for _, info in group.parts.values()}
+    return tokens

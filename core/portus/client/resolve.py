@@ -189,6 +189,22 @@ def load_reference(path: str | os.PathLike[str], pools: Pools = POOLS) -> object
     return _load(reference, absolute, pools)
 
 
+def pool_file_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> str:
+    """The pool file that the reference file at ``path`` leads to, if it may be opened.
+
+    Raises ``UsageError`` if there is no reference file, or if its pool may not be opened.
+    """
+    absolute = os.path.abspath(os.fspath(path))
+    reference = read(absolute)
+    if reference is None:
+        raise UsageError(f"{absolute}: there is no Portus reference file")
+    uuid = bytes.fromhex(reference.pool)
+    for candidate in _candidates(reference, absolute, pools):
+        if not is_address(candidate) and _uuid(candidate) == uuid:
+            return os.path.abspath(candidate)
+    raise _not_allowed(reference, absolute)
+
+
 def _load(reference: Reference, path: str | None, pools: Pools) -> object:
     reference = _settled(reference, path, pools)
     with _pool_of(reference, path, pools) as pool:
@@ -254,7 +270,11 @@ def _pool_of(reference: Reference, path: str | None, pools: Pools) -> Iterator[R
                 _await(view, reference)
                 yield view
             return
-    raise UsageError(
+    raise _not_allowed(reference, path)
+
+
+def _not_allowed(reference: Reference, path: str | None) -> UsageError:
+    return UsageError(
         f"{path or 'this reference'} leads to pool {reference.pool}, written at "
         f"{reference.pool_path}. That pool is not beside the reference, and a reference alone "
         f"may not choose what is opened. If you trust it, set PORTUS_POOL={reference.pool_path} "

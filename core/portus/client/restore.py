@@ -110,6 +110,18 @@ def load(
     return _load(pool, entry, matcher(names), verify)
 
 
+def load_where(pool: PoolReader, entry: VersionEntry, keep: Callable[[str], bool]) -> object:
+    """The part of a version at the key paths to ``keep``. Raises as ``load``."""
+    return _load(pool, entry, keep, True)
+
+
+def check_where(pool: PoolReader, entry: VersionEntry, keep: Callable[[str], bool]) -> None:
+    """Read and check the bytes that ``load_where`` would hand out. Raises as ``load``."""
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, True)
+        _check(opened, _storages_of(opened, keep))
+
+
 def load_part(
     pool: PoolReader, entry: VersionEntry, part: str | None, *, verify: bool = True
 ) -> object:

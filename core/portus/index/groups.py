@@ -55,6 +55,14 @@ def part_model(model: str, rank: int, count: int) -> str:
     return f"{model}/rank-{rank}-of-{count}"
 
 
+def part_of(model: str) -> tuple[str, int, int] | None:
+    """The model, rank and count of ranks that the name of a part says; None for other names."""
+    match = _PART.fullmatch(model)
+    if match is None or int(match[2]) >= int(match[3]):
+        return None
+    return match[1], int(match[2]), int(match[3])
+
+
 def part_token(group: bytes, rank: int) -> bytes:
     """The token of a rank's version in a group."""
     return group + rank.to_bytes(4, "big")
@@ -66,16 +74,16 @@ def groups_of(infos: Iterable[tuple[str, VersionInfo]], model: str | None = None
     Newest last. Those of one model and count that have rank 0's part are in the order of its
     commits, also if its clock went back.
     """
-    found: dict[tuple[str, int, bytes], Group] = {}
+    found: dict[tuple[str, int, bytes, int], Group] = {}
     for path, info in infos:
-        match = _PART.fullmatch(info.model)
-        if match is None or (model is not None and match[1] != model):
+        part = part_of(info.model)
+        if part is None or (model is not None and part[0] != model):
             continue
-        rank, count = int(match[2]), int(match[3])
-        if rank >= count or info.token[ID_SIZE:] != rank.to_bytes(4, "big"):
+        name, rank, count = part
+        if info.token[ID_SIZE:] != rank.to_bytes(4, "big"):
             continue  # a model that only happens to be called so
-        key = (match[1], count, info.token[:ID_SIZE])
-        group = found.setdefault(key, Group(match[1], info.step, key[2], count))
+        key = (name, count, info.token[:ID_SIZE], info.step)
+        group = found.setdefault(key, Group(name, info.step, key[2], count))
         group.parts[rank] = (path, info)
     times = {group.id: _time_ns(group) for group in found.values()}
     latest: dict[tuple[str, int], int] = {}

@@ -16,18 +16,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import portus.dcp
 from portus.client.writers import classify
 from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.errors import CorruptionError
 from portus.index.pool import PoolWriter
 
 WIDTH = 24
@@ -36,13 +40,18 @@ WIDTH = 24
 class Job:
     """A model, sharded over all processes, and its optimizer."""
 
-    def __init__(self, seed: int, count: int, *, tensor_parallel: bool = False) -> None:
+    def __init__(
+        self, seed: int, count: int, *, tensor_parallel: bool = False, replicas: int = 1
+    ) -> None:
+        """replicas: over 1 makes it HSDP, sharded within each half (third...) of the processes."""
         torch.manual_seed(seed)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.ReLU(), torch.nn.Linear(4 * WIDTH, WIDTH)
         )
         self.model.register_buffer("noise", torch.rand(7))
-        mesh = init_device_mesh("cpu", (count,))
+        shape = (count,) if replicas == 1 else (replicas, count // replicas)
+        names = ("shard",) if replicas == 1 else ("replicate", "shard")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         if tensor_parallel:
             plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
             parallelize_module(self.model, mesh, plan)
@@ -92,7 +101,8 @@ def flat(value: Any, name: str) -> list[tuple[str, torch.Tensor]]:
 
 
 def save(rank: int, count: int, root: Path, parallel: str = "fsdp") -> None:
-    job = Job(1, count, tensor_parallel=parallel == "tp")
+    replicas = 2 if parallel == "hsdp" else 1
+    job = Job(1, count, tensor_parallel=parallel == "tp", replicas=replicas)
     writer = PortusStorageWriter(root / "pools", parallel)
     for step in (1, 2):
         job.step(step)
@@ -160,6 +170,67 @@ def train(rank: int, count: int, root: Path, until: str, killed: str = "-1") -> 
         print("resumed", done, "end", digest.hexdigest(), flush=True)
 
 
+def damaged(rank: int, count: int, root: Path) -> None:
+    """One rank alone finds its shard of the newest group damaged; all load the one before it."""
+    torch.manual_seed(5)
+    job = Job(2, count)
+    job.step(0)
+    before = job.whole()
+    reader = PortusStorageReader(root / "pools", "fsdp", step=2)
+    with pytest.raises(CorruptionError, match=f"step 2 of {count} ranks, the part of rank 1"):
+        portus.dcp.load(job.state(0), reader)
+    after = job.whole()
+    assert all(torch.equal(after[name], before[name]) for name in before), "half loaded"
+    state = job.state(0)
+    reader = PortusStorageReader(root / "pools", "fsdp")
+    group = portus.dcp.load(state, reader)
+    assert (group.step, state["step"]) == (1, 1)
+    print("rank", rank, "loaded", group.step, flush=True)
+
+
+def mixed(rank: int, count: int, root: Path) -> None:
+    """Ranks that do not name the same step are told so, all of them."""
+    writer = PortusStorageWriter(root / "mixed", "run")
+    with pytest.raises(CheckpointException, match="rank 0 saves step 3 and rank 1 saves step 4"):
+        dcp.save({"t": torch.zeros(3)}, checkpoint_id=f"step_{3 + rank}", storage_writer=writer)
+    writer.close()
+    assert not list((root / "mixed").glob("*.portus"))
+
+
+def directories(rank: int, count: int, root: Path, killed: str = "-1") -> None:
+    """Save to a new directory at each step, and remove the one before; rank 1 may die in a save.
+
+    At every moment, some directory leads to a complete group.
+    """
+    job = Job(1, count)
+    writer = PortusStorageWriter(root / "pools", "run", keep=1)
+    for step in range(1, 5):
+        job.step(step)
+        if step == int(killed) and rank == 1:
+            hold(writer)
+        files = {"meta.pt": {"step": step}} if rank == 0 else {}
+        writer.save_directory(job.state(step), root / f"{step}", step=step, files=files)
+        if rank == 0 and step > 1:
+            writer.remove(root / f"{step - 1}")
+        if step == int(killed):
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            writer.wait()
+            os._exit(0)
+    writer.close()
+
+
+def read_directory(rank: int, count: int, root: Path, name: str, step: str) -> None:
+    """Load what a directory leads to."""
+    job = Job(2, count)
+    state = job.state(0)
+    reader = PortusStorageReader.at(root / name)
+    assert reader is not None
+    assert portus.dcp.load(state, reader).step == int(step) == state["step"]
+    assert reader.file("meta.pt") == {"step": int(step)}
+    print("rank", rank, "has", state["step"], flush=True)
+
+
 def asynchronous(rank: int, count: int, root: Path) -> None:
     job = Job(1, count)
     job.step(1)
@@ -179,6 +250,10 @@ TASKS: dict[str, Callable[..., None]] = {
     "load": load,
     "train": train,
     "async": asynchronous,
+    "damaged": damaged,
+    "mixed": mixed,
+    "directories": directories,
+    "read": read_directory,
 }
 
 

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 import portus
 from portus.cli.app import app
-from portus.dcp import PortusStorageReader, PortusStorageWriter, groups
+from portus.dcp import PortusStorageReader, PortusStorageWriter, groups, load
+from portus.index.directory import WRITERS
 
 SCRIPT = Path(__file__).with_name("sharded.py")
 pytestmark = [
@@ -70,6 +71,19 @@ def test_tensor_parallel_shards_are_bit_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_hybrid_shards_are_written_once_spread_over_replicas_and_bit_equal(
+    saved: Path, tmp_path: Path
+) -> None:
+    # Two replicas of two shards. Elsewhere: as many shards, and as many bytes, without replicas.
+    run(tmp_path, "save:4:hsdp", "load:1:hsdp", "load:2:hsdp", "load:4:hsdp")
+    group, plain = groups(tmp_path / "pools", "hsdp")[-1], groups(saved / "pools", "fsdp")[-1]
+    sizes = [part.size for _, part in group.parts.values()]
+    once = sum(part.size for _, part in plain.parts.values())
+    assert abs(sum(sizes) - once) < once / 10, "replicas are not written twice"
+    assert max(sizes) < 2 * min(sizes), "they are spread over the ranks"
+
+
+@pytest.mark.long
 def test_an_asynchronous_save_is_committed_when_its_future_is(tmp_path: Path) -> None:
     run(tmp_path, "async:2")
     assert [group.is_complete for group in groups(tmp_path / "pools")] == [True]
@@ -87,35 +101,118 @@ def test_a_rank_killed_in_a_save_costs_that_save_and_nothing_else(
     assert resumed[-1] == whole[-1]
 
 
-def test_a_lost_pool_of_one_rank_is_reported_as_that(saved: Path, tmp_path: Path) -> None:
+def copied(saved: Path, place: Path) -> Path:
+    """The pools of the FSDP job, to break."""
+    place.mkdir(exist_ok=True)
     for path in (saved / "pools").glob("fsdp*.portus"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+        (place / path.name).write_bytes(path.read_bytes())
+    return place
+
+
+def damage_shard(place: Path, rank: int) -> None:
+    """Damage the biggest shard of a rank's part of the newest group."""
+    path, info = groups(place, "fsdp")[-1].parts[rank]
+    with portus.open(path) as pool:
+        whole: Any = pool.load(info.model, info.step)
+    tensors = (each for each in whole["items"].values() if isinstance(each, torch.Tensor))
+    shard = max(tensors, key=lambda tensor: tensor.nbytes)
+    data = bytearray(Path(path).read_bytes())
+    at = data.index(shard.numpy().tobytes())
+    data[at : at + 4] = b"\xff\xff\xff\xff"
+    Path(path).write_bytes(data)
+
+
+def test_a_damaged_newest_group_is_passed_over_by_all_ranks_and_nothing_is_half_loaded(
+    saved: Path, tmp_path: Path
+) -> None:
+    damage_shard(copied(saved, tmp_path / "pools"), 1)
+    said = run(tmp_path, "damaged:4", "mixed:2").splitlines()  # mixed: ranks save other steps
+    assert sorted(said) == [f"rank {rank} loaded 1" for rank in range(4)]
+
+
+def whole_state(place: Path) -> dict[str, Any]:
+    """A state for one process with all tensors of the newest group."""
+    entries = PortusStorageReader(place, "fsdp", step=1).read_metadata().state_dict_metadata
+    return {
+        name: torch.zeros(entry.size)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def test_in_one_process_too_and_the_log_says_which_and_why(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage_shard(copied(saved, tmp_path), 3)
+    reader = PortusStorageReader(tmp_path, "fsdp")
+    state = whole_state(tmp_path)
+    assert load(state, reader).step == 1
+    assert "step 2 of 4 ranks, the part of rank 3" in caplog.text
+    assert "FALLING BACK to model 'fsdp', step 1 of 4 ranks" in caplog.text
+    damage_all = tmp_path / "fsdp%2Frank-3-of-4.portus"
+    expected = {name: value.clone() for name, value in state.items()}
+    damage_all.write_bytes(damage_all.read_bytes()[: 1 << 16])
+    with pytest.raises(portus.PortusError, match="rank 3: its pool cannot be read"):
+        load(state, PortusStorageReader(tmp_path, "fsdp"))
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+@pytest.mark.parametrize("torn", [0, 2])
+def test_a_group_of_which_one_rank_was_torn_off_is_passed_over(
+    saved: Path, tmp_path: Path, torn: int
+) -> None:
+    copied(saved, tmp_path)
+    path = tmp_path / f"fsdp%2Frank-{torn}-of-4.portus"
+    writer = WRITERS.open(str(path))
+    newest = list(writer.catalogue().entries())[-1].info
+    writer.retire([newest.id])
+    WRITERS.close(writer)
+    assert load(whole_state(tmp_path), PortusStorageReader(tmp_path, "fsdp")).step == 1
+    with pytest.raises(
+        portus.UsageError,
+        match=rf"step 2 of 4 ranks is not complete.*rank {torn}: .* has steps \[1\]",
+    ):
+        load({}, PortusStorageReader(tmp_path, "fsdp", step=2))
+
+
+def test_a_directory_leads_to_its_group_until_a_newer_one_is_complete(tmp_path: Path) -> None:
+    run(tmp_path, "directories:2", "read:1:4:4", "read:2:4:4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "pools"]
+    assert [group.step for group in groups(tmp_path / "pools") if group.is_complete][-1] == 4
+
+
+def test_a_rank_that_dies_in_a_save_leaves_a_directory_that_leads_to_a_complete_group(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, "directories:2:3")
+    # Step 3 replaces 2, which stays, since rank 1 never committed 3.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "pools"]
+    said = run(tmp_path, "read:2:2:2", "read:1:3:2")
+    assert said.count("has 2") == 3
+    pools = tmp_path / "pools"
+    lost = pools / "run%2Frank-1-of-2.portus"
+    aside = lost.rename(tmp_path / "aside")
+    assert portus.mend(pools, uncommitted=True) == [], "a lost pool may come back"
+    aside.rename(lost)
+    removed = sorted(portus.mend(pools, uncommitted=True))
+    names = ["meta.pt", "rank-0-of-2.shard", "rank-1-of-2.shard"]
+    assert removed == [str(tmp_path / "3" / name) for name in names]
+    assert sorted(path.name for path in (tmp_path / "2").iterdir()) == names
+
+
+def test_a_lost_pool_of_one_rank_is_reported_as_that(saved: Path, tmp_path: Path) -> None:
+    copied(saved, tmp_path)
     (tmp_path / "fsdp%2Frank-2-of-4.portus").unlink()
     with pytest.raises(portus.UsageError, match=r"step 2 of 4 ranks is not complete.* those of 2 "):
         PortusStorageReader(tmp_path, "fsdp").read_metadata()
 
 
 def test_a_damaged_shard_is_named_with_its_rank(saved: Path, tmp_path: Path) -> None:
-    for path in (saved / "pools").glob("fsdp*.portus"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    place, info = groups(tmp_path, "fsdp")[-1].parts[3]
-    with portus.open(place) as pool:
-        whole: Any = pool.load(info.model, info.step)
-    shard = max(
-        (each for each in whole["items"].values() if isinstance(each, torch.Tensor)),
-        key=lambda tensor: tensor.nbytes,
-    )
-    data = bytearray(Path(place).read_bytes())
-    at = data.index(shard.numpy().tobytes())
-    data[at : at + 4] = b"\xff\xff\xff\xff"
-    Path(place).write_bytes(data)
-    reader = PortusStorageReader(tmp_path, "fsdp")
-    state: dict[str, Any] = {}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            state[name] = torch.zeros(entry.size)
+    damage_shard(copied(saved, tmp_path), 3)
     with pytest.raises(CheckpointException, match=r"step 2 of 4 ranks, the part of rank 3"):
-        dcp.load(state, storage_reader=reader)
+        dcp.load(
+            whole_state(tmp_path), storage_reader=PortusStorageReader(tmp_path, "fsdp", step=2)
+        )
 
 
 def test_a_part_can_be_loaded_by_name(saved: Path) -> None:

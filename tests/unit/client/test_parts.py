@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 import portus
-from portus.client.keeper import keeper_of
+from portus.client.keeper import Keeper, keeper_of
+from portus.index.directory import WRITERS
+from portus.media.local import LocalFiles
 
 State = dict[str, Any]
 
@@ -166,3 +169,37 @@ def test_a_part_that_was_never_committed_is_never_taken_from_another_step(run: P
 
 def test_mending_what_is_not_there_does_nothing(run: Path) -> None:
     assert portus.mend(run / "nothing", uncommitted=True) == []
+
+
+class Slow(LocalFiles):
+    """Between the link of a reference file and its name something else happens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def link(self, source: str, target: str) -> None:
+        if not target.endswith(".new"):
+            self.reached.set()
+            self.go_on.wait(10)
+        super().link(source, target)
+
+
+def test_a_file_that_is_being_placed_is_not_taken_for_a_deleted_one(run: Path) -> None:
+    with portus.Checkpointer(run / ".portus", "run") as trainer:
+        save(trainer, run / "one", 1).wait()
+        files, writer = Slow(), WRITERS.open(trainer.path)
+        keeper = Keeper(trainer.path, writer, files)
+        place = (str(run / "coming"), bytes(15) + b"x", 2, "run")
+        placing = threading.Thread(target=keeper.place, args=place)
+        looking = threading.Thread(target=keeper.deleted)
+        placing.start()
+        assert files.reached.wait(10)
+        looking.start()
+        looking.join(0.2)  # all the time it needs, if nothing holds it up
+        files.go_on.set()
+        placing.join()
+        looking.join()
+        assert portus.is_reference(run / "coming")
+        WRITERS.close(writer)

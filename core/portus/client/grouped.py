@@ -1,0 +1,266 @@
+"""Groups in pool directories: which there are, which one a load takes, and why not another.
+
+Loads take complete groups only. What stands in the way of one is said rank by rank: a pool file
+that is not there, one that cannot be read, one that never committed this save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from portus.client import reference as files_of
+from portus.client import restore, view
+from portus.client.resolve import AWAITED_S_MAX, POOLS, pool_file_of
+from portus.client.view import PoolFile
+from portus.errors import CorruptionError, MediumError, PortusError, UsageError
+from portus.format.reference import Reference
+from portus.index.directory import pool_file, pool_files
+from portus.index.groups import ID_SIZE, Group, groups_of, part_model, part_of
+from portus.spec import VersionInfo
+
+_log: Final = logging.getLogger("portus")
+
+_SHARD: Final = re.compile(r"rank-(?:0|[1-9][0-9]{0,6})-of-[1-9][0-9]{0,6}\.shard")
+_STOCK: Final = ".metadata"
+"""What torch's own storage writes last into a checkpoint directory."""
+
+_NAMED_MAX: Final = 8
+"""Ranks that a message tells about."""
+
+_POLL_S: Final = 0.02
+
+
+@dataclass(slots=True)
+class Census:
+    """What the pool files of a directory hold now.
+
+    groups: newest last. held: by the name of a rank's part, the steps it has. unreadable: by
+    path, why a pool file could not be read.
+    """
+
+    place: str
+    groups: list[Group]
+    held: dict[str, list[int]] = field(default_factory=dict)
+    unreadable: dict[str, PortusError] = field(default_factory=dict)
+
+
+def census(place: str, model: str | None = None) -> Census:
+    """Look at every pool file of a directory. A damaged one is in ``unreadable``.
+
+    Raises ``UsageError`` if there is no pool of this name.
+    """
+    infos: list[tuple[str, VersionInfo]] = []
+    found = Census(place, [])
+    for path in pool_files(place):
+        try:
+            with contextlib.closing(PoolFile(path)) as file:
+                infos += [(path, info) for info in file.versions()]
+        except (CorruptionError, MediumError) as error:
+            found.unreadable[path] = error
+    found.groups = groups_of(infos, model)
+    for _, info in infos:
+        found.held.setdefault(info.model, []).append(info.step)
+    return found
+
+
+def chosen(
+    found: Census,
+    model: str,
+    step: int | None,
+    *,
+    ids: Collection[bytes] | None = None,
+    but: Collection[bytes] = (),
+) -> Group:
+    """The newest complete group, of a step or of any.
+
+    ids: only these groups. but: not these, which turned out to be damaged. Raises ``UsageError``
+    that says what is missing of each rank if there is none.
+    """
+    fitting = [group for group in found.groups if group.model == model and group.id not in but]
+    fitting = [group for group in fitting if step is None or group.step == step]
+    fitting = [group for group in fitting if ids is None or group.id in ids]
+    complete = [group for group in fitting if group.is_complete]
+    if complete:
+        return complete[-1]
+    if fitting:
+        raise UsageError(_incomplete(found, fitting[-1]))
+    if but:
+        raise UsageError(f"{found.place}: no other complete group of model {model!r} is there")
+    steps = sorted({group.step for group in found.groups if group.is_complete})
+    unread = [f"{path} cannot be read: {error}" for path, error in found.unreadable.items()]
+    raise UsageError(
+        f"{found.place}: no group of model {model!r}"
+        + (f" has step {step}; there are steps {steps}" if steps else "; nothing sharded is there")
+        + (f". {'; '.join(unread[:_NAMED_MAX])}" if unread else "")
+    )
+
+
+def _incomplete(found: Census, group: Group) -> str:
+    told = [_why_missing(found, group, rank) for rank in group.missing[:_NAMED_MAX]]
+    more = [f"{len(group.missing) - _NAMED_MAX} more"] if len(group.missing) > _NAMED_MAX else []
+    return (
+        f"{name_of(group)} is not complete: of {group.count} ranks, those of "
+        f"{few(group.missing)} are not in {found.place}; and there is no older complete group "
+        f"to load instead. {'; '.join(told + more)}"
+    )
+
+
+def _why_missing(found: Census, group: Group, rank: int) -> str:
+    part = part_model(group.model, rank, group.count)
+    path = pool_file(found.place, part)
+    if path in found.unreadable:
+        return f"rank {rank}: its pool cannot be read: {found.unreadable[path]}"
+    if part in found.held:
+        steps = found.held[part][-_NAMED_MAX:]
+        return f"rank {rank}: its pool {path} has steps {steps}, this save was not committed there"
+    if os.path.exists(path):
+        return f"rank {rank}: its pool {path} is empty, this save was not committed there"
+    return f"rank {rank}: its pool file {path} is not there: lost, or on another file system"
+
+
+def name_of(group: Group) -> str:
+    """A group, for people."""
+    return f"model {group.model!r}, step {group.step} of {group.count} ranks"
+
+
+def few(ranks: list[int]) -> str:
+    """Ranks, for people."""
+    more = f" and {len(ranks) - _NAMED_MAX} more" if len(ranks) > _NAMED_MAX else ""
+    return ", ".join(map(str, ranks[:_NAMED_MAX])) + more
+
+
+def load_part(group: Group, rank: int, keep: Callable[[str], bool]) -> dict[str, Any]:
+    """What a rank's part holds at the key paths to ``keep``, verified.
+
+    Raises as loads do; ``CorruptionError`` names model, step and rank too.
+    """
+    with _part(group, rank) as (file, info):
+        entry = view.of_token(file.reader.catalogue(), info.token)
+        content = restore.load_where(file.reader, entry, keep)
+        if not isinstance(content, dict):
+            raise CorruptionError("its state is no dict")
+        return content
+
+
+def check_part(group: Group, rank: int, keep: Callable[[str], bool]) -> None:
+    """Read and check those bytes, and give nothing back. Raises as ``load_part``."""
+    with _part(group, rank) as (file, info):
+        entry = view.of_token(file.reader.catalogue(), info.token)
+        restore.check_where(file.reader, entry, keep)
+
+
+@contextlib.contextmanager
+def _part(group: Group, rank: int) -> Iterator[tuple[PoolFile, VersionInfo]]:
+    path, info = group.parts[rank]
+    try:
+        with contextlib.closing(PoolFile(path)) as file:
+            yield file, info
+    except CorruptionError as error:
+        raise CorruptionError(f"{name_of(group)}, the part of rank {rank}: {error}") from error
+
+
+# Checkpoint directories: each rank has a reference to its part in it.
+
+
+def shard_name(rank: int, count: int) -> str:
+    """The name of the reference to a rank's part in a checkpoint directory."""
+    return f"rank-{rank}-of-{count}.shard"
+
+
+def shards_at(directory: str) -> list[Reference]:
+    """The references to parts in a checkpoint directory, newest first.
+
+    None where torch's own storage, or nobody, wrote into it last. Raises ``CorruptionError`` for
+    a damaged reference.
+    """
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    paths = [os.path.join(directory, name) for name in names if _SHARD.fullmatch(name)]
+    found = [reference for path in paths if (reference := files_of.read(path)) is not None]
+    found.sort(key=lambda reference: -reference.written_ns)
+    with contextlib.suppress(OSError):
+        stock_ns = os.stat(os.path.join(directory, _STOCK)).st_mtime_ns
+        if found and stock_ns > found[0].written_ns:
+            return []
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """What a checkpoint directory leads to: groups of a model, by id, in a pool directory."""
+
+    place: str
+    model: str
+    ids: tuple[bytes, ...]
+
+
+def directory_at(path: str) -> Directory | None:
+    """What the checkpoint directory at ``path`` leads to; None if it is not one of Portus.
+
+    Waits for what this process saves there, and, for a limited time, for other ranks that are
+    about to commit. Raises ``UsageError`` for a pool that may not be opened.
+    """
+    references = shards_at(path)
+    if not references:
+        return None
+    for reference in references:
+        for pool in POOLS.open_ones():
+            pool.settle(None, bytes.fromhex(reference.token))
+    references = shards_at(path) or references
+    model, _, count = _part_named(path, references[0])
+    place = _place_of(path, references)
+    ids = dict.fromkeys(bytes.fromhex(each.token)[:ID_SIZE] for each in references)
+    found = Directory(place, model, tuple(ids))
+    _await(found, count, references[0].written_ns)
+    return found
+
+
+def _part_named(path: str, reference: Reference) -> tuple[str, int, int]:
+    part = part_of(reference.model)
+    if part is None:
+        raise CorruptionError(f"{path}: {reference.model!r} is not the name of a rank's part")
+    return part
+
+
+def _place_of(path: str, references: list[Reference]) -> str:
+    """The pool directory of the first reference whose pool is there: one may be lost."""
+    problem: UsageError | None = None
+    for reference in references:
+        _, rank, count = _part_named(path, reference)
+        try:
+            return os.path.dirname(pool_file_of(os.path.join(path, shard_name(rank, count))))
+        except UsageError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _await(directory: Directory, count: int, written_ns: int) -> None:
+    """Return once the newest group is complete, or none of its missing ranks is saving."""
+    while 0 <= time.time() - written_ns / 1e9 < AWAITED_S_MAX:
+        groups = [g for g in census(directory.place).groups if g.id == directory.ids[0]]
+        missing = groups[0].missing if groups else list(range(count))
+        paths = [
+            pool_file(directory.place, part_model(directory.model, each, count)) for each in missing
+        ]
+        if not any(map(has_writer, paths)):
+            return
+        time.sleep(_POLL_S)
+
+
+def has_writer(path: str) -> bool:
+    """True while somebody has the pool file at ``path`` open for saving."""
+    try:
+        with contextlib.closing(PoolFile(path)) as file:
+            return file.has_writer()
+    except PortusError:
+        return False

@@ -1,0 +1,152 @@
+"""Sharded checkpoints of Lightning's strategies: ``ModelParallelStrategy`` and ``FSDPStrategy``.
+
+These save with ``torch.distributed.checkpoint``, by themselves, and never ask the plugin. So the
+companion puts ``save_checkpoint`` and ``load_checkpoint`` of the Trainer's strategy here, on the
+instance, where the plugin is a ``PortusIO``. Which states are saved, by what names and at which
+paths, stays as it was: what either of the two saved, stock Lightning's names lead to.
+
+At a checkpoint's path is a directory, as with stock Lightning, of small reference files: one for
+each rank, and ``meta.pt``, which leads to what is not sharded. A directory that stock Lightning
+wrote is loaded by its own code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import portus
+from portus.dcp import PortusStorageReader, load
+from portus_lightning import stock
+
+META: Final = "meta.pt"
+"""Where Lightning keeps what is not sharded; it looks for this file."""
+
+
+class Saves(Protocol):
+    """Starts to save shards, to a directory, with what is not sharded."""
+
+    def __call__(
+        self, shards: dict[str, Any], path: str, rest: dict[str, Any], *, is_first: bool
+    ) -> None:
+        """On every rank. Raises ``UsageError`` for what cannot be stored, on all ranks."""
+
+
+def is_sharded(strategy: Any) -> bool:
+    """True if the strategy, one of the two, is to save shards, and not one whole state."""
+    if hasattr(strategy, "_save_distributed_checkpoint"):
+        return bool(strategy._save_distributed_checkpoint)
+    return getattr(strategy, "_state_dict_type", "full") == "sharded"
+
+
+def attach(strategy: Any, is_on: Callable[[], bool], save: Saves | None) -> None:
+    """Let ``strategy`` load sharded checkpoints of Portus, and make such, by ``save``.
+
+    A second call replaces what the first one did: a Trainer may be used again.
+    """
+    is_fsdp2 = hasattr(strategy, "_save_distributed_checkpoint")
+    own = _Sharded(strategy, "state_dict" if is_fsdp2 else "model", is_on, save)
+    strategy.load_checkpoint = own.load_checkpoint
+    if save is not None and is_sharded(strategy):
+        strategy.save_checkpoint = own.save_checkpoint
+        if is_fsdp2:  # the live shards, in place of copies of them on the CPU
+            strategy.lightning_module_state_dict = own.lightning_module_state_dict
+            strategy.optimizer_state = own.optimizer_state
+
+
+class _Sharded:
+    """The methods that a strategy gets."""
+
+    def __init__(
+        self, strategy: Any, key: str, is_on: Callable[[], bool], save: Saves | None
+    ) -> None:
+        self._strategy: Final = strategy
+        self._key: Final = key
+        self._is_on: Final = is_on
+        self._save: Final = save
+
+    def _stock(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(type(self._strategy), name)
+        return functools.partial(method, self._strategy)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """In place of the strategy's."""
+        path = stock.local_path(self._strategy.broadcast(filepath))
+        if path is None or storage_options is not None or not self._is_on() or not self._save:
+            self._stock("save_checkpoint")(checkpoint, filepath, storage_options)
+            return
+        states = checkpoint.get("optimizer_states", [])
+        shards = {self._key: checkpoint["state_dict"]}
+        shards.update({f"optimizer_{index}": state for index, state in enumerate(states)})
+        rest = {
+            key: value
+            for key, value in checkpoint.items()
+            if key not in ("state_dict", "optimizer_states")
+        }
+        if self._strategy.global_rank == 0:
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                os.unlink(path)  # as Lightning does: a directory takes the place of a file
+        try:
+            self._save(shards, path, rest, is_first=self._strategy.global_rank == 0)
+        except portus.UsageError as error:
+            stock.say_once(
+                f"Portus cannot store this checkpoint, Lightning saves it instead: {error}"
+            )
+            self._stock("save_checkpoint")(checkpoint, filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, *more: Any, **named: Any) -> dict[str, Any]:
+        """In place of the strategy's."""
+        path = stock.local_path(self._strategy.broadcast(checkpoint_path))
+        reader = None if path is None else PortusStorageReader.at(path)
+        if reader is None:
+            result = self._stock("load_checkpoint")(checkpoint_path, *more, **named)
+            assert isinstance(result, dict)
+            return result
+        self._load(reader)
+        rest = reader.file(META)
+        assert isinstance(rest, dict)
+        return rest
+
+    def _load(self, reader: PortusStorageReader) -> None:
+        from torch.distributed.checkpoint import state_dict as of_torch
+
+        model, module = self._strategy.model, self._strategy.lightning_module
+        is_fitting = module.trainer.state.fn == "fit"
+        optimizers = list(self._strategy.optimizers) if is_fitting else []
+        state: dict[str, Any] = {self._key: of_torch.get_model_state_dict(model)}
+        for index, optimizer in enumerate(optimizers):
+            name = f"optimizer_{index}"
+            state[name] = of_torch.get_optimizer_state_dict(model, optimizer)
+        load(state, reader)
+        options = of_torch.StateDictOptions(strict=module.strict_loading)
+        of_torch.set_model_state_dict(model, state[self._key], options=options)
+        for index, optimizer in enumerate(optimizers):
+            of_torch.set_optimizer_state_dict(
+                model, optimizer, optim_state_dict=state[f"optimizer_{index}"]
+            )
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """In place of the strategy's."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        if not self._is_on():
+            result = self._stock("lightning_module_state_dict")()
+            assert isinstance(result, dict)
+            return result
+        return get_model_state_dict(self._strategy.model)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """In place of the strategy's."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        if not self._is_on():
+            result = self._stock("optimizer_state")(optimizer)
+            assert isinstance(result, dict)
+            return result
+        inner = getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps it
+        return dict(get_optimizer_state_dict(self._strategy.model, inner))

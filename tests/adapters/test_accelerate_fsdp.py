@@ -1,0 +1,107 @@
+"""FSDP2 states of two processes under Accelerate's own ``save_state`` and ``load_state``.
+
+Accelerate takes FSDP for GPUs only, so ``fsdp_script`` tells it that a model it sharded over CPUs
+is one; what is not Accelerate's own here is its ``prepare``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import portus
+from portus.dcp import groups
+
+SCRIPT = Path(__file__).with_name("fsdp_script.py")
+TWO = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
+pytestmark = pytest.mark.timeout(240)
+
+
+def run(root: Path, site: Path, *arguments: object, flag: bool = True, **more: str) -> str:
+    """The script in ``root``, on two processes; what it said."""
+    root.mkdir(exist_ok=True)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}
+    extra = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site), **more}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", *TWO, "--rdzv-endpoint=localhost:0", str(SCRIPT)),
+            *("--root", str(root), *map(str, arguments)),
+        ],
+        env={**clean, **extra, **({"PORTUS_ACCELERATE": "1"} if flag else {})},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    killed = "--kill-after" in arguments
+    assert (done.returncode == 0) != killed, done.stderr[-6000:]
+    return done.stderr
+
+
+def losses(root: Path, rank: int) -> list[str]:
+    return (root / f"losses-{rank}.txt").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Path:
+    """What happens without Portus."""
+    root = tmp_path_factory.mktemp("stock")
+    run(root, installed, flag=False)
+    assert (root / "checkpoints/checkpoint_0/pytorch_model_fsdp_0/.metadata").exists()
+    assert not (root / ".portus").exists()
+    return root
+
+
+def test_killed_in_a_save_and_resumed_is_as_if_it_had_not_been(
+    stock: Path, tmp_path: Path, installed: Path
+) -> None:
+    run(tmp_path, installed, "--kill-after", 4, "--limit", 2)
+    said = run(tmp_path, installed, "--limit", 2)
+    assert "sharded checkpoints stay in the pool" in said
+    for rank in (0, 1):
+        assert set(losses(tmp_path, rank)) == set(losses(stock, rank))
+    found = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert found == ["checkpoint_4", "checkpoint_5"], "total_limit"
+    newest = tmp_path / "checkpoints/checkpoint_5"
+    assert sorted(os.listdir(newest)) == [
+        "custom_checkpoint_0.pkl",
+        "random_states_0.pkl",
+        "random_states_1.pkl",
+        "rank-0-of-2.shard",
+        "rank-1-of-2.shard",
+        "scheduler.bin",
+    ]
+    assert all(portus.is_reference(path) for path in newest.iterdir())
+    complete = [group.step for group in groups(tmp_path / ".portus") if group.is_complete]
+    assert complete[-2:] == [4, 5]
+
+
+@pytest.mark.long
+def test_stock_checkpoints_load_with_the_flag_and_those_of_portus_when_it_is_off_for_saves(
+    stock: Path, tmp_path: Path, installed: Path
+) -> None:
+    run(tmp_path, installed, "--kill-after", 3, flag=False)
+    run(tmp_path, installed)
+    for rank in (0, 1):
+        assert set(losses(tmp_path, rank)) == set(losses(stock, rank))
+
+
+@pytest.mark.long
+def test_full_states_of_fsdp_are_one_version_of_the_main_process(
+    tmp_path: Path, installed: Path
+) -> None:
+    kind = ("--kind", "FULL_STATE_DICT")
+    run(tmp_path / "stock", installed, *kind, flag=False)
+    run(tmp_path / "on", installed, *kind, "--kill-after", 3)
+    run(tmp_path / "on", installed, *kind)
+    for rank in (0, 1):
+        assert set(losses(tmp_path / "on", rank)) == set(losses(tmp_path / "stock", rank))
+    with portus.open(tmp_path / "on/.portus") as pool:
+        assert pool.models() == ["on"]
+    newest = tmp_path / "on/checkpoints/checkpoint_5"
+    assert not portus.is_reference(newest / "pytorch_model_fsdp.bin"), "materialised at the end"

@@ -1,0 +1,108 @@
+"""``ModelParallelStrategy``: sharded checkpoints of two processes go through the pool.
+
+FSDP2 over gloo on CPUs. ``FSDPStrategy`` wants a GPU, and is tested where there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import portus
+from portus.dcp import groups
+from tests.adapters.tiny import same
+
+SCRIPT = Path(__file__).with_name("sharded_lightning.py")
+REPOSITORY = SCRIPT.parents[2]
+pytestmark = pytest.mark.timeout(300)
+
+
+def run(root: Path, site: Path, *arguments: str, dies: bool = False, **more: str) -> str:
+    """The program in ``root``; what it said."""
+    root.mkdir(exist_ok=True)
+    places = os.pathsep.join([str(site), str(REPOSITORY), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": places, **more},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert (done.returncode != 0) == dies, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stderr
+
+
+def results(root: Path, name: str) -> list[dict[str, Any]]:
+    """By rank, what was drawn and the parameters at the end."""
+    return [torch.load(root / f"{name}-{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+def assert_goes_on(resumed: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
+    """The same draws from there on, and the same bits at the end."""
+    for found, expected in zip(resumed, whole, strict=True):
+        first = found["drawn"][0][0]
+        assert 0 < first < 6
+        assert found["drawn"] == [each for each in expected["drawn"] if each[0] >= first]
+        assert same(found["model"], expected["model"])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Path:
+    """A run that nobody interrupts, with every checkpoint kept."""
+    root = tmp_path_factory.mktemp("whole")
+    said = run(root, installed, "whole")
+    assert "do NOT go through Portus" not in said
+    assert "sharded checkpoints stay in the pool" in said
+    return root
+
+
+def test_a_rank_killed_right_after_a_save_resumes_by_last_bit_for_bit(
+    whole: Path, tmp_path: Path, installed: Path
+) -> None:
+    last = whole / "ckpt/last.ckpt"
+    assert sorted(os.listdir(last)) == ["meta.pt", "rank-0-of-2.shard", "rank-1-of-2.shard"]
+    assert all(portus.is_reference(path) for path in last.iterdir())
+    assert torch.load(last / "meta.pt")["global_step"] == 6
+    assert {group.step for group in groups(whole / ".portus") if group.is_complete} == {
+        *range(1, 7)
+    }
+    run(tmp_path, installed, "killed", "--kill-at", "3", dies=True)
+    run(tmp_path, installed, "resumed", "--resume", "last", "--top-k", "2")
+    assert_goes_on(results(tmp_path, "resumed"), results(whole, "whole"))
+    kept = sorted(each.name for each in (tmp_path / "ckpt").glob("step=[4-6].ckpt"))
+    assert kept == ["step=5.ckpt", "step=6.ckpt"], "what save_top_k removed is gone"
+
+
+@pytest.mark.long
+def test_it_resumes_from_a_path_and_stock_lightning_trains_the_same(
+    whole: Path, tmp_path: Path, installed: Path
+) -> None:
+    run(tmp_path, installed, "resumed", "--resume", str(whole / "ckpt/step=3.ckpt"))
+    assert_goes_on(results(tmp_path, "resumed"), results(whole, "whole"))
+    run(tmp_path, installed, "stock", "--stock")
+    stock, ours = results(tmp_path, "stock"), results(whole, "whole")
+    assert all(same(a["model"], b["model"]) for a, b in zip(stock, ours, strict=True))
+
+
+@pytest.mark.long
+def test_switched_off_it_saves_as_stock_does_and_loads_what_both_saved(
+    whole: Path, tmp_path: Path, installed: Path
+) -> None:
+    path = str(whole / "ckpt/step=3.ckpt")
+    run(tmp_path, installed, "off", "--resume", path, PORTUS_DISABLE="1")
+    assert_goes_on(results(tmp_path, "off"), results(whole, "whole"))
+    assert (tmp_path / "ckpt/step=4.ckpt/.metadata").exists()
+    assert not (tmp_path / ".portus").exists()
+    run(tmp_path, installed, "on", "--resume", str(tmp_path / "ckpt/step=4.ckpt"))
+    # Stock Lightning saved no generators: the draws differ, the steps go on.
+    assert results(tmp_path, "on")[0]["drawn"][0][0] == 4
+    assert (tmp_path / "ckpt/last.ckpt/rank-0-of-2.shard").exists()
+    assert not (tmp_path / "ckpt/last.ckpt/.metadata").exists(), "it would be taken for the newest"
