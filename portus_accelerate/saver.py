@@ -23,7 +23,7 @@ import portus
 from portus_accelerate import intent, place, resume
 from portus_accelerate.capture import Capture, capturing
 from portus_accelerate.peers import Peers
-from portus_accelerate.settings import Settings
+from portus_accelerate.settings import Settings, is_disabled
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -62,7 +62,7 @@ class Saver:
 
     def is_on(self) -> bool:
         """False where checkpoints are left to Accelerate."""
-        if os.environ.get("PORTUS_DISABLE", "") not in ("", "0"):
+        if is_disabled():
             return False
         if sys.platform != "linux":
             _say_once(f"Portus saves on Linux only; on {sys.platform} Accelerate saves by itself")
