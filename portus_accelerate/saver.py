@@ -22,6 +22,7 @@ from accelerate.utils import other
 import portus
 from portus_accelerate import intent, place, resume
 from portus_accelerate.capture import Capture, capturing
+from portus_accelerate.origin import of_others, of_this, origin_of
 from portus_accelerate.peers import Peers
 from portus_accelerate.settings import Settings, is_disabled
 
@@ -155,7 +156,9 @@ class Saver:
         elif os.path.isfile(path):
             with contextlib.suppress(Exception):  # stock Accelerate goes on without it, too
                 states = getattr(other, "load", torch.load)(path)
-        resume.go_back(self._accelerator, states.get(resume.KEY) if states else None)
+        saved = states.get(resume.KEY) if states else None
+        self._say_of_others(directory, saved)
+        resume.go_back(self._accelerator, saved)
 
     def finish(self) -> None:
         """Training ends: what is in flight ends too, or is reported. Later saves are durable when
@@ -287,10 +290,31 @@ class Saver:
     # Loading.
 
     def _load(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
-        if directory is not None:
-            pool, _ = self._pool_of(os.path.abspath(directory))
-            self._mend([pool], uncommitted=False)
-        return stock(directory)
+        if directory is None:
+            return stock(directory)
+        pool, _ = self._pool_of(os.path.abspath(directory))
+        self._mend([pool], uncommitted=False)
+        origin = origin_of(directory)
+        try:
+            return stock(directory)
+        except (RuntimeError, ValueError, FileNotFoundError) as error:
+            if origin is None:
+                raise
+            said = of_this(error, origin, self._accelerator.process_index)
+            if said is error:
+                raise
+            raise said from error
+
+    def _say_of_others(self, directory: str, saved: Any) -> None:
+        """Warn if this process does not go on where it was."""
+        origin = origin_of(directory)
+        if origin is None or (saved and "processes" not in saved):  # saved by an older Portus
+            return
+        count = saved["processes"] if saved else None
+        state = self._accelerator
+        said = of_others(origin, state.process_index, count, state.num_processes)
+        if said is not None:
+            _log.warning("Portus: %s", said)
 
     def _mend_all(self) -> None:
         """Remove checkpoints that were never committed: they would be taken for the newest."""
