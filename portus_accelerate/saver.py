@@ -22,7 +22,7 @@ from accelerate.utils import other
 import portus
 from portus_accelerate import intent, place, resume
 from portus_accelerate.capture import Capture, capturing
-from portus_accelerate.origin import of_others, of_this, origin_of
+from portus_accelerate.origin import of_others, origin_of, saying_of_what
 from portus_accelerate.peers import Peers
 from portus_accelerate.settings import Settings, is_disabled
 
@@ -129,6 +129,7 @@ class Saver:
 
     def load_state(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
         """Let ``stock`` load a directory. If none is named, the newest that can be loaded."""
+        stock = saying_of_what(stock, self._accelerator.process_index)
         if self._checkpointer is not None:
             self._checkpointer.wait()
         project = self._accelerator.project_configuration
@@ -290,20 +291,10 @@ class Saver:
     # Loading.
 
     def _load(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
-        if directory is None:
-            return stock(directory)
-        pool, _ = self._pool_of(os.path.abspath(directory))
-        self._mend([pool], uncommitted=False)
-        origin = origin_of(directory)
-        try:
-            return stock(directory)
-        except (RuntimeError, ValueError, FileNotFoundError) as error:
-            if origin is None:
-                raise
-            said = of_this(error, origin, self._accelerator.process_index)
-            if said is error:
-                raise
-            raise said from error
+        if directory is not None:
+            pool, _ = self._pool_of(os.path.abspath(directory))
+            self._mend([pool], uncommitted=False)
+        return stock(directory)
 
     def _say_of_others(self, directory: str, saved: Any) -> None:
         """Warn if this process does not go on where it was."""
