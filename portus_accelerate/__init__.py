@@ -4,21 +4,48 @@ Three ways to say it: ``portus_config:`` in the YAML of ``accelerate launch``; t
 variable ``PORTUS_ACCELERATE=1`` for any other launcher; ``accelerate launch -m
 portus_accelerate.run train.py``. Or by hand, in the script: ``portus_accelerate.enable(...)``.
 
-Names are imported on first use: this module is loaded by every program that imports torch.
+Names are imported on first use: this module is loaded by every program that imports torch. It is
+small for another reason too: torch's import fails if this module does, and only then.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from portus_accelerate.patch import enable as enable
-    from portus_accelerate.patch import status as status
+    from portus_accelerate.standing import status as status
 
 __all__ = ["enable", "status"]
 
-_MODULE_OF: Final = {"enable": "portus_accelerate.patch", "status": "portus_accelerate.patch"}
+FLAG: Final = "PORTUS_ACCELERATE"
+
+_MODULE_OF: Final = {"enable": "portus_accelerate.patch", "status": "portus_accelerate.standing"}
+
+
+def is_on() -> bool:
+    """True if the environment says that Portus saves for Accelerate."""
+    return os.environ.get(FLAG, "").lower() not in ("", "0", "false", "no", "off")
+
+
+def register() -> None:
+    """The entry point ``torch.backends``: torch calls it at the end of ``import torch``, in every
+    program on a machine with Portus. So it must be fast, and never raise, whatever is wrong with
+    the rest of the package. What is wrong is said where the flag is on."""
+    try:
+        if is_on() or _is_launcher():
+            importlib.import_module("portus_accelerate.autoload").register()
+    except Exception as error:  # a damaged file, too: import torch must go on
+        if is_on():
+            sys.stderr.write(f"portus: the flag for Accelerate has no effect: {error!r}\n")
+
+
+def _is_launcher() -> bool:
+    """True in the process of ``accelerate launch``, by whatever name it was started."""
+    return any("accelerate" in os.path.basename(each) for each in sys.orig_argv[:4])
 
 
 def __getattr__(name: str) -> object:

@@ -1,37 +1,31 @@
-"""The entry point ``torch.backends``: what makes the flag work with an unchanged script.
+"""What makes the flag work with an unchanged script.
 
-torch calls ``register`` at the end of ``import torch``, in every program on a machine with Portus.
-So it must be fast, import next to nothing, and never raise. Where the flag is off it does nothing;
-where it is on it waits for Accelerate to be imported, and hands over to ``patch``. In the process
-of ``accelerate launch`` it waits for the code that reads the YAML, which refuses unknown keys.
+torch calls ``portus_accelerate.register`` at the end of ``import torch``, in every program on a
+machine with Portus. Where the flag is off that does nothing; where it is on it calls ``register``
+here, which waits for Accelerate to be imported, and hands over to ``patch``. In the process of
+``accelerate launch`` it waits for the code that reads the YAML, which refuses unknown keys.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from typing import Final
 
-FLAG: Final = "PORTUS_ACCELERATE"
+from portus_accelerate import is_on
+
+failures: Final[list[str]] = []
+"""Why handing over failed in this process."""
 
 
 def register() -> None:
     """See the module."""
-    try:
-        if is_on():
-            watch("accelerate.accelerator", "Accelerator", "portus_accelerate.patch")
-            watch("transformers.trainer", "Trainer", "portus_accelerate.trainer")
-        elif _is_launcher(sys.orig_argv):
-            place = "accelerate.commands.config.config_args"
-            watch(place, "ClusterConfig", "portus_accelerate.launching")
-    except Exception:  # see the module: import torch must go on whatever happens
-        return
-
-
-def is_on() -> bool:
-    """True if the environment says that Portus saves for Accelerate."""
-    return os.environ.get(FLAG, "").lower() not in ("", "0", "false", "no", "off")
+    if is_on():
+        watch("accelerate.accelerator", "Accelerator", "portus_accelerate.patch")
+        watch("transformers.trainer", "Trainer", "portus_accelerate.trainer")
+    else:
+        place = "accelerate.commands.config.config_args"
+        watch(place, "ClusterConfig", "portus_accelerate.launching")
 
 
 def watch(module: str, name: str, hook: str) -> None:
@@ -65,9 +59,10 @@ class _Watcher:
         try:
             importlib.import_module(self._hook).install()
         except Exception as error:  # stock behaviour goes on, and it is said
+            failures.append(f"{self._hook} could not be used: {error!r}")
             sys.stderr.write(f"portus: the flag for Accelerate has no effect: {error!r}\n")
 
 
-def _is_launcher(arguments: list[str]) -> bool:
-    """True in the process of ``accelerate launch``, by whatever name it was started."""
-    return any("accelerate" in os.path.basename(argument) for argument in arguments[:4])
+def is_waiting() -> bool:
+    """True if ``register`` was called with the flag on, and what it waits for did not come."""
+    return any(isinstance(each, _Watcher) for each in sys.meta_path)

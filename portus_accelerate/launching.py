@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any, Final
 
-from portus_accelerate.autoload import FLAG
+from portus_accelerate import FLAG
 from portus_accelerate.settings import VARIABLE, from_mapping, to_text
 
 KEY: Final = "portus_config"

@@ -25,9 +25,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import portus
-from portus_accelerate import autoload, capture, resume
+from portus_accelerate import capture, is_on, resume
 from portus_accelerate.saver import Saver
 from portus_accelerate.settings import from_environment, from_mapping
+from portus_accelerate.standing import ON, status, tell
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -37,33 +38,26 @@ NEWEST: Final = (1, 15)
 
 _SAVER: Final = "_portus_saver"
 
-_reason = "Accelerate was not imported, or the flag is off"
-
-
-def status() -> str:
-    """Whether Accelerate was told about Portus in this process; if not, why not. One line."""
-    return _reason
-
 
 def install() -> None:
     """Change the loaded Accelerate. A version outside the range is left alone, and that is said.
 
     Raises nothing that leaves Accelerate half changed.
     """
-    global _reason
     version = getattr(sys.modules["accelerate"], "__version__", "?")
     if not OLDEST <= _numbers(version)[:2] <= NEWEST:
-        _reason = (
+        reason = (
             f"Accelerate {version} is not one that this Portus knows "
             f"({_text(OLDEST)} to {_text(NEWEST)}): it saves checkpoints by itself"
         )
-        _log.warning("Portus: %s", _reason)
+        tell(reason)
+        _log.warning("Portus: %s", reason)
         return
     if is_installed():
         return
     for owner, name, value in _changes():  # all were made before the first is put in place
         setattr(owner, name, value)
-    _reason = f"on, for Accelerate {version}"
+    tell(f"{ON}for Accelerate {version}")
 
 
 def is_installed() -> bool:
@@ -80,7 +74,7 @@ def enable(accelerator: Any, **settings: Any) -> None:
     """
     install()
     if not is_installed():
-        raise portus.UsageError(_reason)
+        raise portus.UsageError(status())
     if _saver_of(accelerator) is None:
         chosen = from_mapping(settings, "portus_accelerate.enable")
         setattr(accelerator, _SAVER, Saver(accelerator, chosen))
@@ -119,7 +113,7 @@ def _made(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def __init__(self: Any, *positional: Any, **named: Any) -> None:  # noqa: N807
         stock(self, *positional, **named)
-        if autoload.is_on() and _SAVER not in self.__dict__:
+        if is_on() and _SAVER not in self.__dict__:
             setattr(self, _SAVER, Saver(self, from_environment()))
 
     return __init__

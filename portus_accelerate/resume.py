@@ -51,7 +51,11 @@ def positions(accelerator: Any, *, with_states: bool) -> dict[str, Any]:
     not the main process's."""
     loaders = accelerator._dataloaders
     active = accelerator.gradient_state.active_dataloader
-    found: dict[str, Any] = {"format": 1, "loaders": [_position(each) for each in loaders]}
+    found: dict[str, Any] = {
+        "format": 1,
+        "processes": accelerator.num_processes,
+        "loaders": [_position(each) for each in loaders],
+    }
     index = None if active is None else _index_of(active, loaders)
     if index is not None:
         epochs = getattr(active, "iteration", None)

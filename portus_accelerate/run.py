@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 
-from portus_accelerate import autoload
+from portus_accelerate import FLAG, is_on, register
 
 
 def main() -> None:
@@ -18,9 +18,9 @@ def main() -> None:
     arguments = sys.argv[1:]
     if not arguments or arguments == ["-m"]:
         sys.exit("usage: python -m portus_accelerate.run [-m] SCRIPT [ARGUMENT ...]")
-    if not autoload.is_on():  # else the entry point has seen to it
-        os.environ[autoload.FLAG] = "1"
-        autoload.register()
+    if not is_on():  # else the entry point has seen to it
+        os.environ[FLAG] = "1"
+        register()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -22,8 +22,9 @@ from accelerate.utils import other
 import portus
 from portus_accelerate import intent, place, resume, sharded
 from portus_accelerate.capture import Capture, capturing
+from portus_accelerate.origin import of_others, origin_of, saying_of_what
 from portus_accelerate.peers import Peers
-from portus_accelerate.settings import Settings
+from portus_accelerate.settings import Settings, is_disabled
 
 if TYPE_CHECKING:
     from portus.dcp import PortusStorageWriter
@@ -65,7 +66,7 @@ class Saver:
 
     def is_on(self) -> bool:
         """False where checkpoints are left to Accelerate."""
-        if os.environ.get("PORTUS_DISABLE", "") not in ("", "0"):
+        if is_disabled():
             return False
         if sys.platform != "linux":
             _say_once(f"Portus saves on Linux only; on {sys.platform} Accelerate saves by itself")
@@ -137,6 +138,7 @@ class Saver:
 
     def load_state(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
         """Let ``stock`` load a directory. If none is named, the newest that can be loaded."""
+        stock = saying_of_what(stock, self._accelerator.process_index)
         if self._checkpointer is not None:
             self._checkpointer.wait()
         if self._shards is not None:
@@ -166,7 +168,9 @@ class Saver:
         elif os.path.isfile(path):
             with contextlib.suppress(Exception):  # stock Accelerate goes on without it, too
                 states = getattr(other, "load", torch.load)(path)
-        resume.go_back(self._accelerator, states.get(resume.KEY) if states else None)
+        saved = states.get(resume.KEY) if states else None
+        self._say_of_others(directory, saved)
+        resume.go_back(self._accelerator, saved)
 
     def finish(self) -> None:
         """Training ends: what is in flight ends too, or is reported. Later saves are durable when
@@ -378,6 +382,17 @@ class Saver:
             return stock(directory)
         with sharded.reading(directory):
             return stock(directory)
+
+    def _say_of_others(self, directory: str, saved: Any) -> None:
+        """Warn if this process does not go on where it was."""
+        origin = origin_of(directory)
+        if origin is None or (saved and "processes" not in saved):  # saved by an older Portus
+            return
+        count = saved["processes"] if saved else None
+        state = self._accelerator
+        said = of_others(origin, state.process_index, count, state.num_processes)
+        if said is not None:
+            _log.warning("Portus: %s", said)
 
     def _mend_all(self) -> None:
         """Remove checkpoints that were never committed: they would be taken for the newest."""

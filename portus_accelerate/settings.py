@@ -40,6 +40,11 @@ class Settings:
             )
 
 
+def is_disabled() -> bool:
+    """True if the environment says that Portus is to save nothing."""
+    return os.environ.get("PORTUS_DISABLE", "") not in ("", "0")
+
+
 def from_mapping(values: Mapping[str, object], where: str) -> Settings:
     """Settings from a YAML or JSON object. Raises ``UsageError`` naming unknown keys."""
     known = {field.name for field in fields(Settings)}

@@ -1,4 +1,4 @@
-"""A tiny GPT, trained by Lightning on the source of Python's standard library.
+"""A small GPT, trained by Lightning on the source of Python's standard library, and killed.
 
     python recipes/gpt_tiny_lightning.py                  train; Portus is one line: plugins=[...]
     python recipes/gpt_tiny_lightning.py --resume PATH    go on from a checkpoint
@@ -21,92 +21,20 @@ import signal
 import statistics
 import subprocess
 import sys
-import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
-from torch import nn
-from torch.nn import functional
-from torch.utils.data import Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import portus
 from portus_lightning import PortusIO
-
-CONTEXT: Final = 96
-BATCH: Final = 8
-TEXT_BYTES: Final = 4 << 20
-
-
-class Text(Dataset[torch.Tensor]):
-    """Windows of CONTEXT + 1 bytes of the standard library's modules, one after another."""
-
-    def __init__(self) -> None:
-        library = Path(sysconfig.get_paths()["stdlib"])
-        text = b"".join(path.read_bytes() for path in sorted(library.glob("*.py")))[:TEXT_BYTES]
-        self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-    def __len__(self) -> int:
-        return (len(self._bytes) - 1) // CONTEXT
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self._bytes[index * CONTEXT : (index + 1) * CONTEXT + 1].long()
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and a dropout."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (batch, length, width)."""
-        batch, length, width = x.shape
-        parts = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, -1).unbind(2)
-        query, key, value = (part.transpose(1, 2) for part in parts)
-        dropout = self.dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True
-        )
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        grown: torch.Tensor = x + self.feed(self.norms[1](x))
-        return grown
-
-
-class TinyGPT(LightningModule):
-    """A GPT over bytes; 3.3 million parameters as it stands."""
-
-    def __init__(self, layers: int = 4, width: int = 256, heads: int = 4, dropout: float = 0.1):
-        super().__init__()
-        self.save_hyperparameters()
-        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
-        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
-        self.head.weight = self.tokens.weight  # tied, as in GPT-2
-
-    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-        inputs, targets = batch[:, :-1], batch[:, 1:]
-        x = self.tokens(inputs) + self.places.weight[: inputs.shape[1]]
-        logits = self.head(self.norm(self.blocks(x)))
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+from train_lightning import GPTModule, TextModule
 
 
 class LossCurve(Callback):
@@ -146,8 +74,6 @@ def train(
     """Train, with a checkpoint every ``every`` steps (0: none) below ``place``."""
     seed_everything(1, verbose=False)
     place.mkdir(parents=True, exist_ok=True)
-    # The shuffle and the position in it are part of the checkpoint.
-    loader = StatefulDataLoader(Text(), batch_size=BATCH, shuffle=True, num_workers=0)
     saving = ModelCheckpoint(
         place / "checkpoints", filename="{step}", every_n_train_steps=every, save_top_k=-1
     )
@@ -162,7 +88,12 @@ def train(
         callbacks=[*callbacks, *([saving] if every else [])],
         plugins=[io] if io else None,
     )
-    trainer.fit(TinyGPT(), loader, ckpt_path=resume, weights_only=False if resume else None)
+    trainer.fit(
+        GPTModule("demo"),
+        datamodule=TextModule("demo"),
+        ckpt_path=resume,
+        weights_only=False if resume else None,
+    )
     return trainer
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from portus.client.resolve import allow as allow
     from portus.client.resolve import is_reference as is_reference
     from portus.client.resolve import load_reference as load_reference
+    from portus.client.resolve import read_reference as read_reference
     from portus.client.view import PoolView as PoolView
     from portus.errors import AbandonedError as AbandonedError
     from portus.errors import BusyError as BusyError
@@ -66,6 +67,7 @@ _MODULE_OF: Final = {
     "mend": "portus.client.mend",
     "open": "portus.client.view:PoolView",
     "pack": "portus.client.pack",
+    "read_reference": "portus.client.resolve",
     "register_reference_loader": "portus._autoload",
     "this_is_a_reference_run_portus_materialize": "portus._autoload",
     "unpack": "portus.client.pack",

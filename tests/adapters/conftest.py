@@ -36,8 +36,10 @@ def _write_metadata(site: Path) -> None:
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: portus-checkpoint\n")
     # No TOML reader in Python 3.10; these tables are simple.
     tables = re.findall(
-        r'\[project\.entry-points\."(.+?)"\]\nportus = "(.+?)"', PROJECT.read_text()
+        r'^\[project\.entry-points\."(.+?)"\]\n((?:#.*\n|\w+ = ".+?"\n)+)',
+        PROJECT.read_text(),
+        re.MULTILINE,
     )
-    assert {group for group, _ in tables} >= set(GROUPS)
-    lines = [f"[{group}]\nportus = {place}\n" for group, place in tables]
+    assert {group for group, _ in tables} >= {*GROUPS, "torch.backends", "portus.doctor"}
+    lines = [f"[{group}]\n" + points.replace('"', "") for group, points in tables]
     (information / "entry_points.txt").write_text("\n".join(lines))

@@ -163,23 +163,64 @@ def test_the_yaml_of_accelerate_launch_turns_it_on(
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_10", "checkpoint_11"]
 
 
+def damaged(site: Path, broken: str, text: str) -> Path:
+    """A copy of the package in which the module ``broken`` is ``text``; its directory."""
+    package = site / "portus_accelerate"
+    package.mkdir(parents=True)
+    for file in Path(portus_accelerate.__file__).parent.glob("*.py"):
+        (package / file.name).write_text(text if file.stem == broken else file.read_text())
+    return site
+
+
 @pytest.mark.parametrize(
     "broken", ["patch", *(pytest.param(n, marks=pytest.mark.long) for n in ("saver", "settings"))]
 )
 def test_broken_inside_it_breaks_nothing(
     stock: list[str], tmp_path: Path, installed: Path, broken: str
 ) -> None:
-    package = tmp_path / "site" / "portus_accelerate"
-    package.mkdir(parents=True)
-    for file in Path(portus_accelerate.__file__).parent.glob("*.py"):
-        text = "raise RuntimeError('broken')" if file.stem == broken else file.read_text()
-        (package / file.name).write_text(text)
-    both = os.pathsep.join([str(tmp_path / "site"), str(installed)])
+    site = damaged(tmp_path / "site", broken, "raise RuntimeError('broken')")
+    both = os.pathsep.join([str(site), str(installed)])
     done = run(tmp_path / "run", Path(both), flag=True)
     assert done.returncode == 0, done.stderr
     assert "has no effect" in done.stderr
     assert not is_on(tmp_path / "run")
     assert losses(tmp_path / "run") == stock
+
+
+def imported(site: str, **variables: str) -> str:
+    """What importing torch and Accelerate in a process of its own says on stderr."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "import torch, accelerate; torch.ones(1)"],
+        env={**clean, "PYTHONPATH": site, **variables},
+        cwd="/",  # what is there comes first
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def register(:", "SyntaxError"),
+        pytest.param("import not_there", "ModuleNotFoundError", marks=pytest.mark.long),
+        pytest.param("raise OSError('gone')", "OSError('gone')", marks=pytest.mark.long),
+        pytest.param("register = None", "TypeError", marks=pytest.mark.long),
+        pytest.param("", "AttributeError", marks=pytest.mark.long),
+    ],
+)
+def test_a_damaged_entry_does_not_break_import_torch(
+    tmp_path: Path, installed: Path, text: str, says: str
+) -> None:
+    site = damaged(tmp_path / "site", "autoload", text)
+    both = os.pathsep.join([str(site), str(installed)])
+    said = imported(both, PORTUS_ACCELERATE="1")
+    assert "the flag for Accelerate has no effect" in said
+    assert says in said
+    assert imported(both) == "", "nobody asked for it"
 
 
 @pytest.mark.long
@@ -217,5 +258,5 @@ def test_import_torch_loads_nothing_more_when_the_flag_is_off(installed: Path) -
         text=True,
         check=True,
     )
-    loaded = ["portus", "portus._autoload", "portus_accelerate", "portus_accelerate.autoload"]
+    loaded = ["portus", "portus._autoload", "portus_accelerate"]
     assert done.stdout.strip() == f"{loaded} []"

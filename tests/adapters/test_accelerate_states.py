@@ -352,6 +352,72 @@ def test_damaged_random_states_are_not_passed_over(tmp_path: Path) -> None:
         scene.accelerator.load_state(str(tmp_path / "one"))
 
 
+def saved_twice(root: Path, scene: Scene) -> tuple[Path, Path]:
+    """Directories of step 1 and step 2."""
+    homes = (root / "step_1", root / "step_2")
+    for home in homes:
+        scene.step()
+        scene.accelerator.save_state(str(home))
+        scene.checkpointer.wait()
+    return homes
+
+
+def test_a_directory_of_two_checkpoints_is_refused_with_their_steps(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    first, second = saved_twice(tmp_path, scene)
+    shutil.copy(first / "optimizer.bin", second / "optimizer.bin")
+    before = scene.facts()
+    with pytest.raises(portus.UsageError) as caught:
+        scene.accelerator.load_state(str(second))
+    said = str(caught.value)
+    assert "optimizer.bin of model 'net', step 1" in said
+    assert "random_states_0.pkl, scheduler.bin of model 'net', step 2" in said
+    assert same(scene.facts(), before)
+
+
+def test_a_model_of_another_shape_is_refused_with_rank_model_and_step(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    _, second = saved_twice(tmp_path, scene)
+    scene.accelerator._models[0] = torch.nn.Linear(4, 5)
+    with pytest.raises(RuntimeError) as caught:
+        scene.accelerator.load_state(str(second))
+    said = str(caught.value)
+    assert said.startswith(f"rank 0: {second} (model 'net', step 2) does not fit")
+    assert "size mismatch for weight" in said
+
+
+def test_a_file_that_is_missing_is_named_with_rank_model_and_step(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    _, second = saved_twice(tmp_path, scene)
+    (second / "optimizer_1.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"rank 0: .*model 'net', step 2.* lacks") as caught:
+        scene.accelerator.load_state(str(second))
+    assert "optimizer_1.bin" in str(caught.value)
+
+
+def test_missing_random_states_of_a_rank_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(tmp_path)
+    _, second = saved_twice(tmp_path, scene)
+    (second / "random_states_0.pkl").unlink()
+    scene.accelerator.load_state(str(second))
+    assert "rank 0: " in caplog.text
+    assert "(model 'net', step 2) holds no random states of this rank" in caplog.text
+
+
+def test_another_number_of_processes_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path)
+    _, second = saved_twice(tmp_path, scene)
+    scene.accelerator.load_state(str(second))
+    assert "processes" not in caplog.text
+    scene.accelerator.state.num_processes = 2  # as on a job of two; nothing is exchanged in a load
+    scene.accelerator.load_state(str(second))
+    assert "(model 'net', step 2) was saved by 1 processes and is loaded by 2" in caplog.text
+
+
 def test_hooks_are_called_and_what_they_take_is_not_saved(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
 

@@ -133,13 +133,14 @@ def test_importing_portus_is_quick_and_starts_nothing() -> None:
     assert best_of_three(program, IMPORT_MS_MAX) < IMPORT_MS_MAX
 
 
-def test_registering_with_torch_is_quick() -> None:
+@pytest.mark.parametrize("module", ["portus._autoload", "portus_accelerate"])
+def test_registering_with_torch_is_quick(module: str) -> None:
     """``import torch`` of every script on the machine pays for it."""
     program = (
         "import torch, time\n"
         "start = time.perf_counter()\n"
-        "import portus._autoload\n"
-        "portus._autoload.register()\n"
+        f"import {module}\n"
+        f"{module}.register()\n"
         "print((time.perf_counter() - start) * 1e3)\n"
     )
     environment = "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"

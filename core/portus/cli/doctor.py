@@ -8,8 +8,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 import numpy as np
@@ -29,6 +30,9 @@ SIZE: Final = 128 << 20
 
 ROUNDS: Final = 3
 
+ADAPTERS: Final = "portus.doctor"
+"""The entry points by which adapters add to what is found."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
@@ -46,7 +50,7 @@ class Speeds:
 
 def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> int:
     """Look and measure; the exit code, 0 even if there is something to do."""
-    found = list(Machine().found())
+    found = [*Machine().found(), *adapters(entry_points(group=ADAPTERS))]
     for each in found:
         output.line(f"{each.topic:17} {each.name:16} {each.text}")
     measured, failed = [], {}
@@ -126,6 +130,18 @@ def _opened(place: str, size: int) -> Iterator[Medium]:
         raise UsageError(f"{place}: nothing can be written there: {error.strerror}") from error
     with folder, contextlib.closing(files.create(os.path.join(folder.name, "file"), size)) as made:
         yield made
+
+
+def adapters(points: Iterable[EntryPoint]) -> Iterator[Found]:
+    """What adapters say of themselves. Each point is a function that returns triples of name, text
+    and advice."""
+    for point in points:
+        try:
+            found = [Found(point.name, *each) for each in point.load()()]
+        except Exception as error:  # an adapter that is broken is something to tell
+            advice = "install portus-checkpoint again"
+            found = [Found(point.name, "-", f"cannot be asked: {error!r}", advice)]
+        yield from found
 
 
 def _usual_places() -> list[str]:

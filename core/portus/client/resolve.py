@@ -175,6 +175,13 @@ def is_reference(path: str | os.PathLike[str]) -> bool:
     return read(path) is not None
 
 
+def read_reference(path: str | os.PathLike[str]) -> Reference | None:
+    """What the file at ``path`` says, if it is a reference: of which model and step it is, and
+    which version, by its ``token``. None if it is none. Opens no pool. Raises ``CorruptionError``
+    for a damaged one, ``MediumError``."""
+    return read(path)
+
+
 def load_reference(path: str | os.PathLike[str], pools: Pools = POOLS) -> object:
     """The verified state that the reference file at ``path`` leads to, on the CPU.
 

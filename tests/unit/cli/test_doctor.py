@@ -3,11 +3,12 @@ that tell of them, as a machine that has them shows them."""
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
-from portus.cli.doctor import measure
+from portus.cli.doctor import adapters, measure
 from portus.cli.machine import Found, Machine
 from portus.errors import UsageError
 from tests.unit.cli.scene import portus, portus_json
@@ -127,9 +128,22 @@ def test_the_document_holds_what_the_lines_say(tmp_path: Path) -> None:
     assert list(document["not_measured"]) == [str(tmp_path / "missing")]
     topics = {each["topic"] for each in document["found"]}
     assert {"DAX device", "libpmem", "RDMA device", "GPU", "copy helper"} <= topics
-    said = portus("doctor", str(tmp_path))
-    assert said.code == 0
-    assert str(tmp_path) in said.out
+
+
+def test_an_adapter_that_is_broken_is_a_finding() -> None:
+    points = [
+        EntryPoint("Broken", "not_there:findings", "portus.doctor"),
+        EntryPoint("Whole", "tests.unit.cli.test_doctor:whole", "portus.doctor"),
+    ]
+    broken, found = adapters(points)
+    assert "No module named 'not_there'" in broken.text
+    assert broken.advice
+    assert found == Found("Whole", "flag", "is on")
+
+
+def whole() -> list[tuple[str, str, str]]:
+    """What an adapter offers."""
+    return [("flag", "is on", "")]
 
 
 def test_only_a_dax_device_can_be_formatted(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""What a checkpoint directory says of itself: which version its files are of.
+
+All files of one save lead to parts of one version, or of one group of versions, whose tokens begin
+alike. A directory put together by hand, from two, is refused: it would load, and be no state that
+training ever had. What else does not fit is found by Accelerate and torch; here it is said of which
+checkpoint, and on which rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import portus
+
+GROUP: Final = 24
+"""Hex digits of a token that all parts of a group have in common; no two saves have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """``directory`` was saved as ``step`` of ``model``."""
+
+    directory: str
+    model: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.directory} (model {self.model!r}, step {self.step})"
+
+
+def origin_of(directory: str) -> Origin | None:
+    """None if there is no reference in ``directory``: it is none of ours, or was materialised.
+
+    Raises ``UsageError`` naming the files and steps if they are of several versions,
+    ``CorruptionError`` for a damaged reference.
+    """
+    found: dict[str, tuple[Origin, list[str]]] = {}
+    for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else ():
+        reference = portus.read_reference(os.path.join(directory, name))
+        if reference is not None:
+            origin = Origin(directory, reference.model, reference.step)
+            found.setdefault(reference.token[:GROUP], (origin, []))[1].append(name)
+    if len(found) > 1:
+        parts = [
+            f"{', '.join(names)} of model {origin.model!r}, step {origin.step}"
+            for origin, names in found.values()
+        ]
+        raise portus.UsageError(
+            f"{directory}: its files are of different checkpoints: {'; '.join(parts)}. Load a "
+            "directory as it was saved"
+        )
+    return next(iter(found.values()))[0] if found else None
+
+
+def saying_of_what(stock: Callable[[str | None], Any], rank: int) -> Callable[[str | None], Any]:
+    """``stock``, which loads a directory, but what it raises says of which checkpoint and rank, and
+    is of the same type, for who catches it. Raises as ``origin_of``, too."""
+
+    def load(directory: str | None) -> Any:
+        origin = None if directory is None else origin_of(directory)
+        try:
+            return stock(directory)
+        except (RuntimeError, ValueError, FileNotFoundError) as error:
+            said = None if origin is None else _said(error, origin, rank)
+            if said is None:
+                raise
+            raise said from error
+
+    return load
+
+
+def _said(error: Exception, origin: Origin, rank: int) -> Exception | None:
+    where = f"rank {rank}: {origin}"
+    if type(error) in (RuntimeError, ValueError):
+        return type(error)(f"{where} does not fit what the script prepared: {error}")
+    if type(error) is FileNotFoundError:
+        return FileNotFoundError(error.errno, f"{where} lacks a file", error.filename)
+    return None  # it says so itself, as ours do
+
+
+def of_others(origin: Origin, rank: int, saved: int | None, now: int) -> str | None:
+    """What to say if this rank found no states of its own, or another number of processes saved.
+
+    saved: how many; None if this rank found no states.
+    """
+    if saved is None:
+        return (
+            f"rank {rank}: {origin} holds no random states of this rank: its data and random "
+            "numbers do not go on where they were"
+        )
+    if saved != now and rank == 0:
+        return (
+            f"rank {rank}: {origin} was saved by {saved} processes and is loaded by {now}: the "
+            "weights are whole, but data and random numbers do not go on where they were"
+        )
+    return None

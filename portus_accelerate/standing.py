@@ -1,0 +1,46 @@
+"""Whether Accelerate was told about Portus in this process; if not, why not."""
+
+from __future__ import annotations
+
+import sys
+
+import portus
+from portus_accelerate import FLAG, autoload, is_on
+from portus_accelerate.settings import from_environment, is_disabled
+
+ON = "on, "
+"""How the answer begins if all is well."""
+
+_told = ""
+
+
+def tell(text: str) -> None:
+    """What ``patch`` did, or why it did nothing."""
+    global _told
+    _told = text
+
+
+def status() -> str:
+    """One line, which begins with "on, " if Accelerate was told about Portus."""
+    if autoload.failures:
+        return autoload.failures[-1]
+    if not _told.startswith(ON):
+        return _told or _why_not_told()
+    try:
+        from_environment()
+    except portus.UsageError as error:
+        return f"the settings are wrong: {error}"
+    if is_disabled():
+        return "PORTUS_DISABLE is set: Accelerate saves by itself"
+    return _told
+
+
+def _why_not_told() -> str:
+    if not is_on():
+        return f"${FLAG} is not set in this process"
+    if "accelerate.accelerator" not in sys.modules and autoload.is_waiting():
+        return "Accelerate was not imported"
+    return (
+        "torch did not call Portus: TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns all such calls off, and "
+        "so does a portus-checkpoint that is on the path and not installed"
+    )

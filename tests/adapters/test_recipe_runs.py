@@ -1,0 +1,175 @@
+"""The recipes as users run them, with ``--tiny``: in processes of their own, killed and resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+import portus
+from checkpoint_bytes import Checkpoint, checkpoint_of
+from gpt import SIZES
+from portus.dcp import groups
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+CONFIGS = RECIPES / "configs"
+LAUNCH = ("-m", "accelerate.commands.accelerate_cli", "launch", "--config_file")
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+OF_THE_FRAMEWORK_MAX = 64 << 10
+"""Bytes that a framework adds to a checkpoint: random states, schedules, loops."""
+
+GROWTH = 2 << 20
+STEP = re.compile(r"^step +(\d+)  loss (\S+)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Checkpoint:
+    return checkpoint_of(SIZES["tiny"])
+
+
+def start(root: Path, site: Path, *command: object) -> subprocess.Popen[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}
+    more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site), "HF_HOME": str(root / "hf")}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env={**clean, **more, "PYTHONWARNINGS": "ignore"},
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(root: Path, site: Path, *command: object) -> str:
+    """What it printed."""
+    process = start(root, site, *command)
+    try:
+        printed, errors = process.communicate(timeout=100)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise
+    assert process.returncode == 0, errors
+    return printed
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """It, and all that it started: torchrun gives each rank a session of its own."""
+    launched = psutil.Process(process.pid)
+    for each in [*launched.children(recursive=True), launched]:
+        each.kill()
+    process.communicate()
+
+
+def killed(root: Path, site: Path, *command: object, at: int) -> str:
+    """What it printed until it was killed, with all its processes, after step ``at``."""
+    process = start(root, site, *command)
+    assert process.stdout is not None
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if (step := STEP.match(line)) and int(step[1]) == at:
+            break
+    kill(process)
+    assert STEP.findall(printed)[-1][0] == str(at), "it ended before"
+    return printed
+
+
+def assert_goes_on(before: str, after: str, at: int) -> None:
+    """The steps that both runs took have the same losses to the last digit printed."""
+    losses = dict(STEP.findall(before))
+    again = dict(STEP.findall(after))
+    first = int(next(iter(again)))
+    assert 1 < first <= at, f"resumed from step {first - 1}"
+    both = losses.keys() & again.keys()
+    assert len(both) == at - first + 1
+    assert {step: again[step] for step in both} == {step: losses[step] for step in both}
+    assert list(again)[-1] == "20"
+
+
+def assert_stored(pool: Path, each: int, expected_pool: int) -> None:
+    """The newest version of a pool has the computed bytes, and the pool did not grow beyond what
+    was computed."""
+    with portus.open(pool) as view:
+        newest = view.versions()[-1]
+    assert each <= newest.size < each + OF_THE_FRAMEWORK_MAX
+    assert pool.stat().st_size <= expected_pool + GROWTH
+
+
+def test_torchrun_killed_and_resumed_stores_what_was_computed(
+    tmp_path: Path, installed: Path, expected: Checkpoint
+) -> None:
+    config = CONFIGS / "torchrun" / "22B.yaml"
+    command = (*TWO, RECIPES / "train_torchrun.py", "--config", config, "--tiny", "--pool=pools")
+    before = killed(tmp_path, installed, *command, at=13)
+    after = run(tmp_path, installed, *command)
+    assert_goes_on(before, after, 13)
+    newest = groups(tmp_path / "pools", "gpt")[-1]
+    assert (newest.step, newest.count, newest.is_complete) == (20, 2, True)
+    parts = [info.size for _, info in newest.parts.values()]
+    scalars = expected.state - 12 * expected.parameters
+    assert sum(parts) == expected.state
+    assert max(parts) <= (expected.state - scalars) // 2 + scalars
+
+
+def test_lightning_stores_what_was_computed(
+    tmp_path: Path, installed: Path, expected: Checkpoint
+) -> None:
+    config = CONFIGS / "lightning" / "124M.yaml"
+    run(tmp_path, installed, RECIPES / "train_lightning.py", "fit", "--config", config, "--tiny")
+    folder = tmp_path / "runs/lightning-124M"
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["last.ckpt", "step=15.ckpt", "step=20.ckpt"]
+    assert_stored(folder / ".portus/checkpoints.portus", expected.state, expected.pool)
+
+
+@pytest.mark.long
+def test_lightning_trains_the_sharded_recipe_on_two_processes(
+    tmp_path: Path, installed: Path
+) -> None:
+    config = CONFIGS / "lightning" / "22B.yaml"
+    run(tmp_path, installed, RECIPES / "train_lightning.py", "fit", "--config", config, "--tiny")
+    names = sorted(path.name for path in (tmp_path / "runs/lightning-22B/checkpoints").iterdir())
+    assert names == ["last.ckpt", "step=15.ckpt", "step=20.ckpt"]
+
+
+def accelerate(name: str) -> tuple[object, ...]:
+    config = CONFIGS / "accelerate" / f"{name}.yaml"
+    one = ("--num_machines=1", "--num_processes=1")
+    return (*LAUNCH, config, *one, RECIPES / "train_accelerate.py", "--tiny")
+
+
+def test_accelerate_stores_what_was_computed(
+    tmp_path: Path, installed: Path, expected: Checkpoint
+) -> None:
+    run(tmp_path, installed, *accelerate("124M"))
+    folder = tmp_path / "runs/accelerate-tiny"
+    assert len(list((folder / "checkpoints").iterdir())) == 2
+    (pool,) = (folder / ".portus").glob("*.portus")
+    assert_stored(pool, expected.state, expected.pool)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["124M", "22B"])
+def test_accelerate_killed_and_resumed(tmp_path: Path, installed: Path, name: str) -> None:
+    before = killed(tmp_path, installed, *accelerate(name), at=13)
+    assert_goes_on(before, run(tmp_path, installed, *accelerate(name)), 13)
+
+
+def test_lora_writes_what_is_frozen_once(tmp_path: Path, installed: Path) -> None:
+    printed = run(tmp_path, installed, RECIPES / "lora.py")
+    rows = [tuple(int(word.replace(",", "")) for word in line.split())
+            for line in printed.splitlines()[1:]]  # fmt: skip
+    frozen = 4 * checkpoint_of(SIZES["tiny"]).parameters
+    (state, *_), *_ = [row[1:] for row in rows]
+    assert rows == [
+        (1, state, state, 0),
+        (2, state, state - frozen, frozen),
+        (3, state, state - frozen, frozen),
+    ]
+    assert printed.rstrip() in (RECIPES / "README.md").read_text()
