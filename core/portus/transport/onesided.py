@@ -43,7 +43,7 @@ AHEAD: Final = 4
 RINGS_MAX: Final = 8
 """Rings of a domain, of ``AHEAD * UNIT`` bytes each."""
 
-BLOCK: Final = 1 << 30
+BLOCK: Final = 64 << 20
 """Bytes of a pool that are registered together, when one of them is first needed."""
 
 ALIGNMENT: Final = 64
