@@ -35,9 +35,10 @@ from portus.transport.onesided import (
     push,
 )
 from portus.transport.regions import GATHERED_MAX, SMALL, Parts, Regions, gathered
-from portus.transport.verbs import DEPTH, Region, WorkError
+from portus.transport.verbs import Region, WorkError
 
 KEY = 7
+DEPTH = 6
 SIZES = [0, 1, 63, 64, 65, 4096, 65_535, 65_536, 300_001, 0, UNIT, UNIT + 5, *range(1, 400)]
 
 MORE = [UNIT] * 3 + [5000] * 50
@@ -174,6 +175,7 @@ def medium(
 ) -> Iterator[Medium]:
     monkeypatch.setattr(onesided, "AHEAD", 2)
     monkeypatch.setattr(onesided, "BLOCK", 5 << 20)
+    monkeypatch.setattr(onesided, "DEPTH", DEPTH)
     size = room_for(np.array([*SIZES, *MORE], np.int64))[1]
     if request.param == "straight":
         made: Medium = Memory(size)
