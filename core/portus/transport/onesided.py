@@ -43,7 +43,7 @@ AHEAD: Final = 4
 RINGS_MAX: Final = 8
 """Rings of a domain, of ``AHEAD * UNIT`` bytes each."""
 
-BLOCK: Final = 1 << 30
+BLOCK: Final = 64 << 20
 """Bytes of a pool that are registered together, when one of them is first needed."""
 
 ALIGNMENT: Final = 64
@@ -102,8 +102,8 @@ class Moved:
 class Landing(Protocol):
     """Where the batches of one transfer are in this process while they are under way."""
 
-    def place(self, batch: Segments) -> Column | None:
-        """An address for each segment; None while there is no place."""
+    def place(self, batch: Segments) -> Column:
+        """An address for each segment, until ``AHEAD`` batches later."""
 
     def region(self, address: int) -> Region:
         """What is registered there."""
@@ -116,9 +116,6 @@ class Landing(Protocol):
 
     def filled(self, batch: Segments, place: Column, digests: Digests) -> None:
         """Before a batch is pushed from its place: its bytes are there, and digests are noted."""
-
-    def let_go(self) -> None:
-        """The oldest place that was given is free again."""
 
 
 def pull(pair: Pair, landing: Landing, remote: Remote, moved: Sources, watch: Watch) -> Moved:
@@ -164,14 +161,12 @@ def _transfer(
         window.wait_for(mark)
         if is_pull:
             landing.arrived(batch, place, digests)
-        landing.let_go()
 
     try:
         for batch in segments.batches(UNIT, gap=ALIGNMENT):
             while len(under_way) >= AHEAD:
                 finish()
-            while (place := landing.place(batch)) is None:
-                finish()
+            place = landing.place(batch)
             if not is_pull:
                 landing.filled(batch, place, digests)
             for local, distant, key, length in _runs(place, far.of(batch), batch.length):
@@ -322,7 +317,7 @@ class Straight:
         self._start: Final = self._medium.address(Extent(0, 0))
         regions.of(0)
 
-    def place(self, batch: Segments) -> Column | None:
+    def place(self, batch: Segments) -> Column:
         self._medium.address(batch.box())  # raises where the medium is poisoned
         return batch.offset + self._start
 
@@ -339,9 +334,6 @@ class Straight:
 
     def filled(self, batch: Segments, place: Column, digests: Digests) -> None:
         self._hash(batch, place, digests)
-
-    def let_go(self) -> None:
-        pass
 
     def _hash(self, batch: Segments, place: Column, digests: Digests) -> None:
         there = Segments(address=place, offset=batch.offset, length=batch.length, row=batch.row)
@@ -399,11 +391,9 @@ class Bounced:
     def __init__(self, medium: Medium, ring: Ring) -> None:
         self._medium: Final = medium
         self._ring: Final = ring
-        self._given = self._back = 0
+        self._given = 0
 
-    def place(self, batch: Segments) -> Column | None:
-        if self._given - self._back == AHEAD:
-            return None
+    def place(self, batch: Segments) -> Column:
         slot = self._given % AHEAD
         self._given += 1
         return spread(batch, self._ring.region.start + slot * UNIT)
@@ -419,6 +409,3 @@ class Bounced:
 
     def filled(self, batch: Segments, place: Column, digests: Digests) -> None:
         digests[np.unique(batch.row)] = fetch(self._medium, batch.laid(place), Stop())
-
-    def let_go(self) -> None:
-        self._back += 1

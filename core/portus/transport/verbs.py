@@ -24,7 +24,6 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
@@ -39,7 +38,7 @@ DEPTH: Final = 128
 READS_MAX: Final = 16
 """Reads that one end serves at once, and the other asks for: as far as both devices can."""
 
-_SYS: Final = Path("/sys/class/infiniband")
+_SYS: Final = "/sys/class/infiniband"
 _TIMEOUT: Final = 18  # 4.096 us * 2^18 = 1.1 s without an answer, then again
 _RETRIES: Final = 7
 
@@ -79,27 +78,10 @@ def port_for(host: str) -> Port:
     Raises ``TransportError`` that says why there is none.
     """
     named = os.environ.get(DEVICE_VARIABLE, "")
-    names = [each.name for each in sorted(_SYS.iterdir())] if _SYS.is_dir() else []
-    if not names:
-        raise TransportError("this machine has no RDMA device")
-    if named and named not in names:
-        raise TransportError(
-            f"{DEVICE_VARIABLE}={named}: there is no such RDMA device, but {', '.join(names)}"
-        )
-    ports = [port for name in names if named in ("", name) for port in _ports(_SYS / name)]
-    wanted = _gid_of(host)
-    for port in ports:
-        if port.gid == wanted:
-            return port
-    if ports and (named or not host):
-        return ports[0]
-    for port in ports:
-        if _text(_SYS / port.device / "ports" / str(port.number) / "link_layer") == "InfiniBand":
-            return port
-    raise TransportError(
-        f"no RDMA device of {', '.join(names)} has an active port with the address {host}; "
-        f"{DEVICE_VARIABLE} names another one"
-    )
+    known = _FOUND.get((named, host))
+    if known is None or not _is_there(known):
+        known = _FOUND[named, host] = _port_for(named, host)
+    return known
 
 
 def load() -> Any:
@@ -320,7 +302,7 @@ if hasattr(os, "register_at_fork"):
 @functools.cache
 def _loaded() -> SimpleNamespace:
     root = logging.getLogger()
-    before = list(root.handlers)
+    before, level = list(root.handlers), root.level
     try:
         from pyverbs.addr import GID, AHAttr, GlobalRoute
         from pyverbs.cq import CQ
@@ -339,6 +321,7 @@ def _loaded() -> SimpleNamespace:
         # It sets logging up for the whole process, which is not its to do; nor ours.
         for each in [each for each in root.handlers if each not in before]:
             root.removeHandler(each)
+        root.setLevel(level)
     return SimpleNamespace(
         GID=GID,
         AHAttr=AHAttr,
@@ -369,19 +352,63 @@ def _as_transport_error(what: str, hint: str = "") -> Iterator[None]:
         raise TransportError(f"cannot {what}: {why} (errno {number}){more}") from error
 
 
-def _ports(device: Path) -> list[Port]:
+_FOUND: Final[dict[tuple[str, str], Port]] = {}
+"""What was found before: a port may have a thousand addresses, each of them a file."""
+
+
+def _port_for(named: str, host: str) -> Port:
+    names = sorted(os.listdir(_SYS)) if os.path.isdir(_SYS) else []
+    if not names:
+        raise TransportError("this machine has no RDMA device")
+    if named and named not in names:
+        raise TransportError(
+            f"{DEVICE_VARIABLE}={named}: there is no such RDMA device, but {', '.join(names)}"
+        )
+    ports = [port for name in names if named in ("", name) for port in _ports(name)]
+    wanted = _gid_of(host)
+    for port in ports:
+        if port.gid == wanted:
+            return port
+    if ports and (named or not host):
+        return ports[0]
+    for port in ports:
+        if _text(_place(port.device, port.number), "link_layer") == "InfiniBand":
+            return port
+    raise TransportError(
+        f"no RDMA device of {', '.join(names)} has an active port with the address {host}; "
+        f"{DEVICE_VARIABLE} names another one"
+    )
+
+
+def _ports(device: str) -> list[Port]:
     """Those that are active, once for each address: RoCE v2 and IPv4 first."""
     found: list[tuple[bool, bool, Port]] = []
-    for place in sorted((device / "ports").iterdir()):
-        if not _text(place / "state").startswith("4"):  # ACTIVE
-            continue
-        for file in sorted((place / "gids").iterdir(), key=lambda each: int(each.name)):
-            gid = bytes.fromhex(_text(file).replace(":", ""))
-            kind = _text(place / "gid_attrs" / "types" / file.name)
-            if len(gid) == 16 and any(gid):
-                port = Port(device.name, int(place.name), int(file.name), gid)
+    for number in sorted(map(int, os.listdir(f"{_SYS}/{device}/ports"))):
+        place = _place(device, number)
+        for index in sorted(map(int, os.listdir(f"{place}/gids"))) if _is_active(place) else ():
+            gid = _gid_at(place, index)
+            if any(gid):
+                kind = _text(place, f"gid_attrs/types/{index}")
+                port = Port(device, number, index, gid)
                 found.append(("v2" not in kind, gid[:12] != _MAPPED, port))
     return [port for _, _, port in sorted(found, key=lambda each: each[:2])]
+
+
+def _is_there(port: Port) -> bool:
+    place = _place(port.device, port.number)
+    return _is_active(place) and _gid_at(place, port.gid_index) == port.gid
+
+
+def _is_active(place: str) -> bool:
+    return _text(place, "state").startswith("4")
+
+
+def _gid_at(place: str, index: int) -> bytes:
+    return bytes.fromhex(_text(place, f"gids/{index}").replace(":", ""))
+
+
+def _place(device: str, number: int) -> str:
+    return f"{_SYS}/{device}/ports/{number}"
 
 
 _MAPPED: Final = bytes(10) + b"\xff\xff"
@@ -400,9 +427,10 @@ def _gid_text(gid: bytes) -> str:
     return ":".join(gid[start : start + 2].hex() for start in range(0, 16, 2))
 
 
-def _text(file: Path) -> str:
+def _text(place: str, name: str) -> str:
     try:
-        return file.read_text().strip()
+        with open(f"{place}/{name}", encoding="ascii") as file:
+            return file.read().strip()
     except OSError:  # an entry that is empty is an error to read
         return ""
 

@@ -505,3 +505,48 @@ def test_clients_that_commit_at_once_share_one_commit(server: Server) -> None:
         for client in clients:
             assert same(client.load(2), state(2))
     assert check(writer) == []
+
+
+# --- verbs, on machines that have none ---
+
+
+@pytest.fixture
+def no_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("portus.transport.verbs._SYS", str(tmp_path / "none"))
+    monkeypatch.setattr("portus.transport.verbs._FOUND", {})
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_without_verbs_the_socket_is_used_and_one_line_says_so(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "portus"), Checkpointer(url(server)) as checkpointer:
+        for step in (1, 2):
+            handle = checkpointer.save(state(step), step)
+            handle.wait()
+            assert handle.stats.bounced_bytes == handle.stats.copied_bytes > 0
+        assert same(checkpointer.load(), state(2))
+    lines = [each for each in caplog.messages if "over the socket" in each]
+    assert len(lines) == 1
+    assert "offers no verbs" in lines[0]
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_verbs_that_are_asked_for_and_cannot_be_raise_at_the_start(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORTUS_TRANSPORT", "verbs")
+    with pytest.raises(UsageError, match="PORTUS_TRANSPORT=verbs, and it cannot be: the storage"):
+        Checkpointer(url(server))
+    monkeypatch.setenv("PORTUS_TRANSPORT", "pigeons")
+    with pytest.raises(UsageError, match="expected auto, tcp or verbs"):
+        Checkpointer(url(server))
+
+
+def test_the_socket_can_be_asked_for(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PORTUS_TRANSPORT", "tcp")
+    with caplog.at_level(logging.INFO, "portus"), Checkpointer(url(server)) as checkpointer:
+        checkpointer.save(state(1), 1).wait()
+    assert "over the socket" not in caplog.text

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from portus.daemon.fabric import Fabric
 from portus.daemon.server import BODIES_MAX, Server
 from portus.daemon.session import Patience
 from portus.errors import (
@@ -28,9 +29,9 @@ from portus.index.check import check
 from portus.index.directory import create_pool, open_writer
 from portus.media.local import LocalFiles
 from portus.protocol import messages as said
-from portus.protocol.address import parse
+from portus.protocol.address import Transport, parse
 from portus.protocol.connection import HEADER
-from portus.protocol.messages import Kind, Said, packed_column
+from portus.protocol.messages import Kind, Said, packed_column, packed_handles
 from portus.protocol.session import State
 from portus.transport.dial import Credentials, dial, raised
 from portus.transport.stream import BIG, Link
@@ -279,6 +280,62 @@ def test_a_size_that_is_none_is_refused(size: str) -> None:
 
     with pytest.raises(UsageError, match="expected a size"):
         parse_size(size)
+
+
+# --- verbs, where there are none ---
+
+PAIR = said.Connect(1, 2, bytes(15) + b"1", 0, 3, 4)
+
+
+@pytest.fixture
+def no_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("portus.transport.verbs._SYS", str(tmp_path / "none"))
+    monkeypatch.setattr("portus.transport.verbs._FOUND", {})
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_connecting_without_a_device_is_refused(server: Server) -> None:
+    refused(server, TransportError, "has no RDMA device", (PAIR, said.Connected))
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_a_host_that_is_to_have_verbs_does_not_start_without(server: Server) -> None:
+    with pytest.raises(UsageError, match="verbs cannot be served: this machine has no RDMA"):
+        Fabric(Transport.VERBS)
+
+
+def test_a_push_without_a_queue_pair_is_refused(server: Server) -> None:
+    handles = packed_handles([4096], [1])
+    message = said.Push(packed_column([10]), packed_column([0, 10]), handles)
+    refused(server, UsageError, "not connected by verbs", (message, said.Pushed))
+
+
+def test_a_push_from_beyond_the_pool_is_refused(server: Server) -> None:
+    ranges = packed_column([1 << 50, 10])
+    message = said.Push(packed_column([10]), ranges, packed_handles([4096], [1]))
+    refused(server, UsageError, "the pool has", (message, said.Pushed))
+
+
+@pytest.mark.parametrize(
+    "handles",
+    [
+        b"1234",
+        packed_handles([1, 2], [3, 4]),
+        packed_handles([-1] * 3, [0] * 3),
+        packed_handles([0] * 3, [1 << 32] * 3),
+    ],
+)
+def test_handles_that_are_none_are_refused(server: Server, handles: bytes) -> None:
+    register = said.Register(0, LENGTHS, handles)
+    refused(server, TransportError, "handles|out of range", (register, said.Done))
+
+
+def test_handles_without_a_queue_pair_mean_the_socket(server: Server) -> None:
+    with client(server) as link:
+        handles = packed_handles([4096, 0, 4096], [1, 0, 1])
+        asked(link, said.Register(0, LENGTHS, handles), said.Done)
+        asked(link, BEGIN[0], said.Begun)
+        asked(link, said.Offer(ALL, ALL), said.Pull)
 
 
 # --- who may come in ---
