@@ -2,14 +2,17 @@
 #
 # PYTHON=python3.12 make setup    another interpreter, 3.10 or later
 # make test ARGS='-k audit -x'    more arguments for what runs below
+# make test JOBS=8                processes that test side by side (2; with ARGS, this one alone)
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
+JOBS ?= $(if $(ARGS),0,2)
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 STAMP := $(VENV)/stamp
 
 .DEFAULT_GOAL := help
@@ -62,10 +65,10 @@ demo: setup ## train, kill in the middle of a save, resume, compare; about 4 min
 	@$(BIN)/python recipes/gpt_tiny_lightning.py --demo $(ARGS)
 
 test: setup ## all tests but the long searches; under 10 minutes
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 long: setup ## the long searches
-	@$(BIN)/python -m pytest -m long $(ARGS)
+	@$(PYTEST) -m long $(ARGS)
 
 check: setup ## style, format, types, floors
 	@echo "check: ruff";         $(BIN)/ruff check --quiet

@@ -13,7 +13,10 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-SEED = int(os.environ.get("PORTUS_TEST_SEED", random.SystemRandom().randrange(2**32)))
+if "PORTUS_TEST_SEED" not in os.environ:  # the workers of this run inherit both
+    os.environ["PORTUS_TEST_SEED"] = str(random.SystemRandom().randrange(2**32))
+    os.environ["PORTUS_TEST_DRAWN"] = "1"
+SEED = int(os.environ["PORTUS_TEST_SEED"])
 THREAD_END_S_MAX = 5.0
 
 # No deadline: a busy machine is no fault of the code. `make long` searches deeper.
@@ -22,7 +25,7 @@ hypothesis.settings.register_profile(
     deadline=None,
     max_examples=60,
     print_blob=True,
-    derandomize="PORTUS_TEST_SEED" in os.environ,
+    derandomize="PORTUS_TEST_DRAWN" not in os.environ,
 )
 hypothesis.settings.register_profile(
     "long", parent=hypothesis.settings.get_profile("quick"), max_examples=1000

@@ -238,7 +238,7 @@ def test_the_newest_that_verifies_is_loaded_and_it_is_said(
     assert data.count(weight) == 1
     with open(pool, "r+b") as file:
         file.seek(data.index(weight))
-        file.write(bytes(8))
+        file.write(bytes(255 - byte for byte in weight[:8]))
     scene.accelerator.load_state()
     assert "FALLING BACK" in caplog.text
     assert same(scene.facts(), facts[0])
@@ -254,7 +254,7 @@ def test_damaged_random_states_are_not_passed_over(tmp_path: Path) -> None:
     assert generator in data
     with open(pool, "r+b") as file:
         file.seek(data.index(generator))
-        file.write(bytes(8))
+        file.write(bytes(255 - byte for byte in generator[:8]))
     with pytest.raises(portus.CorruptionError, match=r"random_states_0\.pkl"):
         scene.accelerator.load_state(str(tmp_path / "one"))
 

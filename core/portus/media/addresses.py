@@ -11,6 +11,7 @@ from typing import Final
 from portus.errors import MediumError
 from portus.media import linux
 from portus.media.process import leave_in_child, not_here, still
+from portus.spec import Extent
 
 RANGE_MAX: Final = 4 << 40
 """Bytes of addresses set aside for one medium. They cost nothing; a process has 128 TiB."""
@@ -88,6 +89,16 @@ class AddressRange:
             with suppress(OSError):  # The kernel may have none; then pages are small.
                 linux.advise_pages(start + self.mapped, length, linux.MADV_HUGEPAGE)
         self.mapped += length
+
+    def release(self, extent: Extent) -> None:
+        """Let go of the pages of a file in ``extent``, in one go; the next use finds them again,
+        with what was stored. Before write-back: the kernel takes a dirty page from all who map it,
+        and would do so one by one, each with an interrupt to the processors that run this process.
+        """
+        start = extent.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        end = min(_pages(extent.end), self.mapped)
+        with suppress(OSError):  # of pages that are locked; then they stay
+            linux.advise_pages(self.start + start, end - start, linux.MADV_DONTNEED)
 
     def close(self) -> None:
         """Give the addresses back. A second call does nothing."""

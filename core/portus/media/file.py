@@ -266,7 +266,10 @@ class PlainFile:
                 return
             begin, end = self._begin, self._end
             self._begin = self._end = self._stored = 0
-        linux.start_writeback(self._descriptor.number, begin, end - begin)
+        self._start_writeback(Extent(begin, end - begin))
+
+    def _start_writeback(self, extent: Extent) -> None:
+        linux.start_writeback(self._descriptor.number, extent.offset, extent.length)
 
 
 class MappedFile(PlainFile):
@@ -318,6 +321,10 @@ class MappedFile(PlainFile):
         """Also gives the addresses back: nobody may use one any more."""
         self._addresses.close()
         super().close()
+
+    def _start_writeback(self, extent: Extent) -> None:
+        self._addresses.release(extent)
+        super()._start_writeback(extent)
 
     def _reach(self, size: int) -> None:
         self._map(size, self._descriptor, self._file_system)

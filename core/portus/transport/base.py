@@ -37,8 +37,8 @@ class Stop:
     """Asks a running call to end, from any thread, and tells how far it is.
 
     It may be given to several calls; ``done`` then counts the bytes of all of them.
-    ``awaited``: somebody waits for the call, so it may take a second thread; it may be set and
-    cleared while the call runs.
+    ``awaited``: somebody waits for the call, so it may take processors from others; it may be set
+    and cleared while the call runs.
     """
 
     def __init__(self, *, awaited: bool = True) -> None:

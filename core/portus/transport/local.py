@@ -136,9 +136,9 @@ def copy(
 ) -> Digests:
     """Copy ``sources`` into their extents of ``medium``, and return their digests.
 
-    The bytes count as stored, not as persisted. Blocks; while ``stop.awaited``, the helper takes
-    a second thread for big totals, at a low priority. Raises ``StoppedError``, and what the
-    medium raises. ``engine`` is for tests; by default the best there is.
+    The bytes count as stored, not as persisted. Blocks; the helper works in a thread of the lowest
+    priority until ``stop.awaited``, then here and for big totals in a second one. Raises
+    ``StoppedError``, and what the medium raises. ``engine`` is for tests; by default the best.
     """
     segments, digests = cut(_columns(sources).require(addresses=True, extents=True))
     call = _Call(medium, engine or best_engine(), digests, stop)

@@ -9,9 +9,10 @@
    hashes the source once more, finds it. The copy goes around the cache (non-temporal stores):
    the target is not read before it is written.
 
-   While somebody waits for a long list, it is shared with a second thread. That one has a low
-   priority: it is welcome to a processor that idles, and should take none from the training,
-   which else shares the processors with one thread of ours. It never runs Python. */
+   While nobody waits, a long list is worked on by a thread of the lowest priority: it is welcome
+   to a processor that idles, and takes none from the training. Once somebody waits, the caller's
+   own thread goes on where that one is, and shares what is left with a second one of a lower
+   priority than its own. Neither of the two ever runs Python. */
 
 #include <pthread.h>
 #include <signal.h>
@@ -22,11 +23,12 @@
 #include <emmintrin.h>
 #endif
 
-#define ABI 4           /* grows with every change of a signature or a struct below */
+#define ABI 5           /* grows with every change of a signature or a struct below */
 #define LINE 64         /* bytes of a line of the cache */
 #define STREAM_MIN 1024 /* bytes from which going around the cache pays */
 #define GRAIN (1 << 20) /* bytes that a thread takes at a time, or else one unit */
-#define NICENESS 10     /* of the second thread, on top of what the process has */
+#define PATIENT 19      /* niceness of the thread that works while nobody waits */
+#define SECOND 10       /* niceness of the second thread, on top of what the process has */
 
 typedef struct {
     uint64_t low, high;
@@ -113,8 +115,7 @@ struct list {
     int64_t piece;
     uint8_t *digests;
     struct shared *shared;
-    int64_t next;   /* the first segment that no thread has taken */
-    int64_t failed; /* 1 if a thread had no memory */
+    int64_t next; /* the first segment that no thread has taken */
 };
 
 /* Takes whole units from the list, to before *end. Returns the first segment of them. */
@@ -132,21 +133,41 @@ static int64_t take(struct list *list, int64_t *end) {
     return first;
 }
 
-/* One segment of a unit, by pieces. Returns 0 if it was asked to stop before the end. */
-static int move_segment(const struct list *list, int64_t i, void *state) {
-    const char *source = (const char *)(intptr_t)list->source[i];
-    char *target = list->target ? (char *)(intptr_t)list->target[i] : NULL;
-    for (int64_t left = list->length[i], step; left; left -= step) {
-        if (asked(list->shared)) return 0;
-        step = left < list->piece ? left : list->piece;
-        list->hash->update(state, source, (size_t)step);
-        if (target) {
-            copy(target, source, (size_t)step);
-            target += step;
-        }
-        source += step;
+/* Where a thread is in the list: in segment i of those to before `end` that it took. */
+struct place {
+    int64_t i, end;
+    int64_t moved; /* bytes of segment i */
+    void *state;   /* the hash of its unit so far */
+};
+
+/* What a thread is for. A patient one leaves as soon as somebody waits. */
+struct task {
+    struct list *list;
+    struct place *place;
+    int patient, niceness;
+};
+
+static int leaves(const struct task *task) {
+    const struct shared *shared = task->list->shared;
+    return asked(shared) || (task->patient && awaited(shared));
+}
+
+/* The rest of one segment of a unit, by pieces. Returns 0 if the thread leaves before the end. */
+static int move_segment(const struct task *task) {
+    const struct list *list = task->list;
+    struct place *place = task->place;
+    const char *source = (const char *)(intptr_t)list->source[place->i];
+    char *target = list->target ? (char *)(intptr_t)list->target[place->i] : NULL;
+    int64_t length = list->length[place->i];
+    while (place->moved < length) {
+        if (leaves(task)) return 0;
+        int64_t step = length - place->moved < list->piece ? length - place->moved : list->piece;
+        list->hash->update(place->state, source + place->moved, (size_t)step);
+        if (target) copy(target + place->moved, source + place->moved, (size_t)step);
+        place->moved += step;
         count(list->shared, step);
     }
+    place->moved = 0;
     return 1;
 }
 
@@ -159,67 +180,73 @@ static void move_piece(const struct list *list, int64_t i) {
     count(list->shared, list->length[i]);
 }
 
-static int start_behind(pthread_t *thread, struct list *list);
+static int start(pthread_t *thread, struct task *task);
 
-/* Works until the list is given out. `second`: the thread to start once somebody waits; null: none,
-   or it was started. Returns 1 if it was. */
-static int work(struct list *list, pthread_t *second) {
-    int64_t i = 0, end = 0;
-    void *state = list->hash->create();
-    if (!state) {
-        __atomic_store_n(&list->failed, 1, __ATOMIC_RELAXED);
-        return 0;
-    }
+/* Works until the list is given out, or the thread leaves; its place says where. `second`: to be
+   started once somebody waits; null: none. Returns 1 if it was. */
+static int work(struct task *task, pthread_t *thread, struct task *second) {
+    struct list *list = task->list;
+    struct place *place = task->place;
     int started = 0;
-    while (!asked(list->shared)) {
+    while (!leaves(task)) {
         if (second && awaited(list->shared)) {
-            started = start_behind(second, list);
+            started = start(thread, second);
             second = NULL;
         }
-        if (i == end && (i = take(list, &end)) == end) break;
+        if (place->i == place->end && (place->i = take(list, &place->end)) == place->end) break;
+        int64_t i = place->i;
         int first = i == 0 || list->row[i - 1] != list->row[i];
         int last = i + 1 == list->segments || list->row[i + 1] != list->row[i];
         if (first && last && list->length[i] <= list->piece) {
-            move_piece(list, i++);
-            continue;
+            move_piece(list, i);
+        } else {
+            if (first && !place->moved) list->hash->reset(place->state);
+            if (!move_segment(task)) break;
+            if (last) put_canonical(list->digests + 16 * list->row[i],
+                                    list->hash->digest(place->state));
         }
-        if (first) list->hash->reset(state);
-        if (!move_segment(list, i, state)) break;
-        if (last) put_canonical(list->digests + 16 * list->row[i], list->hash->digest(state));
-        i++;
+        place->i++;
     }
-    list->hash->destroy(state);
     fence();
     return started;
 }
 
-static void *work_behind(void *list) {
-    setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + NICENESS); /* 0: this thread */
-    work(list, NULL);
+static void *work_behind(void *argument) {
+    struct task *task = argument;
+    setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + task->niceness); /* 0: this thread */
+    work(task, NULL, NULL);
     return NULL;
 }
 
-static int start_behind(pthread_t *thread, struct list *list) {
+static int start(pthread_t *thread, struct task *task) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for Python's threads */
-    int refused = pthread_create(thread, NULL, work_behind, list);
+    int refused = pthread_create(thread, NULL, work_behind, task);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return !refused;
 }
 
 /* Hashes segments, and copies each to its address in `target` (null: does not). Returns 0; 1 if
-   asked to stop before the end; -1 without memory. `threads`: the most that it may use. */
+   asked to stop before the end; -1 without memory. `threads`: that it may use beside the caller's:
+   1, one in its place while nobody waits; 2, also a second one while somebody does. */
 int64_t portus_move(const struct hash *hash, int64_t segments, const int64_t *source,
                     const int64_t *target, const int64_t *length, const int64_t *row,
                     int64_t piece, int64_t threads, uint8_t *digests, struct shared *shared) {
-    struct list list = {hash,  segments, source,  target, length, row,
-                        piece, digests,  shared, 0,      0};
-    pthread_t second;
-    int started = work(&list, threads > 1 ? &second : NULL);
-    if (started) pthread_join(second, NULL);
-    if (list.failed) return -1;
-    return asked(shared);
+    struct list list = {hash, segments, source, target, length, row, piece, digests, shared, 0};
+    struct place own = {.state = hash->create()}, other = {.state = hash->create()};
+    struct task patient = {&list, &own, 1, PATIENT}, lead = {&list, &own, 0, 0},
+                second = {&list, &other, 0, SECOND};
+    int64_t result = -1;
+    if (own.state && other.state) {
+        pthread_t thread;
+        if (threads > 0 && !awaited(shared) && start(&thread, &patient)) pthread_join(thread, NULL);
+        if (work(&lead, &thread, threads > 1 ? &second : NULL)) pthread_join(thread, NULL);
+        result = asked(shared);
+    }
+    if (own.state) hash->destroy(own.state);
+    if (other.state) hash->destroy(other.state);
+    return result;
 }
 
 /* Compares segments with what is at `target`. Returns how many were equal before the first that

@@ -21,14 +21,20 @@ from portus.transport.base import Column, Digests, Segments, Stop
 
 PATH: Final = os.path.join(os.path.dirname(__file__), "_native.so")
 
-ABI: Final = 4
+ABI: Final = 5
 """The same number as in ``native.c``."""
 
 PIECE: Final = 256 << 10
 """Bytes that are hashed and then copied while the cache still holds them."""
 
+PATIENT_THREAD_MIN: Final = 1 << 20
+"""Bytes from which a thread of the lowest priority is worth its start, while nobody waits."""
+
 SECOND_THREAD_MIN: Final = 32 << 20
-"""Bytes from which a second thread is worth its start."""
+"""Bytes from which a second thread is worth its start, while somebody waits."""
+
+SECOND: Final = 10
+"""Niceness of that thread, on top of what the process has. The same number as in ``native.c``."""
 
 # The fields of ``struct hash``, in order. Builds for x86 that pick the best instructions of the
 # processor at run time export that choice under a second name.
@@ -64,7 +70,10 @@ class Helper:
 
     def move(self, segments: Segments, target: Column | None, digests: Digests, stop: Stop) -> None:
         """See ``local.Engine``."""
-        threads = 2 if segments.size >= SECOND_THREAD_MIN and _processors() > 1 else 1
+        size = segments.size
+        threads = int(size >= PATIENT_THREAD_MIN)
+        if size >= SECOND_THREAD_MIN and _processors() > 1:
+            threads = 2
         result = self._library.portus_move(
             self._hash,
             len(segments),

@@ -19,9 +19,10 @@ import pytest
 
 from portus.errors import MediumError, UsageError
 from portus.media.base import Medium, MediumKind
-from portus.media.file import MappedFile, PlainFile
+from portus.media.file import WRITEBACK_MIN, FileSystem, MappedFile, PlainFile
 from portus.media.local import LocalFiles
 from portus.media.memory import Memory
+from portus.media.process import Descriptor
 from portus.spec import Extent
 from portus.testing.contract import assert_raises, load
 from tests.unit.media.conftest import SMALL_BYTES, Mount
@@ -241,6 +242,7 @@ import os, sys
 from portus.errors import UsageError
 from portus.media.local import LocalFiles
 from portus.media.memory import Memory
+from portus.media.process import Descriptor
 from portus.spec import Extent
 
 files, path = LocalFiles(mapped=sys.argv[2] == "True"), sys.argv[1]
@@ -404,6 +406,43 @@ def test_concurrent_growths_end_with_the_largest(directory: Path) -> None:
         ctypes.memset(medium.address(Extent(0, MIB)), round_, MIB)
         assert Path(medium.path).read_bytes() == bytes([round_]) * MIB
         medium.close()
+
+
+def _resident(address: int, length: int) -> int:
+    """Bytes of pages that this process has mapped in there; that file alone is in the range."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    found = 0
+    for line in lines:
+        head = line.split()[0].split("-")
+        if len(head) != 2 or not address <= int(head[0], 16) < address + length:
+            continue
+        found += next(int(rest.split()[1]) << 10 for rest in lines if rest.startswith("Rss:"))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no smaps")
+def test_write_back_lets_go_of_the_pages_and_keeps_the_bytes(directory: Path) -> None:
+    size, rounds = 2 * WRITEBACK_MIN, 3
+    medium = MappedFile(
+        Descriptor(str(directory / "pool"), os.O_RDWR | os.O_CREAT),
+        FileSystem(volatile=False, early=True),
+    )
+    try:
+        medium.grow(size)
+        address = medium.address(Extent(0, size))
+        for value in range(1, rounds + 1):
+            half = size // 2
+            for start in (0, half):
+                ctypes.memset(address + start, value, half)
+                before = _resident(address, size)
+                medium.wrote(Extent(start, half))
+                assert _resident(address, size) == before - half
+            assert ctypes.string_at(address, size) == bytes([value]) * size
+            assert load(medium, 0, size) == bytes([value]) * size
+        medium.persist([Extent(0, size)])
+    finally:
+        medium.close()
+    assert (directory / "pool").read_bytes() == bytes([rounds]) * size
 
 
 def test_a_closed_file_says_so(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from portus.format.checksum import digest
 from portus.transport import native
 from portus.transport.base import Segments, Stop, StoppedError
 from portus.transport.local import PurePython, best_engine
@@ -34,11 +36,17 @@ MUTANTS = {
     "another version": ("#define ABI ", "#define ABI 1"),
     "another order of bytes": ("hash.high >> (56 - 8 * i)", "hash.high >> (8 * i)"),
     "halves swapped": ("target[8 + i]", "target[15 - i]"),
-    "bytes that are not hashed": ("list->hash->update(state, source, (size_t)step);", ""),
-    "units not kept apart": ("if (first) list->hash", "if (!i) list->hash"),
-    "pieces not copied": ("copy(target, source, (size_t)step);", ""),
+    "bytes that are not hashed": (
+        "list->hash->update(place->state, source + place->moved, (size_t)step);",
+        "",
+    ),
+    "units not kept apart": ("if (first && !place->moved)", "if (!i && !place->moved)"),
+    "pieces not copied": (
+        "copy(target + place->moved, source + place->moved, (size_t)step);",
+        "(void)target;",
+    ),
     "single pieces not copied": ("if (list->target) copy(", "if (0) copy("),
-    "pieces of one place": ("target += step;", ""),
+    "pieces of one place": ("copy(target + place->moved,", "copy(target,"),
     "the head not copied": ("memcpy(target, source, head);", ""),
     "lines in the wrong order": ("(__m128i *)target + 1, b", "(__m128i *)target + 1, c"),
     "everything equal": ("if (memcmp(", "if (0 && memcmp("),
@@ -141,11 +149,6 @@ def test_a_source_archive_is_left_alone(build: ModuleType, elsewhere: Path) -> N
     assert not elsewhere.exists()
 
 
-def _threads() -> int:
-    """Python's and others."""
-    return len(os.listdir("/proc/self/task"))
-
-
 def _soon(holds: Callable[[], bool]) -> None:
     until = time.monotonic() + 10
     while not holds():
@@ -153,9 +156,24 @@ def _soon(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of /proc")
+def _started() -> list[int]:
+    """The niceness of each thread that is not of Python, beyond that of this one."""
+    python = {thread.native_id for thread in threading.enumerate()}
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    found = []
+    for name in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            if int(name) not in python:
+                found.append(os.getpriority(os.PRIO_PROCESS, int(name)) - own)
+    return found
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks at the threads in /proc")
+
+
+@linux_only
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: no second thread")
-def test_a_second_thread_comes_once_somebody_waits() -> None:
+def test_a_thread_of_the_lowest_priority_works_until_somebody_waits_then_two() -> None:
     helper = native.helper()
     if helper is None:
         pytest.skip("no helper")
@@ -168,19 +186,65 @@ def test_a_second_thread_comes_once_somebody_waits() -> None:
         row=np.arange(len(starts)),
     )
     stop = Stop(awaited=False)
+    spent: list[float] = []
 
     def run() -> None:
         with pytest.raises(StoppedError):
             helper.move(segments, None, np.zeros((len(starts), 16), np.uint8), stop)
+        spent.append(time.thread_time())
 
+    before = sorted(_started())
     thread = threading.Thread(target=run)
-    before = _threads()  # less, if one of an earlier test is about to end
     thread.start()
     _soon(lambda: stop.done > 64 << 20)
-    alone = _threads()
-    assert alone <= before + 1
+    patient = _started()
+    assert len(patient) <= len(before) + 1  # less, if one of an earlier test has just ended
+    assert 19 - os.getpriority(os.PRIO_PROCESS, 0) in patient
+    assert not spent
     stop.awaited = True
-    _soon(lambda: _threads() > alone)
+    _soon(lambda: native.SECOND in _started())
     stop.set()
     thread.join()
-    _soon(lambda: _threads() < alone)
+    _soon(lambda: len(_started()) <= len(before))
+
+
+@linux_only
+def test_who_waits_goes_on_in_the_middle_of_what_the_patient_thread_did(seed: int) -> None:
+    helper = native.helper()
+    if helper is None:
+        pytest.skip("no helper")
+    random_ = np.random.default_rng(seed)
+    length = 40 << 20
+    data = random_.integers(0, 256, length, np.uint8)
+    for cuts in (12, 3000):
+        starts = np.unique(np.append(random_.integers(1, length, cuts), 0))
+        units = np.unique(np.append(starts[random_.random(len(starts)) < 0.3], 0))
+        segments = Segments(
+            address=data.ctypes.data + starts,
+            offset=starts,
+            length=np.diff(starts, append=length),
+            row=np.searchsorted(units, starts, "right") - 1,
+        )
+        ends = np.append(units[1:], length)
+        expected = [digest(data.data[a:b]) for a, b in zip(units, ends, strict=True)]
+        handed_over = 0
+        for _ in range(10):
+            copied = np.zeros(length, np.uint8)
+            digests = np.zeros((len(units), 16), np.uint8)
+            stop = Stop(awaited=False)
+            waiter = threading.Thread(target=_wait_from, args=[stop, random_.integers(length)])
+            waiter.start()
+            helper.move(segments, copied.ctypes.data + starts, digests, stop)
+            handed_over += stop.awaited
+            stop.awaited = True
+            waiter.join()
+            assert digests.tobytes() == b"".join(expected)
+            assert np.array_equal(copied, data)
+            assert stop.done == length
+        assert handed_over > 2
+
+
+def _wait_from(stop: Stop, done: int) -> None:
+    while stop.done < done and not stop.awaited:
+        time.sleep(1e-4)
+    stop.awaited = True
