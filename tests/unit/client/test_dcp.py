@@ -23,6 +23,7 @@ from portus.index.directory import WRITERS
 
 SCRIPT = Path(__file__).with_name("sharded.py")
 pytestmark = [
+    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable"),
     pytest.mark.filterwarnings("ignore:torch.distributed is unavailable or uninitialized"),
 ]
@@ -36,7 +37,7 @@ def run(root: Path, *tasks: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -75,7 +76,7 @@ def test_hybrid_shards_are_written_once_spread_over_replicas_and_bit_equal(
     saved: Path, tmp_path: Path
 ) -> None:
     # Two replicas of two shards. Elsewhere: as many shards, and as many bytes, without replicas.
-    run(tmp_path, "save:4:hsdp", "load:1:hsdp", "load:2:hsdp", "load:4:hsdp")
+    run(tmp_path, "save:4:hsdp", "load:1:hsdp", "load:4:hsdp")
     group, plain = groups(tmp_path / "pools", "hsdp")[-1], groups(saved / "pools", "fsdp")[-1]
     sizes = [part.size for _, part in group.parts.values()]
     once = sum(part.size for _, part in plain.parts.values())
@@ -203,7 +204,10 @@ def test_a_rank_that_dies_in_a_save_leaves_a_directory_that_leads_to_a_complete_
 def test_a_lost_pool_of_one_rank_is_reported_as_that(saved: Path, tmp_path: Path) -> None:
     copied(saved, tmp_path)
     (tmp_path / "fsdp%2Frank-2-of-4.portus").unlink()
-    with pytest.raises(portus.UsageError, match=r"step 2 of 4 ranks is not complete.* those of 2 "):
+    with pytest.raises(
+        portus.UsageError,
+        match=r"step 2 of 4 ranks is not complete.* those of 2 .*rank 2: .* is not there",
+    ):
         PortusStorageReader(tmp_path, "fsdp").read_metadata()
 
 
