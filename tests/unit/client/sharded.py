@@ -221,6 +221,8 @@ def directories(rank: int, count: int, root: Path, killed: str = "-1") -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             writer.wait()
             os._exit(0)
+        writer.wait()
+        dist.barrier()  # so that it is known which groups are complete at the next commit
     writer.close()
 
 

@@ -258,6 +258,45 @@ def test_objects_keep_their_types_and_nothing_is_pickled(tmp_path: Path) -> None
     assert b"\x80\x02}" not in Path(groups(tmp_path)[0].parts[0][0]).read_bytes()
 
 
+def test_a_directory_is_of_whoever_saved_there_last(tmp_path: Path) -> None:
+    place = tmp_path / "last.ckpt"
+    stock = dcp.FileSystemWriter(place)
+    dcp.save({"m": {"t": torch.zeros(4)}}, storage_writer=stock)
+    assert PortusStorageReader.at(place) is None
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer.save_directory({"m": {"t": torch.ones(4)}}, place, step=1, files={"a.pt": [1]})
+    writer.close()
+    assert sorted(os.listdir(place)) == ["a.pt", "rank-0-of-1.shard"]
+    assert torch.load(place / "a.pt") == [1]
+    reader = PortusStorageReader.at(place)
+    assert reader is not None
+    state = {"m": {"t": torch.zeros(4)}}
+    load(state, reader)
+    assert torch.equal(state["m"]["t"], torch.ones(4))
+    with pytest.raises(portus.UsageError, match="belongs to a sharded checkpoint of 1 ranks"):
+        portus.materialize(place)
+    with pytest.raises(portus.UsageError, match="cannot be called"):
+        writer.save_directory({}, place, step=2, files={"items": 1})
+    writer.close()
+    dcp.save({"m": {"t": torch.zeros(4)}}, storage_writer=dcp.FileSystemWriter(place))
+    assert PortusStorageReader.at(place) is None
+    assert PortusStorageReader.at(tmp_path) is None
+
+
+def test_a_directory_in_the_place_of_another_keeps_the_old_group_until_the_new_is_complete(
+    tmp_path: Path,
+) -> None:
+    writer = PortusStorageWriter(tmp_path / ".portus", "run", keep=1)
+    for step in (1, 2, 3):
+        writer.save_directory({"t": torch.full((9,), float(step))}, tmp_path / "last", step=step)
+        writer.wait()
+        assert [group.step for group in groups(tmp_path / ".portus")][-2:] in (
+            [1],
+            [step - 1, step],
+        )
+    writer.close()
+
+
 def test_old_groups_go_once_newer_ones_are_complete(tmp_path: Path) -> None:
     writer = PortusStorageWriter(tmp_path, "run", keep=2)
     for step in range(6):
