@@ -6,7 +6,7 @@ Nothing of it is pickled on the medium.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -19,6 +19,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from portus.errors import CorruptionError
+
+FORMAT: Final = 1
+FORMAT_KEY: Final = "format"
+METADATA: Final = "metadata"
+ITEMS: Final = "items"
+"""What a rank's part is: its format number, torch's metadata (in one part of a group), and the
+shards by key. Files of a checkpoint directory have their own names beside these."""
 
 
 @dataclass(frozen=True, slots=True)

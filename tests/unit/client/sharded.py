@@ -189,10 +189,14 @@ def damaged(rank: int, count: int, root: Path) -> None:
 
 
 def mixed(rank: int, count: int, root: Path) -> None:
-    """Ranks that do not name the same step are told so, all of them."""
+    """Ranks that do not name the same step, or are not all there, are told so."""
     writer = PortusStorageWriter(root / "mixed", "run")
     with pytest.raises(CheckpointException, match="rank 0 saves step 3 and rank 1 saves step 4"):
         dcp.save({"t": torch.zeros(3)}, checkpoint_id=f"step_{3 + rank}", storage_writer=writer)
+    alone = dist.new_group([0])
+    if rank == 0:
+        with pytest.raises(CheckpointException, match="1 ranks plan this save and 2 are in the"):
+            dcp.save({"t": torch.zeros(3)}, storage_writer=writer, process_group=alone)
     writer.close()
     assert not list((root / "mixed").glob("*.portus"))
 
@@ -217,6 +221,8 @@ def directories(rank: int, count: int, root: Path, killed: str = "-1") -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             writer.wait()
             os._exit(0)
+        writer.wait()
+        dist.barrier()  # so that it is known which groups are complete at the next commit
     writer.close()
 
 

@@ -23,6 +23,7 @@ from portus.index.directory import WRITERS
 
 SCRIPT = Path(__file__).with_name("sharded.py")
 pytestmark = [
+    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable"),
     pytest.mark.filterwarnings("ignore:torch.distributed is unavailable or uninitialized"),
 ]
@@ -36,7 +37,7 @@ def run(root: Path, *tasks: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -75,7 +76,7 @@ def test_hybrid_shards_are_written_once_spread_over_replicas_and_bit_equal(
     saved: Path, tmp_path: Path
 ) -> None:
     # Two replicas of two shards. Elsewhere: as many shards, and as many bytes, without replicas.
-    run(tmp_path, "save:4:hsdp", "load:1:hsdp", "load:2:hsdp", "load:4:hsdp")
+    run(tmp_path, "save:4:hsdp", "load:1:hsdp", "load:4:hsdp")
     group, plain = groups(tmp_path / "pools", "hsdp")[-1], groups(saved / "pools", "fsdp")[-1]
     sizes = [part.size for _, part in group.parts.values()]
     once = sum(part.size for _, part in plain.parts.values())
@@ -203,7 +204,10 @@ def test_a_rank_that_dies_in_a_save_leaves_a_directory_that_leads_to_a_complete_
 def test_a_lost_pool_of_one_rank_is_reported_as_that(saved: Path, tmp_path: Path) -> None:
     copied(saved, tmp_path)
     (tmp_path / "fsdp%2Frank-2-of-4.portus").unlink()
-    with pytest.raises(portus.UsageError, match=r"step 2 of 4 ranks is not complete.* those of 2 "):
+    with pytest.raises(
+        portus.UsageError,
+        match=r"step 2 of 4 ranks is not complete.* those of 2 .*rank 2: .* is not there",
+    ):
         PortusStorageReader(tmp_path, "fsdp").read_metadata()
 
 
@@ -252,6 +256,45 @@ def test_objects_keep_their_types_and_nothing_is_pickled(tmp_path: Path) -> None
     assert other["b"] is torch.float16
     assert torch.equal(other["t"], state["t"])
     assert b"\x80\x02}" not in Path(groups(tmp_path)[0].parts[0][0]).read_bytes()
+
+
+def test_a_directory_is_of_whoever_saved_there_last(tmp_path: Path) -> None:
+    place = tmp_path / "last.ckpt"
+    stock = dcp.FileSystemWriter(place)
+    dcp.save({"m": {"t": torch.zeros(4)}}, storage_writer=stock)
+    assert PortusStorageReader.at(place) is None
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer.save_directory({"m": {"t": torch.ones(4)}}, place, step=1, files={"a.pt": [1]})
+    writer.close()
+    assert sorted(os.listdir(place)) == ["a.pt", "rank-0-of-1.shard"]
+    assert torch.load(place / "a.pt") == [1]
+    reader = PortusStorageReader.at(place)
+    assert reader is not None
+    state = {"m": {"t": torch.zeros(4)}}
+    load(state, reader)
+    assert torch.equal(state["m"]["t"], torch.ones(4))
+    with pytest.raises(portus.UsageError, match="belongs to a sharded checkpoint of 1 ranks"):
+        portus.materialize(place)
+    with pytest.raises(portus.UsageError, match="cannot be called"):
+        writer.save_directory({}, place, step=2, files={"items": 1})
+    writer.close()
+    dcp.save({"m": {"t": torch.zeros(4)}}, storage_writer=dcp.FileSystemWriter(place))
+    assert PortusStorageReader.at(place) is None
+    assert PortusStorageReader.at(tmp_path) is None
+
+
+def test_a_directory_in_the_place_of_another_keeps_the_old_group_until_the_new_is_complete(
+    tmp_path: Path,
+) -> None:
+    writer = PortusStorageWriter(tmp_path / ".portus", "run", keep=1)
+    for step in (1, 2, 3):
+        writer.save_directory({"t": torch.full((9,), float(step))}, tmp_path / "last", step=step)
+        writer.wait()
+        assert [group.step for group in groups(tmp_path / ".portus")][-2:] in (
+            [1],
+            [step - 1, step],
+        )
+    writer.close()
 
 
 def test_old_groups_go_once_newer_ones_are_complete(tmp_path: Path) -> None:

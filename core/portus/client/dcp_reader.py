@@ -1,0 +1,303 @@
+"""The load side of ``portus.dcp``: the newest complete group that verifies, at any number of ranks.
+
+A load first checks the bytes that each rank is going to read, and only then copies the first of
+them: what was loaded into is whole, or as it was. So all ranks can go on with an older group.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from portus.client.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, Placed, decode
+from portus.client.fence import before_write
+from portus.client.grouped import (
+    Directory,
+    census,
+    check_part,
+    chosen,
+    directory_at,
+    load_part,
+    name_of,
+)
+from portus.errors import CorruptionError, PortusError, StaleError, UsageError
+from portus.index.directory import default_directory
+from portus.index.groups import Group
+
+_log: Final = logging.getLogger("portus")
+
+_STALE_MAX: Final = 5
+"""Loads that begin again since ranks chose different groups."""
+
+
+class PortusStorageReader(StorageReader):
+    """Loads a group, at any number of ranks. ``dcp.load(state, storage_reader=reader)``.
+
+    step: of the group; None: the number at the end of ``checkpoint_id``, else the newest group
+    that is complete. pool, model: as for ``PortusStorageWriter``.
+
+    ``portus.dcp.load(state, reader)`` does the same, and goes on with the group before it where
+    one turns out to be damaged.
+    """
+
+    def __init__(
+        self,
+        pool: str | os.PathLike[str] | None = None,
+        model: str = "default",
+        *,
+        step: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.place: Final = os.path.abspath(os.fspath(pool or default_directory()))
+        self.model: Final = model
+        self._step: Final = step
+        self._asked = step
+        self._directory: Directory | None = None
+        self._falls_back = True
+        self._passed_over: set[bytes] = set()
+        self._told: set[bytes] = set()
+        self._tried: Group | None = None
+        self._group: Group | None = None
+        self._placed: dict[MetadataIndex, Placed] = {}
+        self._tells_later = False
+        self._problem: PortusError | None = None
+
+    @classmethod
+    def at(
+        cls, directory: str | os.PathLike[str], *, fall_back: bool = True
+    ) -> PortusStorageReader | None:
+        """A reader of the group that a checkpoint directory leads to; None if it is no directory
+        of ``PortusStorageWriter.save_directory``.
+
+        fall_back: take the newest complete group of the model, with an error in the log, where
+        that of the directory was never completed, or is damaged. Waits, for a limited time, for
+        ranks that are about to commit. Raises ``UsageError`` if its pool may not be opened.
+        """
+        found = directory_at(os.path.abspath(os.fspath(directory)))
+        if found is None:
+            return None
+        reader = cls(found.place, found.model)
+        reader._directory, reader._falls_back = found, fall_back
+        return reader
+
+    @property
+    def group(self) -> Group | None:
+        """What was loaded last: its step, its ranks."""
+        return self._group
+
+    def file(self, name: str, rank: int = 0) -> Any:
+        """The value that ``rank`` saved as the file ``name`` of the checkpoint directory, of the
+        group that was loaded. Raises ``UsageError`` if there is none, and as loads do."""
+        assert self._group is not None, "load first"
+        content = load_part(self._group, rank, lambda path: _is_at(path, name))
+        if name not in content:
+            raise UsageError(f"{name_of(self._group)}: rank {rank} saved no {name}")
+        return content[name]
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A load begins."""
+        number = step_of(checkpoint_id, None)
+        self._asked = self._step if self._step is not None else number
+        self._group = None
+
+    def read_metadata(self, *args: Any, **named: Any) -> Metadata:
+        """Choose the group. Raises ``UsageError`` naming what is missing if none is complete."""
+        # ``named`` is not ``kwargs``: torch looks for that name, and where a rank could not read
+        # the metadata it would go on without the others.
+        self._group = self._problem = None
+        try:
+            return self._read_metadata()
+        except PortusError as error:
+            if not self._tells_later:
+                raise
+            self._problem = error  # torch would make a text of it
+            return Metadata({}, {}, {})
+
+    def _read_metadata(self) -> Metadata:
+        found = self._tried = self._chosen()
+        for rank in sorted(found.parts):  # the coordinator's has it: nearly always the first
+            content = load_part(found, rank, lambda path: _is_at(path, METADATA, FORMAT_KEY))
+            if content.get(FORMAT_KEY) != FORMAT:
+                raise UsageError(f"{name_of(found)}: written by a newer Portus; upgrade this one")
+            if METADATA in content:
+                metadata, self._placed = decode(content[METADATA])
+                self._group = found
+                return metadata
+        raise CorruptionError(f"{name_of(found)}: no part of it holds the metadata")
+
+    def _chosen(self) -> Group:
+        """The group to load; one that was chosen stays chosen, until it is passed over."""
+        group, reason = self._find()
+        if reason is not None and group.id not in self._told:
+            self._told.add(group.id)
+            _log.error("%s; FALLING BACK to %s", reason, name_of(group))
+        return group
+
+    def _find(self) -> tuple[Group, UsageError | None]:
+        """The group to load, and why not that of the directory, if it is another."""
+        found = census(self.place, self.model)
+        wanted = self._directory
+        if wanted is None:
+            return chosen(found, self.model, self._asked, but=self._passed_over), None
+        try:
+            return chosen(found, self.model, None, ids=wanted.ids, but=self._passed_over), None
+        except UsageError as error:
+            if not self._falls_back:
+                raise
+            return chosen(found, self.model, None, but=self._passed_over), error
+
+    def pass_over(self, error: PortusError) -> None:
+        """From now on do without the group that was chosen last. Raises ``error`` if there is
+        none to take in its place, or if this reader does not fall back."""
+        damaged = self._tried
+        if damaged is None or not self._falls_back:
+            raise error
+        self._passed_over.add(damaged.id)
+        try:
+            older, _ = self._find()
+        except UsageError:
+            raise error from None
+        self._told.add(older.id)
+        _log.error("%s: %s; FALLING BACK to %s", self.place, error, name_of(older))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Raises what was wrong with the metadata, if that is to be told to all ranks."""
+        if self._problem is not None:
+            raise self._problem
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Check what this rank is going to read, and say which group it chose. Raises
+        ``CorruptionError`` with model, step, rank and tensor; then nothing was copied yet."""
+        assert self._group is not None
+        for rank, items in self._by_rank(plan):
+            check_part(self._group, rank, _keep(self._keys(items)))
+        return replace(plan, storage_data=self._group.id)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator. Raises ``StaleError`` if ranks chose different groups."""
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise StaleError(
+                f"{self.place}: a group of {self.model!r} was committed while its ranks looked for "
+                "the newest one: load again, or name the step"
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Load what this rank needs, one rank's part after another. Raises as loads do."""
+        assert self._group is not None
+        before_write()  # a writer of this process may be saving these tensors
+        for rank, items in self._by_rank(plan):
+            content = load_part(self._group, rank, _keep(self._keys(items)))
+            for item in items:
+                _hand_over(item, content[ITEMS][self._placed[item.storage_index].key], planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any name will do: only a number at its end is looked at."""
+        return True
+
+    def _by_rank(self, plan: LoadPlan) -> list[tuple[int, list[ReadItem]]]:
+        found: dict[int, list[ReadItem]] = {}
+        for item in plan.items:
+            found.setdefault(self._placed[item.storage_index].rank, []).append(item)
+        return sorted(found.items())
+
+    def _keys(self, items: Sequence[ReadItem]) -> set[str]:
+        return {self._placed[item.storage_index].key for item in items}
+
+
+def load(state: dict[str, Any], reader: PortusStorageReader, **more: Any) -> Group:
+    """``dcp.load`` from ``reader``: the newest complete group that verifies. On every rank.
+
+    Where a rank finds its group damaged, all of them go on with the one before it, with an error
+    in the log; ``state`` was not touched by then. more: of ``dcp.load``.
+
+    Returns the group that was loaded. Raises ``UsageError`` if none is complete, and
+    ``CorruptionError`` naming the first that was tried if none verifies; what torch's planner
+    finds wrong is raised as its ``CheckpointException``.
+    """
+    first: PortusError | None = None
+    stale = 0
+    reader._tells_later = True
+    try:
+        while True:
+            try:
+                torch_load(state, storage_reader=reader, **more)
+                assert reader.group is not None
+                return reader.group
+            except CheckpointException as error:
+                found = reason_of(error)  # the same on all ranks, so all do the same
+                if isinstance(found, StaleError) and stale < _STALE_MAX:
+                    stale += 1
+                elif isinstance(found, CorruptionError):
+                    first = first or found
+                    reader.pass_over(first)
+                else:
+                    raise (first or found) from error
+    finally:
+        reader._tells_later = False
+
+
+def reason_of(error: CheckpointException) -> BaseException:
+    """What went wrong on the lowest rank that says so in our words; else ``error`` itself."""
+    for _, failure in sorted(error.failures.items()):
+        if isinstance(failure[0], PortusError):
+            return failure[0]
+    return error
+
+
+def _is_at(path: str, *names: str) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
+def _keep(keys: Collection[str]) -> Callable[[str], bool]:
+    """Whether a key path of a part leads into one of its items ``keys``."""
+
+    def keep(path: str) -> bool:
+        names = path.split(".", 2)
+        return names[0] == ITEMS and len(names) > 1 and names[1] in keys
+
+    return keep
+
+
+def _hand_over(item: ReadItem, value: Any, planner: LoadPlanner) -> None:
+    if item.type == LoadItemType.BYTE_IO:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)  # torch's planner reads nothing else; it never leaves memory
+        buffer.seek(0)
+        planner.load_bytes(item, buffer)
+        return
+    target = planner.resolve_tensor(item).detach()
+    for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        value = value.narrow(axis, start, length)
+    if target.size() != value.size():
+        raise UsageError(
+            f"{item.storage_index.fqn}: the state has shape {tuple(target.size())} where the "
+            f"checkpoint has {tuple(value.size())}"
+        )
+    target.copy_(value)
+    planner.commit_tensor(item, target)
+
+
+def step_of(checkpoint_id: str | os.PathLike[str] | None, otherwise: Any) -> Any:
+    """The number at the end of a checkpoint's id; ``otherwise`` if there is none."""
+    found = re.search(r"(\d{1,15})$", os.fspath(checkpoint_id)) if checkpoint_id else None
+    return int(found[1]) if found else otherwise
