@@ -79,6 +79,7 @@ class Host:
         if self.process.poll() is None:
             self.resume()
             self.kill()
+        self._errors.close()
 
     def _end(self) -> int:
         code = self.process.wait(timeout=START_S_MAX)
