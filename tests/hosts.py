@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,12 +40,18 @@ class Host:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "portus.cli.main", "serve", self.place]
+        # A file, not a pipe: nobody reads while the host runs, and a pipe that is full stops it.
+        reading, path = tempfile.mkstemp(prefix="portus-host-")
+        writing = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.unlink(path)
+        self._errors = os.fdopen(reading)
         self.process = subprocess.Popen(
             [*command, "--listen", f"127.0.0.1:{self.port}", *self._options],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
+            stderr=writing,
         )
+        os.close(writing)
         found = re.search(r"on portus(?:\+tls)?://127\.0\.0\.1:(\d+)", self._until("serving"))
         assert found
         self.port = int(found[1])
@@ -73,21 +79,22 @@ class Host:
         if self.process.poll() is None:
             self.resume()
             self.kill()
+        self._errors.close()
 
     def _end(self) -> int:
-        _, rest = self.process.communicate(timeout=START_S_MAX)
-        self.log += rest.decode()
-        return self.process.returncode
+        code = self.process.wait(timeout=START_S_MAX)
+        self.log += self._errors.read()
+        self._errors.close()
+        return code
 
     def _until(self, word: str) -> str:
-        assert self.process.stderr is not None
         until, text = time.monotonic() + START_S_MAX, ""
         while word not in text or not text.endswith("\n"):
-            ready, _, _ = select.select([self.process.stderr], [], [], until - time.monotonic())
-            assert ready, f"the host did not start: {text}"
-            data = os.read(self.process.stderr.fileno(), 65536)
-            assert data, f"the host ended: {text}"
-            text += data.decode()
+            assert time.monotonic() < until, f"the host did not start: {text}"
+            ended = self.process.poll() is not None
+            text += self._errors.read()
+            assert word in text or not ended, f"the host ended: {text}"
+            time.sleep(0.005)
         self.log += text
         return text
 

@@ -30,7 +30,7 @@ GROUPS: dict[str, Group] = {
     "open": lambda memory, disk, rounds: [loading.open_row(memory, rounds)],
     "host": lambda memory, disk, rounds: hosting.wire_rows(memory, rounds),
     "shares": hosting.share_rows,
-    "load": lambda memory, disk, rounds: load.load_rows(memory, disk, max(3, rounds // 2)),
+    "load": lambda memory, disk, rounds: load.load_rows(memory, disk, (rounds + 1) // 2),
     "accelerate": frameworks.accelerate_rows,
     "sharded": lambda memory, disk, rounds: frameworks.sharded_rows(memory, rounds),
     "worlds": lambda memory, disk, rounds: frameworks.world_rows(memory, max(3, rounds // 2)),

@@ -392,16 +392,17 @@ class PoolWriter(PoolReader):
                 extents = self._take(wanted)
                 if extents is not None:
                     return extents
-        try:
-            self._grow(wanted.pages + wanted.spare)
-        except MediumError:
-            extents = self._take(replace(wanted, spare=0))
-            if extents is None:
-                raise
-            return extents
-        extents = self._take(wanted)
-        assert extents is not None, f"{wanted} not found after growth"
-        return extents
+        while True:  # ends: who takes what is added here needs no turn, but has what it wanted then
+            try:
+                self._grow(wanted.pages + wanted.spare)
+            except MediumError:
+                extents = self._take(replace(wanted, spare=0))
+                if extents is None:
+                    raise
+                return extents
+            extents = self._take(wanted)
+            if extents is not None:
+                return extents
 
     def _settle(self) -> bool:
         """Commit the same catalogue once more if the older root alone reaches something, so that

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import logging
 import random
+import threading
 
 import pytest
 
@@ -12,7 +13,7 @@ from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder
 from portus.index.roots import read_roots
 from portus.media.lock import LockTable, ProcessLocks
 from portus.media.memory import Memory
-from portus.spec import PAGE
+from portus.spec import PAGE, Extent
 from tests.unit.index.engine import reader_of, save, stored, writer
 
 
@@ -161,6 +162,39 @@ def test_no_space_is_an_error_that_says_how_much_and_changes_nothing() -> None:
     assert pool.free_bytes() == before
     assert stored(pool, record) == [b"kept"]
     save(pool, [b"more"])
+
+
+class Contended(PoolWriter):
+    """While it grows for one, another takes what was added: that needs no turn."""
+
+    others = 2
+
+    def _grow(self, pages: int) -> None:
+        super()._grow(pages)
+        if self.others:
+            self.others -= 1
+            other = threading.Thread(target=lambda: taken.append(self.reserve(4 << 20)))
+            other.start()
+            other.join(20)
+
+
+taken: list[list[Extent]] = []
+
+
+def test_space_that_was_added_for_one_may_be_taken_by_another() -> None:
+    medium = Memory(DATA_START)
+    format_pool(medium)
+    pool = Contended(medium, ProcessLocks(LockTable()))
+    taken.clear()
+    taken.append(pool.reserve(4 << 20))
+    assert len(taken) == 3
+    pages = [
+        page
+        for extents in taken
+        for each in extents
+        for page in range(each.offset // PAGE, each.end // PAGE)
+    ]
+    assert len(pages) == len(set(pages)) == 3 * (4 << 20) // PAGE
 
 
 def test_deleted_versions_go_only_when_their_space_is_needed() -> None:
