@@ -262,10 +262,16 @@ def _measure(place: Path, picture: Path, steps: int = 20, rounds: int = 3) -> No
         ]
         for name, times in seconds.items()
     }
-    print(f"    {'way':20s} {'training':>12s} {'cost of a checkpoint':>22s}")
+    head = ("training", "cost of a checkpoint", "synced to the disk")
+    print("    {:20s} {:>10s} {:>22s} {:>20s}".format("way", *head))
     for name, times in seconds.items():
-        cost = f"{statistics.median(costs[name]):.0f} ms" if name != "none" else "-"
-        print(f"    {name:20s} {statistics.median(times):10.2f} s {cost:>22s}")
+        cost, synced = f"{statistics.median(costs[name]):.0f} ms", "no"
+        if name == "none":
+            cost = synced = "-"
+        elif name == "Portus":
+            synced = "yes, every one"
+        print(f"    {name:20s} {statistics.median(times):8.2f} s {cost:>22s} {synced:>20s}")
+    print("    Lightning's own two leave it to the system when their bytes reach the disk.")
     _plot(costs, picture)
 
 
