@@ -128,7 +128,7 @@ class _Waiting(Generic[Change, Outcome]):
         if error is None:
             return self._outcome[0]
         if isinstance(error, MediumError):
-            raise MediumError(error.errno, error.strerror) from error
+            raise MediumError(*error.args) from error
         if isinstance(error, PortusError):
             raise type(error)(*error.args) from error
         raise AbandonedError(f"the commit was interrupted by {type(error).__name__}") from error
