@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import portus
 import portus_accelerate
 from portus.index.pool import PoolWriter
-from portus_accelerate import launching, origin, patch, peers, settings
+from portus_accelerate import launching, patch, peers, settings
 
 FILES = [
     "custom_checkpoint_0.pkl",
@@ -280,15 +280,6 @@ def test_a_directory_of_two_checkpoints_is_refused_with_their_steps(tmp_path: Pa
     assert "optimizer.bin of model 'net', step 1" in said
     assert "random_states_0.pkl, scheduler.bin of model 'net', step 2" in said
     assert same(scene.facts(), before)
-
-
-def test_what_several_processes_saved_at_once_is_one_checkpoint(tmp_path: Path) -> None:
-    home = tmp_path / "step_5"
-    home.mkdir()
-    for number, model in enumerate(("net", "net~2", "net~2/rank-1-of-2")):
-        with portus.Checkpointer(tmp_path / "pools", model) as checkpointer:
-            checkpointer.save({}, 5, reference=home / str(number)).wait()
-    assert origin.origin_of(str(home)) == origin.Origin(str(home), "net", 5)
 
 
 def test_a_model_of_another_shape_is_refused_with_rank_model_and_step(tmp_path: Path) -> None:
