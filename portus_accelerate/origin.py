@@ -1,22 +1,22 @@
-"""What a checkpoint directory says of itself: which version its files are of.
+"""What a checkpoint directory says of itself: of which run and step its files are.
 
-All files of one save lead to parts of one version, or of one group of versions, whose tokens begin
-alike. A directory put together by hand, from two, is refused: it would load, and be no state that
-training ever had. What else does not fit is found by Accelerate and torch; here it is said of which
-checkpoint, and on which rank.
+A directory put together by hand, from two checkpoints, is refused: it would load, and be no state
+that training ever had. Not seen: files of the same run and step, saved twice. What else does not
+fit is found by Accelerate and torch; here it is said of which checkpoint, and on which rank.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import portus
 
-GROUP: Final = 24
-"""Hex digits of a token that all parts of a group have in common; no two saves have."""
+_OF_ONE_WRITER: Final = re.compile(r"(~\d+)?(/rank-\d+-of-\d+)?$")
+"""What a run's name ends with where several processes save it: each has a pool file of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +34,25 @@ class Origin:
 def origin_of(directory: str) -> Origin | None:
     """None if there is no reference in ``directory``: it is none of ours, or was materialised.
 
-    Raises ``UsageError`` naming the files and steps if they are of several versions,
+    Raises ``UsageError`` naming the files and steps if they are of several checkpoints,
     ``CorruptionError`` for a damaged reference.
     """
-    found: dict[str, tuple[Origin, list[str]]] = {}
+    found: dict[Origin, list[str]] = {}
     for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else ():
         reference = portus.read_reference(os.path.join(directory, name))
         if reference is not None:
-            origin = Origin(directory, reference.model, reference.step)
-            found.setdefault(reference.token[:GROUP], (origin, []))[1].append(name)
+            run = _OF_ONE_WRITER.sub("", reference.model)
+            found.setdefault(Origin(directory, run, reference.step), []).append(name)
     if len(found) > 1:
         parts = [
             f"{', '.join(names)} of model {origin.model!r}, step {origin.step}"
-            for origin, names in found.values()
+            for origin, names in found.items()
         ]
         raise portus.UsageError(
             f"{directory}: its files are of different checkpoints: {'; '.join(parts)}. Load a "
             "directory as it was saved"
         )
-    return next(iter(found.values()))[0] if found else None
+    return next(iter(found), None)
 
 
 def saying_of_what(stock: Callable[[str | None], Any], rank: int) -> Callable[[str | None], Any]:
