@@ -27,7 +27,7 @@ BROAD_EXCEPT = {
 # Who may unpickle or write a pickle, and why. Nothing read from a pool ever is (V6).
 PICKLE = {
     "core/portus/client/materialize.py": "writes a torch file from a state that was verified",
-    "core/portus/client/dcp.py": "hands torch's planner an object in memory; it is written nowhere",
+    "core/portus/client/dcp_reader.py": "hands torch's planner objects, in memory alone",
     "portus_accelerate/saver.py": "writes what Portus cannot store, as Accelerate would",
 }
 

@@ -187,6 +187,14 @@ def test_an_incomplete_or_damaged_group_leaves_nothing_behind(place: Path, tmp_p
     assert sorted(os.listdir(tmp_path)) == ["pools"]
 
 
+def test_pieces_that_do_not_make_up_their_tensor_are_refused(tmp_path: Path) -> None:
+    save_group(tmp_path / "pools", 1, {"model.t": (torch.rand(8, 4), rows(8, 4, 4)[:3])}, 4)
+    said = portus("export", "run", tmp_path / "hf", "--pool", tmp_path / "pools")
+    assert said.code == 1
+    assert "t: its pieces do not make up the tensor, 8 elements are missing" in said.err
+    assert not (tmp_path / "hf").exists()
+
+
 BOUNDED = """
 import sys
 from portus.cli.main import main

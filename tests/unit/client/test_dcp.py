@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -295,6 +296,18 @@ def test_a_directory_in_the_place_of_another_keeps_the_old_group_until_the_new_i
             [step - 1, step],
         )
     writer.close()
+
+
+def test_what_directories_lead_to_is_kept_and_goes_when_they_are_deleted(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path / ".portus", "run", keep=1)
+    for step in (1, 2, 3, 4):
+        writer.save_directory({"t": torch.full((9,), float(step))}, tmp_path / f"{step}", step=step)
+        writer.wait()
+    assert [group.step for group in groups(tmp_path / ".portus")] == [1, 2, 3, 4]
+    shutil.rmtree(tmp_path / "2")
+    writer.save_directory({"t": torch.zeros(9)}, tmp_path / "5", step=5)
+    writer.close()
+    assert [group.step for group in groups(tmp_path / ".portus")] == [1, 3, 4, 5]
 
 
 def test_old_groups_go_once_newer_ones_are_complete(tmp_path: Path) -> None:
