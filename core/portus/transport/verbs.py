@@ -51,6 +51,10 @@ class WorkError(TransportError):
         self.denied: Final = denied
 
 
+class RegisterError(TransportError):
+    """Memory cannot be pinned: too much of it, or of a kind that cannot be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Port:
     """A port of a device, and which of its addresses to use. ``gid``: 16 bytes."""
@@ -141,16 +145,19 @@ class Domain:
         """Pin memory of this process. remote: for the other side, which may read it; else for
         requests posted here. writable: bytes will arrive in it.
 
-        Raises ``TransportError`` if the system refuses: too much, or memory that cannot be pinned.
+        Raises ``RegisterError`` if the system refuses: too much, or memory that cannot be pinned.
         """
         e = self._verbs.constants
         access = e.IBV_ACCESS_LOCAL_WRITE if writable else 0
         if remote:
             access |= e.IBV_ACCESS_REMOTE_READ
             access |= e.IBV_ACCESS_REMOTE_WRITE if writable else 0
-        hint = "`ulimit -l` bounds how much; pages of a file cannot be pinned"
-        with _as_transport_error(f"register {length} bytes with {self.port.device}", hint):
-            return Region(start, length, self._verbs.MR(self._domain, length, access, start))
+        try:
+            with _as_transport_error(f"register {length} bytes with {self.port.device}"):
+                return Region(start, length, self._verbs.MR(self._domain, length, access, start))
+        except TransportError as error:
+            hint = "`ulimit -l` bounds how much; pages of a file cannot be pinned"
+            raise RegisterError(f"{error}; {hint}") from error
 
     def queue_pair(self) -> QueuePair:
         """A new one, not connected. Raises ``TransportError``."""
@@ -342,14 +349,13 @@ def _loaded() -> SimpleNamespace:
 
 
 @contextlib.contextmanager
-def _as_transport_error(what: str, hint: str = "") -> Iterator[None]:
+def _as_transport_error(what: str) -> Iterator[None]:
     try:
         yield
     except _loaded().PyverbsError as error:
         number = int(getattr(error, "error_code", 0) or 0)
         why = os.strerror(number) if number else str(error)
-        more = f"; {hint}" if hint else ""
-        raise TransportError(f"cannot {what}: {why} (errno {number}){more}") from error
+        raise TransportError(f"cannot {what}: {why} (errno {number})") from error
 
 
 _FOUND: Final[dict[tuple[str, str], Port]] = {}
