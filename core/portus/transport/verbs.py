@@ -134,7 +134,8 @@ class Domain:
         before = _descriptors()
         with _as_transport_error(f"open the RDMA device {port.device}"):
             self._context: Final = self._verbs.Context(name=port.device)
-            self._descriptors: Final = _descriptors() - before
+            # One that was closed meanwhile may have given its number to ours.
+            self.descriptors: Final = (_descriptors() - before) or _descriptors() - _owned()
             self._domain: Final = self._verbs.PD(self._context)
             limits = self._context.query_device()
         self.serves: Final = min(READS_MAX, int(limits.max_qp_rd_atom))
@@ -165,13 +166,14 @@ class Domain:
 
     def close(self) -> None:
         """With all that is in it. A second call does nothing."""
+        _ALL.discard(self)  # first: its descriptors become others'
         with _as_transport_error(f"close the RDMA device {self.port.device}"):
             self._context.close()
 
     def leave(self) -> None:
         """Let go of the device, in a forked child. The parent's regions and queue pairs would
         outlive it otherwise; and what is collected here would be taken from it."""
-        for number in self._descriptors:
+        for number in self.descriptors:
             with contextlib.suppress(OSError):
                 os.close(number)
 
@@ -300,6 +302,11 @@ _ALL: Final[weakref.WeakSet[Domain]] = weakref.WeakSet()
 def _leave_all() -> None:
     for domain in list(_ALL):
         domain.leave()
+
+
+def _owned() -> set[int]:
+    """The descriptors of all domains that are open."""
+    return {number for domain in list(_ALL) for number in domain.descriptors}
 
 
 if hasattr(os, "register_at_fork"):
