@@ -449,10 +449,11 @@ def _text(place: str, name: str) -> str:
 
 
 def _descriptors() -> set[int]:
-    """Those of this process that lead to an RDMA device."""
+    """Those of this process that lead to an RDMA device, or to its events."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if "/infiniband/" in os.readlink(f"/proc/self/fd/{number}"):
+            place = os.readlink(f"/proc/self/fd/{number}")
+            if "/infiniband/" in place or "[infinibandevent]" in place:
                 found.add(int(number))
     return found
