@@ -57,7 +57,7 @@ lab: setup ## a shell in a machine with Soft-RoCE and persistent memory, emulate
 	@$(BIN)/python -m tests.lab
 
 test-hardware: setup ## the tests marked rdma and pmem in the lab, and those that boot guests
-	@$(BIN)/python -m tests.lab python -m pytest -p no:cacheprovider -m 'rdma or pmem' \
+	@$(BIN)/python -m tests.lab --timeout 2400 python -m pytest -p no:cacheprovider -m 'rdma or pmem' \
 	  tests/hardware $(ARGS)
 	@$(BIN)/python -m pytest -m lab tests/lab $(ARGS)
 

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from portus.client.host import HostPool
 from portus.errors import BusyError, CorruptionError, UsageError
 from portus.index.directory import format_device, has_pool, open_reader
 from portus.media.dax import open_device
 from portus.media.local import LocalFiles
 from portus.spec import Extent
 from tests.hardware.conftest import DEVDAX
+from tests.hosts import serving, url
 
 pytestmark = [pytest.mark.pmem, pytest.mark.timeout(600)]
 
@@ -65,6 +67,55 @@ def test_a_run_saves_to_a_device_and_its_references_lead_there(
     with portus.open(DEVDAX) as view:
         assert view.steps() == [3, 7]
     assert not [each for each in portus.check(DEVDAX) if each.severity.value == "error"]
+
+
+@pytest.mark.rdma
+@pytest.mark.usefixtures("blank")
+def test_a_training_saves_to_a_host_by_verbs_and_is_restored_in_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import torch
+
+    import portus
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PORTUS_TRANSPORT", "verbs")
+    format_device(DEVDAX, LocalFiles(), force=True)
+    model = torch.nn.Linear(1000, 400)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1000)).square().sum().backward()
+        optimizer.step()
+
+    def state() -> dict[str, object]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    step()
+    keys = []
+    with serving(DEVDAX) as server, portus.Checkpointer(url(server)) as checkpointer:
+        for number in range(1, 5):
+            handle = checkpointer.save(state(), number)
+            weight = model.weight.detach().clone()
+            step()  # behind the fence
+            handle.wait(60)
+            small = 2 * model.bias.nbytes
+            assert handle.stats.bounced_bytes == small, "the big ones went straight"
+            pool = checkpointer._home._pool  # type: ignore[attr-defined]
+            assert isinstance(pool, HostPool)
+            assert pool.links.verbs is not None
+            keys.append(sorted(each.region.remote_key for each in pool.links.verbs._known.values()))
+        first, *later = keys
+        assert first == [], "no step was fenced yet: all was copied inside the call"
+        assert len(later[0]) == 2
+        assert later[0] == later[1] == later[2], "weights and momenta stay registered"
+        before = server._house.counters["verbs_bytes"]
+        with portus.open(url(server)) as view:
+            view.restore_into(state())
+        assert torch.equal(model.weight, weight)
+        assert server._house.counters["verbs_bytes"] - before >= 2 * weight.nbytes
+        assert server._house.counters["bounced_bytes"] == 0
 
 
 @pytest.mark.usefixtures("blank")

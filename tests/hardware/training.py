@@ -106,9 +106,10 @@ def connected(url: str) -> HostPool:
     for tries in itertools.count():
         try:
             return HostPool(url, "run")
-        except PortusError:
+        except PortusError as error:
             if tries > 100:
                 raise
+            print(f"waiting: {error}", flush=True)
             time.sleep(1)
     raise AssertionError("it counts for ever")
 

@@ -68,7 +68,7 @@ def test_a_training_goes_on_while_its_storage_host_dies_and_comes_back(
     """``portus serve`` on a DAX device, and a trainer, by verbs alone; the storage guest is killed
     in the middle of a save, and booted again on its NVDIMM."""
     secret = tmp_path / "secret"
-    secret.write_text("a secret of two hosts in a lab\n")
+    secret.write_text("a-secret-of-two-hosts-in-a-lab\n")
     secret.chmod(0o600)
     nvdimms = (tmp_path / "nvdimm0", tmp_path / "nvdimm1")
     one, other = link
@@ -83,10 +83,12 @@ def test_a_training_goes_on_while_its_storage_host_dies_and_comes_back(
         with Guest(storage_machine, ["sh", "-c", script]) as storage:
             for guest in (storage, trainer):
                 guest.boot()
+            while not any("serving" in line for line in said):
+                said.append(storage.line(120))
             while sum(line.startswith("saved") for line in said) < 3:
-                said.append(trainer.line(300))
+                said.append(trainer.line(120))
             while not said[-1].startswith("saving"):
-                said.append(trainer.line(300))
+                said.append(trainer.line(120))
             time.sleep(0.3)
             storage.kill()
         with Guest(storage_machine, ["sh", "-c", script]) as storage:

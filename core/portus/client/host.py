@@ -29,6 +29,7 @@ from portus.transport.dial import Credentials, raised
 from portus.transport.host import ROOM_S, WORK_S, HostLocks, HostMedium, Links, patience_s
 from portus.transport.regions import Known, Lane, Parts, Regions, gathered
 from portus.transport.stream import Link, give
+from portus.transport.verbs import RegisterError
 
 _OUTCOME_S: Final = 5.0
 """The longest that a save whose connection broke at its commit asks what became of it."""
@@ -142,9 +143,10 @@ class HostDraft:
             return digests
 
         self._ready(stop)
-        if self._reached is None:
+        reached = self._reached
+        if reached is None:
             return self._offer(indices, send, stop)
-        parts = Parts.of(moved, self._reached.gathered[indices], self._reached.address[indices])
+        parts = Parts.of(moved, reached.gathered[indices], reached.address[indices])
         return self._offer(indices, send, stop, parts)
 
     def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
@@ -307,8 +309,9 @@ class HostDraft:
     def _revoke(self, link: Link) -> None:
         """The host reaches nothing any more, and what is registered is not trusted again."""
         self._pool.links.revoke(link)
-        if self._reached is not None:
-            self._reached.regions.forget()
+        reached = self._reached
+        if reached is not None:
+            reached.regions.forget()
 
     def _ask(self, link: Link, message: Said, silence_s: float | None = None) -> Said:
         answer = link.ask(message, silence_s)
@@ -376,7 +379,7 @@ def _reach(links: Links, link: Link, snapshot: Snapshot) -> _Reached | None:
             snapshot.length[big],
             snapshot.late[big],
         )
-    except TransportError as error:
+    except RegisterError as error:
         links.do_without(error)
         return None
     address[big] = snapshot.address[big]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from portus.daemon.pools import Hosted
-from portus.errors import TransportError, UsageError
+from portus.errors import MediumError, TransportError, UsageError
 from portus.media.base import MappedMedium
 from portus.protocol.address import Transport
 from portus.transport.base import Sources
@@ -31,7 +31,7 @@ from portus.transport.onesided import (
     push,
 )
 from portus.transport.stream import EndedError, InterruptedByError, Link
-from portus.transport.verbs import Domain, Endpoint, Port, QueuePair, load, port_for
+from portus.transport.verbs import Domain, Endpoint, Port, QueuePair, RegisterError, load, port_for
 
 _log: Final = logging.getLogger("portus.daemon")
 
@@ -115,17 +115,17 @@ class _Device:
         if not is_pinnable(medium):
             return None
         assert isinstance(medium, MappedMedium)
-        regions = PoolRegions(self.domain, medium)
-        try:
-            regions.of(0)
-        except TransportError as error:
-            _log.warning(
-                "%s: %s (systemd: LimitMEMLOCK=infinity). Its bytes go through buffers",
-                medium.info.name,
-                error,
-            )
-            return None
-        return regions
+        return PoolRegions(self.domain, medium)
+
+    def give_up(self, hosted: Hosted, why: RegisterError) -> None:
+        """Reach that pool through rings from now on."""
+        with self._guard:
+            self._pools[hosted] = None
+        _log.warning(
+            "%s: %s (systemd: LimitMEMLOCK=infinity). Its bytes go through buffers from now on",
+            hosted.writer.medium.info.name,
+            why,
+        )
 
 
 class Lane:
@@ -164,12 +164,29 @@ class Lane:
 
     @contextlib.contextmanager
     def _landing(self) -> Iterator[Landing]:
-        regions = self._device.regions(self._hosted)
-        if regions is not None:
-            yield Straight(regions)
+        straight = self._straight()
+        if straight is not None:
+            try:
+                yield straight
+            except RegisterError as error:  # this transfer fails, and the next one takes a ring
+                self._device.give_up(self._hosted, error)
+                raise
             return
         with self._device.rings.borrowed(self._watch) as ring:
             yield Bounced(self._hosted.writer.medium, ring)
+
+    def _straight(self) -> Straight | None:
+        """The pool itself, if it can be registered."""
+        regions = self._device.regions(self._hosted)
+        if regions is None:
+            return None
+        try:
+            return Straight(regions)
+        except MediumError:  # poisoned: it has no addresses any more, and can still be loaded from
+            return None
+        except RegisterError as error:
+            self._device.give_up(self._hosted, error)
+            return None
 
     @property
     def _watch(self) -> Watch:

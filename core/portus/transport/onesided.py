@@ -290,7 +290,7 @@ class PoolRegions:
         self._blocks: Final[dict[int, list[Region]]] = {}
 
     def of(self, offset: int) -> Region:
-        """The region that has the byte at ``offset``. Raises ``TransportError``."""
+        """The region that has the byte at ``offset``. Raises ``RegisterError``."""
         number = offset // BLOCK
         with self._guard:
             regions = self._blocks.setdefault(number, [])
@@ -311,7 +311,8 @@ class Straight:
     """The pool itself. See ``Landing``."""
 
     def __init__(self, regions: PoolRegions) -> None:
-        """Raises ``TransportError`` if the pool cannot be registered."""
+        """Raises ``RegisterError`` if the pool cannot be registered, ``MediumError`` if it has no
+        addresses any more."""
         self._regions: Final = regions
         self._medium: Final = regions.medium
         self._start: Final = self._medium.address(Extent(0, 0))

@@ -70,7 +70,7 @@ class Regions:
         """A region for each storage, registered now if it is not yet; for one save, which gives
         them back. What no save uses and this one does not name is let go of.
 
-        Raises ``TransportError`` if the system refuses; then nothing was taken.
+        Raises ``RegisterError`` if the system refuses; then nothing was taken.
         """
         taken: list[Known] = []
         wanted: set[_Key] = set()
@@ -137,7 +137,7 @@ class Lane:
 
     def room(self, size: int) -> Region:
         """Registered memory of ``size`` bytes at least, the same as before if it is enough. What
-        is in it lasts until somebody else asks. Raises ``TransportError``."""
+        is in it lasts until somebody else asks. Raises ``RegisterError``."""
         if self._region is None or self._region.length < size:
             self._drop()
             length = max(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)
@@ -147,7 +147,7 @@ class Lane:
         return self._region
 
     def register(self, address: int, length: int) -> Region:
-        """Let the host write there, until the region is closed. Raises ``TransportError``."""
+        """Let the host write there, until the region is closed. Raises ``RegisterError``."""
         return self._domain.register(address, length, remote=True, writable=True)
 
     def close(self) -> None:

@@ -51,6 +51,10 @@ class WorkError(TransportError):
         self.denied: Final = denied
 
 
+class RegisterError(TransportError):
+    """Memory cannot be pinned: too much of it, or of a kind that cannot be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Port:
     """A port of a device, and which of its addresses to use. ``gid``: 16 bytes."""
@@ -130,7 +134,8 @@ class Domain:
         before = _descriptors()
         with _as_transport_error(f"open the RDMA device {port.device}"):
             self._context: Final = self._verbs.Context(name=port.device)
-            self._descriptors: Final = _descriptors() - before
+            # One that was closed meanwhile may have given its number to ours.
+            self.descriptors: Final = (_descriptors() - before) or _descriptors() - _owned()
             self._domain: Final = self._verbs.PD(self._context)
             limits = self._context.query_device()
         self.serves: Final = min(READS_MAX, int(limits.max_qp_rd_atom))
@@ -141,16 +146,19 @@ class Domain:
         """Pin memory of this process. remote: for the other side, which may read it; else for
         requests posted here. writable: bytes will arrive in it.
 
-        Raises ``TransportError`` if the system refuses: too much, or memory that cannot be pinned.
+        Raises ``RegisterError`` if the system refuses: too much, or memory that cannot be pinned.
         """
         e = self._verbs.constants
         access = e.IBV_ACCESS_LOCAL_WRITE if writable else 0
         if remote:
             access |= e.IBV_ACCESS_REMOTE_READ
             access |= e.IBV_ACCESS_REMOTE_WRITE if writable else 0
-        hint = "`ulimit -l` bounds how much; pages of a file cannot be pinned"
-        with _as_transport_error(f"register {length} bytes with {self.port.device}", hint):
-            return Region(start, length, self._verbs.MR(self._domain, length, access, start))
+        try:
+            with _as_transport_error(f"register {length} bytes with {self.port.device}"):
+                return Region(start, length, self._verbs.MR(self._domain, length, access, start))
+        except TransportError as error:
+            hint = "`ulimit -l` bounds how much; pages of a file cannot be pinned"
+            raise RegisterError(f"{error}; {hint}") from error
 
     def queue_pair(self) -> QueuePair:
         """A new one, not connected. Raises ``TransportError``."""
@@ -158,13 +166,14 @@ class Domain:
 
     def close(self) -> None:
         """With all that is in it. A second call does nothing."""
+        _ALL.discard(self)  # first: its descriptors become others'
         with _as_transport_error(f"close the RDMA device {self.port.device}"):
             self._context.close()
 
     def leave(self) -> None:
         """Let go of the device, in a forked child. The parent's regions and queue pairs would
         outlive it otherwise; and what is collected here would be taken from it."""
-        for number in self._descriptors:
+        for number in self.descriptors:
             with contextlib.suppress(OSError):
                 os.close(number)
 
@@ -295,6 +304,11 @@ def _leave_all() -> None:
         domain.leave()
 
 
+def _owned() -> set[int]:
+    """The descriptors of all domains that are open."""
+    return {number for domain in list(_ALL) for number in domain.descriptors}
+
+
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_all)
 
@@ -342,14 +356,13 @@ def _loaded() -> SimpleNamespace:
 
 
 @contextlib.contextmanager
-def _as_transport_error(what: str, hint: str = "") -> Iterator[None]:
+def _as_transport_error(what: str) -> Iterator[None]:
     try:
         yield
     except _loaded().PyverbsError as error:
         number = int(getattr(error, "error_code", 0) or 0)
         why = os.strerror(number) if number else str(error)
-        more = f"; {hint}" if hint else ""
-        raise TransportError(f"cannot {what}: {why} (errno {number}){more}") from error
+        raise TransportError(f"cannot {what}: {why} (errno {number})") from error
 
 
 _FOUND: Final[dict[tuple[str, str], Port]] = {}
@@ -436,10 +449,11 @@ def _text(place: str, name: str) -> str:
 
 
 def _descriptors() -> set[int]:
-    """Those of this process that lead to an RDMA device."""
+    """Those of this process that lead to an RDMA device, or to its events."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if "/infiniband/" in os.readlink(f"/proc/self/fd/{number}"):
+            place = os.readlink(f"/proc/self/fd/{number}")
+            if "/infiniband/" in place or "[infinibandevent]" in place:
                 found.add(int(number))
     return found
