@@ -68,7 +68,11 @@ def test_what_the_documents_tell_to_make_can_be_made() -> None:
 NOT_OURS = ("UnpicklingError: ", "ModuleNotFoundError: ")
 """What torch and Python say of a reference file."""
 
-THE_SYSTEM = {"No space left on device", "No such device or address"}
+THE_SYSTEM = {
+    "No space left on device",
+    "No such device or address",
+    "Cannot allocate memory (errno",
+}
 
 VARIABLE = re.compile(r"/dev/dax\.\.\.|PORTUS_[A-Z_]+|%[sd]|%\.\d+f|\d+(?:\.\d+)?|\.\.\.")
 
