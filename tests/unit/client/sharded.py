@@ -92,6 +92,12 @@ class Job:
         return found
 
 
+def say(line: str) -> None:
+    """In one piece: the other ranks write too."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def flat(value: Any, name: str) -> list[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         return [(name, value)]
@@ -185,7 +191,7 @@ def damaged(rank: int, count: int, root: Path) -> None:
     reader = PortusStorageReader(root / "pools", "fsdp")
     group = portus.dcp.load(state, reader)
     assert (group.step, state["step"]) == (1, 1)
-    print("rank", rank, "loaded", group.step, flush=True)
+    say(f"rank {rank} loaded {group.step}")
 
 
 def mixed(rank: int, count: int, root: Path) -> None:
@@ -234,7 +240,7 @@ def read_directory(rank: int, count: int, root: Path, name: str, step: str) -> N
     assert reader is not None
     assert portus.dcp.load(state, reader).step == int(step) == state["step"]
     assert reader.file("meta.pt") == {"step": int(step)}
-    print("rank", rank, "has", state["step"], flush=True)
+    say(f"rank {rank} has {state['step']}")
 
 
 def asynchronous(rank: int, count: int, root: Path) -> None:
