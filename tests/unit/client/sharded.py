@@ -216,8 +216,10 @@ def directories(rank: int, count: int, root: Path, killed: str = "-1") -> None:
     writer = PortusStorageWriter(root / "pools", "run", keep=1)
     for step in range(1, 5):
         job.step(step)
-        if step == int(killed) and rank == 1:
-            hold(writer)
+        if step == int(killed):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the others when one dies
+            if rank == 1:
+                hold(writer)
         files = {"meta.pt": {"step": step}} if rank == 0 else {}
         writer.save_directory(job.state(step), root / f"{step}", step=step, files=files)
         if rank == 0 and step > 1:
