@@ -92,6 +92,7 @@ def main() -> None:
     end = digest([*model.state_dict().values(), *moments])
     accelerator.end_training()
     print("end", end, file=log, flush=True)
+    os._exit(0)  # gloo's threads sometimes abort a process that ends, also without Portus
 
 
 if __name__ == "__main__":
