@@ -36,6 +36,9 @@ WRITER_BYTE: Final = PIN_BASE - 1
 _VERSION_MAX: Final = PIN_BASE - 1
 _POLL_MIN_S: Final = 0.005
 _POLL_MAX_S: Final = 0.25
+_QUIET_S: Final = 0.5
+"""Waits below it are not worth a word: a process that its parent forked just before it was killed
+holds the lock for the moment that it takes to let go of it."""
 _LOG: Final = logging.getLogger("portus")
 
 _READ, _WRITE, _NONE = 0, 1, 2
@@ -276,16 +279,18 @@ class _Wait:
         self._path: Final = path
         self._timeout_s: Final = timeout_s
         self._describe_holder: Final = describe_holder
-        self._end_s: Final = time.monotonic() + timeout_s
+        self._begin_s: Final = time.monotonic()
+        self._end_s: Final = self._begin_s + timeout_s
         self._pause_s = _POLL_MIN_S
         self._said = False
 
     def once(self) -> None:
         """Wait a little. ``BusyError`` when the time is over."""
-        left_s = self._end_s - time.monotonic()
+        now_s = time.monotonic()
+        left_s = self._end_s - now_s
         if left_s <= 0:
             raise _busy(self._path, self._timeout_s, self._describe_holder())
-        if not self._said:
+        if not self._said and now_s - self._begin_s >= _QUIET_S:
             self._said = True
             _LOG.warning(
                 "%s: waiting up to %g s for the writer to let go: %s",

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,11 +179,24 @@ def test_the_wait_is_said_once(
     other = FileLocks(pool, writable=True)
     other.acquire_writer(0)
     with caplog.at_level(logging.INFO, "portus"), pytest.raises(BusyError):
-        locks.acquire_writer(0.1)
+        locks.acquire_writer(0.8)
     assert [record.name for record in caplog.records] == ["portus"]
     assert "pid 7 on host h" in caplog.text
     assert pool in caplog.text
     other.close()
+
+
+def test_a_wait_for_a_moment_is_not_said(
+    pool: str, locks: FileLocks, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = FileLocks(pool, writable=True)
+    other.acquire_writer(0)
+    release = threading.Timer(0.05, other.close)
+    release.start()
+    with caplog.at_level(logging.INFO, "portus"):
+        locks.acquire_writer(30)
+    release.join()
+    assert caplog.records == []
 
 
 def test_no_wait_is_not_said(pool: str, locks: FileLocks, caplog: pytest.LogCaptureFixture) -> None:
