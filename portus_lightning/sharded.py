@@ -18,6 +18,8 @@ import os
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from torch.distributed.checkpoint import state_dict as of_torch
+
 import portus
 from portus.dcp import PortusStorageReader, load
 from portus_lightning import stock
@@ -113,8 +115,6 @@ class _Sharded:
         return rest
 
     def _load(self, reader: PortusStorageReader) -> None:
-        from torch.distributed.checkpoint import state_dict as of_torch
-
         model, module = self._strategy.model, self._strategy.lightning_module
         is_fitting = module.trainer.state.fn == "fit"
         optimizers = list(self._strategy.optimizers) if is_fitting else []
@@ -132,21 +132,17 @@ class _Sharded:
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """In place of the strategy's."""
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
         if not self._is_on():
             result = self._stock("lightning_module_state_dict")()
             assert isinstance(result, dict)
             return result
-        return get_model_state_dict(self._strategy.model)
+        return of_torch.get_model_state_dict(self._strategy.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """In place of the strategy's."""
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
         if not self._is_on():
             result = self._stock("optimizer_state")(optimizer)
             assert isinstance(result, dict)
             return result
         inner = getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps it
-        return dict(get_optimizer_state_dict(self._strategy.model, inner))
+        return dict(of_torch.get_optimizer_state_dict(self._strategy.model, inner))

@@ -6,6 +6,8 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 
@@ -56,6 +58,22 @@ def until(truth: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def in_line(
+    turn: AbstractContextManager[object],
+    line: Line[Any, Any],
+    run: Callable[[int], None],
+    count: int,
+) -> None:
+    """``run`` each number below ``count`` in a thread of its own, all waiting for the turn."""
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    with turn:
+        for number, thread in enumerate(threads, 1):
+            thread.start()
+            until(lambda number=number: line.waiting == number)  # type: ignore[misc]
+    for thread in threads:
+        thread.join(20)
+
+
 def at_once(pool: PoolWriter, acts: Sequence[Callable[[], object]]) -> list[BaseException | None]:
     """Each in a thread of its own, all of them waiting for the turn; what was raised."""
     errors: list[BaseException | None] = [None] * len(acts)
@@ -66,13 +84,7 @@ def at_once(pool: PoolWriter, acts: Sequence[Callable[[], object]]) -> list[Base
         except BaseException as error:
             errors[number] = error
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(acts))]
-    with pool._committing:
-        for number, thread in enumerate(threads, 1):
-            thread.start()
-            until(lambda number=number: pool._line.waiting == number)  # type: ignore[misc]
-    for thread in threads:
-        thread.join(20)
+    in_line(pool._committing, pool._line, run, len(acts))
     return errors
 
 
@@ -139,13 +151,7 @@ def test_without_room_for_all_each_is_tried_alone() -> None:
         except MediumError as error:
             results[number] = error.errno
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
-    with turn:
-        for number, thread in enumerate(threads, 1):
-            thread.start()
-            until(lambda number=number: line.waiting == number)  # type: ignore[misc]
-    for thread in threads:
-        thread.join(20)
+    in_line(turn, line, run, 3)
     assert results == {0: 0, 1: errno.ENOSPC, 2: 2}
     assert made == [[0, 1, 2], [0], [1], [2]]
 
@@ -164,13 +170,7 @@ def test_an_interruption_of_who_has_the_turn_is_told_to_the_others() -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
-    with turn:
-        for number, thread in enumerate(threads, 1):
-            thread.start()
-            until(lambda number=number: line.waiting == number)  # type: ignore[misc]
-    for thread in threads:
-        thread.join(20)
+    in_line(turn, line, run, 3)
     assert sorted(type(error).__name__ for error in errors) == [
         *("AbandonedError", "AbandonedError", "KeyboardInterrupt")
     ]
