@@ -146,7 +146,7 @@ def copy(
         for batch in segments.batches(BATCH):
             _copy_mapped(call, medium, batch)
     else:
-        scratch = np.empty(SCRATCH, np.uint8)
+        scratch = _scratch(segments)
         for batch in segments.batches(SCRATCH):
             _copy_stored(call, batch, scratch)
     return digests
@@ -178,7 +178,7 @@ def same_bytes(
     engine, stop = engine or best_engine(), stop or Stop()
     columns = _columns([sources] if isinstance(sources, Source) else sources)
     segments, _ = cut(columns.require(addresses=True, extents=True))
-    scratch = np.empty(SCRATCH, np.uint8)
+    scratch = _scratch(segments)
     for batch in segments.pieces(LOAD).batches(SCRATCH, gap=PAGE):
         if not engine.same(batch, _load(medium, batch, scratch, stop), stop):
             return False
@@ -252,6 +252,12 @@ def _copy_mapped(call: _Call, medium: MappedMedium, batch: Segments) -> None:
             medium.wrote(run)
 
 
+def _scratch(segments: Segments) -> Buffer:
+    """Room for any batch of ``segments``: they may lie up to a page apart. No more than they need:
+    a host has many threads, and an allocator keeps for each what it once had."""
+    return np.empty(min(SCRATCH, segments.size + PAGE * len(segments)), np.uint8)
+
+
 def _copy_stored(call: _Call, batch: Segments, scratch: Buffer) -> None:
     """A big unit is stored from where it lies; small ones are gathered first, for few stores."""
     if batch.size > SCRATCH:
@@ -274,7 +280,7 @@ def _arrive(call: _Call, segments: Segments, *, keep: bool) -> None:
         return
 
     def work(batches: Iterator[Segments]) -> None:
-        scratch = np.empty(SCRATCH, np.uint8)
+        scratch = _scratch(segments)
         for batch in batches:
             if batch.size + PAGE * len(batch) > SCRATCH:
                 _arrive_unit(call, batch, scratch, keep=keep)

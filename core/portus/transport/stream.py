@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -360,7 +360,7 @@ class _Wait:
 
 def give(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
     """Send segments of this process (whole units, in order) as DATA, and note their digests."""
-    scratch = np.empty(GATHER, np.uint8)
+    scratch = np.empty(min(GATHER, segments.size), np.uint8)
     for batch in segments.batches(GATHER):
         stop.check()
         if _is_small(batch):
@@ -376,7 +376,7 @@ def give(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
 
 def take(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
     """Fill segments of this process with payload, and note the digests of what arrived."""
-    scratch = np.empty(GATHER, np.uint8)
+    scratch = np.empty(min(GATHER, segments.size), np.uint8)
     for batch in segments.batches(GATHER):
         stop.check()
         if _is_small(batch):
@@ -392,7 +392,7 @@ def take(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
 
 def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) -> None:
     """Payload straight into a pool, where it has addresses; the digests of what arrived there."""
-    scratch = np.empty(GATHER, np.uint8)
+    scratch = np.empty(min(GATHER, segments.size), np.uint8)
     landing = _Landing(medium, scratch.data)
     for batch in segments.batches(GATHER):
         if _is_small(batch):
@@ -407,22 +407,23 @@ def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) 
             hasher.note()
 
 
-def give_from(link: Link, medium: Medium, runs: Iterator[tuple[int, int]]) -> None:
+def give_from(link: Link, medium: Medium, runs: Sequence[tuple[int, int]]) -> None:
     """Send bytes of a pool as BYTES. They are loaded, never looked at through a mapping: a bad
     sector is an error then, not the end of the process."""
-    scratch = memoryview(bytearray(4 * PIECE))
+    longest = max((length for _, length in runs), default=0)
+    scratch = memoryview(bytearray(min(GATHER, longest)))
     for offset, length in runs:
-        for start in range(0, length, len(scratch)):
-            piece = scratch[: min(len(scratch), length - start)]
+        for start in range(0, length, GATHER):
+            piece = scratch[: length - start]
             medium.load(offset + start, piece)
             link.send_payload(Kind.BYTES, piece, None)
 
 
 def drain(link: Link, size: int) -> None:
     """Receive so much payload, and forget it."""
-    scratch = memoryview(bytearray(PIECE))
+    scratch = memoryview(bytearray(min(size, PIECE)))
     while size:
-        piece = scratch[: min(size, PIECE)]
+        piece = scratch[:size]
         link.fill(piece, None)
         size -= len(piece)
 
