@@ -528,6 +528,7 @@ class _Job:
     def run(self) -> None:
         assert self.save is not None
         self.save.run()
+        time.sleep(0)  # whoever waited for it goes on first
         self._owner._after(self.save)
 
     def fail(self, error: BaseException) -> None:

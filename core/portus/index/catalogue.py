@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 from portus.errors import CorruptionError
@@ -36,7 +37,7 @@ class Model:
     versions: tuple[VersionEntry, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Catalogue:
     """All that one root reaches, but for the versions' own records."""
 
@@ -56,8 +57,9 @@ class Catalogue:
         """The version of that id, or None."""
         return next((entry for entry in self.entries() if entry.info.id == version), None)
 
+    @cached_property
     def record_runs(self) -> Runs:
-        """The pages of the table and of the model indices."""
+        """The pages of the table and of the model indices, once all of them are known."""
         pointers = [self.root.table, *(model.pointer for model in self.models.values())]
         return extents_runs(pointer.extent for pointer in pointers)
 

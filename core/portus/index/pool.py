@@ -370,7 +370,7 @@ class PoolWriter(PoolReader):
                 del self._reach[version]
         self._strangers = {each for each in self._strangers if self.locks.pinned(each)}
         strange = [self._strange] if self._strangers else []
-        records = [catalogue.record_runs() for catalogue in self._roots]
+        records = [catalogue.record_runs for catalogue in self._roots]
         reached = merged([*self._reach.values(), *records, *self._held, *strange])
         return gaps(reached, DATA_START // PAGE, self.medium.size // PAGE)
 
