@@ -193,13 +193,17 @@ def gc(
         bool, typer.Option("--empty", help="remove pool files that hold no version then")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    links: Annotated[
+        str | None,
+        typer.Option("--links", metavar="DIR", help="of a storage host's trainers on this machine"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Let go of versions whose reference files were deleted."""
     with reported(as_json) as output:
         from portus.cli import gc
 
-        wish = gc.Wish(missing=missing, empty=empty, dry_run=dry_run)
+        wish = gc.Wish(missing=missing, empty=empty, dry_run=dry_run, links=links)
         output.code = gc.run(place or pool, wish, output)
 
 

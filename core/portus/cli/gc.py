@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import os
+import time
+from dataclasses import dataclass, replace
 from typing import Final
 
 from portus.cli.output import Json, Output, error_document, exit_code, said, size_text
-from portus.cli.pools import find_pool, version_document
+from portus.cli.pools import find_pool, nearest, version_document
 from portus.cli.rm import writing
+from portus.client.home import host_links
+from portus.client.host import HostPool
 from portus.client.keeper import unheld
-from portus.client.reference import State, links, links_directory
+from portus.client.reference import State, links, links_directory, settle_removals
 from portus.errors import PortusError, UsageError
-from portus.index.directory import open_reader, pool_files, remove_pool
+from portus.index.directory import DEFAULT_DIRECTORY, open_reader, pool_files, remove_pool
 from portus.media.dax import is_device
 from portus.media.local import LocalFiles
 from portus.protocol.address import is_address
@@ -19,15 +24,20 @@ from portus.spec import VersionInfo
 
 _FILES: Final = LocalFiles()
 
+YOUNG_S: Final = 60
+"""A trainer links a reference file before it names it; after so many seconds it surely has."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
     """``missing``: count as deleted what is gone and may have been moved. ``empty``: remove pool
-    files without versions. ``dry_run``: change nothing."""
+    files without versions. ``dry_run``: change nothing. ``links``: the directory where trainers
+    have their links for a host; None looks for it."""
 
     missing: bool = False
     empty: bool = False
     dry_run: bool = False
+    links: str | None = None
 
     @property
     def states(self) -> frozenset[State]:
@@ -40,15 +50,9 @@ def run(pool: str | None, wish: Wish, output: Output) -> int:
     documents: list[Json] = []
     code = 0
     place = find_pool(pool)
-    if is_address(place):
-        raise UsageError(
-            f"{place}: reference files are known to the trainers that wrote them, not to the host; "
-            f"a trainer lets go of what was deleted when its space is needed; at any other time: "
-            f"portus rm --force"
-        )
-    for path in pool_files(place):
+    for path in [place] if is_address(place) else pool_files(place):
         try:
-            infos, removed = (_look if wish.dry_run else _collect)(path, wish)
+            infos, removed = _collected(path, wish)
         except PortusError as error:
             documents.append({"path": path, "error": error_document(error)})
             output.note(f"portus: {said(error)}")
@@ -63,8 +67,15 @@ def run(pool: str | None, wish: Wish, output: Output) -> int:
     return code
 
 
+def _collected(path: str, wish: Wish) -> tuple[list[VersionInfo], bool]:
+    """The versions let go of, or that would be, and whether the pool file went too."""
+    if is_address(path):
+        return _collect_from_host(path, wish)
+    return (_look if wish.dry_run else _collect)(path, wish)
+
+
 def _look(path: str, wish: Wish) -> tuple[list[VersionInfo], bool]:
-    """What would go: versions, and whether the file does too. Changes nothing."""
+    """Changes nothing."""
     reader = open_reader(path)
     try:
         catalogue = reader.catalogue()
@@ -84,6 +95,35 @@ def _collect(path: str, wish: Wish) -> tuple[list[VersionInfo], bool]:
         if removed:  # while it is locked: whoever waits for it finds that it is gone
             remove_pool(path, _FILES)
     return [before[version] for version in sorted(gone)], removed
+
+
+def _collect_from_host(place: str, wish: Wish) -> tuple[list[VersionInfo], bool]:
+    """By the links that trainers of this machine keep, which may be at work: nothing of theirs is
+    changed, and a reference file that is young may be about to get its name."""
+    directory = wish.links or nearest(os.getcwd())
+    directories = host_links(place, directory) if directory else []
+    if not directories:
+        raise UsageError(
+            f"{place}: no links to it in {directory or DEFAULT_DIRECTORY}: the machine whose "
+            f"trainer wrote the reference files knows which are gone. Run this there, in the "
+            f"directory of the run, or say where its {DEFAULT_DIRECTORY} is: --links DIR"
+        )
+    found = [each for path in directories for each in links(path, _FILES, adopt=False)]
+    before = time.time_ns() - YOUNG_S * 10**9
+    found = [
+        each if each.reference.written_ns < before else replace(each, state=State.ALIVE)
+        for each in found
+    ]
+    with contextlib.closing(HostPool(place)) as host:
+        catalogue = host.catalogue()
+        gone = unheld(found, catalogue, wish.states)
+        infos = [entry.info for entry in catalogue.entries() if entry.info.id in gone]
+        if gone and not wish.dry_run:
+            lost = [each.reference for each in found if each.state in wish.states]
+            for home in {os.path.dirname(each.written_path) for each in lost}:
+                settle_removals(home, _FILES)  # else a power cut could bring a name back
+            host.retire(gone)
+    return infos, False
 
 
 def _say(path: str, infos: list[VersionInfo], removed: bool, wish: Wish, output: Output) -> None:

@@ -37,16 +37,23 @@ def find_pool(pool: str | None, near: str | None = None) -> str:
     named = pool or os.environ.get(DIRECTORY_VARIABLE)
     if named:
         return named if is_address(named) else os.path.abspath(named)
-    starts = [os.getcwd()] if near is None else [os.path.dirname(os.path.abspath(near))]
-    for start in starts:
-        for directory in _upwards(start):
-            place = os.path.join(directory, DEFAULT_DIRECTORY)
-            if os.path.isdir(place):
-                return place
-    raise UsageError(
-        f"there is no {DEFAULT_DIRECTORY} in {starts[0]} or above; say where the pool is: "
-        f"--pool PATH, or {DIRECTORY_VARIABLE}=PATH"
-    )
+    start = os.getcwd() if near is None else os.path.dirname(os.path.abspath(near))
+    place = nearest(start)
+    if place is None:
+        raise UsageError(
+            f"there is no {DEFAULT_DIRECTORY} in {start} or above; say where the pool is: "
+            f"--pool PATH, or {DIRECTORY_VARIABLE}=PATH"
+        )
+    return place
+
+
+def nearest(start: str) -> str | None:
+    """``.portus`` in ``start`` or in a directory above it; None if there is none."""
+    for directory in _upwards(start):
+        place = os.path.join(directory, DEFAULT_DIRECTORY)
+        if os.path.isdir(place):
+            return place
+    return None
 
 
 def _upwards(directory: str) -> Iterator[str]:

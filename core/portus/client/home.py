@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from portus.client.host import HostPool
 from portus.client.keeper import Keeper, keeper_of
+from portus.client.reference import links_directory
 from portus.index.directory import (
     DEFAULT_DIRECTORY,
     SUFFIX,
@@ -112,10 +113,8 @@ class HostHome:
         self._model: Final = model
         self.path: Final = str(parse(pool))
         self.allowed: Final = self.path
-        name = urllib.parse.quote(f"{model}@{self.path}", safe="@")[-200:]
-        self._links_path: Final = os.path.join(
-            os.path.abspath(links or DEFAULT_DIRECTORY), name + SUFFIX
-        )
+        name = _quoted(f"{model}@{self.path}") + SUFFIX
+        self._links_path: Final = os.path.join(os.path.abspath(links or DEFAULT_DIRECTORY), name)
         self._pool: HostPool | None = None
 
     def exists(self) -> bool:
@@ -139,6 +138,17 @@ class HostHome:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
+
+
+def _quoted(name: str) -> str:
+    return urllib.parse.quote(name, safe="@")[-200:]
+
+
+def host_links(pool: str, links: str) -> list[str]:
+    """The links directories in ``links`` of trainers of this machine that saved to ``pool``, the
+    address of a host."""
+    end = os.path.basename(links_directory(_quoted(f"@{parse(pool)}") + SUFFIX))
+    return sorted(os.path.join(links, name) for name in os.listdir(links) if name.endswith(end))
 
 
 def home_of(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from portus.cli import gc
 from portus.client.checkpointer import Checkpointer
 from tests.hosts import serving, url
 from tests.unit.cli.scene import portus, portus_json, state
@@ -65,10 +66,50 @@ def test_rm_lets_go_of_a_version_on_a_host(address: str) -> None:
     assert [version["step"] for version in pool["models"][0]["versions"]] == [1, 3]
 
 
-def test_gc_says_where_to_ask(address: str) -> None:
+def steps(address: str) -> list[int]:
+    (pool,) = portus_json("ls", address)["pools"]
+    return [version["step"] for model in pool["models"] for version in model["versions"]]
+
+
+@pytest.fixture
+def referenced(address: str, tmp_path: Path) -> Path:
+    """The directory of a trainer with two more versions, both with reference files."""
+    root = tmp_path / "trainer"
+    with Checkpointer(address, model="more", keep=None, links=str(root / ".portus")) as saver:
+        for step in (4, 5):
+            saver.save(state(step), step, reference=root / f"{step}.ckpt")
+    return root
+
+
+def test_gc_lets_go_of_what_was_deleted_on_the_machine_of_the_trainer(
+    address: str, referenced: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "YOUNG_S", 0)
+    monkeypatch.chdir(referenced)
+    assert portus_json("gc", address)["pools"][0]["retired"] == []
+    (referenced / "4.ckpt").unlink()
+    (would,) = portus_json("gc", address, "--dry-run")["pools"][0]["retired"]
+    assert would["step"] == 4
+    assert sorted(steps(address)) == [1, 2, 3, 4, 5]
+    (retired,) = portus_json("gc", address)["pools"][0]["retired"]
+    assert (retired["model"], retired["step"]) == ("more", 4)
+    assert sorted(steps(address)) == [1, 2, 3, 5]
+    assert torch.load(referenced / "5.ckpt", weights_only=False)["epoch"] == 5
+
+
+def test_gc_of_a_host_spares_a_reference_file_that_may_be_about_to_get_its_name(
+    address: str, referenced: Path
+) -> None:
+    (referenced / "4.ckpt").unlink()
+    links = str(referenced / ".portus")
+    assert portus_json("gc", address, "--links", links)["pools"][0]["retired"] == []
+    assert sorted(steps(address)) == [1, 2, 3, 4, 5]
+
+
+def test_gc_of_a_host_says_on_which_machine_to_ask(address: str) -> None:
     said = portus("gc", address)
     assert said.code == 2
-    assert "not to the host" in said.err
+    assert "--links" in said.err
 
 
 def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
