@@ -56,10 +56,9 @@ setup-lab: setup ## what the lab needs: packages (as root, by apt), and a kernel
 lab: setup ## a shell in a machine with Soft-RoCE and persistent memory, emulated
 	@$(BIN)/python -m tests.lab
 
-test-hardware: setup ## the tests marked rdma and pmem in the lab, and those that boot guests
-	@$(BIN)/python -m tests.lab --timeout 2400 python -m pytest -p no:cacheprovider -m 'rdma or pmem' \
-	  tests/hardware $(ARGS)
-	@$(BIN)/python -m pytest -m lab tests/lab $(ARGS)
+test-hardware: setup ## the tests marked rdma and pmem, and those that boot guests, in the lab
+	@$(BIN)/python -m pytest -n $(JOBS) --dist load --maxschedchunk 1 -v --durations=8 -m lab \
+	  tests/lab $(ARGS)
 
 demo: setup ## train, kill in the middle of a save, resume, compare; about 4 minutes
 	@$(BIN)/python recipes/gpt_tiny_lightning.py --demo $(ARGS)

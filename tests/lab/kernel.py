@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.lab.needs import ADMIN_PATH, LabError
+from tests.lab.needs import ADMIN_PATH, RETRIES, LabError
 
 SUITES: Final = {"bookworm": "bookworm-backports"}
 """Where the kernel comes from, by the name of the release, if not from that release itself."""
@@ -112,7 +112,7 @@ def _download(suite: str, work: Path) -> Path:
         "Dir::Cache::srcpkgcache=",
         "APT::Sandbox::User=root",
     ]
-    apt = [part for option in options for part in ("-o", option)]
+    apt = [*RETRIES, *(part for option in options for part in ("-o", option))]
     _output(["apt-get", *apt, "update", "-qq"])
     depends = _output(["apt-cache", *apt, "depends", "linux-image-amd64"]).split()
     names = [word for word in depends if word.startswith("linux-image-") and "." in word]

@@ -38,6 +38,7 @@ FILES: Final = {
 }
 """Files and the packages that have them, on Debian 12 (where pyverbs is built for Python 3.11)."""
 
+RETRIES: Final = ("-o", "Acquire::Retries=3")
 PYTHON: Final = (3, 11)
 ADMIN_PATH: Final = "/usr/sbin:/sbin"
 
@@ -77,8 +78,8 @@ def install() -> None:
         check()
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in (
-        ["apt-get", "update", "-qq"],
-        ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing],
+        ["apt-get", *RETRIES, "update", "-qq"],
+        ["apt-get", *RETRIES, "install", "-y", "-qq", "--no-install-recommends", *missing],
     ):
         if subprocess.run(command, env=environment, stdin=subprocess.DEVNULL).returncode:
             raise LabError(f"failed: {' '.join(command)}")

@@ -12,7 +12,7 @@ import pytest
 from tests.lab.guest import Guest, Machine, run
 from tests.lab.needs import LabError
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 
 BARE = Machine(devices="", memory_mib=1024)
 

@@ -26,7 +26,7 @@ SAVES_MAX: Final = 12
 
 DELAY_S_MAX: Final = 0.3
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(2400)]
 
 
 class Run:
@@ -37,7 +37,7 @@ class Run:
         self.found = [0 for _ in POOLS]
         self.saved = [0 for _ in POOLS]
 
-    def until(self, word: str, count: int, timeout_s: float = 120) -> None:
+    def until(self, word: str, count: int, timeout_s: float = 300) -> None:
         """Read until ``word`` was said ``count`` times."""
         while count:
             line = self._guest.line(timeout_s)

@@ -18,7 +18,7 @@ from tests.lab.guest import Guest, Machine
 STORAGE: Final = "10.9.0.1"
 TRAINER: Final = "10.9.0.2"
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
 
 
 def machine(address: str, link: tuple[Path, Path], nvdimms: tuple[Path, ...] = ()) -> Machine:
@@ -54,7 +54,7 @@ def test_a_storage_host_pulls_from_a_trainer_host_and_pushes_back(
     ):
         for guest in (storage, trainer):
             guest.boot()
-        statuses = [guest.wait(240) for guest in (storage, trainer)]
+        statuses = [guest.wait(400) for guest in (storage, trainer)]
         said = [*storage.rest(), *trainer.rest()]
         print("\n".join(said))
         assert statuses == [0, 0]
@@ -84,16 +84,16 @@ def test_a_training_goes_on_while_its_storage_host_dies_and_comes_back(
             for guest in (storage, trainer):
                 guest.boot()
             while not any("serving" in line for line in said):
-                said.append(storage.line(120))
+                said.append(storage.line(300))
             while sum(line.startswith("saved") for line in said) < 3:
-                said.append(trainer.line(120))
+                said.append(trainer.line(300))
             while not said[-1].startswith("saving"):
-                said.append(trainer.line(120))
+                said.append(trainer.line(300))
             time.sleep(0.3)
             storage.kill()
         with Guest(storage_machine, ["sh", "-c", script]) as storage:
             storage.boot()
-            said += trainer.lines(400)
+            said += trainer.lines(600)
             status = trainer.wait(60)
     print("\n".join(said))
     assert status == 0

@@ -19,17 +19,20 @@ import torch
 
 import portus
 from portus.client.checkpointer import Checkpointer
-from portus.client.host import HostPool
+from portus.client.host import HostPool, _Reached
 from portus.daemon.server import Server
 from portus.daemon.session import Patience
 from portus.errors import AbandonedError, BusyError, PortusError, TransportError, UsageError
 from portus.index.check import check
 from portus.index.records import VersionRecord
 from portus.pipeline.parts import shared, sources
+from portus.protocol.session import State
 from portus.testing.lossy import LossyLink
 from portus.transport import stream
 from portus.transport.base import Stop
 from portus.transport.local import check as hashes
+from portus.transport.regions import Lane, Regions
+from tests.hardware.states import snapshot_of
 from tests.hosts import Host, serving, url
 
 CUTS = 45
@@ -288,6 +291,41 @@ def test_a_tensor_at_the_address_of_an_old_one_is_saved_with_its_own_bytes(
             gc.collect()
             loaded: Any = checkpointer.load()
             assert torch.equal(loaded["x"], torch.full((1 << 16,), float(step)))
+
+
+class Watched:
+    """A queue pair that notes where the conversation was when it was closed."""
+
+    def __init__(self, link: stream.Link) -> None:
+        self._link = link
+        self.closed_in: State | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self.closed_in is not None
+
+    def close(self) -> None:
+        self.closed_in = self.closed_in or self._link.connection.state
+
+
+def test_the_host_reaches_nothing_any_more_when_it_hears_that_a_save_is_given_up(
+    server: Server,
+) -> None:
+    array = np.ones(100_000, np.uint8)
+    snapshot = snapshot_of([array], 1)
+    with contextlib.closing(HostPool(url(server), "run")) as pool:
+        draft = pool.draft(snapshot)
+        draft.copy(np.arange(1), snapshot.address, Stop())
+        link, nothing = draft._link, np.zeros(0, np.int64)
+        assert link is not None
+        domain: Any = None  # nothing is registered
+        pair: Any = Watched(link)
+        flags = np.zeros(0, np.bool_)
+        lane, regions = Lane(domain, pair), Regions(domain)
+        draft._reached = _Reached(lane, regions, (), flags, nothing, nothing)
+        draft.release()
+        assert pair.closed_in is State.SAVING
+        assert link.connection.state is State.READY, "then it was said, and answered"
 
 
 def test_a_stalled_link_costs_saves_and_not_the_training(server: Server, link: LossyLink) -> None:
