@@ -1,49 +1,107 @@
-"""A note of the checkpoint directory that is being made, until there is something in it.
+"""Notes of the checkpoint directories that are being made, until what is in them is whole.
 
-Accelerate makes the directory first, and other processes are waited for. A process killed in
-between would leave an empty directory that looks like the newest checkpoint. The next run finds
-the note, and removes the directory if it is still empty.
+Accelerate makes the directory first, Trainer writes weights and its own state into it, and only
+then come the references. A process killed before leaves a directory that looks like the newest
+checkpoint, and is none: empty, with half of the weights, or with weights alone. So whoever saves
+notes the directory before it is made, each process by itself, since any of them may make it. The
+next run finds the notes of processes that are gone, and what they name is taken out of the way.
+
+A note is locked as long as its process lives. So it is known to be left over on another machine
+and in another container too, where process numbers say nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
+import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
+import portus
+
+if sys.platform == "linux":
+    import fcntl
+
 _SUFFIX: Final = ".saving"
+_WRITER: Final = "writer"
+_OTHER: Final = "other"
+
+_own: Final[set[str]] = set()
+"""The notes of this process: it would be let in by its own locks."""
 
 
-@contextlib.contextmanager
-def noted(pool_directory: str, directory: str) -> Iterator[None]:
-    """Inside, it is on record that this process makes ``directory``. Errors are passed over: the
-    note is a help, not a promise."""
-    note = os.path.join(pool_directory, f"{socket.gethostname()}-{os.getpid()}{_SUFFIX}")
-    written = os.path.isdir(pool_directory) and not os.path.exists(directory)
-    if written:
-        with contextlib.suppress(OSError), open(note, "w", encoding="utf-8") as file:
-            file.write(directory)
-    yield
-    if written:
+@dataclass(frozen=True, slots=True)
+class Note:
+    """On record, until it is dropped: this process makes a checkpoint directory."""
+
+    path: str
+    descriptor: int
+
+    def drop(self) -> None:
+        """What is in the directory is whole, or leads to a version that tells."""
+        _own.discard(self.path)
         with contextlib.suppress(OSError):
-            os.unlink(note)
+            os.unlink(self.path)
+        os.close(self.descriptor)
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(self.path))  # refuses one with a pool in it
 
 
-def forget_empty(pool_directory: str) -> list[str]:
-    """Remove the empty directories that processes of this machine left when they died."""
-    removed = []
-    for name in _entries(pool_directory):
-        note = os.path.join(pool_directory, name)
-        if name.endswith(_SUFFIX) and _is_dead(name):
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                with open(note, encoding="utf-8") as file:
-                    directory = file.read()
-                os.unlink(note)
-                os.rmdir(directory)  # refuses one that is not empty
-                removed.append(directory)
-    return removed
+def note(home: str, directory: str, *, is_writer: bool) -> Note | None:
+    """Note in the directory ``home`` that ``directory`` is being made. None if it cannot be: the
+    note is a help, not a promise. is_writer: false where this process may make the directory,
+    and another one fills it."""
+    path = os.path.join(home, f"{os.getpid()}-{os.urandom(8).hex()}{_SUFFIX}")
+    kind = _WRITER if is_writer else _OTHER
+    try:
+        os.makedirs(home, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except OSError:
+        return None
+    _own.add(path)
+    made = Note(path, descriptor)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, os.fsencode(f"{kind} {time.time_ns()} {directory}"))
+    except OSError:
+        made.drop()
+        return None
+    return made
+
+
+def cut_off(home: str) -> Iterator[str]:
+    """Directories that processes began to make and did not end, since they died. Each is to be
+    taken out of the way before the next one is asked for: then its note goes."""
+    for name in _entries(home):
+        path = os.path.join(home, name)
+        if not name.endswith(_SUFFIX) or path in _own:
+            continue
+        with contextlib.suppress(OSError), open(path, "r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its writer lives
+            kind, since_ns, directory = [*os.fsdecode(file.read()).split(" ", 2), "", ""][:3]
+            if since_ns.isdigit() and os.path.isdir(directory):
+                whole = _is_whole(directory, int(since_ns)) or (
+                    kind == _OTHER and bool(os.listdir(directory))
+                )
+                if not whole:
+                    yield directory
+            os.unlink(path)
+
+
+def _is_whole(directory: str, since_ns: int) -> bool:
+    """True if there is a reference in ``directory`` that was written after the note: references
+    come last, and those of saves that were never committed have been removed."""
+    for entry in os.scandir(directory):
+        try:
+            found = portus.read_reference(entry.path)
+        except portus.PortusError:
+            continue
+        if found is not None and found.written_ns >= since_ns:
+            return True
+    return False
 
 
 def _entries(directory: str) -> list[str]:
@@ -51,20 +109,3 @@ def _entries(directory: str) -> list[str]:
         return os.listdir(directory)
     except OSError:
         return []
-
-
-def _is_dead(name: str) -> bool:
-    """True if the process that wrote the note is gone: a process that has its number and begins
-    only now is this one, started again in a container."""
-    host, _, number = name.removesuffix(_SUFFIX).rpartition("-")
-    if host != socket.gethostname() or not number.isdigit():
-        return False
-    if int(number) == os.getpid():
-        return True
-    try:
-        os.kill(int(number), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False

@@ -23,6 +23,12 @@ def root_of(checkpoint: str, project: str | None) -> str:
     return above
 
 
+def home_of(checkpoint: str, project: str | None) -> str:
+    """The directory for what is not in a pool: notes, and checkpoints that were cut off. It is on
+    the file system of the checkpoints, wherever the pool is, and holds the pool by default."""
+    return os.path.join(root_of(checkpoint, project), ".portus")
+
+
 def roots(project: str | None) -> list[str]:
     """Where a pool may be before any checkpoint was named."""
     return [os.path.abspath(each) for each in (project, os.getcwd()) if each is not None]

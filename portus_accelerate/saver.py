@@ -11,9 +11,11 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable
+import urllib.parse
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -54,6 +56,7 @@ class Saver:
         self._count = 0
         self._newest: str | None = None
         self._deferred: list[tuple[portus.SaveHandle | None, list[Callable[[], Any]]]] = []
+        self._note: intent.Note | None = None
         self._over = False
         self._watch: portus.Checkpointer | None = None
         self._shards: PortusStorageWriter | None = None
@@ -95,7 +98,7 @@ class Saver:
             return stock()  # Accelerate says what is wrong
         directory = os.path.abspath(directory)
         limit, project.total_limit = project.total_limit, None
-        with self._noted(directory):
+        with self._noted(directory, fills=False):
             try:
                 with capturing() as capture, self._collecting() as shards:
                     location = stock()
@@ -113,12 +116,13 @@ class Saver:
         """As ``save_state``, for a checkpoint that every process writes by ``stock``, some files of
         it into the pool. What it asks to be done after the commit waits for ``run_deferred``."""
         directory = os.path.abspath(directory)
-        with self._noted(directory):
+        with self._noted(directory, fills=True) as after_commit:
             with capturing(accepts) as capture:
                 stock()
             received = self._peers.exchange(directory, dict(capture.parts), all_come=True)
             if self._peers.is_writer:
-                self._deferred += [(self._store(capture, received, directory), capture.deferred)]
+                handle = self._store(capture, received, directory)
+                self._deferred += [(handle, [*capture.deferred, *after_commit])]
 
     def run_deferred(self) -> None:
         """Do what waited for commits, of the saves that were committed."""
@@ -133,8 +137,22 @@ class Saver:
     def begin(self, directory: str) -> None:
         """A training starts that saves beside ``directory``: put in order what is there."""
         self._over = False
-        pool, _ = self._pool_of(os.path.abspath(directory))
-        self._mend([pool], uncommitted=True)
+        directory = os.path.abspath(directory)
+        pool, _ = self._pool_of(directory)
+        self._mend([pool], [self._home_of(directory)], uncommitted=True)
+
+    def was_cut_off(self, directory: str) -> bool:
+        """True if ``directory`` was a checkpoint that was put aside, since it is not whole."""
+        return bool(self._aside(os.path.abspath(directory)))
+
+    def has_saved(self, directory: str) -> bool:
+        """True if Portus has begun to save checkpoints beside ``directory``, in any process."""
+        directory = os.path.abspath(directory)
+        home = self._home_of(directory)
+        pool, name = self._pool_of(directory)
+        own = os.path.join(pool, urllib.parse.quote(name, safe="") + ".portus")
+        is_alone = os.path.dirname(home) == os.path.dirname(directory) and os.path.isdir(home)
+        return is_alone or os.path.exists(own) or bool(self._aside(directory, any_step=True))
 
     def load_state(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
         """Let ``stock`` load a directory. If none is named, the newest that can be loaded."""
@@ -178,6 +196,7 @@ class Saver:
         self._over = True
         self._stop_watching()
         self.run_deferred()
+        self._drop_note()
         if self._checkpointer is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
             checkpointer.close()
@@ -302,12 +321,70 @@ class Saver:
             self._stop_watching()
         return self._shards
 
-    def _noted(self, directory: str) -> contextlib.AbstractContextManager[None]:
+    # Directories that are not whole.
+
+    @contextlib.contextmanager
+    def _noted(self, directory: str, *, fills: bool) -> Iterator[list[Callable[[], Any]]]:
+        """Inside, it is on record that ``directory`` is being made; what is given is to be done
+        after the commit. fills: whether Accelerate writes into it what has to be whole, also if
+        it is there already."""
+        self._drop_note()
+        if self._peers.is_writer and self._is_sharded():
+            self._open_shards(directory)
+        elif self._peers.is_writer:
+            self._open(directory)
+        is_new = not os.path.exists(directory)
+        after_commit: list[Callable[[], Any]] = []
+        note = None
+        if is_new or (fills and self._peers.is_writer):
+            home = self._home_of(directory)
+            note = intent.note(home, directory, is_writer=self._peers.is_writer)
+        yield after_commit  # after an error the note stays, for the next run
+        if note is None:
+            return
         if not self._peers.is_writer:
-            return contextlib.nullcontext()
-        if self._is_sharded():
-            return intent.noted(self._open_shards(directory).place, directory)
-        return intent.noted(os.path.dirname(self._open(directory).path), directory)
+            self._note = note  # the writer may not have come so far
+        elif is_new:
+            note.drop()
+        else:
+            after_commit.append(note.drop)
+
+    def _drop_note(self) -> None:
+        note, self._note = self._note, None
+        if note is not None:
+            note.drop()
+
+    def _home_of(self, directory: str) -> str:
+        return place.home_of(directory, self._accelerator.project_dir)
+
+    def _aside(self, directory: str, *, any_step: bool = False) -> list[str]:
+        """What was put aside of ``directory``, or of the run that it belongs to; oldest first."""
+        start = _aside_name(
+            self._run_of(directory), "" if any_step else os.path.basename(directory)
+        )
+        home = self._home_of(directory)
+        names = os.listdir(home) if os.path.isdir(home) else []
+        found = [name for name in names if name.startswith(start)]
+        return [os.path.join(home, name) for name in sorted(found, key=_when)]
+
+    def _take_away(self, directory: str) -> None:
+        """A checkpoint that is not whole is out of the way of whoever looks for the newest one. Of
+        each run the last one is kept, for what hooks wrote into it."""
+        older = self._aside(directory, any_step=True)
+        run, home = self._run_of(directory), self._home_of(directory)
+        name = _aside_name(run, os.path.basename(directory)) + str(time.time_ns())
+        try:
+            os.makedirs(home, exist_ok=True)
+            os.rename(directory, os.path.join(home, name))
+        except OSError as error:
+            _log.warning("Portus: %s is not a whole checkpoint; remove it: %s", directory, error)
+            return
+        _log.warning("Portus: %s was never committed (its save was cut off)", directory)
+        for path in older:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _run_of(self, directory: str) -> str:
+        return self._pool_of(directory)[1]
 
     def _open(self, directory: str) -> portus.Checkpointer:
         """The pool, made now if there is none. Raises ``MediumError`` and the like."""
@@ -377,7 +454,7 @@ class Saver:
         if directory is None:
             return stock(directory)
         pool, _ = self._pool_of(os.path.abspath(directory))
-        self._mend([pool], uncommitted=False)
+        self._mend([pool], [], uncommitted=False)
         if not self._is_sharded():
             return stock(directory)
         with sharded.reading(directory):
@@ -395,13 +472,14 @@ class Saver:
             _log.warning("Portus: %s", said)
 
     def _mend_all(self) -> None:
-        """Remove checkpoints that were never committed: they would be taken for the newest."""
-        roots = place.roots(self._accelerator.project_dir)
-        pools = [self._settings.pool, os.environ.get("PORTUS_POOL")]
-        pools += [os.path.join(root, ".portus") for root in roots]
-        self._mend([pool for pool in dict.fromkeys(pools) if pool], uncommitted=True)
+        """Put checkpoints aside that are not whole: they would be taken for the newest."""
+        homes = [
+            os.path.join(root, ".portus") for root in place.roots(self._accelerator.project_dir)
+        ]
+        pools = [self._settings.pool, os.environ.get("PORTUS_POOL"), *homes]
+        self._mend([pool for pool in dict.fromkeys(pools) if pool], homes, uncommitted=True)
 
-    def _mend(self, pools: list[str], *, uncommitted: bool) -> None:
+    def _mend(self, pools: list[str], homes: list[str], *, uncommitted: bool) -> None:
         """On the process that saves, while the others wait."""
         for pool in pools if self._peers.is_writer else ():
             try:
@@ -409,13 +487,11 @@ class Saver:
             except portus.PortusError as error:
                 _log.warning("Portus: %s was not put in order: %s", pool, error)
                 continue
-            directories = {os.path.dirname(path) for path in removed}
-            for directory in directories:
-                _take_away(directory, pool)
-            if uncommitted:
-                directories.update(intent.forget_empty(pool))
-            for directory in directories:
-                _log.warning("Portus: %s was never committed (its save was cut off)", directory)
+            for directory in sorted({os.path.dirname(path) for path in removed}):
+                self._take_away(directory)
+        for home in homes if self._peers.is_writer and uncommitted else ():
+            for directory in intent.cut_off(home):
+                self._take_away(directory)
         self._accelerator.wait_for_everyone()
 
 
@@ -430,16 +506,15 @@ def _peers_of(accelerator: Any) -> Peers:
     return Peers(state.process_index, first, [rank for rank in here if rank != first])
 
 
-def _take_away(directory: str, pool: str) -> None:
-    """A checkpoint that was never committed is out of the way of whoever looks for the newest one.
-    Files that hooks wrote into it are kept, in the pool directory."""
-    with contextlib.suppress(OSError):
-        return os.rmdir(directory)
-    aside = os.path.join(pool, f"incomplete-{os.path.basename(directory)}-{time.time_ns()}")
-    try:
-        os.rename(directory, aside)
-    except OSError as error:
-        _log.warning("Portus: %s is not a whole checkpoint; remove it: %s", directory, error)
+def _aside_name(run: str, checkpoint: str) -> str:
+    """How the name begins of what was put aside; a time follows."""
+    start = f"incomplete-{urllib.parse.quote(run, safe='')}-"
+    return f"{start}{checkpoint}-" if checkpoint else start
+
+
+def _when(name: str) -> int:
+    end = name.rpartition("-")[2]
+    return int(end) if end.isdigit() else 0
 
 
 def _sync(directory: str) -> None:

@@ -5,8 +5,8 @@ background; they are most of a checkpoint. The weights stay real safetensors at 
 ``load_best_model_at_end``, hub pushes and whoever calls ``from_pretrained`` read them at once.
 Everything is loaded by Trainer's own code, which follows the references.
 
-A checkpoint that was cut off holds weights of one step and nothing that was committed. It is put
-out of the way when training starts, before Trainer looks for the newest one. Old checkpoints are
+A checkpoint that was cut off holds weights, or a part of them, and nothing that was committed. It
+is put aside when training starts, before Trainer looks for the newest one. Old checkpoints are
 rotated away once the newer one is committed: at the next save, or at the end.
 """
 
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-from portus_accelerate import capture
+from portus_accelerate import capture, place
 from portus_accelerate.saver import Saver
 
 _log: Final = logging.getLogger("portus_accelerate")
@@ -87,16 +87,45 @@ def _rotate(stock: Callable[..., None]) -> Callable[..., None]:
 
 def _train(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def train(self: Any, *positional: Any, **named: Any) -> Any:
+    def train(self: Any, resume_from_checkpoint: Any = None, *more: Any, **named: Any) -> Any:
         saver = _saver_of(self)
         if saver is None:
-            return stock(self, *positional, **named)
+            return stock(self, resume_from_checkpoint, *more, **named)
         saver.begin(os.path.join(self.args.output_dir, "checkpoint-0"))
-        result = stock(self, *positional, **named)
+        chosen = _chosen(saver, self.args.output_dir, resume_from_checkpoint)
+        result = stock(self, chosen, *more, **named)
         saver.finish()
         return result
 
     return train
+
+
+def _chosen(saver: Saver, output: str, asked: Any) -> Any:
+    """What to resume from, when what was asked for may have been put aside just now.
+
+    A script that looked for the newest checkpoint by itself, before, may have found one that is
+    not whole. Where nothing was ever committed, to go on means to begin.
+    """
+    module: Any = sys.modules["transformers.trainer"]
+    if isinstance(asked, str | os.PathLike) and not os.path.exists(asked):
+        path = os.path.abspath(os.fspath(asked))
+        above = os.path.dirname(path)
+        newest = module.get_last_checkpoint(above) if os.path.isdir(above) else None
+        if saver.was_cut_off(path) and _step(path) > _step(newest or ""):
+            then = f"the checkpoint before it, {newest}" if newest else "the beginning"
+            _log.error("Portus: %s was never committed; FALLING BACK to %s", path, then)
+            return newest
+    elif asked is True and saver.has_saved(os.path.join(output, "checkpoint-0")):
+        if os.path.isdir(output) and module.get_last_checkpoint(output) is not None:
+            return True
+        _log.error("Portus: no checkpoint in %s was ever committed; BEGINNING ANEW", output)
+        return None
+    return asked
+
+
+def _step(path: str) -> int:
+    number = place.step_of(path)
+    return -1 if number is None else number
 
 
 def _saver_of(trainer: Any) -> Saver | None:

@@ -459,7 +459,7 @@ def test_a_save_that_was_cut_off_is_out_of_the_way_and_what_hooks_wrote_is_kept(
     scene = Scene(tmp_path, automatic_checkpoint_naming=True)
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
     assert "checkpoint_1 was never committed" in caplog.text
-    (kept,) = (tmp_path / ".portus").glob("incomplete-checkpoint_1-*/mine.pt")
+    (kept,) = (tmp_path / ".portus").glob("incomplete-net-checkpoint_1-*/mine.pt")
     assert kept.read_text() == "a hook's"
     scene.step()
     scene.accelerator.load_state()

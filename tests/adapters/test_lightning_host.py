@@ -64,9 +64,8 @@ def test_a_run_on_a_storage_host_keeps_resumes_and_is_loaded_by_all(
         again.fit(other, loader(), loader(shuffle=False), ckpt_path=str(path))
         assert again.global_step > state["global_step"]
 
-        assert loaded_elsewhere(path, PORTUS_POOL=url(server)).stdout.strip() == str(
-            state["global_step"]
-        )
+        found = loaded_elsewhere(path, PORTUS_POOL=url(server))
+        assert found.stdout.strip() == str(state["global_step"]), found.stderr
         refused = loaded_elsewhere(path)
         assert refused.returncode
         assert "PORTUS_POOL=portus://" in refused.stderr, "a reference alone opens no host"

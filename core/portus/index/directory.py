@@ -73,14 +73,14 @@ def pool_files(pool: str | os.PathLike[str] | None) -> list[str]:
 
 def make_directory(directory: str) -> None:
     """Make a pool directory if it is not there, marked so that git and backups pass it over."""
-    if os.path.isdir(directory):
-        return
     try:
         os.makedirs(directory, exist_ok=True)
         if os.path.basename(directory) == DEFAULT_DIRECTORY:
             for name, text in ((".gitignore", "*\n"), ("CACHEDIR.TAG", _CACHE_TAG)):
-                with open(os.path.join(directory, name), "w", encoding="ascii") as file:
-                    file.write(text)
+                path = os.path.join(directory, name)
+                if not os.path.exists(path):  # an adapter may have made the directory
+                    with open(path, "w", encoding="ascii") as file:
+                        file.write(text)
     except OSError as error:
         raise MediumError(
             error.errno, f"{directory}: cannot make the pool directory: {error.strerror}"
