@@ -158,7 +158,7 @@ class Portus(Way):
         self._writer = PortusStorageWriter(self.place, "run", keep=1, on_error="raise")
 
     def begin(self, job: Job) -> None:
-        dcp.save(job.state(), checkpoint_id=self.path, storage_writer=self._writer)
+        self._writer.save(job.state(), step=self.step)
 
     def end(self) -> None:
         assert self._writer.last is not None

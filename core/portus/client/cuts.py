@@ -18,9 +18,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from portus.client.pack import pack, unpack
 from portus.errors import CorruptionError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+"""Before 2 the metadata was not packed."""
 FORMAT_KEY: Final = "format"
 METADATA: Final = "metadata"
 ITEMS: Final = "items"
@@ -80,19 +82,16 @@ def _piece(name: str, chunk: ChunkStorageMetadata, placed: dict[MetadataIndex, P
     return Piece(tuple(chunk.offsets), tuple(chunk.sizes), at)
 
 
-def encode(metadata: Metadata, placed: dict[MetadataIndex, Placed]) -> dict[str, Any]:
-    """What ``decode`` reads: dicts, lists and dtypes, which a tree of ours stores as they are."""
+def encode(metadata: Metadata, placed: dict[MetadataIndex, Placed]) -> bytes:
+    """What ``decode`` reads. Packed, so that the next save of the same state has it already."""
     entries = {}
     for name, entry in metadata.state_dict_metadata.items():
         entries[name] = None if isinstance(entry, BytesStorageMetadata) else _encode_tensor(entry)
-    return {
-        "entries": entries,
-        "planner": metadata.planner_data,
-        "placed": [
-            (index.fqn, None if index.offset is None else list(index.offset), at.rank, at.key)
-            for index, at in placed.items()
-        ],
-    }
+    places = [
+        (index.fqn, None if index.offset is None else list(index.offset), at.rank, at.key)
+        for index, at in placed.items()
+    ]
+    return pack({"entries": entries, "planner": metadata.planner_data, "placed": places})
 
 
 def _encode_tensor(entry: TensorStorageMetadata) -> dict[str, Any]:
@@ -107,6 +106,8 @@ def _encode_tensor(entry: TensorStorageMetadata) -> dict[str, Any]:
 def decode(saved: Any) -> tuple[Metadata, dict[MetadataIndex, Placed]]:
     """torch's metadata, and where each piece is. Raises ``CorruptionError``."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    if isinstance(saved, bytes):
+        saved = unpack(saved)
     try:
         for name, entry in saved["entries"].items():
             entries[name] = BytesStorageMetadata() if entry is None else _decode_tensor(entry)

@@ -27,6 +27,7 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -45,6 +46,7 @@ from portus.client.grouped import (
     census,
     shard_name,
 )
+from portus.client.planned import Planned, agreed, all_or_none, standing, values_of
 from portus.errors import PortusError, UsageError
 from portus.index.directory import default_directory
 from portus.index.groups import Group, new_id, part_model, part_token, surplus
@@ -127,6 +129,9 @@ class PortusStorageWriter(StorageWriter):
         self._condemned: list[tuple[str, bytes]] = []
         self._sweeping: Final = threading.RLock()
         self._handle: SaveHandle | None = None
+        self._planned: Planned | None = None
+        self._local = SavePlan([])
+        self._metadata = b""
         if dist.is_available() and dist.is_initialized():
             # So that steps are seen before the first save, which is then in the background too.
             self._rank, self._count = dist.get_rank(), dist.get_world_size()
@@ -153,16 +158,39 @@ class PortusStorageWriter(StorageWriter):
         """
         place = os.path.abspath(os.fspath(directory))
         self._wanted = _Wanted(directory=place, files=dict(files or {}))
-        self._step, self._parts = step, None
         try:
-            torch_save(state, storage_writer=self)
+            handle = self.save(state, step=step)
         except CheckpointException as error:
             raise reason_of(error) from error
         finally:
             self._wanted = None
-        assert self._handle is not None
         if self._is_coordinator:
             self._condemn(_stock_files(place))
+        return handle
+
+    def save(self, state: dict[str, Any], *, step: int) -> SaveHandle:
+        """``dcp.save``, without its planning where each rank saves the same as in the last call:
+        the same names, shapes and cuts. On every rank.
+
+        Returns the handle of this rank's part. Raises ``CheckpointException``, and ``UsageError``
+        for what cannot be saved, on all ranks if on one.
+        """
+        self._step, self._parts = step, None
+        state, planner = values_of(state), DefaultSavePlanner()
+        planned, self._planned = self._planned, None
+        group = agreed(planned, state, planner, step)
+        if group is None:
+            torch_save(state, storage_writer=self, planner=planner)
+            rank, count = standing()
+            planned = Planned(
+                id=self._group, rank=rank, count=count, local=self._local, final=planner.plan
+            )
+        else:
+            assert planned is not None
+            final = planner.finish_plan(replace(planned.final, storage_data=group))
+            all_or_none(lambda: self._save_planned(final, planner))
+        self._planned = planned
+        assert self._handle is not None
         return self._handle
 
     def remove(self, directory: str | os.PathLike[str]) -> None:
@@ -222,6 +250,7 @@ class PortusStorageWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Say which step this rank saves."""
+        self._local, self._planned = plan, None
         return replace(plan, storage_data=self._step)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -244,16 +273,16 @@ class PortusStorageWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Start to save this rank's shards, and say where they are going to be."""
-        parts: dict[str, Any] = {}
+        if getattr(planner, "_enable_plan_caching", False):  # it would bring an old group's id
+            raise UsageError(
+                "planners with enable_plan_caching are not supported: PortusStorageWriter.save "
+                "does what they are for"
+            )
+        parts = self._collect(plan, planner)
         results = []
-        for item in plan.items:
-            key = f"i{len(parts)}"
-            parts[key] = _value_of(item, planner)
-            size = parts[key].nbytes if isinstance(parts[key], torch.Tensor) else 0
+        for item, (key, value) in zip(plan.items, parts.items(), strict=True):
+            size = value.nbytes if isinstance(value, torch.Tensor) else 0
             results.append(WriteResult(item.index, size, Placed(self._rank, key)))
-        self._group = plan.storage_data
-        self._made.append(self._group)
-        self._parts = parts
         if not self._is_coordinator:
             self._save({FORMAT_KEY: FORMAT, ITEMS: parts})
         future: Future[list[WriteResult]] = Future()
@@ -263,14 +292,28 @@ class PortusStorageWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when all others have started: its own shards, and the metadata."""
         placed = {result.index: result.storage_data for part in results for result in part}
-        self._save({FORMAT_KEY: FORMAT, METADATA: encode(metadata, placed), ITEMS: self._parts})
+        self._metadata = encode(metadata, placed)
+        self._save({FORMAT_KEY: FORMAT, METADATA: self._metadata, ITEMS: self._parts})
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Any name will do: only a number at its end is looked at."""
         return True
 
-    def _save(self, content: dict[str, Any]) -> None:
+    def _collect(self, plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
+        """What this rank saves, by key; its group begins."""
+        self._group = plan.storage_data
+        self._made.append(self._group)
+        self._parts = {f"i{n}": _value_of(item, planner) for n, item in enumerate(plan.items)}
+        return self._parts
+
+    def _save_planned(self, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
+        content = {FORMAT_KEY: FORMAT, ITEMS: self._collect(plan, planner)}
+        if self._is_coordinator:
+            content[METADATA] = self._metadata
+        return self._save(content)
+
+    def _save(self, content: dict[str, Any]) -> SaveHandle:
         checkpointer = self._open()
         token = part_token(self._group, self._rank)
         aside = threading.current_thread() is not threading.main_thread()
@@ -284,6 +327,7 @@ class PortusStorageWriter(StorageWriter):
         self._parts = None
         if aside:
             self._handle.wait()
+        return self._handle
 
     def _with_files(self, content: dict[str, Any]) -> dict[str, Any]:
         files = self._wanted.files if self._wanted else {}

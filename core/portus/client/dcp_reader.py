@@ -130,7 +130,7 @@ class PortusStorageReader(StorageReader):
         found = self._tried = self._chosen()
         for rank in sorted(found.parts):  # the coordinator's has it: nearly always the first
             content = load_part(found, rank, lambda path: _is_at(path, METADATA, FORMAT_KEY))
-            if content.get(FORMAT_KEY) != FORMAT:
+            if content.get(FORMAT_KEY) not in range(1, FORMAT + 1):
                 raise UsageError(f"{name_of(found)}: written by a newer Portus; upgrade this one")
             if METADATA in content:
                 metadata, self._placed = decode(content[METADATA])

@@ -391,6 +391,31 @@ def loaded_by_torch_dcp() -> Iterator[State]:
             dcp.load({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
 
 
+def loaded_by_portus_dcp() -> Iterator[State]:
+    import tempfile
+
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.planner import ReadItem
+
+    from portus.dcp import PortusStorageReader, PortusStorageWriter
+
+    class Planner(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+            return self.lookup_tensor(read_item.dest_index)
+
+    model = perceptron()
+    with tempfile.TemporaryDirectory() as folder:
+        writer = PortusStorageWriter(folder)
+        dcp.save({"model": perceptron().state_dict()}, storage_writer=writer, no_dist=True)
+        writer.close()
+        for state in trained(model, torch.optim.AdamW(model.parameters())):
+            yield state
+            reader, planner = PortusStorageReader(folder), Planner()
+            into = {"model": model.state_dict()}
+            dcp.load(into, storage_reader=reader, planner=planner, no_dist=True)
+
+
 OTHERS: dict[str, Scenario] = {
     "batch norm": batch_norm,
     "ema in a plain loop": ema_in_a_plain_loop,
@@ -411,4 +436,5 @@ OTHERS: dict[str, Scenario] = {
     "Lightning WeightAveraging, end": lightning_ends_with_averaged_weights,
     "Lightning StochasticWeightAveraging": lightning_ends_with_stochastic_averaging,
     "torch DCP load": loaded_by_torch_dcp,
+    "Portus DCP load": loaded_by_portus_dcp,
 }

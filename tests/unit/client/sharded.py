@@ -7,6 +7,7 @@ processes of its own. Forked, so that torch is imported once.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -207,6 +210,96 @@ def mixed(rank: int, count: int, root: Path) -> None:
     assert not list((root / "mixed").glob("*.portus"))
 
 
+class Comes(logging.Handler):
+    """Puts a pool in place as soon as torch says that it could not read the metadata there."""
+
+    def __init__(self, pool: Path, place: Path) -> None:
+        super().__init__()
+        self._pool, self._place = pool, place
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "metadata is not found" in record.getMessage() and not self._place.exists():
+            self._place.symlink_to(self._pool)
+
+
+def again(rank: int, count: int, root: Path) -> None:
+    """Saves of the same state are planned once; whatever changes on any rank is planned anew."""
+    planned, global_plan = [], DefaultSavePlanner.create_global_plan
+
+    def counted(planner: Any, plans: list[SavePlan]) -> Any:
+        planned.append(len(plans))
+        return global_plan(planner, plans)
+
+    setattr(DefaultSavePlanner, "create_global_plan", counted)  # noqa: B010
+    writer = PortusStorageWriter(root / "again", "run", keep=None, on_error="raise")
+    state: dict[str, Any] = {"same": torch.zeros(64), f"own{rank}": torch.zeros(8), "n": 0}
+
+    def saved(step: int, *, plannings: int) -> None:
+        """Save what no earlier step had, load it, and compare."""
+        state["same"] += 1
+        state[f"own{rank}"] += rank + step
+        state["n"] = (step, "text")
+        writer.save(state, step=step)
+        writer.wait()
+        dist.barrier()
+        target: dict[str, Any] = {
+            name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+            for name, value in state.items()
+        }
+        found = portus.dcp.load(target, PortusStorageReader(root / "again", "run"))
+        assert (found.step, found.count) == (step, count)
+        assert target["n"] == (step, "text")
+        for name, value in state.items():
+            assert name == "n" or torch.equal(value, target[name]), name
+        if rank == 0:
+            assert len(planned) == plannings, (step, planned)
+
+    saved(1, plannings=1)
+    saved(2, plannings=1)
+    if rank == 1:
+        state["own1"] = torch.zeros(9)  # one rank's plan changes
+    saved(3, plannings=2)
+    saved(4, plannings=2)
+    state["same"] = state["same"].double()
+    saved(5, plannings=3)
+    if rank == 1:
+        state["own1"] = UnstorableTensor(torch.zeros(9))  # nothing to plan anew, and no save
+    with pytest.raises(portus.UsageError, match="UnstorableTensor"):
+        writer.save(state, step=6)
+    if rank == 1:
+        state["own1"] = torch.zeros(9)
+    saved(7, plannings=4)
+    dcp.save({"other": torch.zeros(3)}, checkpoint_id="8", storage_writer=writer)
+    saved(9, plannings=6)
+    with pytest.raises(CheckpointException, match="rank 0 saves step 10 and rank 1 saves step 11"):
+        writer.save(state, step=10 + rank)
+    saved(12, plannings=8)
+    caching = DefaultSavePlanner(enable_plan_caching=True)
+    with pytest.raises(CheckpointException, match=r"PortusStorageWriter\.save does what"):
+        dcp.save(state, checkpoint_id="13", storage_writer=writer, planner=caching)
+    saved(13, plannings=10)
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:  # alone now
+        writer.save(state, step=14)
+    writer.close()
+
+
+class UnstorableTensor(torch.Tensor):
+    """Of a class that Portus does not know."""
+
+
+def late(rank: int, count: int, root: Path) -> None:
+    """Rank 1 finds no pool, and would find one if it looked again: nobody waits for anybody."""
+    place = root / "late" if rank == 1 else root / "pools"
+    logging.getLogger().addHandler(Comes(root / "pools", root / "late"))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"model": {}}, storage_reader=PortusStorageReader(place, "fsdp"))
+    assert list(caught.value.failures) == [1]
+    assert (root / "late").exists() or rank == 0
+    say(f"rank {rank} heard")
+
+
 def directories(rank: int, count: int, root: Path, killed: str = "-1") -> None:
     """Save to a new directory at each step, and remove the one before; rank 1 may die in a save.
 
@@ -266,6 +359,8 @@ TASKS: dict[str, Callable[..., None]] = {
     "async": asynchronous,
     "damaged": damaged,
     "mixed": mixed,
+    "late": late,
+    "again": again,
     "directories": directories,
     "read": read_directory,
 }
@@ -275,7 +370,8 @@ def start(rank: int, task: str, count: int, root: Path, place: str, more: list[s
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", f"file://{place}", rank=rank, world_size=count)
     TASKS[task](rank, count, root, *more)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def main() -> None:

@@ -103,6 +103,14 @@ def test_a_rank_killed_in_a_save_costs_that_save_and_nothing_else(
     assert resumed[-1] == whole[-1]
 
 
+def test_saves_alike_are_planned_once_and_others_anew(tmp_path: Path) -> None:
+    run(tmp_path, "again:2")
+    found = groups(tmp_path / "again", "run")
+    whole = [(group.step, group.count) for group in found if group.is_complete]
+    assert whole == [(n, 2) for n in (1, 2, 3, 4, 5, 7, 8, 9, 12, 13)] + [(14, 1)]
+    assert len({group.id for group in found}) == len(found)
+
+
 def copied(saved: Path, place: Path) -> Path:
     """The pools of the FSDP job, to break."""
     place.mkdir(exist_ok=True)
@@ -130,6 +138,14 @@ def test_a_damaged_newest_group_is_passed_over_by_all_ranks_and_nothing_is_half_
     damage_shard(copied(saved, tmp_path / "pools"), 1)
     said = run(tmp_path, "damaged:4", "mixed:2").splitlines()  # mixed: ranks save other steps
     assert sorted(said) == [f"rank {rank} loaded 1" for rank in range(4)]
+
+
+def test_a_rank_that_cannot_read_the_metadata_leaves_none_waiting(
+    saved: Path, tmp_path: Path
+) -> None:
+    copied(saved, tmp_path / "pools")
+    said = run(tmp_path, "late:2").splitlines()
+    assert sorted(said) == ["rank 0 heard", "rank 1 heard"]
 
 
 def whole_state(place: Path) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""A sharded save that is planned as the one before it was: agreed in a word, not planned anew.
+
+torch's planning gathers every rank's plan at one rank, makes one of them, and sends it out: nine
+collectives, and the whole description of the state is pickled three times. Most saves of a
+training are of the same state. Each rank makes its own plan, as ever, and compares it with its
+plan of the last time; then all say whether it is the same, in one exchange, and all of them do the
+same: go on with what was planned then, or let torch plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
+
+from portus.errors import PortusError
+from portus.index.groups import new_id
+
+_NOT_THE_SAME: Final = b""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A rank's part in a planning that went well on all ranks.
+
+    id: of the planning, the same on all ranks. local: this rank's own plan. final: what it was
+    told to save.
+    """
+
+    id: bytes
+    rank: int
+    count: int
+    local: SavePlan
+    final: SavePlan
+
+
+def values_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The state, as torch takes it: objects that have a ``state_dict`` are asked for it."""
+    return {
+        name: each.state_dict() if isinstance(each, Stateful) else each
+        for name, each in state.items()
+    }
+
+
+def standing() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def agreed(
+    planned: Planned | None, state: dict[str, Any], planner: SavePlanner, step: int
+) -> bytes | None:
+    """The id for a group of this ``state``, if every rank may go on as ``planned``; else None.
+
+    Collective: all ranks get the same answer. ``planner`` is set up with ``state`` then.
+    """
+    known = planned.id if planned is not None and _is_same(planned, state, planner) else b""
+    said = _told((known, step, new_id()))
+    if known == _NOT_THE_SAME or any(each[:2] != (known, step) for each in said):
+        return None
+    group: bytes = said[0][2]
+    return group
+
+
+def all_or_none(act: Callable[[], T]) -> T:
+    """``act``, on all ranks. Where it fails on one, all of them raise what the lowest met."""
+    try:
+        result, error = act(), None
+    except BaseException as problem:
+        result, error = None, problem
+    said = _told(error is None)
+    if all(said):
+        assert result is not None
+        return result
+    met = [each for each in _told(_in_short(error)) if each is not None]
+    raise error or met[0]
+
+
+def _in_short(error: BaseException | None) -> Exception | None:
+    """What other ranks hear of an error: not every one can be sent."""
+    if error is None or isinstance(error, PortusError):
+        return error
+    return RuntimeError(f"rank {standing()[0]}: {error!r}")
+
+
+def _is_same(planned: Planned, state: dict[str, Any], planner: SavePlanner) -> bool:
+    rank, count = standing()
+    if (rank, count) != (planned.rank, planned.count):
+        return False
+    try:
+        planner.set_up_planner(state_dict=state, is_coordinator=rank == 0)
+        local = planner.create_local_plan()
+    except Exception:  # torch's planning meets it again, and tells all ranks
+        return False
+    before = planned.local
+    return bool(local.items == before.items and local.planner_data == before.planner_data)
+
+
+def _told(value: Any) -> list[Any]:
+    """What every rank said, by rank."""
+    _, count = standing()
+    if count == 1:
+        return [value]
+    found: list[Any] = [None] * count
+    dist.all_gather_object(found, value)
+    return found
+
+
+__all__ = ["Planned", "agreed", "all_or_none", "standing", "values_of"]
