@@ -213,8 +213,11 @@ class Checkpointer:
 
         names: only key paths that match these shell patterns. rename: from key paths of the
         version to those of the state (a dict or a function). strict: raise ``UsageError`` listing
-        missing and unexpected tensors. Nothing is copied before all of it was verified: after an
-        error ``state`` is untouched. Raises as ``load``.
+        missing and unexpected tensors. Values other than tensors that ``state`` lacks are added
+        only where all of the version is asked for: ``strict``, no ``names``, no ``rename``.
+
+        Nothing is copied before all of it was verified: after an error ``state`` is untouched.
+        Raises as ``load``.
         """
         before_write()  # other Checkpointers of this process may be saving these tensors
         pool = self._pool_to_read()
@@ -323,7 +326,12 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except PortusError as late:
+            if error is None:
+                raise
+            _log.error("portus: a save failed: %s", late)  # what ended the block matters more
 
     # Saving.
 
@@ -603,7 +611,10 @@ _OPEN: Final[weakref.WeakSet[Checkpointer]] = weakref.WeakSet()
 def _close_all() -> None:
     """A program that ends without closing still gets what it asked to be saved."""
     for checkpointer in list(_OPEN):
-        checkpointer.close()
+        try:
+            checkpointer.close()
+        except PortusError as error:  # nobody is left to catch it, and others are still to close
+            _log.error("portus: %s: a save failed: %s", checkpointer.path, error)
 
 
 def _check_arguments(model: str, keep: int | None, on_error: str, fence_timeout: float) -> None:

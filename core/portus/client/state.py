@@ -82,11 +82,12 @@ def unflatten(
     tensors: Sequence[TensorSpec],
     storages: Sequence[torch.UntypedStorage | None],
     keep: Callable[[str], bool] | None = None,
+    hole: object = None,
 ) -> object:
     """The state again. Its tensors and big arrays use the memory of ``storages``; no copy.
 
     With ``keep``, only leaves whose key path it accepts: other dict entries (and namespace
-    attributes) disappear, other places in lists, tuples and dataclasses are None; of a dict of
+    attributes) disappear, other places in lists, tuples and dataclasses are ``hole``; of a dict of
     which nothing is kept comes an empty one, of all else None. A storage that only dropped leaves
     use may be None.
 
@@ -96,7 +97,7 @@ def unflatten(
     root = decode(tree)
     with _no_collection(), torch.inference_mode(False), torch.no_grad(), said_at(""):
         paths = iter(distinct([path for path, _ in leaf_nodes(root)]))
-        state: object = TreeReader(tensors, storages, paths, keep).value(root, "", 0)
+        state: object = TreeReader(tensors, storages, paths, keep, hole).value(root, "", 0)
     return _nothing(root) if state is DROPPED else state
 
 

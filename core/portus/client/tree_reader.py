@@ -36,10 +36,11 @@ class TreeReader:
     """Makes values of nodes, over the memory of ``storages``.
 
     ``paths`` are the key paths of the leaves, in order; None while inside of a leaf, where
-    nothing has a path. ``keep`` decides by them; None keeps all.
+    nothing has a path. ``keep`` decides by them; None keeps all. ``hole`` is in the place of what
+    is dropped from a list.
     """
 
-    __slots__ = ("_keep", "_made", "_paths", "_specs", "_storages")
+    __slots__ = ("_hole", "_keep", "_made", "_paths", "_specs", "_storages")
 
     def __init__(
         self,
@@ -47,7 +48,9 @@ class TreeReader:
         storages: Sequence[torch.UntypedStorage | None],
         paths: Iterator[str] | None,
         keep: Callable[[str], bool] | None,
+        hole: object = None,
     ) -> None:
+        self._hole = hole
         self._specs = specs
         self._storages = storages
         self._paths = paths
@@ -55,7 +58,7 @@ class TreeReader:
         self._made: dict[int, torch.Tensor] = {}
 
     def value(self, node: object, path: str, depth: int, *, holes: bool = False) -> Any:
-        """The value of a node, or ``DROPPED``. ``holes``: what is dropped in it becomes None.
+        """The value of a node, or ``DROPPED``. ``holes``: what is dropped in it leaves a hole.
 
         ``path`` is for messages. Raises ``CorruptionError``, or ``UsageError`` for a class that
         is not there.
@@ -74,7 +77,7 @@ class TreeReader:
         if all(value is DROPPED for _, value in read):
             return DROPPED
         if holes or isinstance(node, list):
-            read = [(key, None if value is DROPPED else value) for key, value in read]
+            read = [(key, self._hole if value is DROPPED else value) for key, value in read]
         if isinstance(node, list):
             return [value for _, value in read]
         with said_at(path):

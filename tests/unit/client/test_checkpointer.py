@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import argparse
+import collections
 import copy
+import dataclasses
 import logging
 import os
 import subprocess
@@ -10,14 +13,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 import portus
-from portus.client.checkpointer import Checkpointer
+from portus.client.checkpointer import Checkpointer, _close_all
 from portus.client.view import PoolView
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.index.directory import open_reader
@@ -134,6 +137,81 @@ def test_restore_into_fills_the_same_tensors_and_sets_the_rest(
     assert same(target, saved)
     assert same(training.model.state_dict(), saved["model"])
     assert [t.data_ptr() for t in training.model.state_dict().values()] == pointers
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """A container that is neither dict nor list."""
+
+    value: torch.Tensor
+    updates: int
+
+
+class Bounds(NamedTuple):
+    low: torch.Tensor
+    name: str
+
+
+def test_restore_into_keeps_the_tensors_in_containers_of_any_kind(
+    checkpointer: Checkpointer,
+) -> None:
+    def state(fill: float, number: int) -> dict[str, Any]:
+        return {
+            "tuple": (torch.full((3,), fill), number, [torch.full((2,), fill), number]),
+            "named": Bounds(torch.full((4,), fill), str(number)),
+            "dataclass": Average(torch.full((5,), fill), number),
+            "deque": collections.deque([torch.full((6,), fill), number], maxlen=3),
+            "namespace": argparse.Namespace(tensor=torch.full((7,), fill), number=number),
+        }
+
+    checkpointer.save(state(1.0, 1), 0)
+    target = state(0.0, 0)
+    tensors = [
+        target["tuple"][0], target["tuple"][2][0], target["named"].low,
+        target["dataclass"].value, target["deque"][0], target["namespace"].tensor,
+    ]  # fmt: skip
+    dataclass = target["dataclass"]
+    checkpointer.restore_into(target)
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+    assert target["tuple"][:2] == (tensors[0], 1)
+    assert target["tuple"][2][0] is tensors[1]
+    assert target["tuple"][2][1] == 1
+    assert target["named"].low is tensors[2]
+    assert target["named"].name == "1"
+    assert target["dataclass"] is dataclass
+    assert dataclass.value is tensors[3]
+    assert dataclass.updates == 1
+    assert target["deque"][0] is tensors[4]
+    assert target["deque"][1] == 1
+    assert target["namespace"].tensor is tensors[5]
+    assert target["namespace"].number == 1
+
+
+def test_restore_into_gives_lists_their_length_and_dicts_their_values_again(
+    checkpointer: Checkpointer,
+) -> None:
+    saved = {
+        "x": torch.ones(1),
+        "losses": [3.0, 2.0],
+        "mixed": [torch.ones(1), None, {"a": 1}],
+        "best": {"score": 0.5},
+        "none": None,
+    }
+    checkpointer.save(saved, 0)
+    later = {
+        "x": torch.zeros(1),
+        "losses": [3.0, 2.0, 1.0],
+        "mixed": [torch.zeros(1), 7, {}, "more"],
+        "best": {},
+        "none": 5,
+    }
+    losses = later["losses"]
+    checkpointer.restore_into(later)
+    assert same(later, saved)
+    assert later["losses"] is losses
+    fresh: dict[str, Any] = {"x": torch.zeros(1), "losses": [], "best": {}}
+    checkpointer.restore_into(fresh, names=["losses", "best.*"], strict=False)
+    assert same(fresh, {"x": torch.zeros(1), "losses": [3.0, 2.0], "best": {}})
 
 
 def test_restore_into_by_names_leaves_the_rest_alone(
@@ -513,3 +591,36 @@ def test_nothing_of_the_state_is_kept_alive_by_a_save_that_is_over(
         checkpointer.save(state, step).wait()
         del own, state
         assert watched() is None
+
+
+def test_at_the_end_of_a_program_a_failed_save_keeps_no_other_from_being_finished(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = [
+        Checkpointer(tmp_path, f"run-{each}", on_error="raise", max_bytes=1 << 20 if each else None)
+        for each in (1, 0, 1)
+    ]
+    large = {"x": torch.zeros(1 << 20)}
+    handles = [checkpointer.save(large, 1) for checkpointer in made]
+    _close_all()
+    assert [handle.done for handle in handles] == [True, True, True]
+    assert [handle.committed for handle in handles] == [False, True, False]
+    assert caplog.text.count("a save failed") == 2
+    with PoolView(tmp_path) as view:
+        assert view.models() == ["run-0"]
+
+
+def test_what_ends_the_block_is_not_hidden_by_a_save_that_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save(and_raise: Exception | None) -> None:
+        with Checkpointer(tmp_path, on_error="raise", max_bytes=1 << 20) as checkpointer:
+            checkpointer.save({"x": torch.zeros(1 << 20)}, 1)
+            if and_raise is not None:
+                raise and_raise
+
+    with pytest.raises(KeyError, match="mine"):
+        save(KeyError("mine"))
+    assert "a save failed" in caplog.text
+    with pytest.raises(MediumError):
+        save(None)
