@@ -10,7 +10,7 @@ from portus.cli import doctor
 from portus.cli.output import Output
 from tests.hardware.conftest import DEVDAX, EXPANDER, FSDAX
 
-pytestmark = [pytest.mark.pmem, pytest.mark.rdma, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.pmem, pytest.mark.rdma, pytest.mark.timeout(600)]
 
 
 SIZE = 8 << 20

@@ -29,14 +29,21 @@ from portus.transport.verbs import RegisterError
 from tests.crash.nursery import Nursery, nursery
 from tests.hardware.conftest import DEVDAX
 from tests.hardware.states import begun, holds, loaded, saved, snapshot_of, state_of, steps
-from tests.hardware.test_verbs_host import check_sound, others_save, pool_on, settled
+from tests.hardware.test_verbs_host import (
+    PATIENCE,
+    WAIT_S_MAX,
+    check_sound,
+    others_save,
+    pool_on,
+    settled,
+)
 from tests.hardware.walker import BEFORE, COMMITTED, MODEL, SIZE, Walk
 from tests.hosts import Host, serving, url
 
 SOME = 2 << 20
 TEN_TERABYTES = 10 << 40
 
-pytestmark = [pytest.mark.rdma, pytest.mark.pmem, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.rdma, pytest.mark.pmem, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +51,13 @@ def by_verbs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORTUS_TRANSPORT", "verbs")
     monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
     monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
-    monkeypatch.setattr("portus.transport.host.SILENCE_S", 120.0)
+    monkeypatch.setattr("portus.transport.host.SILENCE_S", WAIT_S_MAX)
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     format_device(DEVDAX, LocalFiles(), force=True)
-    with serving(DEVDAX) as made:
+    with serving(DEVDAX, patience=PATIENCE) as made:
         yield made
 
 
@@ -340,7 +347,7 @@ def test_ten_terabytes_are_neither_registered_nor_pulled(server: Server, walk: W
 def test_a_client_that_says_nothing_after_a_pull_is_ended_and_holds_nobody_up() -> None:
     """Its processor has no part in the pull: that it hangs is seen when it does not confirm."""
     format_device(DEVDAX, LocalFiles(), force=True)
-    with serving(DEVDAX, patience=Patience(idle_s=3.0, silent_s=60.0)) as server:
+    with serving(DEVDAX, patience=Patience(idle_s=3.0, silent_s=WAIT_S_MAX)) as server:
         walk = Walk(url(server))
         try:
             walk.to("pulled")
