@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from portus.daemon.counters import Counters
@@ -20,16 +20,18 @@ from portus.daemon.server import Server, open_door
 from portus.daemon.session import House, Patience
 from portus.protocol.address import Address, Scheme
 
-START_S_MAX = 60.0
+START_S_MAX = 120.0
 ROOT = Path(__file__).resolve().parents[1]
 
 
 class Host:
     """``portus serve`` as users run it. It may be killed and started again, at the same port."""
 
-    def __init__(self, place: str | Path, *options: str) -> None:
+    def __init__(self, place: str | Path, *options: str, under: Sequence[str] = ()) -> None:
+        """under: the command that runs it, with less than all rights, say."""
         self.place = str(place)
         self._options = options
+        self._under = under
         self.port = 0
         self.log = ""
         self.start()
@@ -39,7 +41,7 @@ class Host:
         return f"portus://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "portus.cli.main", "serve", self.place]
+        command = [*self._under, sys.executable, "-m", "portus.cli.main", "serve", self.place]
         # A file, not a pipe: nobody reads while the host runs, and a pipe that is full stops it.
         reading, path = tempfile.mkstemp(prefix="portus-host-")
         writing = os.open(path, os.O_WRONLY | os.O_APPEND)

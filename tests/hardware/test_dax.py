@@ -20,7 +20,7 @@ from portus.spec import Extent
 from portus.testing.contract import MappedMediumContract, assert_raises
 from tests.hardware.conftest import DEVDAX, EXPANDER, FSDAX
 
-pytestmark = [pytest.mark.pmem, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.pmem, pytest.mark.timeout(600)]
 
 
 class Breaking:

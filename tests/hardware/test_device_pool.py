@@ -20,7 +20,7 @@ from portus.spec import Extent
 from tests.hardware.conftest import DEVDAX
 from tests.hosts import serving, url
 
-pytestmark = [pytest.mark.pmem, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.pmem, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

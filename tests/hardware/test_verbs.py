@@ -14,7 +14,7 @@ from tests.hardware.conftest import DEVDAX
 
 SIZE = 64 << 20
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(600)]
 
 TARGETS = [
     None,

@@ -51,6 +51,7 @@ class Machine:
 
     nvdimms: files of its NVDIMMs, made if they are missing; the first becomes /dev/dax0.0, the
         second an ext4 with DAX at /mnt/fsdax.
+    processors: with two, the same work took twice as much of this machine's.
     expander_mib: memory that shows up as a DAX device of its own, as that of a CXL expander does.
     address: its own on the link, such as "10.9.0.1/24". link: the sockets, files, of this end of
         the link and of the other; either guest may come and go.
@@ -61,7 +62,7 @@ class Machine:
     nvdimm_mib: int = 256
     expander_mib: int = 0
     memory_mib: int = 3072
-    processors: int = 2
+    processors: int = 1
     address: str = ""
     link: tuple[Path, Path] | None = None
     environment: dict[str, str] = field(default_factory=dict)

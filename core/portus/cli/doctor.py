@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from portus.cli import loopback
 from portus.cli.machine import Found, Machine
 from portus.cli.output import Json, Output, said, size_text
 from portus.errors import PortusError, UsageError
@@ -50,7 +51,7 @@ class Speeds:
 
 def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> int:
     """Look and measure; the exit code, 0 even if there is something to do."""
-    found = [*Machine().found(), *adapters(entry_points(group=ADAPTERS))]
+    found = [*Machine().found(), *loopback.found(), *adapters(entry_points(group=ADAPTERS))]
     for each in found:
         output.line(f"{each.topic:17} {each.name:16} {each.text}")
     measured, failed = [], {}

@@ -105,9 +105,10 @@ class Machine:
                 advice = "" if state == "ACTIVE" else f"bring the link of {place.name} up"
                 yield Found("RDMA device", place.name, text, advice)
         if not places:
-            yield Found("RDMA device", "-", "none")
+            yield Found("RDMA device", "-", "none: storage hosts are reached over sockets")
             return
-        yield self._pyverbs()
+        if importlib.util.find_spec("pyverbs") is None:
+            yield _no_pyverbs()
         yield _memlock()
 
     def gpus(self) -> Iterator[Found]:
@@ -118,9 +119,15 @@ class Machine:
             yield Found("GPU", f"/dev/{device.name}", _driver(self.root))
         if not devices:
             yield Found("GPU", "-", "none that a driver of NVIDIA serves")
-        elif not (self.root / "sys/module/nvidia_peermem").exists():
-            text = "not loaded: a network card reads GPU memory by dmabuf, or not at all"
-            yield Found("GPU", "nvidia_peermem", text)
+            return
+        ways = []
+        if (self.root / "sys/module/nvidia_peermem").exists():
+            ways.append("nvidia_peermem")
+        if "Open Kernel Module" in _driver(self.root):
+            ways.append("dmabuf")
+        text = "staged in pinned memory of this machine; to a storage host over the socket"
+        able = f"a network card could read it by {' and by '.join(ways)}; Portus does not yet"
+        yield Found("GPU", "memory", f"{text}. {able}" if ways else text)
 
     def helper(self) -> Found:
         """The compiled helper that copies and hashes without Python's lock."""
@@ -128,15 +135,6 @@ class Machine:
             return Found("copy helper", "_native.so", "in use")
         text = "not in use: copies are made by Python, and slow small-step training more"
         return Found("copy helper", "-", text, "install a C compiler, and portus-checkpoint again")
-
-    def _pyverbs(self) -> Found:
-        if importlib.util.find_spec("pyverbs") is not None:
-            return Found("RDMA device", "pyverbs", "can be imported")
-        advice = (
-            "apt-get install python3-pyverbs, and put a folder on PYTHONPATH that holds a link "
-            "`pyverbs` to /usr/lib/python3/dist-packages/pyverbs (Python of the system's version)"
-        )
-        return Found("RDMA device", "pyverbs", "cannot be imported", advice)
 
 
 def _device_text(facts: DeviceFacts) -> tuple[str, str]:
@@ -156,6 +154,14 @@ def _device_text(facts: DeviceFacts) -> tuple[str, str]:
         return f"{text}; {error}", ""
     finally:
         medium.close()
+
+
+def _no_pyverbs() -> Found:
+    advice = (
+        "apt-get install python3-pyverbs, and put a folder on PYTHONPATH that holds a link "
+        "`pyverbs` to /usr/lib/python3/dist-packages/pyverbs (Python of the system's version)"
+    )
+    return Found("RDMA device", "pyverbs", "is not installed", advice)
 
 
 def _memlock() -> Found:

@@ -65,6 +65,15 @@ class Port:
     gid: bytes
 
 
+class Limits(NamedTuple):
+    """What a device can. ``regions``: how many, of ``region_size`` bytes each at most.
+    ``on_demand``: memory can be registered without being pinned."""
+
+    regions: int
+    region_size: int
+    on_demand: bool
+
+
 class Endpoint(NamedTuple):
     """One end of a connection, as the other one must know it: the fields of the messages."""
 
@@ -86,6 +95,15 @@ def port_for(host: str) -> Port:
     if known is None or not _is_there(known):
         known = _FOUND[named, host] = _port_for(named, host)
     return known
+
+
+def ports() -> list[Port]:
+    """Every active port of this machine, with the address that is used first."""
+    found: dict[tuple[str, int], Port] = {}
+    for name in sorted(os.listdir(_SYS)) if os.path.isdir(_SYS) else []:
+        for port in _ports(name):
+            found.setdefault((port.device, port.number), port)
+    return list(found.values())
 
 
 def load() -> Any:
@@ -137,14 +155,20 @@ class Domain:
             # One that was closed meanwhile may have given its number to ours.
             self.descriptors: Final = (_descriptors() - before) or _descriptors() - _owned()
             self._domain: Final = self._verbs.PD(self._context)
-            limits = self._context.query_device()
-        self.serves: Final = min(READS_MAX, int(limits.max_qp_rd_atom))
-        self.asks: Final = min(READS_MAX, int(limits.max_qp_init_rd_atom))
+            facts = self._context.query_device()
+        self.serves: Final = min(READS_MAX, int(facts.max_qp_rd_atom))
+        self.asks: Final = min(READS_MAX, int(facts.max_qp_init_rd_atom))
+        self.limits: Final = Limits(
+            int(facts.max_mr), int(facts.max_mr_size), self._pages_on_demand()
+        )
         _ALL.add(self)
 
-    def register(self, start: int, length: int, *, remote: bool, writable: bool) -> Region:
+    def register(
+        self, start: int, length: int, *, remote: bool, writable: bool, on_demand: bool = False
+    ) -> Region:
         """Pin memory of this process. remote: for the other side, which may read it; else for
-        requests posted here. writable: bytes will arrive in it.
+        requests posted here. writable: bytes will arrive in it. on_demand: do not pin; only to see
+        whether that works.
 
         Raises ``RegisterError`` if the system refuses: too much, or memory that cannot be pinned.
         """
@@ -153,6 +177,7 @@ class Domain:
         if remote:
             access |= e.IBV_ACCESS_REMOTE_READ
             access |= e.IBV_ACCESS_REMOTE_WRITE if writable else 0
+        access |= e.IBV_ACCESS_ON_DEMAND if on_demand else 0
         try:
             with _as_transport_error(f"register {length} bytes with {self.port.device}"):
                 return Region(start, length, self._verbs.MR(self._domain, length, access, start))
@@ -169,6 +194,17 @@ class Domain:
         _ALL.discard(self)  # first: its descriptors become others'
         with _as_transport_error(f"close the RDMA device {self.port.device}"):
             self._context.close()
+
+    def _pages_on_demand(self) -> bool:
+        e = self._verbs.constants
+        try:
+            found = self._context.query_device_ex().odp_caps
+        except self._verbs.PyverbsError:  # a device that is not asked so has none
+            return False
+        wanted = e.IBV_ODP_SUPPORT_READ | e.IBV_ODP_SUPPORT_WRITE
+        return bool(found.general_caps & e.IBV_ODP_SUPPORT) and (
+            int(found.rc_odp_caps) & wanted == wanted
+        )
 
     def leave(self) -> None:
         """Let go of the device, in a forked child. The parent's regions and queue pairs would

@@ -3,14 +3,22 @@ that tell of them, as a machine that has them shows them."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from portus.cli import loopback
 from portus.cli.doctor import adapters, measure
+from portus.cli.loopback import PLACES, SIZE, misplaced
 from portus.cli.machine import Found, Machine
 from portus.errors import UsageError
+from portus.spec import PAGE
+from portus.transport.verbs import Region
 from tests.unit.cli.scene import portus, portus_json
 
 
@@ -86,6 +94,48 @@ def test_rdma_ports_are_told_with_their_state(machine: Machine) -> None:
     assert {"pyverbs", "locked memory"} <= found.keys()
 
 
+class Paging:
+    """A queue pair that forgets where in its page a far place is, as on-demand paging of Soft-RoCE
+    does; or one that is right."""
+
+    def __init__(self, *, is_right: bool) -> None:
+        self._is_right = is_right
+
+    def read(self, target: int, local_key: int, source: int, remote_key: int, length: int) -> None:
+        ctypes.memmove(target, self._there(source), length)
+
+    def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
+        ctypes.memmove(self._there(target), source, length)
+
+    def completed(self) -> int:
+        return 1
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+    def _there(self, address: int) -> int:
+        return address if self._is_right else address // PAGE * PAGE
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_bytes_that_a_device_puts_at_the_wrong_place_are_noticed(is_right: bool) -> None:
+    pages = [mmap.mmap(-1, SIZE) for _ in range(2)]
+    near, far = (
+        Region(np.frombuffer(each, np.uint8).ctypes.data, SIZE, SimpleNamespace(lkey=1, rkey=2))
+        for each in pages
+    )
+    for writes in (True, False):
+        wrong = misplaced(Paging(is_right=is_right), near, far, writes=writes)
+        assert wrong == (0 if is_right else len(PLACES))
+
+
+def test_a_machine_without_an_active_port_tries_none(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.transport.verbs._SYS", str(machine.root / "sys/class/infiniband"))
+    assert list(loopback.found()) == []
+
+
 def test_gpus_are_told_with_their_driver(machine: Machine) -> None:
     tell(
         machine,
@@ -97,7 +147,10 @@ def test_gpus_are_told_with_their_driver(machine: Machine) -> None:
     )
     found = topics(list(machine.gpus()), "GPU")
     assert found["/dev/nvidia0"].text == "NVIDIA UNIX x86_64 Kernel Module 550"
-    assert found.keys() == {"/dev/nvidia0", "nvidia_peermem"}
+    assert found["memory"].text.endswith("to a storage host over the socket")
+    tell(machine, **{"sys/module/nvidia_peermem": ""})
+    found = topics(list(machine.gpus()), "GPU")
+    assert "could read it by nvidia_peermem; Portus does not yet" in found["memory"].text
 
 
 def test_a_library_told_to_flush_nothing_is_not_usable(

@@ -1,0 +1,143 @@
+"""Whether verbs do what they say on this machine: transfers from one queue pair to another of the
+same device, at places that no page begins at, and a look at every byte.
+
+Also with on-demand paging, where a device offers it: Portus never uses it, since Soft-RoCE puts
+such bytes at the wrong place within a page, and reports success.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import mmap
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from portus.cli.machine import Found
+from portus.cli.output import size_text
+from portus.errors import TransportError
+from portus.spec import PAGE
+from portus.transport.base import memory
+from portus.transport.onesided import Pair
+from portus.transport.verbs import Domain, Port, Region, load, ports
+
+TOPIC: Final = "RDMA loopback"
+SIZE: Final = 8 * PAGE
+OFFSETS: Final = (1, 63, 100, PAGE // 2, PAGE - 96, PAGE - 1)
+LENGTHS: Final = (8, PAGE + 904)
+PLACES: Final = tuple(itertools.product(OFFSETS, LENGTHS))
+_NEAR: Final = 3 * PAGE + 7
+_WAIT_S_MAX: Final = 60.0
+_ON_DEMAND: Final = "with on-demand paging"
+
+
+def found() -> Iterator[Found]:
+    """What each active port can, and whether its bytes arrive. Nothing without any."""
+    active = ports()
+    if not active:
+        return
+    try:
+        verbs = load()
+    except TransportError as error:
+        yield Found(TOPIC, "-", f"cannot be tried: {error}")
+        return
+    yield Found("RDMA device", "pyverbs", f"loaded, with {verbs.constants.__name__}")
+    for port in active:
+        try:
+            yield from _of(port)
+        except TransportError as error:
+            advice = "trainers reach this host over sockets until that is mended"
+            yield Found(TOPIC, port.device, f"cannot be tried: {error}", advice)
+
+
+def misplaced(pair: Pair, near: Region, far: Region, *, writes: bool) -> int:
+    """How many of the transfers at ``PLACES`` left other bytes than they should have. Each region
+    has ``SIZE`` bytes of this process; writes: from near to far, else reads the other way."""
+    source, target = (near, far) if writes else (far, near)
+    wrong = 0
+    for number, (offset, length) in enumerate(PLACES):
+        here, there = near.start + _NEAR, far.start + offset
+        given, got = _bytes_of(source), _bytes_of(target)
+        given[:] = np.random.default_rng(number).integers(1, 256, SIZE, np.uint8)
+        got[:] = 0
+        expected = np.zeros(SIZE, np.uint8)
+        begin, end = (_NEAR, offset) if writes else (offset, _NEAR)
+        expected[end : end + length] = given[begin : begin + length]
+        if writes:
+            pair.write(there, far.remote_key, here, near.local_key, length)
+        else:
+            pair.read(here, near.local_key, there, far.remote_key, length)
+        _wait(pair)
+        wrong += not np.array_equal(got, expected)
+    return wrong
+
+
+def _of(port: Port) -> Iterator[Found]:
+    domain = Domain(port)
+    try:
+        limits = domain.limits
+        text = f"port {port.number} has {_address(port.gid)}; at most {limits.regions} regions, of "
+        yield Found("RDMA limits", port.device, f"{text}{size_text(limits.region_size)} each")
+        wrong = _tried(domain, on_demand=False)
+        text = f"{2 * len(PLACES) - sum(wrong)} of {2 * len(PLACES)} transfers arrived whole"
+        bad = "do not use this device: PORTUS_TRANSPORT=tcp, portus serve --transport tcp"
+        yield Found(TOPIC, port.device, text, bad if any(wrong) else "")
+        if not limits.on_demand:
+            yield Found(TOPIC, port.device, f"{_ON_DEMAND}: not offered, and not needed")
+            return
+        writes, reads = _tried(domain, on_demand=True)
+        if writes or reads:
+            text = f"{_ON_DEMAND} {writes} of {len(PLACES)} writes and {reads} of {len(PLACES)} "
+            text += "reads go to the wrong place, and report success. Portus never uses it"
+            advice = "let no other program use on-demand paging there; a newer kernel may be right"
+            yield Found(TOPIC, port.device, text, advice)
+        else:
+            yield Found(TOPIC, port.device, f"{_ON_DEMAND}: right, and not used by Portus")
+    finally:
+        domain.close()
+
+
+def _tried(domain: Domain, *, on_demand: bool) -> tuple[int, int]:
+    """How many writes and how many reads went wrong. Raises ``TransportError``."""
+    pairs = [domain.queue_pair(), domain.queue_pair()]
+    for pair, other in itertools.permutations(pairs):
+        pair.connect(other.endpoint, remote=True)
+    pages = [mmap.mmap(-1, SIZE) for _ in pairs]
+    near, far = (
+        domain.register(
+            np.frombuffer(each, np.uint8).ctypes.data,
+            SIZE,
+            remote=is_far,
+            writable=True,
+            on_demand=is_far and on_demand,
+        )
+        for each, is_far in zip(pages, (False, True), strict=True)
+    )
+    try:
+        writes = misplaced(pairs[0], near, far, writes=True)
+        return writes, misplaced(pairs[0], near, far, writes=False)
+    finally:
+        for pair in pairs:
+            pair.close()
+        near.close()
+        far.close()
+
+
+def _bytes_of(region: Region) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.frombuffer(memory(region.start, region.length), np.uint8)
+
+
+def _wait(pair: Pair) -> None:
+    until_s = time.monotonic() + _WAIT_S_MAX
+    while not pair.completed():
+        if time.monotonic() > until_s:
+            raise TransportError(f"nothing arrived in {_WAIT_S_MAX:.0f} s")
+        time.sleep(0.0005)
+
+
+def _address(gid: bytes) -> str:
+    address = ipaddress.IPv6Address(gid)
+    return str(address.ipv4_mapped or address)
