@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import portus
 from portus.cli.app import app
 from portus.dcp import PortusStorageReader, PortusStorageWriter, groups, load
 from portus.index.directory import WRITERS
+from tests.hosts import Host, serving, url
 
 SCRIPT = Path(__file__).with_name("sharded.py")
 pytestmark = [
@@ -30,11 +33,11 @@ pytestmark = [
 ]
 
 
-def run(root: Path, *tasks: str) -> str:
+def run(root: Path, *tasks: str, **environment: str) -> str:
     """Jobs one after another, in processes of their own; what they printed."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(root), *tasks],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -109,6 +112,38 @@ def test_saves_alike_are_planned_once_and_others_anew(tmp_path: Path) -> None:
     whole = [(group.step, group.count) for group in found if group.is_complete]
     assert whole == [(n, 2) for n in (1, 2, 3, 4, 5, 7, 8, 9, 12, 13)] + [(14, 1)]
     assert len({group.id for group in found}) == len(found)
+
+
+def test_ranks_save_to_a_storage_host_each_a_model_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Host(tmp_path / "host") as host:
+        said = run(tmp_path, "train:2:3:3", SHARDED_POOL=host.url)  # rank 1 dies in the save
+        assert "terminated with signal SIGKILL" in said
+        listed = CliRunner().invoke(app, ["ls", host.url]).stdout
+        assert "1 of 2, incomplete: not 1" in listed
+        assert listed.count("2 of 2, complete") == 2
+        with pytest.raises(portus.UsageError, match=rf"rank 1: its pool {host.url} has steps \["):
+            load({}, PortusStorageReader(host.url, "run", step=3))
+        said = run(tmp_path, "train:2:4", SHARDED_POOL=host.url)
+        resumed = said.splitlines()[-1].split()
+        assert resumed[:2] == ["resumed", "2"]
+        reader = PortusStorageReader(host.url, "run")  # by one process
+        entries = reader.read_metadata().state_dict_metadata
+        state = {
+            name: torch.zeros(entry.size)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        assert load(state, reader).step == 4
+        digest = hashlib.sha256()
+        for name, value in sorted(state.items()):
+            digest.update(name.encode() + value.numpy().tobytes())
+        assert digest.hexdigest() == resumed[-1]
+        assert host.stop() == 0
+        with pytest.raises(portus.TransportError):
+            groups(host.url)
 
 
 def copied(saved: Path, place: Path) -> Path:
@@ -326,13 +361,42 @@ def test_what_directories_lead_to_is_kept_and_goes_when_they_are_deleted(tmp_pat
     assert [group.step for group in groups(tmp_path / ".portus")] == [1, 3, 4, 5]
 
 
-def test_old_groups_go_once_newer_ones_are_complete(tmp_path: Path) -> None:
-    writer = PortusStorageWriter(tmp_path, "run", keep=2)
+@pytest.fixture(params=["files", "host"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A pool directory, or a storage host."""
+    if request.param == "files":
+        yield str(tmp_path / ".portus")
+        return
+    with serving(tmp_path / "host") as server:
+        yield url(server)
+
+
+def test_a_directory_leads_to_a_group_wherever_its_pool_is(place: str, tmp_path: Path) -> None:
+    writer = PortusStorageWriter(place, "run", keep=1, links=str(tmp_path / "links"))
+    for step in (1, 2):
+        state = {"t": torch.full((9,), float(step))}
+        files = {"more": {"step": step}}
+        writer.save_directory(state, tmp_path / f"{step}", step=step, files=files)
+        writer.wait()
+    writer.remove(tmp_path / "1")
+    reader = PortusStorageReader.at(tmp_path / "2")
+    assert reader is not None
+    state = {"t": torch.zeros(9)}
+    assert load(state, reader).step == 2
+    assert torch.equal(state["t"], torch.full((9,), 2.0))
+    assert reader.file("more") == {"step": 2} == torch.load(tmp_path / "2/more")
+    writer.close()
+    assert not (tmp_path / "1").exists()
+    assert [group.step for group in groups(place)] == [2]
+
+
+def test_old_groups_go_once_newer_ones_are_complete(place: str, tmp_path: Path) -> None:
+    writer = PortusStorageWriter(place, "run", keep=2, links=str(tmp_path / "links"))
     for step in range(6):
         save(writer, step, {"t": torch.full((1000,), float(step))})
         writer.wait()
     writer.close()
-    assert [group.step for group in groups(tmp_path)] == [3, 4, 5]
+    assert [group.step for group in groups(place)] == [3, 4, 5]
 
 
 def test_a_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
