@@ -191,6 +191,14 @@ def shard_name(rank: int, count: int) -> str:
     return f"rank-{rank}-of-{count}.shard"
 
 
+def is_shard(path: str) -> bool:
+    """True if ``path`` is called what a reference to a rank's part is called, and is one."""
+    if not _SHARD.fullmatch(os.path.basename(path)):
+        return False
+    reference = files_of.read(path)
+    return reference is not None and part_of(reference.model) is not None
+
+
 def shards_at(directory: str) -> list[Reference]:
     """The references to parts in a checkpoint directory, newest first.
 

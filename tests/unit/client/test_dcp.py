@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -16,14 +17,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from typer.testing import CliRunner
 
 import portus
 from portus.cli.app import app
+from portus.client import materialize_shards
 from portus.dcp import PortusStorageReader, PortusStorageWriter, groups, load
 from portus.index.directory import WRITERS
 from tests.hosts import Host, serving, url
+from tests.unit.client.same import assert_same
 
 SCRIPT = Path(__file__).with_name("sharded.py")
 pytestmark = [
@@ -325,14 +329,100 @@ def test_a_directory_is_of_whoever_saved_there_last(tmp_path: Path) -> None:
     state = {"m": {"t": torch.zeros(4)}}
     load(state, reader)
     assert torch.equal(state["m"]["t"], torch.ones(4))
-    with pytest.raises(portus.UsageError, match="belongs to a sharded checkpoint of 1 ranks"):
-        portus.materialize(place)
+    with pytest.raises(portus.UsageError, match="a part of a sharded checkpoint"):
+        portus.materialize(place / "rank-0-of-1.shard")
     with pytest.raises(portus.UsageError, match="cannot be called"):
         writer.save_directory({}, place, step=2, files={"items": 1})
     writer.close()
     dcp.save({"m": {"t": torch.zeros(4)}}, storage_writer=dcp.FileSystemWriter(place))
     assert PortusStorageReader.at(place) is None
     assert PortusStorageReader.at(tmp_path) is None
+
+
+def test_a_materialised_directory_is_one_of_torch_and_needs_no_pool(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, "directories:2")
+    place = tmp_path / "4"
+    reader = PortusStorageReader.at(place)
+    assert reader is not None
+    entries = reader.read_metadata().state_dict_metadata
+
+    def empty() -> dict[str, Any]:
+        return {
+            name: torch.zeros(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+            for name, entry in entries.items()
+        }
+
+    expected = empty()
+    load(expected, reader)
+    done = CliRunner().invoke(app, ["materialize", str(place)])
+    assert done.exit_code == 0, done.output
+    shutil.rmtree(tmp_path / "pools")
+    assert not list(place.glob("*.shard"))
+    assert torch.load(place / "meta.pt") == {"step": 4}
+    found = empty()
+    dcp.load(found, checkpoint_id=place)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        same = torch.equal(value, found[name]) if torch.is_tensor(value) else value == found[name]
+        assert same, name
+    assert PortusStorageReader.at(place) is None, "it is torch's now"
+    dcp_to_torch_save(place, tmp_path / "whole.pt")  # which has the nesting of the state
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert whole["step"] == 4
+    assert torch.equal(whole["model"]["0.weight"], expected["model.0.weight"])
+
+
+def test_the_directories_inside_of_one_of_accelerate_are_torch_s_each(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    parts: dict[str, Any] = {
+        "pytorch_model_fsdp_0": {"model": {"t": torch.rand(5)}},
+        "optimizer_0": {"optimizer": {"m": torch.rand(5), "groups": [{"lr": 0.5}]}},
+    }
+    writer.save_directory(parts, tmp_path / "place", step=1)
+    writer.close()
+    portus.materialize(tmp_path)
+    names = [".metadata", "__0_0.distcp"]
+    for part, state in parts.items():
+        place = tmp_path / "place" / part
+        assert sorted(os.listdir(place)) == names
+        found = copy.deepcopy(state)
+        for value in found.values():
+            for name in value.keys() & {"t", "m"}:
+                value[name].zero_()
+        dcp.load(found, checkpoint_id=place)
+        assert_same(found, state)
+
+
+def test_shards_go_to_files_of_a_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(materialize_shards, "FILE_SIZE", 3000)
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    state = {f"t{n}": torch.rand(250) for n in range(8)}
+    writer.save_directory(dict(state), tmp_path / "place", step=1)
+    writer.close()
+    portus.materialize(tmp_path / "place")
+    names = sorted(each.name for each in (tmp_path / "place").glob("*.distcp"))
+    assert names == [f"__{n}_0.distcp" for n in range(3)]
+    found = {name: torch.zeros(250) for name in state}
+    dcp.load(found, checkpoint_id=tmp_path / "place")
+    assert_same(found, state)
+
+
+def test_a_damaged_shard_is_not_materialised_and_the_directory_stays(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    shard = torch.rand(5000)
+    writer.save_directory({"t": shard}, tmp_path / "place", step=1)
+    writer.close()
+    (pool,) = (tmp_path / ".portus").glob("*.portus")
+    data = bytearray(pool.read_bytes())
+    data[data.index(shard.numpy().tobytes()) + 3] ^= 1
+    pool.write_bytes(data)
+    with pytest.raises(portus.CorruptionError, match="the part of rank 0"):
+        portus.materialize(tmp_path / "place")
+    assert os.listdir(tmp_path / "place") == ["rank-0-of-1.shard"]
 
 
 def test_a_directory_in_the_place_of_another_keeps_the_old_group_until_the_new_is_complete(
