@@ -194,7 +194,7 @@ class PortusIO(CheckpointIO):
     def why_no_shards(self) -> str:
         """Why shards cannot go to the pool that was configured; nothing if they can."""
         place = self._pool or os.environ.get("PORTUS_POOL") or ""
-        if "://" in place or (os.path.exists(place) and not os.path.isdir(place)):
+        if os.path.exists(place) and not os.path.isdir(place):
             return f"every rank needs a pool file of its own, and {place} is no directory"
         return ""
 
@@ -204,9 +204,9 @@ class PortusIO(CheckpointIO):
         if self._shards is None:
             from portus.dcp import PortusStorageWriter
 
-            place, name, _ = self._place_of(directory)
+            place, name, links = self._place_of(directory)
             settings = {key: each for key, each in self._settings.items() if key != "verify"}
-            self._shards = PortusStorageWriter(place, name, keep=1, **settings)
+            self._shards = PortusStorageWriter(place, name, keep=1, links=links, **settings)
         return self._shards
 
     def save_shards(

@@ -7,6 +7,7 @@ is one; what is not Accelerate's own here is its ``prepare``.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +106,15 @@ def test_full_states_of_fsdp_are_one_version_of_the_main_process(
         assert pool.models() == ["on"]
     newest = tmp_path / "on/checkpoints/checkpoint_5"
     assert not portus.is_reference(newest / "pytorch_model_fsdp.bin"), "materialised at the end"
+
+
+@pytest.mark.long
+def test_materialised_checkpoints_are_resumed_by_stock_accelerate(
+    stock: Path, tmp_path: Path, installed: Path
+) -> None:
+    run(tmp_path, installed, "--kill-after", 3)
+    portus.materialize(tmp_path / "checkpoints")
+    shutil.rmtree(tmp_path / ".portus")
+    run(tmp_path, installed, flag=False)
+    for rank in (0, 1):
+        assert set(losses(tmp_path, rank)) == set(losses(stock, rank))

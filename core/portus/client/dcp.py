@@ -1,10 +1,11 @@
 """``portus.dcp``: a Portus pool as the storage of ``torch.distributed.checkpoint``.
 
 torch plans who saves which shard, and reshards at load; here is only where the bytes are. Each
-rank has a pool file of its own in one pool directory. A save is a *group*, one part per rank, see
-``portus.index.groups``: nothing is told between ranks after the planning, which torch does on the
-thread that called. The rank that coordinates makes the group's id, and keeps torch's metadata in
-its own part, as typed values. Nothing is pickled on the medium.
+rank has a pool file of its own in one pool directory, or a model of its own on a storage host. A
+save is a *group*, one part per rank, see ``portus.index.groups``: nothing is told between ranks
+after the planning, which torch does on the thread that called. The rank that coordinates makes
+the group's id, and keeps torch's metadata in its own part, as typed values. Nothing is pickled on
+the medium.
 
 ``save`` returns while the shards are still being copied; the fence of ``Checkpointer`` holds the
 optimizer up meanwhile. Called from another thread, as by ``async_save``, a save returns when this
@@ -44,11 +45,11 @@ from portus.client.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, Placed, enco
 from portus.client.dcp_reader import reason_of, step_of
 from portus.client.grouped import (
     census,
+    place_of,
     shard_name,
 )
 from portus.client.planned import Planned, agreed, all_or_none, standing, values_of
 from portus.errors import PortusError, UsageError
-from portus.index.directory import default_directory
 from portus.index.groups import Group, new_id, part_model, part_token, surplus
 from portus.pipeline.handle import SaveHandle
 from portus.spec import VersionInfo
@@ -77,15 +78,17 @@ class _Wanted:
 
 
 class PortusStorageWriter(StorageWriter):
-    """Saves the shards of this rank into its own pool file. Keep one for the whole training.
+    """Saves the shards of this rank into its own pool file, or to a storage host. Keep one for
+    the whole training.
 
     ``dcp.save(state, checkpoint_id="step_100", storage_writer=writer)``: the step is the number at
     the end of ``checkpoint_id``, else a count. Every rank makes one, with the same arguments,
     when the process group is there and before training starts.
 
-    pool: a pool directory on a file system that all ranks see; None: ``$PORTUS_POOL``, else
-        ``.portus``. model: the name of the run. keep: complete groups kept; None keeps all.
-        What checkpoint directories lead to is kept besides.
+    pool: a pool directory on a file system that all ranks see, or the address of a storage host
+        (``portus://host:7117``); None: ``$PORTUS_POOL``, else ``.portus``. model: the name of the
+        run. keep: complete groups kept; None keeps all. What checkpoint directories lead to is kept
+        besides.
     synchronous: ``dcp.save`` returns when this rank's part is committed.
     The others are those of ``Checkpointer``.
     """
@@ -101,9 +104,10 @@ class PortusStorageWriter(StorageWriter):
         snapshot: Literal["auto", "sync", "device"] = "auto",
         fence_timeout: float = 60.0,
         max_bytes: int | None = None,
+        links: str | None = None,
     ) -> None:
         super().__init__()
-        self.place: Final = os.path.abspath(os.fspath(pool or default_directory()))
+        self.place: Final = place_of(pool)
         if os.path.isfile(self.place):
             raise UsageError(f"{self.place}: every rank has a file of its own; give a directory")
         if keep is not None and keep < 1:
@@ -116,6 +120,7 @@ class PortusStorageWriter(StorageWriter):
             "snapshot": snapshot,
             "fence_timeout": fence_timeout,
             "max_bytes": max_bytes,
+            "links": links,
         }
         self._checkpointer: Checkpointer | None = None
         self._step = 0
@@ -399,11 +404,11 @@ class PortusStorageWriter(StorageWriter):
 
 
 def groups(pool: str | os.PathLike[str], model: str | None = None) -> list[Group]:
-    """The groups in a pool directory, complete or not, newest last.
+    """The groups in a pool directory or on a storage host, complete or not, newest last.
 
     Raises ``UsageError`` if there is no pool. A pool file that cannot be read has no parts.
     """
-    return census(os.path.abspath(os.fspath(pool)), model).groups
+    return census(place_of(pool), model).groups
 
 
 def _stock_files(directory: str) -> list[str]:

@@ -32,9 +32,9 @@ from portus.client.grouped import (
     directory_at,
     load_part,
     name_of,
+    place_of,
 )
 from portus.errors import CorruptionError, PortusError, StaleError, UsageError
-from portus.index.directory import default_directory
 from portus.index.groups import Group
 
 _log: Final = logging.getLogger("portus")
@@ -61,7 +61,7 @@ class PortusStorageReader(StorageReader):
         step: int | None = None,
     ) -> None:
         super().__init__()
-        self.place: Final = os.path.abspath(os.fspath(pool or default_directory()))
+        self.place: Final = place_of(pool)
         self.model: Final = model
         self._step: Final = step
         self._asked = step

@@ -1,4 +1,5 @@
-"""Groups in pool directories: which there are, which one a load takes, and why not another.
+"""Groups in pool directories and on storage hosts: which there are, which one a load takes, and
+why not another.
 
 Loads take complete groups only. What stands in the way of one is said rank by rank: a pool file
 that is not there, one that cannot be read, one that never committed this save.
@@ -17,12 +18,14 @@ from typing import Any, Final
 
 from portus.client import reference as files_of
 from portus.client import restore, view
-from portus.client.resolve import AWAITED_S_MAX, POOLS, pool_file_of
+from portus.client.home import pool_places
+from portus.client.resolve import AWAITED_S_MAX, POOLS, pool_of
 from portus.client.view import PoolFile
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.format.reference import Reference
-from portus.index.directory import pool_file, pool_files
+from portus.index.directory import default_directory, pool_file
 from portus.index.groups import ID_SIZE, Group, groups_of, part_model, part_of
+from portus.protocol.address import is_address, parse
 from portus.spec import VersionInfo
 
 _log: Final = logging.getLogger("portus")
@@ -39,7 +42,7 @@ _POLL_S: Final = 0.02
 
 @dataclass(slots=True)
 class Census:
-    """What the pool files of a directory hold now.
+    """What the pool files of a directory hold now, or the pool on a storage host.
 
     groups: newest last. held: by the name of a rank's part, the steps it has. unreadable: by
     path, why a pool file could not be read.
@@ -51,14 +54,26 @@ class Census:
     unreadable: dict[str, PortusError] = field(default_factory=dict)
 
 
-def census(place: str, model: str | None = None) -> Census:
-    """Look at every pool file of a directory. A damaged one is in ``unreadable``.
+def place_of(pool: str | os.PathLike[str] | None) -> str:
+    """The pool directory, or the address of the storage host, that a user means."""
+    place = os.fspath(pool or default_directory())
+    return str(parse(place)) if is_address(place) else os.path.abspath(place)
 
-    Raises ``UsageError`` if there is no pool of this name.
+
+def pool_of_part(place: str, part: str) -> str:
+    """The pool that holds the part of a rank: a file of its own, or the host's."""
+    return place if is_address(place) else pool_file(place, part)
+
+
+def census(place: str, model: str | None = None) -> Census:
+    """Look at every pool of a place. A damaged one is in ``unreadable``.
+
+    Raises ``UsageError`` if there is no pool of this name, ``TransportError`` if a storage host
+    does not answer.
     """
     infos: list[tuple[str, VersionInfo]] = []
     found = Census(place, [])
-    for path in pool_files(place):
+    for path in pool_places(place):
         try:
             with contextlib.closing(PoolFile(path)) as file:
                 infos += [(path, info) for info in file.versions()]
@@ -114,12 +129,14 @@ def _incomplete(found: Census, group: Group) -> str:
 
 def _why_missing(found: Census, group: Group, rank: int) -> str:
     part = part_model(group.model, rank, group.count)
-    path = pool_file(found.place, part)
+    path = pool_of_part(found.place, part)
     if path in found.unreadable:
         return f"rank {rank}: its pool cannot be read: {found.unreadable[path]}"
     if part in found.held:
         steps = found.held[part][-_NAMED_MAX:]
         return f"rank {rank}: its pool {path} has steps {steps}, this save was not committed there"
+    if is_address(path):
+        return f"rank {rank}: nothing of it is on {path}, this save was not committed there"
     if os.path.exists(path):
         return f"rank {rank}: its pool {path} is empty, this save was not committed there"
     return f"rank {rank}: its pool file {path} is not there: lost, or on another file system"
@@ -174,6 +191,14 @@ def shard_name(rank: int, count: int) -> str:
     return f"rank-{rank}-of-{count}.shard"
 
 
+def is_shard(path: str) -> bool:
+    """True if ``path`` is called what a reference to a rank's part is called, and is one."""
+    if not _SHARD.fullmatch(os.path.basename(path)):
+        return False
+    reference = files_of.read(path)
+    return reference is not None and part_of(reference.model) is not None
+
+
 def shards_at(directory: str) -> list[Reference]:
     """The references to parts in a checkpoint directory, newest first.
 
@@ -196,7 +221,8 @@ def shards_at(directory: str) -> list[Reference]:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """What a checkpoint directory leads to: groups of a model, by id, in a pool directory."""
+    """What a checkpoint directory leads to: groups of a model, by id, in a pool directory or on a
+    storage host."""
 
     place: str
     model: str
@@ -217,7 +243,7 @@ def directory_at(path: str) -> Directory | None:
             pool.settle(None, bytes.fromhex(reference.token))
     references = shards_at(path) or references
     model, _, count = _part_named(path, references[0])
-    place = _place_of(path, references)
+    place = _place_led_to(path, references)
     ids = dict.fromkeys(bytes.fromhex(each.token)[:ID_SIZE] for each in references)
     found = Directory(place, model, tuple(ids))
     _await(found, count, references[0].written_ns)
@@ -231,13 +257,14 @@ def _part_named(path: str, reference: Reference) -> tuple[str, int, int]:
     return part
 
 
-def _place_of(path: str, references: list[Reference]) -> str:
-    """The pool directory of the first reference whose pool is there: one may be lost."""
+def _place_led_to(path: str, references: list[Reference]) -> str:
+    """The place of the first reference whose pool is there: one may be lost."""
     problem: UsageError | None = None
     for reference in references:
         _, rank, count = _part_named(path, reference)
         try:
-            return os.path.dirname(pool_file_of(os.path.join(path, shard_name(rank, count))))
+            pool = pool_of(os.path.join(path, shard_name(rank, count)))
+            return pool if is_address(pool) else os.path.dirname(pool)
         except UsageError as error:
             problem = problem or error
     assert problem is not None
@@ -249,16 +276,15 @@ def _await(directory: Directory, count: int, written_ns: int) -> None:
     while 0 <= time.time() - written_ns / 1e9 < AWAITED_S_MAX:
         groups = [g for g in census(directory.place).groups if g.id == directory.ids[0]]
         missing = groups[0].missing if groups else list(range(count))
-        paths = [
-            pool_file(directory.place, part_model(directory.model, each, count)) for each in missing
-        ]
+        parts = [part_model(directory.model, each, count) for each in missing]
+        paths = {pool_of_part(directory.place, part) for part in parts}
         if not any(map(has_writer, paths)):
             return
         time.sleep(_POLL_S)
 
 
 def has_writer(path: str) -> bool:
-    """True while somebody has the pool file at ``path`` open for saving."""
+    """True while somebody has the pool file at ``path`` open for saving, or saves to that host."""
     try:
         with contextlib.closing(PoolFile(path)) as file:
             return file.has_writer()

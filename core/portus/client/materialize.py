@@ -11,11 +11,11 @@ from typing import Final
 
 import torch
 
+from portus.client.grouped import is_shard, shards_at
 from portus.client.reference import is_link, read
 from portus.client.resolve import POOLS, Pools, load_reference
 from portus.errors import MediumError, UsageError
 from portus.format.reference import Reference
-from portus.index.groups import part_of
 
 _SLACK: Final = 16 << 20
 """Bytes kept free beside the tensors of a checkpoint, for all that is not tensors."""
@@ -36,6 +36,9 @@ def materialize(
     place; the time of last change and the mode stay. Holds one checkpoint in memory at a time.
     Symbolic links below a directory are left alone; what they lead to is found where it lies.
 
+    A directory of a sharded checkpoint (``portus.dcp``) becomes one that
+    ``torch.distributed.checkpoint`` reads, and ``dcp_to_torch_save``; in bounded memory.
+
     Returns the paths of the new files; a file that is no reference is left as it is.
     Raises ``MediumError`` (ENOSPC before anything is written, when there is no room), and what
     loads raise; the file at hand is then untouched and earlier ones are done.
@@ -43,8 +46,10 @@ def materialize(
     place = os.path.realpath(os.fspath(path))
     if not os.path.exists(place):
         raise UsageError(f"{place}: there is nothing to materialise")
+    if to is None and os.path.isdir(place):
+        return [e for paths in _directories(place) for e in _materialize_directory(paths, pools)]
     if to is None:
-        return [each for each in _files(place) if _materialize_file(each, each, pools)]
+        return [place] if _materialize_file(place, place, pools) else []
     target = os.path.abspath(os.fspath(to))
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if not _materialize_file(place, target, pools):
@@ -52,27 +57,35 @@ def materialize(
     return [target]
 
 
-def _files(place: str) -> Iterator[str]:
-    if not os.path.isdir(place):
-        yield place
-        return
+def _directories(place: str) -> Iterator[list[str]]:
+    """The files in a directory and below it, by directory; no links."""
     for directory, _, names in os.walk(place):
-        for name in sorted(names):
-            path = os.path.join(directory, name)
-            if not os.path.islink(path):
-                yield path
+        paths = [os.path.join(directory, name) for name in sorted(names)]
+        yield [path for path in paths if not os.path.islink(path)]
+
+
+def _materialize_directory(paths: list[str], pools: Pools) -> Iterator[str]:
+    """The files of one directory. References to shards go last: all else is a torch file then."""
+    shards = [path for path in paths if is_shard(path)]
+    for path in paths:
+        if path not in shards and _materialize_file(path, path, pools):
+            yield path
+    directory = os.path.dirname(shards[0]) if shards else ""
+    if shards and shards_at(directory):
+        from portus.client.materialize_shards import materialize_shards, remove_references
+
+        yield from materialize_shards(directory)
+        remove_references(directory, shards)
 
 
 def _materialize_file(path: str, target: str, pools: Pools) -> bool:
     reference = read(path)
     if reference is None or is_link(path, reference):  # a link stays what it is
         return False
-    part = part_of(reference.model)
-    if part is not None:
+    if is_shard(path):
         raise UsageError(
-            f"{path} belongs to a sharded checkpoint of {part[2]} ranks, of which no one file can "
-            f"be made in place: portus export {part[0]}@{reference.step} DIRECTORY makes "
-            "safetensors files of its tensors"
+            f"{path} is a part of a sharded checkpoint, of which no one file can be made: "
+            "materialise its directory, or let portus export make safetensors of its tensors"
         )
     state = load_reference(path, pools)
     reference = read(path)  # after the load: that waits for a save that replaces the file

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
-from portus.client.grouped import Census, census, has_writer
+from portus.client.grouped import Census, census, has_writer, place_of
 from portus.client.keeper import keeper_of
 from portus.client.resolve import POOLS
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS, pool_file, pool_files
 from portus.index.groups import part_model
+from portus.protocol.address import is_address
 
 
 def mend(pool: str | os.PathLike[str], *, uncommitted: bool = False) -> list[str]:
@@ -25,8 +26,10 @@ def mend(pool: str | os.PathLike[str], *, uncommitted: bool = False) -> list[str
     pool is no error. Raises ``MediumError``, ``CorruptionError``.
     """
     try:
-        found = census(os.path.abspath(os.fspath(pool)))
-        paths = pool_files(pool)
+        place = place_of(pool)
+        if is_address(place):
+            return []  # its references are known where they are
+        found, paths = census(place), pool_files(place)
     except UsageError:
         return []
     cut_off = _cut_off(found) if uncommitted else set()

@@ -196,8 +196,9 @@ def load_reference(path: str | os.PathLike[str], pools: Pools = POOLS) -> object
     return _load(reference, absolute, pools)
 
 
-def pool_file_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> str:
-    """The pool file that the reference file at ``path`` leads to, if it may be opened.
+def pool_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> str:
+    """The pool file that the reference file at ``path`` leads to, if it may be opened; or the
+    address of the storage host.
 
     Raises ``UsageError`` if there is no reference file, or if its pool may not be opened.
     """
@@ -207,7 +208,13 @@ def pool_file_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> str:
         raise UsageError(f"{absolute}: there is no Portus reference file")
     uuid = bytes.fromhex(reference.pool)
     for candidate in _candidates(reference, absolute, pools):
-        if not is_address(candidate) and _uuid(candidate) == uuid:
+        if is_address(candidate):
+            view = _opened(candidate, pools)
+            if view is not None:
+                with contextlib.closing(view):
+                    if view.uuid == uuid:
+                        return candidate
+        elif _uuid(candidate) == uuid:
             return os.path.abspath(candidate)
     raise _not_allowed(reference, absolute)
 

@@ -6,14 +6,16 @@ processes of its own. Forked, so that torch is imported once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import signal
 import sys
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ import portus.dcp
 from portus.client.writers import classify
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.errors import CorruptionError
-from portus.index.pool import PoolWriter
+from portus.spec import VersionInfo
 
 WIDTH = 24
 
@@ -109,10 +111,15 @@ def flat(value: Any, name: str) -> list[tuple[str, torch.Tensor]]:
     return []
 
 
+def pools(root: Path) -> str:
+    """Where tasks save to: a pool directory, if no storage host was named."""
+    return os.environ.get("SHARDED_POOL") or str(root / "pools")
+
+
 def save(rank: int, count: int, root: Path, parallel: str = "fsdp") -> None:
     replicas = 2 if parallel == "hsdp" else 1
     job = Job(1, count, tensor_parallel=parallel == "tp", replicas=replicas)
-    writer = PortusStorageWriter(root / "pools", parallel)
+    writer = PortusStorageWriter(pools(root), parallel)
     for step in (1, 2):
         job.step(step)
         expected = job.whole()
@@ -137,7 +144,7 @@ def sharded(parameter: torch.Tensor) -> DTensor:
 def load(rank: int, count: int, root: Path, parallel: str = "fsdp") -> None:
     job = Job(2, count, tensor_parallel=parallel == "tp")
     job.step(0)
-    reader = PortusStorageReader(root / "pools", parallel)
+    reader = PortusStorageReader(pools(root), parallel)
     assert job.load(reader) == 2
     assert reader.group is not None
     assert (reader.group.step, reader.group.count) == (2, 4)
@@ -149,28 +156,37 @@ def load(rank: int, count: int, root: Path, parallel: str = "fsdp") -> None:
 
 
 def hold(writer: PortusStorageWriter) -> None:
-    """Let this rank commit no more."""
-    pool, _ = writer._open()._open_or_create()
-    assert isinstance(pool, PoolWriter)
-    pool._committing.acquire()
+    """Let this rank, which has saved before, commit no more."""
+
+    def never(own: Sequence[VersionInfo]) -> list[int]:
+        threading.Event().wait()
+        return []
+
+    writer.wait()  # or the save before this one would be held too
+    writer._open().surplus = never
 
 
 def train(rank: int, count: int, root: Path, until: str, killed: str = "-1") -> None:
     """Train, save after each step, resume by itself; rank 1 may die in the save of a step."""
     job = Job(1, count)
-    writer = PortusStorageWriter(root / "pools", "run")
-    done = 0
-    if list((root / "pools").glob("*.portus")):
-        done = job.load(PortusStorageReader(root / "pools", "run"))
+    found = []
+    with contextlib.suppress(portus.UsageError):  # there is no pool yet
+        found = portus.dcp.groups(pools(root), "run")
+    dist.barrier()
+    writer = PortusStorageWriter(pools(root), "run", links=str(root / "links"))
+    done = job.load(PortusStorageReader(pools(root), "run")) if found else 0
     for step in range(done + 1, int(until) + 1):
         job.step(step)
-        if step == int(killed) and rank == 1:
-            hold(writer)
+        if step == int(killed):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the others when one dies
+            if rank == 1:
+                hold(writer)
         dcp.save(job.state(step), checkpoint_id=f"step_{step}", storage_writer=writer)
         if step == int(killed):
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             writer.wait()
+            os._exit(0)
     writer.close()
     digest = hashlib.sha256()
     for name, value in sorted(job.whole().items()):
@@ -306,7 +322,7 @@ def directories(rank: int, count: int, root: Path, killed: str = "-1") -> None:
     At every moment, some directory leads to a complete group.
     """
     job = Job(1, count)
-    writer = PortusStorageWriter(root / "pools", "run", keep=1)
+    writer = PortusStorageWriter(pools(root), "run", keep=1, links=str(root / ".links"))
     for step in range(1, 5):
         job.step(step)
         if step == int(killed):

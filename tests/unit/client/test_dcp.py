@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from typer.testing import CliRunner
 
 import portus
 from portus.cli.app import app
+from portus.client import materialize_shards
 from portus.dcp import PortusStorageReader, PortusStorageWriter, groups, load
 from portus.index.directory import WRITERS
+from tests.hosts import Host, serving, url
+from tests.unit.client.same import assert_same
 
 SCRIPT = Path(__file__).with_name("sharded.py")
 pytestmark = [
@@ -30,11 +37,11 @@ pytestmark = [
 ]
 
 
-def run(root: Path, *tasks: str) -> str:
+def run(root: Path, *tasks: str, **environment: str) -> str:
     """Jobs one after another, in processes of their own; what they printed."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(root), *tasks],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -109,6 +116,38 @@ def test_saves_alike_are_planned_once_and_others_anew(tmp_path: Path) -> None:
     whole = [(group.step, group.count) for group in found if group.is_complete]
     assert whole == [(n, 2) for n in (1, 2, 3, 4, 5, 7, 8, 9, 12, 13)] + [(14, 1)]
     assert len({group.id for group in found}) == len(found)
+
+
+def test_ranks_save_to_a_storage_host_each_a_model_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Host(tmp_path / "host") as host:
+        said = run(tmp_path, "train:2:3:3", SHARDED_POOL=host.url)  # rank 1 dies in the save
+        assert "terminated with signal SIGKILL" in said
+        listed = CliRunner().invoke(app, ["ls", host.url]).stdout
+        assert "1 of 2, incomplete: not 1" in listed
+        assert listed.count("2 of 2, complete") == 2
+        with pytest.raises(portus.UsageError, match=rf"rank 1: its pool {host.url} has steps \["):
+            load({}, PortusStorageReader(host.url, "run", step=3))
+        said = run(tmp_path, "train:2:4", SHARDED_POOL=host.url)
+        resumed = said.splitlines()[-1].split()
+        assert resumed[:2] == ["resumed", "2"]
+        reader = PortusStorageReader(host.url, "run")  # by one process
+        entries = reader.read_metadata().state_dict_metadata
+        state = {
+            name: torch.zeros(entry.size)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        assert load(state, reader).step == 4
+        digest = hashlib.sha256()
+        for name, value in sorted(state.items()):
+            digest.update(name.encode() + value.numpy().tobytes())
+        assert digest.hexdigest() == resumed[-1]
+        assert host.stop() == 0
+        with pytest.raises(portus.TransportError):
+            groups(host.url)
 
 
 def copied(saved: Path, place: Path) -> Path:
@@ -290,14 +329,100 @@ def test_a_directory_is_of_whoever_saved_there_last(tmp_path: Path) -> None:
     state = {"m": {"t": torch.zeros(4)}}
     load(state, reader)
     assert torch.equal(state["m"]["t"], torch.ones(4))
-    with pytest.raises(portus.UsageError, match="belongs to a sharded checkpoint of 1 ranks"):
-        portus.materialize(place)
+    with pytest.raises(portus.UsageError, match="a part of a sharded checkpoint"):
+        portus.materialize(place / "rank-0-of-1.shard")
     with pytest.raises(portus.UsageError, match="cannot be called"):
         writer.save_directory({}, place, step=2, files={"items": 1})
     writer.close()
     dcp.save({"m": {"t": torch.zeros(4)}}, storage_writer=dcp.FileSystemWriter(place))
     assert PortusStorageReader.at(place) is None
     assert PortusStorageReader.at(tmp_path) is None
+
+
+def test_a_materialised_directory_is_one_of_torch_and_needs_no_pool(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, "directories:2")
+    place = tmp_path / "4"
+    reader = PortusStorageReader.at(place)
+    assert reader is not None
+    entries = reader.read_metadata().state_dict_metadata
+
+    def empty() -> dict[str, Any]:
+        return {
+            name: torch.zeros(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+            for name, entry in entries.items()
+        }
+
+    expected = empty()
+    load(expected, reader)
+    done = CliRunner().invoke(app, ["materialize", str(place)])
+    assert done.exit_code == 0, done.output
+    shutil.rmtree(tmp_path / "pools")
+    assert not list(place.glob("*.shard"))
+    assert torch.load(place / "meta.pt") == {"step": 4}
+    found = empty()
+    dcp.load(found, checkpoint_id=place)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        same = torch.equal(value, found[name]) if torch.is_tensor(value) else value == found[name]
+        assert same, name
+    assert PortusStorageReader.at(place) is None, "it is torch's now"
+    dcp_to_torch_save(place, tmp_path / "whole.pt")  # which has the nesting of the state
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert whole["step"] == 4
+    assert torch.equal(whole["model"]["0.weight"], expected["model.0.weight"])
+
+
+def test_the_directories_inside_of_one_of_accelerate_are_torch_s_each(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    parts: dict[str, Any] = {
+        "pytorch_model_fsdp_0": {"model": {"t": torch.rand(5)}},
+        "optimizer_0": {"optimizer": {"m": torch.rand(5), "groups": [{"lr": 0.5}]}},
+    }
+    writer.save_directory(parts, tmp_path / "place", step=1)
+    writer.close()
+    portus.materialize(tmp_path)
+    names = [".metadata", "__0_0.distcp"]
+    for part, state in parts.items():
+        place = tmp_path / "place" / part
+        assert sorted(os.listdir(place)) == names
+        found = copy.deepcopy(state)
+        for value in found.values():
+            for name in value.keys() & {"t", "m"}:
+                value[name].zero_()
+        dcp.load(found, checkpoint_id=place)
+        assert_same(found, state)
+
+
+def test_shards_go_to_files_of_a_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(materialize_shards, "FILE_SIZE", 3000)
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    state = {f"t{n}": torch.rand(250) for n in range(8)}
+    writer.save_directory(dict(state), tmp_path / "place", step=1)
+    writer.close()
+    portus.materialize(tmp_path / "place")
+    names = sorted(each.name for each in (tmp_path / "place").glob("*.distcp"))
+    assert names == [f"__{n}_0.distcp" for n in range(3)]
+    found = {name: torch.zeros(250) for name in state}
+    dcp.load(found, checkpoint_id=tmp_path / "place")
+    assert_same(found, state)
+
+
+def test_a_damaged_shard_is_not_materialised_and_the_directory_stays(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    shard = torch.rand(5000)
+    writer.save_directory({"t": shard}, tmp_path / "place", step=1)
+    writer.close()
+    (pool,) = (tmp_path / ".portus").glob("*.portus")
+    data = bytearray(pool.read_bytes())
+    data[data.index(shard.numpy().tobytes()) + 3] ^= 1
+    pool.write_bytes(data)
+    with pytest.raises(portus.CorruptionError, match="the part of rank 0"):
+        portus.materialize(tmp_path / "place")
+    assert os.listdir(tmp_path / "place") == ["rank-0-of-1.shard"]
 
 
 def test_a_directory_in_the_place_of_another_keeps_the_old_group_until_the_new_is_complete(
@@ -326,13 +451,42 @@ def test_what_directories_lead_to_is_kept_and_goes_when_they_are_deleted(tmp_pat
     assert [group.step for group in groups(tmp_path / ".portus")] == [1, 3, 4, 5]
 
 
-def test_old_groups_go_once_newer_ones_are_complete(tmp_path: Path) -> None:
-    writer = PortusStorageWriter(tmp_path, "run", keep=2)
+@pytest.fixture(params=["files", "host"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A pool directory, or a storage host."""
+    if request.param == "files":
+        yield str(tmp_path / ".portus")
+        return
+    with serving(tmp_path / "host") as server:
+        yield url(server)
+
+
+def test_a_directory_leads_to_a_group_wherever_its_pool_is(place: str, tmp_path: Path) -> None:
+    writer = PortusStorageWriter(place, "run", keep=1, links=str(tmp_path / "links"))
+    for step in (1, 2):
+        state = {"t": torch.full((9,), float(step))}
+        files = {"more": {"step": step}}
+        writer.save_directory(state, tmp_path / f"{step}", step=step, files=files)
+        writer.wait()
+    writer.remove(tmp_path / "1")
+    reader = PortusStorageReader.at(tmp_path / "2")
+    assert reader is not None
+    state = {"t": torch.zeros(9)}
+    assert load(state, reader).step == 2
+    assert torch.equal(state["t"], torch.full((9,), 2.0))
+    assert reader.file("more") == {"step": 2} == torch.load(tmp_path / "2/more")
+    writer.close()
+    assert not (tmp_path / "1").exists()
+    assert [group.step for group in groups(place)] == [2]
+
+
+def test_old_groups_go_once_newer_ones_are_complete(place: str, tmp_path: Path) -> None:
+    writer = PortusStorageWriter(place, "run", keep=2, links=str(tmp_path / "links"))
     for step in range(6):
         save(writer, step, {"t": torch.full((1000,), float(step))})
         writer.wait()
     writer.close()
-    assert [group.step for group in groups(tmp_path)] == [3, 4, 5]
+    assert [group.step for group in groups(place)] == [3, 4, 5]
 
 
 def test_a_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
