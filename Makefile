@@ -84,5 +84,5 @@ bench: setup ## every row of docs/benchmarks.md, in one run
 
 clean: ## remove what was made here, .venv included
 	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	@find core portus_lightning recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find core portus_lightning portus_accelerate recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	@rm -f core/portus/transport/*.so

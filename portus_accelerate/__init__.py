@@ -17,13 +17,18 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from portus_accelerate.patch import enable as enable
+    from portus_accelerate.patch import wait as wait
     from portus_accelerate.standing import status as status
 
-__all__ = ["enable", "status"]
+__all__ = ["enable", "status", "wait"]
 
 FLAG: Final = "PORTUS_ACCELERATE"
 
-_MODULE_OF: Final = {"enable": "portus_accelerate.patch", "status": "portus_accelerate.standing"}
+_MODULE_OF: Final = {
+    "enable": "portus_accelerate.patch",
+    "status": "portus_accelerate.standing",
+    "wait": "portus_accelerate.patch",
+}
 
 
 def is_on() -> bool:

@@ -94,9 +94,9 @@ def cut_off(home: str) -> Iterator[str]:
 def _is_whole(directory: str, since_ns: int) -> bool:
     """True if there is a reference in ``directory`` that was written after the note: references
     come last, and those of saves that were never committed have been removed."""
-    for entry in os.scandir(directory):
+    for name in os.listdir(directory):
         try:
-            found = portus.read_reference(entry.path)
+            found = portus.read_reference(os.path.join(directory, name))
         except portus.PortusError:
             continue
         if found is not None and found.written_ns >= since_ns:

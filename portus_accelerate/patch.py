@@ -5,6 +5,7 @@ what is saved stay Accelerate's own.
 
 name                             what changes for an Accelerator with a Saver
 ``Accelerator.__init__``         makes the Saver, if the flag is on
+``Accelerator.prepare``          room in the pool, if the place of checkpoints is known
 ``Accelerator.save_state``       what is written goes to the Saver; ``total_limit`` after the commit
 ``Accelerator.load_state``       waits for saves in flight; the newest that can be loaded
 ``Accelerator.end_training``     finishes saves before the process group goes
@@ -80,6 +81,14 @@ def enable(accelerator: Any, **settings: Any) -> None:
         setattr(accelerator, _SAVER, Saver(accelerator, chosen))
 
 
+def wait(accelerator: Any) -> None:
+    """Return when all that ``save_state`` was asked for on this process is durable. What failed is
+    reported as ``on_error`` says. Returns at once where Accelerate saves by itself."""
+    saver = _saver_of(accelerator)
+    if saver is not None:
+        saver.wait()
+
+
 def _changes() -> list[tuple[Any, str, Any]]:
     module: Any = sys.modules["accelerate.accelerator"]
     writing: Any = sys.modules["accelerate.checkpointing"]
@@ -87,6 +96,7 @@ def _changes() -> list[tuple[Any, str, Any]]:
     accelerator = module.Accelerator
     changes = [
         (accelerator, "__init__", _made(accelerator.__init__)),
+        (accelerator, "prepare", _prepare(accelerator.prepare)),
         (accelerator, "save_state", _save_state(accelerator.save_state)),
         (accelerator, "load_state", _load_state(accelerator.load_state)),
         (accelerator, "end_training", _end_training(accelerator.end_training)),
@@ -117,6 +127,18 @@ def _made(stock: Callable[..., None]) -> Callable[..., None]:
             setattr(self, _SAVER, Saver(self, from_environment()))
 
     return __init__
+
+
+def _prepare(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def prepare(self: Any, *positional: Any, **named: Any) -> Any:
+        prepared = stock(self, *positional, **named)
+        saver = _saver_of(self)
+        if saver is not None:
+            saver.make_room_for_what_was_prepared()
+        return prepared
+
+    return prepare
 
 
 def _save_state(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,6 +57,7 @@ class Saver:
         self._newest: str | None = None
         self._deferred: list[tuple[portus.SaveHandle | None, list[Callable[[], Any]]]] = []
         self._note: intent.Note | None = None
+        self._handle: portus.SaveHandle | None = None
         self._over = False
         self._watch: portus.Checkpointer | None = None
         self._shards: PortusStorageWriter | None = None
@@ -141,6 +142,26 @@ class Saver:
         pool, _ = self._pool_of(directory)
         self._mend([pool], [self._home_of(directory)], uncommitted=True)
 
+    def make_room(self, directory: str, size: int) -> None:
+        """Training is about to start, and checkpoints of about ``size`` bytes in the pool will be
+        like ``directory``: make room in the background, so that the first is as fast as others."""
+        if self._checkpointer is not None or self._is_sharded() or not self._peers.is_writer:
+            return
+        try:
+            self._open(os.path.abspath(directory), size)
+        except portus.BusyError:
+            raise
+        except portus.PortusError as error:
+            _log.warning("Portus: cannot prepare for the first save: %s", error)
+
+    def make_room_for_what_was_prepared(self) -> None:
+        """As ``make_room``, where Accelerate itself names the checkpoints."""
+        accelerator = self._accelerator
+        project = accelerator.project_configuration
+        if project.automatic_checkpoint_naming and accelerator._models and accelerator._optimizers:
+            first = os.path.join(accelerator.project_dir, "checkpoints", "checkpoint_0")
+            self.make_room(first, sum(map(size_of, accelerator._models)))
+
     def was_cut_off(self, directory: str) -> bool:
         """True if ``directory`` was a checkpoint that was put aside, since it is not whole."""
         return bool(self._aside(os.path.abspath(directory)))
@@ -154,13 +175,29 @@ class Saver:
         is_alone = os.path.dirname(home) == os.path.dirname(directory) and os.path.isdir(home)
         return is_alone or os.path.exists(own) or bool(self._aside(directory, any_step=True))
 
-    def load_state(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
-        """Let ``stock`` load a directory. If none is named, the newest that can be loaded."""
-        stock = saying_of_what(stock, self._accelerator.process_index)
+    def wait(self) -> None:
+        """Return when all saves are committed, or failed, which is reported as ``on_error`` says.
+        Unlike ``_drain``, not for the room that is then made for the next save."""
+        if self._handle is not None:
+            try:
+                self._handle.wait()
+            except portus.PortusError as error:
+                if self._settings.on_error == "raise":
+                    raise
+                _log.warning("Portus: a save failed; training goes on: %s", error)
+        if self._shards is not None:
+            self._shards.wait()
+
+    def _drain(self) -> None:
         if self._checkpointer is not None:
             self._checkpointer.wait()
         if self._shards is not None:
             self._shards.wait()
+
+    def load_state(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
+        """Let ``stock`` load a directory. If none is named, the newest that can be loaded."""
+        stock = saying_of_what(stock, self._accelerator.process_index)
+        self._drain()
         project = self._accelerator.project_configuration
         if directory is not None or not project.automatic_checkpoint_naming:
             return self._load(stock, directory)
@@ -238,7 +275,7 @@ class Saver:
         except portus.UsageError as error:
             self._save_stock(capture, parts, directory, error)
             return None
-        self._newest = directory
+        self._newest, self._handle = directory, handle
         for name in os.listdir(directory):
             if name.endswith(".safetensors") and _is_replaced(name, parts):
                 self._open(directory).remove(os.path.join(directory, name), after=handle)
@@ -386,12 +423,13 @@ class Saver:
     def _run_of(self, directory: str) -> str:
         return self._pool_of(directory)[1]
 
-    def _open(self, directory: str) -> portus.Checkpointer:
-        """The pool, made now if there is none. Raises ``MediumError`` and the like."""
+    def _open(self, directory: str, size: int = 0) -> portus.Checkpointer:
+        """The pool, made now if there is none, and given room for states of ``size`` bytes. Raises
+        ``MediumError`` and the like."""
         while self._checkpointer is None:
             try:
                 made = self._make(directory)
-                made.prepare(0)
+                made.prepare(size)
                 self._checkpointer = made
                 self._stop_watching()
             except portus.BusyError:
@@ -493,6 +531,13 @@ class Saver:
             for directory in intent.cut_off(home):
                 self._take_away(directory)
         self._accelerator.wait_for_everyone()
+
+
+def size_of(model: torch.nn.Module, *, weights: bool = True) -> int:
+    """Bytes of a model's weights, and of two moments of each that is trained."""
+    tensors = [*model.parameters(), *model.buffers()] if weights else []
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return sum(each.nbytes for each in tensors) + 2 * sum(each.nbytes for each in trained)
 
 
 def _peers_of(accelerator: Any) -> Peers:

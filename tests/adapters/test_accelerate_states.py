@@ -502,6 +502,27 @@ def test_the_first_save_too_is_copied_in_the_background(tmp_path: Path) -> None:
     assert files == [".gitignore", "CACHEDIR.TAG", "net.portus", "net.references"]
 
 
+def test_room_is_made_before_the_first_save_and_taken_back_if_there_is_none(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path, automatic_checkpoint_naming=True)
+    pool = tmp_path / ".portus/net.portus"
+    assert pool.exists()
+    assert scene.accelerator._portus_saver._watch is None
+    scene.accelerator.end_training()
+    assert not pool.exists()
+    Scene(tmp_path / "other")
+    assert not (tmp_path / "other/.portus").exists(), "nobody knows where checkpoints will be"
+
+
+def test_what_was_waited_for_is_committed(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    portus_accelerate.wait(scene.accelerator)  # nothing was saved
+    scene.accelerator.save_state(str(tmp_path / "step_1"))
+    portus_accelerate.wait(scene.accelerator)
+    assert scene.checkpointer.steps() == [1]
+
+
 def test_the_scaler_is_saved(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

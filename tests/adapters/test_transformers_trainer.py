@@ -114,13 +114,14 @@ def said(command: list[str], site: Path, *, flag: bool, ends_with: int = 0) -> s
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=300,
     )
     assert done.returncode == ends_with, done.stdout[-2000:] + done.stderr[-8000:]
     return done.stdout
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_losses_are_the_same_bits_also_killed_in_a_save_and_resumed(
     tmp_path: Path, installed: Path
 ) -> None:
@@ -136,7 +137,7 @@ def test_losses_are_the_same_bits_also_killed_in_a_save_and_resumed(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_two_processes_killed_in_a_save_and_resumed_end_with_the_same_bits(
     tmp_path: Path, installed: Path
 ) -> None:
@@ -157,13 +158,14 @@ def test_two_processes_killed_in_a_save_and_resumed_end_with_the_same_bits(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("step", [1, 2])
 def test_killed_at_any_moment_of_a_save_it_resumes_with_the_same_bits(
     tmp_path: Path, installed: Path, step: int
 ) -> None:
     program = str(SCRIPT.with_name("killed_trainer.py"))
-    command = [sys.executable, program, str(tmp_path), str(step), "6"]
+    command = [sys.executable, program, str(tmp_path), str(step), "5"]
     found = json.loads(said(command, installed, flag=True).splitlines()[-1])
     assert found["moments"] > 20
-    assert len(found["same"]) == 6
+    assert len(found["same"]) == 5
     assert all(found["same"].values()), found

@@ -73,9 +73,13 @@ from portus.index.space import (
     runs_of,
 )
 from portus.media.base import Locks, Medium
+from portus.media.warm import warm
 from portus.spec import PAGE, Extent, VersionInfo
 
 _log: Final = logging.getLogger("portus")
+
+_TOUCHED: Final = 2 << 20
+"""Bytes of which it is remembered together whether they were touched."""
 
 _GROWTH: Final = 2 << 20
 """A pool grows to a multiple of this many bytes: the size of a huge page."""
@@ -197,6 +201,7 @@ class PoolWriter(PoolReader):
         self.persist_s = 0.0
         """Seconds spent in the persists of commits."""
         self._reclaiming = False
+        self._touched: Final = bytearray()
         self._guard: Final = threading.Lock()
         self._held: Final[list[Runs]] = []
         self._reach: Final[dict[int, Runs]] = {}
@@ -217,7 +222,7 @@ class PoolWriter(PoolReader):
         Raises ``MediumError`` (ENOSPC) when there is no room; nothing changes then.
         """
         pages = -(-length // PAGE)
-        wanted = _Wanted(pages, contiguous, 0 if contiguous or not pages else 1 + pages // 64)
+        wanted = _Wanted(pages, contiguous, 0 if contiguous else _left_to_records(pages))
         extents = self._take(wanted)
         if extents is None:
             with self._committing:
@@ -253,13 +258,29 @@ class PoolWriter(PoolReader):
         """
         with self._committing:
             before = self.medium.size
-            missing = -(-free // PAGE) - page_count(self._free())
+            pages = -(-free // PAGE)
+            pages += _left_to_records(pages)
+            missing = pages - page_count(self._free())
             for free_more in (self._settle, self._retire_deleted):
                 if missing > 0 and free_more():
-                    missing = -(-free // PAGE) - page_count(self._free())
+                    missing = pages - page_count(self._free())
             if missing > 0:
                 self._grow(missing)
             return Extent(before, self.medium.size - before)
+
+    def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
+        """Have the pages of reserved space present, where this writer has not stored yet: one call
+        for many pages, where a store would fault for each. Changes no byte; ends early when
+        ``wanted`` is False. Raises ``MediumError`` as stores do."""
+        for extent in extents:
+            first, after = extent.offset // _TOUCHED, -(-extent.end // _TOUCHED)
+            with self._guard:
+                self._touched.extend(bytes(max(0, after - len(self._touched))))
+                is_fresh = self._touched.find(0, first, after) >= 0
+            if is_fresh:
+                warm(self.medium, extent, wanted)
+                with self._guard:
+                    self._touched[first:after] = b"\1" * (after - first)
 
     def free_bytes(self) -> int:
         """Bytes that can be reserved without growing."""
@@ -478,6 +499,11 @@ class PoolWriter(PoolReader):
 
 def _model_of(change: Change) -> str | None:
     return None if change.new is None else change.new.model
+
+
+def _left_to_records(pages: int) -> int:
+    """Free pages that data leaves to records when it takes ``pages``."""
+    return 1 + pages // 64 if pages else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,11 @@ class PoolDraft:
         return 0
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
-        return self.place(indices, address, lambda moved: copy(self._writer.medium, moved, stop))
+        def move(moved: Sources) -> Digests:
+            self._writer.touch(self._held[-1], lambda: not stop.is_set())
+            return copy(self._writer.medium, moved, stop)
+
+        return self.place(indices, address, move)
 
     def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
         def move(moved: Sources) -> Digests:

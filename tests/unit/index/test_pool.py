@@ -3,14 +3,18 @@ from __future__ import annotations
 import errno
 import logging
 import random
+import resource
 import threading
+from pathlib import Path
 
 import pytest
 
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
 from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
+from portus.index.directory import WRITERS, create_pool
 from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder
 from portus.index.roots import read_roots
+from portus.media.local import LocalFiles
 from portus.media.lock import LockTable, ProcessLocks
 from portus.media.memory import Memory
 from portus.spec import PAGE, Extent
@@ -150,6 +154,45 @@ def test_what_the_older_root_reaches_is_not_reserved() -> None:
     assert held < 1 << 20, "slot of the commit before still reaches it"
     pool.ensure((1 << 20) + (512 << 10))  # settles: commits once more, so that no slot reaches it
     assert pool.free_bytes() > 1 << 20
+
+
+def test_what_was_ensured_is_reserved_without_growing() -> None:
+    pool = writer()
+    pool.ensure(64 << 20)
+    size = pool.medium.size
+    pool.release(pool.reserve(64 << 20))
+    assert pool.medium.size == size
+
+
+def test_space_is_touched_once_and_keeps_its_bytes(tmp_path: Path) -> None:
+    create_pool(str(tmp_path / "a.portus"), LocalFiles())
+    pool = WRITERS.open(str(tmp_path / "a.portus"))
+    try:
+        room = pool.reserve(16 << 20)
+        pool.medium.store(room[0].offset, b"kept")
+        data = bytes(range(256)) * 4096 * 16
+        asked: list[bool] = []
+
+        def wanted() -> bool:
+            asked.append(True)
+            return True
+
+        pool.touch(room, wanted)
+        if not asked:
+            pytest.skip("this file system has no mapping")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        found = bytearray(4)
+        pool.medium.load(room[0].offset, memoryview(found))
+        assert found == b"kept"
+        for extent in room:
+            pool.medium.store(extent.offset, data[: extent.length])
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        assert faults < (16 << 20) // PAGE // 2
+        asked.clear()
+        pool.touch(room, wanted)
+        assert not asked
+    finally:
+        WRITERS.close(pool)
 
 
 def test_no_space_is_an_error_that_says_how_much_and_changes_nothing() -> None:
