@@ -117,6 +117,7 @@ class PortusIO(CheckpointIO):
             "fence_timeout": fence_timeout,
             "max_bytes": max_bytes,
         }
+        portus.Checkpointer.check_settings(**self._settings)
         self._start()
 
     def save_checkpoint(
@@ -240,14 +241,12 @@ class PortusIO(CheckpointIO):
         self._number = 1
 
     def make_room(self, directory: str, size: int) -> None:
-        """Training starts, and checkpoints of about ``size`` bytes will go to ``directory``."""
-        try:
-            path = os.path.join(directory, "checkpoint")
-            self._with_pool(path, lambda checkpointer: checkpointer.prepare(size))
-        except portus.BusyError:
-            raise
-        except portus.PortusError as error:
-            _log.warning("Portus: cannot prepare for the first save: %s", error)
+        """Training starts, and checkpoints of about ``size`` bytes will go to ``directory``.
+
+        Raises what opening a pool raises: better now than at the first save, hours later.
+        """
+        path = os.path.join(directory, "checkpoint")
+        self._with_pool(path, lambda checkpointer: checkpointer.prepare(size))
 
     def is_on(self) -> bool:
         """False where saves are left to Lightning: ``$PORTUS_DISABLE``, or not on Linux."""

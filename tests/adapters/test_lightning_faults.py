@@ -173,6 +173,32 @@ def test_a_pool_of_a_newer_format_is_refused_and_the_way_out_is_said(
     refused(tmp_path, path, portus.UsageError, "newer Portus", "Upgrade")
 
 
+def test_a_pool_that_cannot_be_opened_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    pool = tmp_path / "run.portus"
+    pool.write_bytes(b"no pool" * 10_000)
+    net = Net(WIDTH)
+    made = trainer(tmp_path, plugin=PortusIO(pool=pool), callbacks=[every_step(tmp_path)])
+    with pytest.raises(CorruptionError, match="not a Portus pool"):
+        made.fit(net, loader())
+    assert net.seen == []
+    assert not threads()
+
+
+def test_a_pool_that_is_deleted_under_a_training_is_said_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Deletes(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.strategy.checkpoint_io.load_checkpoint(_newest(trainer))  # saves are over
+                (tmp_path / "run.portus").unlink()
+
+    with caplog.at_level(logging.WARNING, "portus"):
+        net = fit(tmp_path, tmp_path / "run.portus", Deletes())
+    assert len(net.seen) == BATCHES
+    assert "the file was deleted" in caplog.text
+
+
 @contextlib.contextmanager
 def held_by_another(pool: Path) -> Iterator[int]:
     """The pool file is open for saving in another process; its pid."""

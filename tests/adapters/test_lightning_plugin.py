@@ -97,11 +97,13 @@ def test_it_is_pickled_and_copied_before_and_after_use(io: PortusIO, root: Path)
     assert equal(other.load_checkpoint(root / "ckpt" / "b.ckpt"))
 
 
-def test_arguments_out_of_range_say_so(root: Path) -> None:
+def test_arguments_out_of_range_say_so() -> None:
     with pytest.raises(portus.UsageError, match="materialize"):
         PortusIO(materialize="sometimes")  # type: ignore[arg-type]
     with pytest.raises(portus.UsageError, match="on_error"):
-        PortusIO(on_error="ignore").save_checkpoint(STATE, root / "a.ckpt")  # type: ignore[arg-type]
+        PortusIO(on_error="ignore")  # type: ignore[arg-type]
+    with pytest.raises(portus.UsageError, match="fence_timeout"):
+        PortusIO(fence_timeout=0)
 
 
 # --- paths ---

@@ -88,7 +88,15 @@ class Checkpointer:
         max_bytes: int | None = None,
         links: str | None = None,
     ) -> None:
-        _check_arguments(model, keep, on_error, fence_timeout)
+        _check_model(model)
+        self.check_settings(
+            keep=keep,
+            on_error=on_error,
+            snapshot=snapshot,
+            verify=verify,
+            fence_timeout=fence_timeout,
+            max_bytes=max_bytes,
+        )
         self.model: Final = model
         self._home: Final[Home] = home_of(pool, model, max_bytes, links)
         self.path: Final = self._home.path
@@ -122,6 +130,31 @@ class Checkpointer:
             self._fence.close()
             raise
         _OPEN.add(self)
+
+    @staticmethod
+    def check_settings(
+        *,
+        keep: int | None = 2,
+        on_error: str = "warn",
+        snapshot: str = "auto",
+        verify: bool = True,
+        fence_timeout: float = 60.0,
+        max_bytes: int | None = None,
+    ) -> None:
+        """Raise ``UsageError`` for what the constructor refuses. Opens nothing."""
+        if keep is not None and not (isinstance(keep, int) and keep >= 1):
+            raise UsageError(f"keep: expected at least 1, or None for all, found {keep!r}")
+        if on_error not in ("warn", "raise"):
+            raise UsageError(f"on_error: expected 'warn' or 'raise', found {on_error!r}")
+        modes = [mode.value for mode in SnapshotMode]
+        if snapshot not in modes:
+            raise UsageError(f"snapshot: expected one of {modes}, found {snapshot!r}")
+        if not isinstance(verify, bool):
+            raise UsageError(f"verify: expected True or False, found {verify!r}")
+        if not (isinstance(fence_timeout, int | float) and fence_timeout > 0):
+            raise UsageError(f"fence_timeout: expected seconds over 0, found {fence_timeout!r}")
+        if max_bytes is not None and not (isinstance(max_bytes, int) and max_bytes > 0):
+            raise UsageError(f"max_bytes: expected bytes, or None, found {max_bytes!r}")
 
     def save(
         self,
@@ -617,15 +650,9 @@ def _close_all() -> None:
             _log.error("portus: %s: a save failed: %s", checkpointer.path, error)
 
 
-def _check_arguments(model: str, keep: int | None, on_error: str, fence_timeout: float) -> None:
-    if not model or len(model.encode()) > 200:
+def _check_model(model: str) -> None:
+    if not isinstance(model, str) or not model or len(model.encode()) > 200:
         raise UsageError(f"model: expected a name of 1 to 200 bytes, found {model!r}")
-    if keep is not None and keep < 1:
-        raise UsageError(f"keep: expected at least 1, or None for all, found {keep}")
-    if on_error not in ("warn", "raise"):
-        raise UsageError(f"on_error: expected 'warn' or 'raise', found {on_error!r}")
-    if not fence_timeout > 0:
-        raise UsageError(f"fence_timeout: expected seconds over 0, found {fence_timeout}")
 
 
 def _checked_step(step: int) -> int:

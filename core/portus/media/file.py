@@ -157,7 +157,8 @@ class PlainFile:
             raise self._truncated(offset + target.nbytes)
 
     def persist(self, ranges: Sequence[Extent]) -> None:
-        """Blocks for as long as the device needs. Any failure poisons."""
+        """Blocks for as long as the device needs. Any failure poisons, also that somebody deleted
+        the file."""
         self._check_writable()
         for extent in ranges:
             self._check_range(extent.offset, extent.length)
@@ -167,6 +168,18 @@ class PlainFile:
             self._sync(self._descriptor.number)
         except OSError as error:
             raise self._poisoned("persist", error) from error
+        if self._is_gone():
+            raise self._poisoned("persist", OSError(errno.ENOENT, "the file was deleted"))
+
+    def _is_gone(self) -> bool:
+        """True if the file has no name any more: what is stored to it ends with this process."""
+        status = os.fstat(self._descriptor.number)
+        if status.st_nlink > 0:
+            return False
+        try:  # there are file systems that count no links
+            return not os.path.samestat(status, os.stat(self.path))
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Close the descriptor. Nobody may be inside another call."""

@@ -593,6 +593,22 @@ def test_nothing_of_the_state_is_kept_alive_by_a_save_that_is_over(
         assert watched() is None
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keep": 0}, {"keep": "two"}, {"on_error": "ignore"}, {"snapshot": "later"}, {"verify": 1},
+        {"fence_timeout": 0}, {"fence_timeout": None}, {"fence_timeout": "60"}, {"max_bytes": "1G"},
+        {"max_bytes": 0}, {"model": ""}, {"model": None},
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_named_before_anything_is_opened(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match=f"^{next(iter(wrong))}: expected .*found"):
+        Checkpointer(tmp_path / "pool", **wrong)
+    assert not (tmp_path / "pool").exists()
+
+
 def test_at_the_end_of_a_program_a_failed_save_keeps_no_other_from_being_finished(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -362,6 +362,25 @@ def test_addresses_are_taken_sparingly_under_a_limit(directory: Path) -> None:
     assert run(UNDER_A_LIMIT, str(path), str(128 * MIB)) == "FILE_MAPPED\nnot grown\n"
 
 
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_file_that_was_deleted_persists_nothing_any_more(directory: Path, mapped: bool) -> None:
+    path = directory / "pool"
+    medium = make(path, 10, mapped=mapped)
+    medium.store(0, b"kept")
+    medium.persist([Extent(0, 4)])
+    path.rename(directory / "moved")
+    medium.persist([Extent(0, 4)])
+    (directory / "moved").rename(path)
+    path.unlink()
+    path.write_bytes(b"another one")
+    with pytest.raises(MediumError, match="the file was deleted"):
+        medium.persist([Extent(0, 4)])
+    with pytest.raises(MediumError, match="not written to any more"):
+        medium.store(0, b"lost")
+    assert load(medium, 0, 4) == b"kept"
+    medium.close()
+
+
 def test_memory_that_the_system_refuses_is_an_error() -> None:
     medium = Memory(10)
     medium.store(0, b"kept")

@@ -183,12 +183,15 @@ def test_a_shared_storage_is_copied_afresh_in_the_end() -> None:
     assert sum(each > 0 for each in copied) == 2, "once at first, once refreshed"
 
 
+@pytest.mark.parametrize("audit", [0, 100], ids=["whole", "sample"])
 @pytest.mark.parametrize("where", [0, 60_000, 69_999])
-def test_the_audit_voids_a_version_whose_source_changed_while_it_was_copied(where: int) -> None:
+def test_the_audit_voids_a_version_whose_source_changed_while_it_was_copied(
+    where: int, audit: int
+) -> None:
     medium = Gate(DATA_START)
     bench, arrays = Bench(medium), _arrays(1)
     bench.run(arrays)
-    save = bench.save(arrays, 1, audit=0)
+    save = bench.save(arrays, 1, audit=audit)
     save.copy_now()
     stores = [0]
 
@@ -203,6 +206,20 @@ def test_the_audit_voids_a_version_whose_source_changed_while_it_was_copied(wher
         save.result(0)
     assert bench.guilty == [arrays[2].ctypes.data]
     assert [entry.info.step for entry in bench.pool.catalogue().entries()] == [0]
+
+
+def test_a_save_given_up_after_its_last_byte_was_copied_never_commits() -> None:
+    medium = Gate(DATA_START)
+    bench, arrays = Bench(medium), _arrays(1, [100])
+    save = bench.save(arrays)
+    save.copy_now()
+    released: list[bool] = []
+    medium.on_store = lambda: released.append(save.release(0))
+    save.run()
+    assert released == [False], "one store has all"
+    with pytest.raises(AbandonedError, match="fence time-out"):
+        save.result(0)
+    assert not list(bench.pool.catalogue().entries())
 
 
 def test_a_change_before_the_copy_begins_is_found_by_the_edges() -> None:
