@@ -323,6 +323,24 @@ def test_frozen_weights_are_written_once(checkpointer: Checkpointer) -> None:
     assert sizes[2] <= 0.06 * sizes[0]
 
 
+def test_the_first_three_saves_of_a_run_are_audited_whole_and_later_ones_in_part(
+    pool: Path,
+) -> None:
+    weights = [torch.nn.Parameter(torch.ones(1 << 20)) for _ in range(6)]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    hashed = []
+    with Checkpointer(pool) as checkpointer:
+        for step in range(4):
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            handle = checkpointer.save({"weights": weights}, step)
+            handle.wait()
+            hashed.append(handle.stats.hashed_bytes / handle.stats.state_bytes)
+    assert min(hashed[:3]) >= 1
+    assert 0 < hashed[3] < 0.7
+
+
 def test_two_saves_of_one_step_copy_once(checkpointer: Checkpointer, training: Training) -> None:
     for _ in range(3):
         training.step()
