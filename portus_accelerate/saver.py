@@ -160,7 +160,7 @@ class Saver:
         project = accelerator.project_configuration
         if project.automatic_checkpoint_naming and accelerator._models and accelerator._optimizers:
             first = os.path.join(accelerator.project_dir, "checkpoints", "checkpoint_0")
-            self.make_room(first, sum(map(size_of, accelerator._models)))
+            self.make_room(first, sum(map(_size_of, accelerator._models)))
 
     def was_cut_off(self, directory: str) -> bool:
         """True if ``directory`` was a checkpoint that was put aside, since it is not whole."""
@@ -533,9 +533,9 @@ class Saver:
         self._accelerator.wait_for_everyone()
 
 
-def size_of(model: torch.nn.Module, *, weights: bool = True) -> int:
+def _size_of(model: torch.nn.Module) -> int:
     """Bytes of a model's weights, and of two moments of each that is trained."""
-    tensors = [*model.parameters(), *model.buffers()] if weights else []
+    tensors = [*model.parameters(), *model.buffers()]
     trained = [each for each in model.parameters() if each.requires_grad]
     return sum(each.nbytes for each in tensors) + 2 * sum(each.nbytes for each in trained)
 

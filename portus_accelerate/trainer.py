@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from portus_accelerate import capture, place
-from portus_accelerate.saver import Saver, size_of
+from portus_accelerate.saver import Saver
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -91,10 +91,7 @@ def _train(stock: Callable[..., Any]) -> Callable[..., Any]:
         saver = _saver_of(self)
         if saver is None:
             return stock(self, resume_from_checkpoint, *more, **named)
-        first = os.path.join(self.args.output_dir, "checkpoint-0")
-        saver.begin(first)
-        if self.args.save_strategy != "no" and not self.args.save_only_model and self.model:
-            saver.make_room(first, size_of(self.model, weights=False))
+        saver.begin(os.path.join(self.args.output_dir, "checkpoint-0"))
         chosen = _chosen(saver, self.args.output_dir, resume_from_checkpoint)
         result = stock(self, chosen, *more, **named)
         saver.finish()
