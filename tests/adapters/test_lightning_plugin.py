@@ -393,12 +393,14 @@ def test_the_strategies_of_lightning_are_told_apart() -> None:
         (lightnings("ModelParallelStrategy", _save_distributed_checkpoint=False), False),
     ],
 )
-def test_strategies_that_save_in_shards_go_through_a_pool_directory_alone(
+def test_strategies_that_save_in_shards_go_through_a_pool_directory_or_a_host(
     strategy: Any, is_sharded: bool, tmp_path: Path
 ) -> None:
     assert bypass(strategy, PortusIO(pool=tmp_path)) == ""
     assert warnings_for(Fake(strategy), PortusIO(materialize="none")) == []
-    refused = bypass(strategy, PortusIO(pool="portus://host:7117"))
+    assert bypass(strategy, PortusIO(pool="portus://host:7117")) == ""
+    (tmp_path / "one.portus").touch()
+    refused = bypass(strategy, PortusIO(pool=tmp_path / "one.portus"))
     assert ("every rank needs a pool file of its own" in refused) == is_sharded
     said = warnings_for(Fake(strategy), PortusIO())
     assert any("portus export" in each for each in said) == is_sharded

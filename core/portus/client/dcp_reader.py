@@ -39,6 +39,9 @@ from portus.index.groups import Group
 
 _log: Final = logging.getLogger("portus")
 
+_NAMED_MAX: Final = 8
+"""Ranks that a message tells about."""
+
 _STALE_MAX: Final = 5
 """Loads that begin again since ranks chose different groups."""
 
@@ -230,9 +233,9 @@ def load(state: dict[str, Any], reader: PortusStorageReader, **more: Any) -> Gro
     Where a rank finds its group damaged, all of them go on with the one before it, with an error
     in the log; ``state`` was not touched by then. more: of ``dcp.load``.
 
-    Returns the group that was loaded. Raises ``UsageError`` if none is complete, and
-    ``CorruptionError`` naming the first that was tried if none verifies; what torch's planner
-    finds wrong is raised as its ``CheckpointException``.
+    Returns the group that was loaded. Raises ``UsageError`` if none is complete, or if ``state``
+    does not fit, with model, step and ranks; and ``CorruptionError`` naming the first that was
+    tried if none verifies.
     """
     first: PortusError | None = None
     stale = 0
@@ -250,10 +253,21 @@ def load(state: dict[str, Any], reader: PortusStorageReader, **more: Any) -> Gro
                 elif isinstance(found, CorruptionError):
                     first = first or found
                     reader.pass_over(first)
+                elif found is error:
+                    raise _misfit(reader, error) from error
                 else:
                     raise (first or found) from error
     finally:
         reader._tells_later = False
+
+
+def _misfit(reader: PortusStorageReader, error: CheckpointException) -> UsageError:
+    """What torch's planner found wrong, and in which group."""
+    tried = reader._tried
+    what = f"{reader.place}: model {reader.model!r}" if tried is None else name_of(tried)
+    told = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())]
+    more = [f"and {len(told) - _NAMED_MAX} more"] if len(told) > _NAMED_MAX else []
+    return UsageError(f"{what} was not loaded: {'; '.join(told[:_NAMED_MAX] + more)}")
 
 
 def reason_of(error: CheckpointException) -> BaseException:

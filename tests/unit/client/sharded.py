@@ -27,9 +27,13 @@ import torch.multiprocessing as mp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -301,6 +305,54 @@ def again(rank: int, count: int, root: Path) -> None:
     writer.close()
 
 
+def fsdp1(rank: int, count: int, root: Path, kind: str, action: str) -> None:
+    """FullyShardedDataParallel: ``DTensor`` with a mesh, ``ShardedTensor`` without."""
+    torch.manual_seed(1)
+    more: dict[str, Any] = (
+        {"device_mesh": init_device_mesh("cpu", (count,))} if kind == "mesh" else {}
+    )
+    inner = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    device = torch.device("cpu")
+    model = FullyShardedDataParallel(inner, device_id=device, use_orig_params=True, **more)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+
+    def step() -> None:
+        model(torch.rand(3, 8)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def whole() -> dict[str, torch.Tensor]:
+        options = StateDictOptions(full_state_dict=True)
+        states = get_state_dict(model, optimizer, options=options)
+        return {name: value.clone() for name, value in flat(dict(enumerate(states)), "")}
+
+    step()
+    place = root / "pools"
+    if action == "save":
+        writer = PortusStorageWriter(place, kind)
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        writer.save({"model": of_model, "optimizer": of_optimizer}, step=1)
+        found = whole()
+        writer.close()
+        if rank == 0:
+            torch.save(found, root / f"{kind}.pt")
+        return
+    step()
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": of_model, "optimizer": of_optimizer}
+    portus.dcp.load(state, PortusStorageReader(place, kind))
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    found = whole()
+    if rank == 0:
+        expected = torch.load(root / f"{kind}.pt")
+        assert found.keys() == expected.keys()
+        assert len(found) > 8
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
 class UnstorableTensor(torch.Tensor):
     """Of a class that Portus does not know."""
 
@@ -377,6 +429,7 @@ TASKS: dict[str, Callable[..., None]] = {
     "mixed": mixed,
     "late": late,
     "again": again,
+    "fsdp1": fsdp1,
     "directories": directories,
     "read": read_directory,
 }

@@ -93,6 +93,13 @@ def test_hybrid_shards_are_written_once_spread_over_replicas_and_bit_equal(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kind", ["mesh", "plain"])
+def test_fully_sharded_data_parallel_states_are_bit_equal(tmp_path: Path, kind: str) -> None:
+    run(tmp_path, f"fsdp1:2:{kind}:save", f"fsdp1:2:{kind}:load")
+    assert [group.is_complete for group in groups(tmp_path / "pools")] == [True]
+
+
+@pytest.mark.long
 def test_an_asynchronous_save_is_committed_when_its_future_is(tmp_path: Path) -> None:
     run(tmp_path, "async:2")
     assert [group.is_complete for group in groups(tmp_path / "pools")] == [True]
@@ -495,6 +502,11 @@ def test_a_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(CheckpointException, match=r"Size mismatch .* for t"):
         dcp.load({"t": torch.zeros(2, 2)}, storage_reader=PortusStorageReader(tmp_path, "run"))
+    what = r"model 'run', step 1 of 1 ranks was not loaded: rank 0: "
+    with pytest.raises(portus.UsageError, match=rf"{what}Size mismatch .* for t"):
+        load({"t": torch.zeros(2, 2)}, PortusStorageReader(tmp_path, "run"))
+    with pytest.raises(portus.UsageError, match=rf"{what}Missing key .* other"):
+        load({"other": torch.zeros(2)}, PortusStorageReader(tmp_path, "run"))
 
 
 def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
