@@ -108,7 +108,7 @@ def test_a_host_that_is_killed_at_any_state_keeps_what_it_had(state: str) -> Non
     format_device(DEVDAX, LocalFiles(), force=True)
     other = state_of(SOME, 3, step=8)
     with children().start("host", DEVDAX, 0) as host:
-        port = int(host.line().split()[1])
+        port = int(host.line(WAIT_S_MAX).split()[1])
         address = f"portus://127.0.0.1:{port}"
         with pool_on(address, "other") as bystander:
             saved(bystander, snapshot_of(other, 8, "other"))
@@ -119,7 +119,7 @@ def test_a_host_that_is_killed_at_any_state_keeps_what_it_had(state: str) -> Non
                 hear_all(walk)
             walk.close()
             with children().start("host", DEVDAX, port) as again:
-                again.line()
+                again.line(WAIT_S_MAX)
                 time.sleep(0.01)  # longer than the pause before another try
                 found = steps(bystander)
                 if state != "confirming":
