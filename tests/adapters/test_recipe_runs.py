@@ -101,6 +101,10 @@ def assert_stored(pool: Path, each: int, expected_pool: int) -> None:
     assert pool.stat().st_size <= expected_pool + GROWTH
 
 
+METADATA_MAX = 64 << 10
+"""Bytes of torch's metadata of a sharded state of this size, which one rank saves too."""
+
+
 def test_torchrun_killed_and_resumed_stores_what_was_computed(
     tmp_path: Path, installed: Path, expected: Checkpoint
 ) -> None:
@@ -113,8 +117,9 @@ def test_torchrun_killed_and_resumed_stores_what_was_computed(
     assert (newest.step, newest.count, newest.is_complete) == (20, 2, True)
     parts = [info.size for _, info in newest.parts.values()]
     scalars = expected.state - 12 * expected.parameters
-    assert sum(parts) == expected.state
-    assert max(parts) <= (expected.state - scalars) // 2 + scalars
+    metadata = sum(parts) - expected.state
+    assert 0 < metadata < METADATA_MAX
+    assert max(parts) <= (expected.state - scalars) // 2 + scalars + metadata
 
 
 def test_lightning_stores_what_was_computed(

@@ -19,7 +19,7 @@ from portus.errors import BusyError, MediumError, UsageError
 from portus.format.layout import DATA_START
 from portus.index import device
 from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder
-from portus.media.base import Files, Locks, MediumKind, Names
+from portus.media.base import Files, FileStatus, Locks, MediumKind, Names
 from portus.media.dax import is_device
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
@@ -293,11 +293,10 @@ def open_writer(
         except BusyError as error:
             hint = f"{error.strerror}. To read it meanwhile: portus.open({path!r})"
             raise BusyError(error.errno, hint) from error
-        found = files.status(path)
-        if before is None or found is None or found.identity != before.identity:
-            raise MediumError(
-                errno.ENOENT, f"{path}: removed or replaced while it was opened; open it again"
-            )
+        except MediumError:
+            _check_unchanged(path, before, files.status(path))
+            raise
+        _check_unchanged(path, before, files.status(path))
         # Whoever made the pool may have been killed before its name, or it, was durable.
         if medium.info.kind is MediumKind.DEVDAX:
             device.settle(medium)
@@ -305,3 +304,10 @@ def open_writer(
             files.sync(os.path.dirname(path))
         undo.pop_all()
         return writer
+
+
+def _check_unchanged(path: str, before: FileStatus | None, after: FileStatus | None) -> None:
+    if before is None or after is None or after.identity != before.identity:
+        raise MediumError(
+            errno.ENOENT, f"{path}: removed or replaced while it was opened; open it again"
+        )

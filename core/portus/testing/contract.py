@@ -437,8 +437,8 @@ class FilesContract(abc.ABC):
         self.files().replace(self.path("a"), self.path("b"))
         medium.store(4, b"more")
         assert self.read_behind(self.path("b")) == b"datamore\0\0"
-        self.files().remove(self.path("b"))
         medium.persist([Extent(0, 10)])
+        self.files().remove(self.path("b"))
         assert load(medium, 0, 8) == b"datamore"
         medium.close()
 

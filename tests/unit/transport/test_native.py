@@ -177,10 +177,10 @@ def test_a_thread_of_the_lowest_priority_works_until_somebody_waits_then_two() -
     helper = native.helper()
     if helper is None:
         pytest.skip("no helper")
-    memory = np.zeros(16 << 30, np.uint8)  # never touched: it takes no memory
-    starts = np.arange(0, len(memory), 1 << 20)
+    memory = np.zeros(64 << 20, np.uint8)
+    starts = np.arange(0, 64 << 30, 1 << 20)  # the same memory over and over: work for long
     segments = Segments(
-        address=memory.ctypes.data + starts,
+        address=memory.ctypes.data + starts % len(memory),
         offset=starts,
         length=np.full(len(starts), 1 << 20),
         row=np.arange(len(starts)),
