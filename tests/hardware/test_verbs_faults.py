@@ -197,7 +197,45 @@ def test_a_link_that_is_cut_while_verbs_go_on_loses_the_save_or_nothing(
     check_sound(server)
 
 
+def test_a_slow_link_delays_words_and_not_bytes(server: Server) -> None:
+    """What goes by verbs does not wait for the words' link; what is committed is the same."""
+    state = state_of(SIZE, 3)
+    with (
+        LossyLink("127.0.0.1", server.doors[0].port) as link,
+        pool_on(f"portus://127.0.0.1:{link.port}") as pool,
+    ):
+        saved(pool, snapshot_of(state, 1))
+        link.bytes_s = SIZE // 100  # the whole state would take 100 seconds
+        before = link.relayed
+        assert saved(pool, snapshot_of(state, 2)).bounced_bytes == 0
+        assert link.relayed - before < SIZE // 20
+        save = begun(pool, snapshot_of(state, 3))
+        link.stalled = True
+        worker = threading.Thread(target=save.run)
+        worker.start()
+        time.sleep(0.5)
+        assert len(models(server)) == 2, "the word to commit has not come"
+        link.stalled = False
+        worker.join()
+        save.result(0)
+        assert steps(pool) == [1, 2, 3]
+        assert all(holds(pool, state, step) for step in (1, 2, 3))
+    check_sound(server)
+
+
 # --- clients that lie, or hang ---
+
+
+def test_another_version_of_the_protocol_is_refused_before_a_queue_pair_is_made(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as other:
+        other.setattr("portus.transport.dial.VERSION", said.VERSION + 1)
+        with pytest.raises(UsageError, match="upgrade the older"), pool_on(url(server)):
+            pass
+    assert server._house.fabric._devices == {}
+    check_sound(server)
+    assert others_save(server)
 
 
 @pytest.fixture
