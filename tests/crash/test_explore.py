@@ -64,6 +64,7 @@ EXPLORATIONS: Final[Mapping[str, tuple[Plans, tuple[int, ...]]]] = {
 """What the processes do, and how many images are verified at a moment of each."""
 
 DEEPER: Final = 4
+PARTS: Final = 4
 
 
 @functools.cache
@@ -175,9 +176,11 @@ def test_a_deeper_search_finds_nothing_either(name: str, seed: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("plan", [save_three, retire_by_itself, grow, collect, refer])
-def test_no_failed_persist_loses_anything(plan: Plan, seed: int) -> None:
+def test_no_failed_persist_loses_anything(plan: Plan, part: int, seed: int) -> None:
+    """Every persist of a plan, in turns of ``PARTS`` tests, which may go on side by side."""
     trainer = Roomy if plan in (save_three, retire_by_itself) else Tight
-    for number in range(1, persists_of(plan) + 1):
+    for number in range(1 + part, persists_of(plan) + 1, PARTS):
         search = explorer((plan, save_one), (30, 3), persist_fails(number), trainer)
         print(number, replace(search, seed=seed).explore())
