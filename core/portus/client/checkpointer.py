@@ -25,7 +25,6 @@ from portus.client.snapshot import SnapshotMode, Snapshots, name_of
 from portus.client.state import FlatState
 from portus.errors import AbandonedError, MediumError, PortusError, TransportError, UsageError
 from portus.format.layout import Kind
-from portus.media.warm import warm
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.queue import Place, Queue
@@ -461,7 +460,7 @@ class Checkpointer:
             return  # the next save has its space by now, and sees to that of the one after it
         try:
             grown = self._writer.ensure(size)
-            warm(self._writer.medium, grown, lambda: not self._queue.has_more())
+            self._writer.touch([grown], lambda: not self._queue.has_more())
         except (MediumError, TransportError) as error:
             _log.warning("%s: the next save may not fit: %s", self.path, error)
 

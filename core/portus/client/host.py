@@ -84,6 +84,9 @@ class HostPool(PoolReader):
             self.links.ask(said.Room(free), ROOM_S)
         return Extent(0, 0)
 
+    def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
+        """The host did when it made room."""
+
     def retire(self, versions: Collection[int]) -> None:
         """Let go of versions, by id; those that are not there are ignored."""
         if versions:

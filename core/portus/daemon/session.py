@@ -35,7 +35,6 @@ from portus.errors import (
     UsageError,
 )
 from portus.index.records import Pointer, VersionEntry, encode_version
-from portus.media.warm import warm
 from portus.pipeline.draft import Labels, PoolDraft
 from portus.pipeline.parts import Group, sources
 from portus.protocol import messages as said
@@ -505,7 +504,7 @@ class _Requests:
 
     def _room(self, message: said.Room) -> Said:
         grown = self._writer.ensure(message.size)
-        warm(self._writer.medium, grown, lambda: not self._link.closed)
+        self._writer.touch([grown], lambda: not self._link.closed)
         return said.Done()
 
     def _retire(self, message: said.Retire) -> Said:

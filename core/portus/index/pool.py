@@ -273,14 +273,25 @@ class PoolWriter(PoolReader):
         for many pages, where a store would fault for each. Changes no byte; ends early when
         ``wanted`` is False. Raises ``MediumError`` as stores do."""
         for extent in extents:
-            first, after = extent.offset // _TOUCHED, -(-extent.end // _TOUCHED)
-            with self._guard:
-                self._touched.extend(bytes(max(0, after - len(self._touched))))
-                is_fresh = self._touched.find(0, first, after) >= 0
-            if is_fresh:
-                warm(self.medium, extent, wanted)
+            for fresh in self._fresh(extent):
+                done = warm(self.medium, fresh, wanted)
+                first, after = fresh.offset // _TOUCHED, -(-(fresh.offset + done) // _TOUCHED)
                 with self._guard:
                     self._touched[first:after] = b"\1" * (after - first)
+
+    def _fresh(self, extent: Extent) -> list[Extent]:
+        """The parts of ``extent`` that were not touched yet."""
+        first, after = extent.offset // _TOUCHED, -(-extent.end // _TOUCHED)
+        found = []
+        with self._guard:
+            self._touched.extend(bytes(max(0, after - len(self._touched))))
+            while (first := self._touched.find(0, first, after)) >= 0:
+                end = self._touched.find(1, first, after)
+                end = after if end < 0 else end
+                start = max(first * _TOUCHED, extent.offset)
+                found.append(Extent(start, min(end * _TOUCHED, extent.end) - start))
+                first = end
+        return found
 
     def free_bytes(self) -> int:
         """Bytes that can be reserved without growing."""

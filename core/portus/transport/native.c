@@ -10,7 +10,9 @@
    the target is not read before it is written.
 
    While nobody waits, a long list is worked on by a thread of the lowest priority: it is welcome
-   to a processor that idles, and takes none from the training. Once somebody waits, the caller's
+   to a processor that idles, and takes none from the training. It rests a part of the time: what
+   idles is often the other half of the core that the training is on, and the memory is the same
+   for all. Once somebody waits, the caller's
    own thread goes on where that one is, and shares what is left with a second one of a lower
    priority than its own. Neither of the two ever runs Python. */
 
@@ -19,6 +21,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <time.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -28,6 +31,8 @@
 #define STREAM_MIN 1024 /* bytes from which going around the cache pays */
 #define GRAIN (1 << 20) /* bytes that a thread takes at a time, or else one unit */
 #define PATIENT 19      /* niceness of the thread that works while nobody waits */
+#define WORK_NS 2000000 /* that a patient thread works at a stretch, and then rests */
+#define REST_NS 500000
 #define SECOND 10       /* niceness of the second thread, on top of what the process has */
 
 typedef struct {
@@ -145,6 +150,7 @@ struct task {
     struct list *list;
     struct place *place;
     int patient, niceness;
+    int64_t since_ns; /* a patient one has worked since then */
 };
 
 static int leaves(const struct task *task) {
@@ -152,8 +158,21 @@ static int leaves(const struct task *task) {
     return asked(shared) || (task->patient && awaited(shared));
 }
 
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* Between two pieces: a patient thread that has worked for long enough rests. */
+static void rest(struct task *task) {
+    if (!task->patient || now_ns() - task->since_ns < WORK_NS) return;
+    nanosleep(&(struct timespec){.tv_nsec = REST_NS}, NULL);
+    task->since_ns = now_ns();
+}
+
 /* The rest of one segment of a unit, by pieces. Returns 0 if the thread leaves before the end. */
-static int move_segment(const struct task *task) {
+static int move_segment(struct task *task) {
     const struct list *list = task->list;
     struct place *place = task->place;
     const char *source = (const char *)(intptr_t)list->source[place->i];
@@ -166,6 +185,7 @@ static int move_segment(const struct task *task) {
         if (target) copy(target + place->moved, source + place->moved, (size_t)step);
         place->moved += step;
         count(list->shared, step);
+        rest(task);
     }
     place->moved = 0;
     return 1;
@@ -199,6 +219,7 @@ static int work(struct task *task, pthread_t *thread, struct task *second) {
         int last = i + 1 == list->segments || list->row[i + 1] != list->row[i];
         if (first && last && list->length[i] <= list->piece) {
             move_piece(list, i);
+            rest(task);
         } else {
             if (first && !place->moved) list->hash->reset(place->state);
             if (!move_segment(task)) break;
@@ -214,6 +235,7 @@ static int work(struct task *task, pthread_t *thread, struct task *second) {
 static void *work_behind(void *argument) {
     struct task *task = argument;
     setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + task->niceness); /* 0: this thread */
+    task->since_ns = now_ns();
     work(task, NULL, NULL);
     return NULL;
 }
@@ -235,8 +257,8 @@ int64_t portus_move(const struct hash *hash, int64_t segments, const int64_t *so
                     int64_t piece, int64_t threads, uint8_t *digests, struct shared *shared) {
     struct list list = {hash, segments, source, target, length, row, piece, digests, shared, 0};
     struct place own = {.state = hash->create()}, other = {.state = hash->create()};
-    struct task patient = {&list, &own, 1, PATIENT}, lead = {&list, &own, 0, 0},
-                second = {&list, &other, 0, SECOND};
+    struct task patient = {&list, &own, 1, PATIENT, 0}, lead = {&list, &own, 0, 0, 0},
+                second = {&list, &other, 0, SECOND, 0};
     int64_t result = -1;
     if (own.state && other.state) {
         pthread_t thread;
