@@ -101,7 +101,7 @@ def _collect_from_host(place: str, wish: Wish) -> tuple[list[VersionInfo], bool]
     """By the links that trainers of this machine keep, which may be at work: nothing of theirs is
     changed, and a reference file that is young may be about to get its name."""
     directory = wish.links or nearest(os.getcwd())
-    directories = host_links(place, directory) if directory else []
+    directories = host_links(place, directory) if directory and os.path.isdir(directory) else []
     if not directories:
         raise UsageError(
             f"{place}: no links to it in {directory or DEFAULT_DIRECTORY}: the machine whose "

@@ -110,6 +110,9 @@ def test_gc_of_a_host_says_on_which_machine_to_ask(address: str) -> None:
     said = portus("gc", address)
     assert said.code == 2
     assert "--links" in said.err
+    missing = portus("gc", address, "--links", "nowhere")
+    assert missing.code == 2
+    assert "nowhere" in missing.err
 
 
 def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
