@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Final
 
 import pytest
+
+from portus.daemon.server import Server
+from portus.daemon.session import Patience
+from portus.index.directory import format_device
+from portus.media.local import LocalFiles
+from tests.hosts import serving
 
 IN_LAB: Final = os.environ.get("PORTUS_LAB") == "guest"
 
@@ -18,6 +25,26 @@ FSDAX: Final = os.environ.get("PORTUS_TEST_FSDAX", "")
 EXPANDER: Final = os.environ.get("PORTUS_TEST_EXPANDER", "")
 """What tests may overwrite: a devdax with an NVDIMM namespace, a directory on a file system with
 DAX, a devdax without a namespace."""
+
+WAIT_S_MAX: Final = 240.0
+PATIENCE: Final = Patience(silent_s=WAIT_S_MAX)
+"""The lab may stand still for a while: it is a guest of a machine that has other work."""
+
+
+@pytest.fixture
+def by_verbs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORTUS_TRANSPORT", "verbs")
+    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
+    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
+    monkeypatch.setattr("portus.transport.host.SILENCE_S", WAIT_S_MAX)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """On a DAX device."""
+    format_device(DEVDAX, LocalFiles(), force=True)
+    with serving(DEVDAX, patience=PATIENCE) as made:
+        yield made
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

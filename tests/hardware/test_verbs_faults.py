@@ -27,11 +27,9 @@ from portus.transport.base import Stop
 from portus.transport.dial import raised
 from portus.transport.verbs import RegisterError
 from tests.crash.nursery import Nursery, nursery
-from tests.hardware.conftest import DEVDAX
+from tests.hardware.conftest import DEVDAX, WAIT_S_MAX
 from tests.hardware.states import begun, holds, loaded, saved, snapshot_of, state_of, steps
 from tests.hardware.test_verbs_host import (
-    PATIENCE,
-    WAIT_S_MAX,
     check_sound,
     others_save,
     pool_on,
@@ -43,22 +41,10 @@ from tests.hosts import Host, serving, url
 SOME = 2 << 20
 TEN_TERABYTES = 10 << 40
 
-pytestmark = [pytest.mark.rdma, pytest.mark.pmem, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def by_verbs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PORTUS_TRANSPORT", "verbs")
-    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
-    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
-    monkeypatch.setattr("portus.transport.host.SILENCE_S", WAIT_S_MAX)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    format_device(DEVDAX, LocalFiles(), force=True)
-    with serving(DEVDAX, patience=PATIENCE) as made:
-        yield made
+pytestmark = [
+    *(pytest.mark.rdma, pytest.mark.pmem, pytest.mark.timeout(600)),
+    pytest.mark.usefixtures("by_verbs_alone"),
+]
 
 
 def children() -> Nursery:

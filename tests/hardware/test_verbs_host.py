@@ -21,7 +21,6 @@ pytest.importorskip("pyverbs.device", reason="no pyverbs; make test-hardware", e
 
 from portus.client.host import HostDraft, HostPool
 from portus.daemon.server import Server
-from portus.daemon.session import Patience
 from portus.errors import AbandonedError, PortusError, TransportError, UsageError
 from portus.index.check import check
 from portus.index.directory import format_device
@@ -34,7 +33,7 @@ from portus.protocol.messages import packed_column, packed_handles
 from portus.transport.base import Stop, memory
 from portus.transport.dial import Credentials
 from portus.transport.host import Links
-from tests.hardware.conftest import DEVDAX, FSDAX
+from tests.hardware.conftest import DEVDAX, FSDAX, PATIENCE, WAIT_S_MAX
 from tests.hardware.states import Bytes, begun, holds, loaded, saved, snapshot_of, state_of, steps
 from tests.hosts import Host, serving, url
 
@@ -44,29 +43,12 @@ RING = (20 << 20) + 12345
 SOME = 2 << 20
 """Bytes of states that are quicker to save: of more than one batch, and of one."""
 
-WAIT_S_MAX = 240.0
-PATIENCE = Patience(silent_s=WAIT_S_MAX)
-"""The lab may stand still for a while: it is a guest of a machine that has other work."""
-
 T = TypeVar("T")
 
-pytestmark = [pytest.mark.rdma, pytest.mark.pmem, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def by_verbs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PORTUS_TRANSPORT", "verbs")
-    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
-    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
-    monkeypatch.setattr("portus.transport.host.SILENCE_S", WAIT_S_MAX)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    """On a DAX device."""
-    format_device(DEVDAX, LocalFiles(), force=True)
-    with serving(DEVDAX, patience=PATIENCE) as made:
-        yield made
+pytestmark = [
+    *(pytest.mark.rdma, pytest.mark.pmem, pytest.mark.timeout(600)),
+    pytest.mark.usefixtures("by_verbs_alone"),
+]
 
 
 @contextlib.contextmanager
