@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import time
 from collections import deque
 
 import torch
@@ -48,6 +50,25 @@ def after(steps: int) -> object:
     for step in range(1, steps + 1):
         step_once(model, optimizer, step)
     return state_of(model, optimizer, steps)
+
+
+def save_directories(say: Say, url: str, root: str) -> None:
+    """Train and save, each step to a directory of two reference files; the fourth when there is a
+    file ``go``."""
+    logging.disable()
+    model, optimizer = training()
+    links = os.path.join(root, "links")
+    with portus.Checkpointer(url, "run", links=links) as checkpointer:
+        for step in range(1, 5):
+            while step == 4 and not os.path.exists(os.path.join(root, "go")):
+                time.sleep(0.001)
+            step_once(model, optimizer, step)
+            state = {"model.pt": model.state_dict(), "rest.pt": optimizer.state_dict()}
+            files = {os.path.join(root, f"step_{step}", name): name for name in state}
+            handle = checkpointer.save(state, step, reference=files)
+            say(f"asked {step}")
+            handle.wait()
+            say(f"saved {step}")
 
 
 def train_for_ever(say: Say, url: str) -> None:

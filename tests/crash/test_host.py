@@ -135,3 +135,47 @@ def test_a_killed_training_goes_on_from_what_the_host_has(tmp_path: Path, seed: 
         assert '"level": "error"' not in host.log
     findings = check(tmp_path / "pools" / "default.portus")
     assert not [each for each in findings if each.severity is Severity.ERROR]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("killed", ["trainer", "both"])
+def test_what_was_killed_between_reference_and_commit_is_mended(
+    tmp_path: Path, killed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.client.mend._CLAIM_S", 60.0)  # the machine may be busy
+    links = str(tmp_path / "links")
+    with (
+        Host(tmp_path / "pools") as host,
+        LossyLink("127.0.0.1", host.port) as link,
+        nursery("tests.crash.host_trainer").start(
+            "save_directories", f"portus://127.0.0.1:{link.port}", str(tmp_path)
+        ) as child,
+    ):
+        url = f"portus://127.0.0.1:{link.port}"
+        lines: list[str] = []
+        while until(child, "saved", lines) < 3:
+            pass
+        link.stalled = True
+        (tmp_path / "go").touch()
+        while until(child, "asked", lines) < 4:
+            pass
+        names = sorted((tmp_path / "step_4").iterdir())
+        assert len(names) == 2, "they are there before the commit"
+        child.kill()
+        if killed == "both":
+            host.kill()
+        link.cut()
+        link.stalled = False
+        if killed == "both":
+            host.start()
+        assert portus.mend(url, links=links) == []
+        removed = portus.mend(url, links=links, uncommitted=True)
+        assert sorted(removed) == [str(each) for each in names]
+        assert list((tmp_path / "step_4").iterdir()) == []
+        portus.allow(url)
+        for step in (2, 3):
+            found = torch.load(tmp_path / f"step_{step}" / "rest.pt")
+            assert found["state"][0]["step"] == step
+        with portus.open(host.url) as pool:
+            assert pool.steps("run") == [1, 2, 3], "each is held by its files"

@@ -13,8 +13,8 @@ from portus.cli.pools import find_pool, nearest, version_document
 from portus.cli.rm import writing
 from portus.client.home import host_links
 from portus.client.host import HostPool
-from portus.client.keeper import unheld
-from portus.client.reference import State, links, links_directory, settle_removals
+from portus.client.keeper import gone_for_good, unheld
+from portus.client.reference import State, links, links_directory
 from portus.errors import PortusError, UsageError
 from portus.index.directory import DEFAULT_DIRECTORY, open_reader, pool_files, remove_pool
 from portus.media.dax import is_device
@@ -101,13 +101,14 @@ def _collect_from_host(place: str, wish: Wish) -> tuple[list[VersionInfo], bool]
     """By the links that trainers of this machine keep, which may be at work: nothing of theirs is
     changed, and a reference file that is young may be about to get its name."""
     directory = wish.links or nearest(os.getcwd())
-    directories = host_links(place, directory) if directory and os.path.isdir(directory) else []
-    if not directories:
+    paths = host_links(place, directory)
+    if not paths:
         raise UsageError(
             f"{place}: no links to it in {directory or DEFAULT_DIRECTORY}: the machine whose "
             f"trainer wrote the reference files knows which are gone. Run this there, in the "
             f"directory of the run, or say where its {DEFAULT_DIRECTORY} is: --links DIR"
         )
+    directories = map(links_directory, paths)
     found = [each for path in directories for each in links(path, _FILES, adopt=False)]
     before = time.time_ns() - YOUNG_S * 10**9
     found = [
@@ -119,9 +120,7 @@ def _collect_from_host(place: str, wish: Wish) -> tuple[list[VersionInfo], bool]
         gone = unheld(found, catalogue, wish.states)
         infos = [entry.info for entry in catalogue.entries() if entry.info.id in gone]
         if gone and not wish.dry_run:
-            lost = [each.reference for each in found if each.state in wish.states]
-            for home in {os.path.dirname(each.written_path) for each in lost}:
-                settle_removals(home, _FILES)  # else a power cut could bring a name back
+            gone_for_good(found, wish.states, _FILES)
             host.retire(gone)
     return infos, False
 

@@ -144,11 +144,14 @@ def _quoted(name: str) -> str:
     return urllib.parse.quote(name, safe="@")[-200:]
 
 
-def host_links(pool: str, links: str) -> list[str]:
-    """The links directories in ``links`` of trainers of this machine that saved to ``pool``, the
-    address of a host."""
+def host_links(pool: str, links: str | None) -> list[str]:
+    """The paths that links directories are named after: those in ``links``, see ``HostHome``, of
+    trainers of this machine that saved to ``pool``, the address of a host."""
+    inside = os.path.abspath(links or DEFAULT_DIRECTORY)
     end = os.path.basename(links_directory(_quoted(f"@{parse(pool)}") + SUFFIX))
-    return sorted(os.path.join(links, name) for name in os.listdir(links) if name.endswith(end))
+    names = sorted(os.listdir(inside)) if os.path.isdir(inside) else []
+    stems = [os.path.splitext(name)[0] for name in names if name.endswith(end)]
+    return [os.path.join(inside, stem) + SUFFIX for stem in stems]
 
 
 def home_of(

@@ -43,10 +43,14 @@ _NONE: Final = np.empty(0, np.int64)
 class HostPool(PoolReader):
     """A tenant's pool on a storage host. It is read as any pool is; versions are made by drafts."""
 
-    def __init__(self, address: str, model: str | None = None) -> None:
-        """model: the one to save, as the only client; None: to look at the pool. Raises
+    def __init__(
+        self, address: str, model: str | None = None, *, claim_s: float | None = None
+    ) -> None:
+        """model: the one to save, as the only client; None: to look at the pool. claim_s: the
+        longest wait for another client to let go of it; None: the host's. Raises
         ``TransportError`` if no host answers, ``UsageError`` for a wrong secret, ``BusyError``."""
-        self.links: Final = Links(parse(address), Credentials.from_environment(), model=model)
+        credentials = Credentials.from_environment()
+        self.links: Final = Links(parse(address), credentials, model=model, claim_s=claim_s)
         self.deleted: Callable[[], Collection[int]] = tuple
         """Asked for versions whose reference files are gone, when space is short."""
         self._known: tuple[bytes, Catalogue | None] = b"", None

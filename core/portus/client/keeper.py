@@ -160,9 +160,10 @@ class Keeper:
         version, the newest one: a save into an existing directory was cut off while it replaced
         them. uncommitted: remove files whose version was never committed, or was retired.
         cut_off: tokens of versions that count as never committed, since other parts of their
-        group are not.
+        group are not. Files that lead to another pool, which was here once, are left alone.
         """
-        alive, _ = self._read_links()
+        uuid = self._writer.superblock.uuid.hex()
+        alive = [each for each in self._read_links()[0] if each.pool == uuid]
         infos = [entry.info for entry in self._writer.catalogue().entries()]
         committed = {info.token.hex(): info for info in infos if info.token not in cut_off}
         newest: dict[str, VersionInfo] = {}
@@ -207,9 +208,7 @@ class Keeper:
         files; the ids. DELETED: those that ``deleted`` names; UNKNOWN: see ``reference``."""
         found = self._links()
         gone = unheld(found, self._writer.catalogue(), states)
-        lost = [each.reference for each in found if each.state in states]
-        for directory in set(map(_home, lost)):
-            files_of.settle_removals(directory, self._files)  # as in ``_read_links``
+        lost = gone_for_good(found, states, self._files)
         self._writer.retire(gone)
         there = {entry.info.token.hex() for entry in self._writer.catalogue().entries()}
         for reference in lost:
@@ -297,6 +296,17 @@ def unheld(links: Sequence[Link], catalogue: Catalogue, states: Collection[State
     gone = {each.reference.token for each in links if each.state in states}
     gone -= _led_to(others, catalogue)
     return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in gone}
+
+
+def gone_for_good(
+    links: Sequence[Link], states: Collection[State], files: files_of.FileSystem
+) -> list[Reference]:
+    """The reference files of ``states``, once they stay gone: a power cut would bring back a name
+    that was not. Raises ``MediumError``."""
+    lost = [each.reference for each in links if each.state in states]
+    for directory in set(map(_home, lost)):
+        files_of.settle_removals(directory, files)
+    return lost
 
 
 def _led_to(references: list[Reference], catalogue: Catalogue, coming: bytes = b"") -> set[str]:

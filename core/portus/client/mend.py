@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from typing import Final
 
 from portus.client.grouped import Census, census, has_writer, place_of
-from portus.client.keeper import keeper_of
+from portus.client.home import host_links
+from portus.client.host import HostPool
+from portus.client.keeper import Keeper, keeper_of
+from portus.client.reference import links as links_in
+from portus.client.reference import links_directory
 from portus.client.resolve import POOLS
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS, pool_file, pool_files
 from portus.index.groups import part_model
+from portus.media.local import LocalFiles
 from portus.protocol.address import is_address
 
+_CLAIM_S: Final = 2.0
+"""The longest wait for a model on a storage host: whoever saved it may have just died."""
 
-def mend(pool: str | os.PathLike[str], *, uncommitted: bool = False) -> list[str]:
+
+def mend(
+    pool: str | os.PathLike[str], *, uncommitted: bool = False, links: str | None = None
+) -> list[str]:
     """Put the reference files of a pool, or of all pools in a directory, in order.
 
     For adapters whose checkpoint is a directory of reference files, before they look for the
@@ -22,47 +35,93 @@ def mend(pool: str | os.PathLike[str], *, uncommitted: bool = False) -> list[str
     nothing, since their save was cut off, are removed; those to parts of a group of which other
     ranks committed nothing count as such.
 
-    Returns the paths of files that were removed. A pool that somebody writes is left alone; no
-    pool is no error. Raises ``MediumError``, ``CorruptionError``.
+    links: with a storage host, whose references the trainers of this machine know, what
+    ``Checkpointer`` was given; None: ``.portus`` in the current directory.
+
+    Returns the paths of files that were removed. A pool that somebody writes is left alone, and a
+    model that somebody saves to a host; no pool is no error. Raises ``MediumError``,
+    ``CorruptionError``; ``TransportError`` and what a host refuses.
     """
-    try:
-        place = place_of(pool)
-        if is_address(place):
-            return []  # its references are known where they are
-        found, paths = census(place), pool_files(place)
-    except UsageError:
-        return []
-    cut_off = _cut_off(found) if uncommitted else set()
+    place = place_of(pool)
+    on_host = is_address(place)
+    paths = host_links(place, links) if on_host else _pool_files(place)
+    if not paths or (on_host and _is_open_here(_uuid_of(place))):
+        return []  # what this process saves there it would wait for in vain
+    cut_off = _cut_off(census(place)) if uncommitted else set()
     removed = []
     for path in paths:
-        try:
-            writer = WRITERS.open(path, timeout_s=0)
-        except BusyError:
-            continue
-        try:
-            if all(pool.uuid != writer.superblock.uuid for pool in POOLS.open_ones()):
-                keeper = keeper_of(path, writer)
+        with _of_host(place, path) if on_host else _of_file(path) as keeper:
+            if keeper is not None:
                 removed += keeper.mend(uncommitted=uncommitted, cut_off=cut_off)
-        finally:
-            WRITERS.close(writer)
     return removed
 
 
-def _cut_off(found: Census) -> set[bytes]:
-    """Tokens of the parts of groups whose other parts were never committed.
+def _pool_files(place: str) -> list[str]:
+    try:
+        return pool_files(place)
+    except UsageError:
+        return []
 
-    Not of a group with a rank whose pool file is lost, cannot be read, or is being written: what
-    is in it is not known.
-    """
+
+@contextlib.contextmanager
+def _of_file(path: str) -> Iterator[Keeper | None]:
+    """The reference files of a pool file, which is nobody else's meanwhile; None if it is."""
+    try:
+        writer = WRITERS.open(path, timeout_s=0)
+    except BusyError:
+        yield None
+        return
+    try:
+        yield None if _is_open_here(writer.superblock.uuid) else keeper_of(path, writer)
+    finally:
+        WRITERS.close(writer)
+
+
+@contextlib.contextmanager
+def _of_host(place: str, path: str) -> Iterator[Keeper | None]:
+    """The reference files of this machine that ``path`` is named for, likewise."""
+    found = links_in(links_directory(path), LocalFiles(), adopt=False)
+    with contextlib.ExitStack() as stack:
+        pool = None
+        try:
+            for model in {each.reference.model for each in found}:
+                pool = stack.enter_context(_claimed(place, model))
+        except BusyError:
+            pool = None
+        yield None if pool is None else keeper_of(path, pool, address=place)
+
+
+def _claimed(place: str, model: str) -> contextlib.closing[HostPool]:
+    return contextlib.closing(HostPool(place, model, claim_s=_CLAIM_S))
+
+
+def _uuid_of(place: str) -> bytes:
+    with contextlib.closing(HostPool(place)) as pool:
+        return pool.superblock.uuid
+
+
+def _is_open_here(uuid: bytes) -> bool:
+    return any(pool.uuid == uuid for pool in POOLS.open_ones())
+
+
+def _cut_off(found: Census) -> set[bytes]:
+    """Tokens of the parts of groups whose other parts were never committed, and will not be."""
     tokens = set()
     for group in found.groups:
-        missing = [
-            pool_file(found.place, part_model(group.model, rank, group.count))
-            for rank in group.missing
-        ]
-        if missing and all(
-            os.path.isfile(path) and path not in found.unreadable and not has_writer(path)
-            for path in missing
-        ):
+        missing = [part_model(group.model, rank, group.count) for rank in group.missing]
+        if missing and all(_is_idle(found, part) for part in missing):
             tokens |= {info.token for _, info in group.parts.values()}
     return tokens
+
+
+def _is_idle(found: Census, part: str) -> bool:
+    """True if nobody saves a rank's part, and all that was saved of it is known. False for a rank
+    whose pool file is lost or cannot be read."""
+    if is_address(found.place):
+        try:
+            with _claimed(found.place, part):
+                return True
+        except BusyError:
+            return False
+    path = pool_file(found.place, part)
+    return os.path.isfile(path) and path not in found.unreadable and not has_writer(path)

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from portus.errors import MediumError, PortusError, TransportError, UsageError
+from portus.errors import BusyError, MediumError, PortusError, TransportError, UsageError
 from portus.media.base import MediumInfo, MediumKind
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Transport
@@ -38,7 +38,7 @@ from portus.transport.dial import (
     transport_wished,
 )
 from portus.transport.regions import Lane, Parts, Regions, gathered
-from portus.transport.stream import InterruptedByError, Link, take
+from portus.transport.stream import InterruptedByError, Link, SilentError, take
 from portus.transport.verbs import Domain, Endpoint, Region, port_for
 
 _log: Final = logging.getLogger("portus")
@@ -69,8 +69,10 @@ class Links:
         credentials: Credentials,
         *,
         model: str | None = None,
+        claim_s: float | None = None,
     ) -> None:
-        """Connects. model: the one that is saved over these connections, by nobody else.
+        """Connects. model: the one that is saved over these connections, by nobody else. claim_s:
+        the longest wait for another client to let go of it; None: the host's.
 
         Raises ``TransportError`` if nobody answers, and what the host refuses.
         """
@@ -84,6 +86,7 @@ class Links:
         self._settled = self._wish is Transport.TCP
         self._lanes: Final[weakref.WeakKeyDictionary[Link, Lane]] = weakref.WeakKeyDictionary()
         self._claim: Final = None if model is None else said.Claim(model, os.urandom(16))
+        self._claim_s: Final = claim_s
         self._credentials: Final = credentials
         self._guard: Final = threading.Lock()
         self._idle: list[Link] = []
@@ -242,7 +245,14 @@ class Links:
         if self._claim is None:
             return
         try:
-            _answered(link, self._claim)
+            _answered(link, self._claim, self._claim_s)
+        except SilentError as error:
+            if self._claim_s is None:
+                raise
+            name = self._claim.model
+            raise BusyError(
+                errno.EAGAIN, f"{self.address}: another client saves model {name!r}"
+            ) from error
         except BaseException:
             link.close()
             raise

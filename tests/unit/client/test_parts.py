@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,17 @@ import pytest
 import torch
 
 import portus
-from portus.client.keeper import Keeper, keeper_of
+from portus.client import mend as mending
+from portus.client.host import HostPool
+from portus.client.keeper import Keeper
+from portus.client.resolve import POOLS
+from portus.daemon.server import Server
+from portus.daemon.session import Patience
 from portus.index.directory import WRITERS
+from portus.index.groups import new_id, part_model, part_token
 from portus.media.local import LocalFiles
+from portus.protocol.address import Address, Scheme
+from tests.hosts import serving, url
 
 State = dict[str, Any]
 
@@ -126,36 +136,108 @@ def test_materialised_files_hold_their_parts(run: Path) -> None:
     assert read(run / "one") == [1, 1, 1]
 
 
-def cut_off_while_replacing(run: Path) -> None:
+@pytest.fixture(params=["files", "host"])
+def place(
+    request: pytest.FixtureRequest, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """A pool directory, or a storage host; what is not there is in the current directory."""
+    monkeypatch.chdir(run)
+    if request.param == "files":
+        yield str(run / ".portus")
+        return
+    with serving(run / "host") as server:
+        yield url(server)
+
+
+def cut_off_while_replacing(run: Path, place: str) -> None:
     """Step 2 was committed; of the three files in ``last`` one leads to it."""
-    with portus.Checkpointer(run / ".portus", "run", keep=2) as trainer:
+    with portus.Checkpointer(place, "run", keep=2) as trainer:
         save(trainer, run / "last", 1).wait()
         trainer.save(state(2), 2).wait()
-        writer, _ = trainer._open_or_create()
-        keeper_of(trainer.path, writer).replace(
-            str(run / "last" / "number"), trainer.versions()[-1], "number"
-        )
+        _, keeper = trainer._open_or_create()
+        keeper.replace(str(run / "last" / "number"), trainer.versions()[-1], "number")
     assert read(run / "last") == [1, 1, 2]
 
 
-def test_files_of_two_versions_in_one_directory_are_mended(run: Path) -> None:
-    cut_off_while_replacing(run)
-    assert portus.mend(run / ".portus") == []
+def test_files_of_two_versions_in_one_directory_are_mended(run: Path, place: str) -> None:
+    cut_off_while_replacing(run, place)
+    assert portus.mend(place) == []
     assert read(run / "last") == [2, 2, 2]
 
 
-def test_files_that_were_never_committed_are_removed_only_when_asked(run: Path) -> None:
-    with portus.Checkpointer(run / ".portus", "run") as trainer:
+def test_files_that_were_never_committed_are_removed_only_when_asked(run: Path, place: str) -> None:
+    with portus.Checkpointer(place, "run") as trainer:
         save(trainer, run / "one", 1).wait()
         _, keeper = trainer._open_or_create()
         keeper.place(str(run / "two.bin"), bytes(16), 2, "run", "number")
-        portus.mend(run / ".portus", uncommitted=True)
+        portus.mend(place, uncommitted=True)
         assert (run / "two.bin").exists(), "it is open: the save may be under way"
-    portus.mend(run / ".portus")
+    portus.mend(place)
     assert (run / "two.bin").exists()
-    assert portus.mend(run / ".portus", uncommitted=True) == [str(run / "two.bin")]
+    assert portus.mend(place, uncommitted=True) == [str(run / "two.bin")]
     assert not (run / "two.bin").exists()
     assert read(run / "one") == [1, 1, 1]
+
+
+def test_files_on_a_host_are_left_alone_while_another_process_saves_that_model(run: Path) -> None:
+    links = str(run / "links")
+    with serving(run / "host", patience=Patience(claim_s=0.1)) as server:
+        for model in ("one", "two"):
+            with portus.Checkpointer(url(server), model, links=links) as trainer:
+                _, keeper = trainer._open_or_create()
+                keeper.place(str(run / f"{model}.bin"), bytes(16), 2, model, "number")
+        until_saved_are(server, set())
+        other = HostPool(url(server), "two")
+        assert portus.mend(url(server), uncommitted=True) == [], "its links are elsewhere"
+        removed = portus.mend(url(server), uncommitted=True, links=links)
+        assert removed == [str(run / "one.bin")]
+        other.close()
+        until_saved_are(server, set())
+        removed = portus.mend(url(server), uncommitted=True, links=links)
+        assert removed == [str(run / "two.bin")]
+
+
+def until_saved_are(server: Server, models: set[str]) -> None:
+    """A host hears a moment later that a client is gone."""
+    until = time.monotonic() + 60
+    while set(server._house.pools.of("default")._claims) != models:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_files_that_lead_to_a_pool_that_was_here_once_are_left_alone(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that serves the wrong directory must not cost the references to the right one."""
+    monkeypatch.chdir(run)
+    address = Address(Scheme.UNIX, path=str(run / "host.sock"))
+    with serving(run / "right", address=address) as server:
+        place = url(server)
+        cut_off_while_replacing(run, place)
+    with serving(run / "wrong", address=address):
+        assert portus.mend(place, uncommitted=True) == []
+    with serving(run / "right", address=address):
+        assert read(run / "last") == [1, 1, 2]
+        assert portus.mend(place, uncommitted=True) == []
+        assert read(run / "last") == [2, 2, 2]
+
+
+def test_parts_of_a_group_that_a_rank_never_committed_are_mended_once_no_rank_saves(
+    run: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mending, "_CLAIM_S", 0.1)
+    group = new_id()
+    path = run / "step_1" / "rank-0-of-2.shard"
+    with portus.Checkpointer(place, part_model("run", 0, 2)) as rank:
+        token = part_token(group, 0)
+        rank.save({"format": 1}, 1, token=token, reference={str(path): "format"}).wait()
+    with portus.Checkpointer(place, part_model("run", 1, 2)) as other:
+        other.prepare(0)
+        other.save({"format": 1}, 0, token=part_token(new_id(), 1)).wait()
+        POOLS.closed(other)  # as if it were another process
+        assert portus.mend(place, uncommitted=True) == [], "it may commit yet"
+    monkeypatch.setattr(mending, "_CLAIM_S", 60.0)
+    assert portus.mend(place, uncommitted=True) == [str(path)]
 
 
 def test_a_part_that_was_never_committed_is_never_taken_from_another_step(run: Path) -> None:
@@ -167,8 +249,9 @@ def test_a_part_that_was_never_committed_is_never_taken_from_another_step(run: P
             torch.load(run / "two.bin")
 
 
-def test_mending_what_is_not_there_does_nothing(run: Path) -> None:
+def test_mending_what_is_not_there_does_nothing(run: Path, place: str) -> None:
     assert portus.mend(run / "nothing", uncommitted=True) == []
+    assert portus.mend(place, uncommitted=True) == []
 
 
 class Slow(LocalFiles):
