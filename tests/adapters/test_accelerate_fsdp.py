@@ -16,6 +16,8 @@ import pytest
 
 import portus
 from portus.dcp import groups
+from portus.protocol.address import Address, Scheme
+from tests.hosts import serving, url
 
 SCRIPT = Path(__file__).with_name("fsdp_script.py")
 TWO = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
@@ -80,6 +82,25 @@ def test_killed_in_a_save_and_resumed_is_as_if_it_had_not_been(
     assert all(portus.is_reference(path) for path in newest.iterdir())
     complete = [group.step for group in groups(tmp_path / ".portus") if group.is_complete]
     assert complete[-2:] == [4, 5]
+
+
+@pytest.mark.long
+def test_with_the_pool_on_a_storage_host_a_killed_run_is_resumed_the_same(
+    stock: Path, tmp_path: Path, installed: Path
+) -> None:
+    root, socket = tmp_path / "run", Address(Scheme.UNIX, path=f"{tmp_path}/socket")
+    with serving(tmp_path / "pools", address=socket) as server:
+        run(root, installed, "--kill-after", 4, "--limit", 2, PORTUS_POOL=url(server))
+        run(root, installed, "--limit", 2, PORTUS_POOL=url(server))
+        for rank in (0, 1):
+            assert set(losses(root, rank)) == set(losses(stock, rank))
+        assert sorted(os.listdir(root / "checkpoints")) == ["checkpoint_4", "checkpoint_5"]
+        newest = root / "checkpoints/checkpoint_5"
+        assert len(list(newest.glob("*.shard"))) == 2
+        assert all(portus.is_reference(path) for path in newest.iterdir())
+        complete = [group.step for group in groups(url(server)) if group.is_complete]
+        assert complete[-2:] == [4, 5]
+    assert not list(root.rglob("?*.portus")), "no pool on this machine"
 
 
 @pytest.mark.long

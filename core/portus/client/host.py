@@ -78,6 +78,7 @@ class HostPool(PoolReader):
 
     def ensure(self, free: int) -> Extent:
         """Have the host make room; what was added is its own affair."""
+        self.links.ask(said.Status())  # one that hangs is not waited for as one that works
         try:
             self.links.ask(said.Room(free), ROOM_S)
         except MediumError:
@@ -94,7 +95,7 @@ class HostPool(PoolReader):
     def retire(self, versions: Collection[int]) -> None:
         """Let go of versions, by id; those that are not there are ignored."""
         if versions:
-            self.links.ask(said.Retire(packed_column(sorted(versions))))
+            self.links.ask(said.Retire(packed_column(sorted(versions))), self.links.silence_s)
 
     def draft(self, snapshot: Snapshot) -> HostDraft:
         """Where a save of ``snapshot`` goes."""
@@ -235,7 +236,7 @@ class HostDraft:
             with link.under(stop):
                 reached = _reach(links, link, snapshot)
                 self._register(link, reached)
-                self._ask(link, self._begin)
+                self._ask(link, self._begin, links.answer_s)
         except BaseException:
             links.revoke(link)
             if reached is not None:
@@ -246,14 +247,17 @@ class HostDraft:
 
     def _register(self, link: Link, reached: _Reached | None) -> None:
         """A region for each storage, of the same number; once for all saves alike."""
+        answer_s = self._pool.links.answer_s
         known = self._pool.links.regions.get(link)
         handles = b"" if reached is None else packed_handles(reached.address, reached.key)
         wanted = said.Register(0, self._begin.lengths, handles)
         if known == wanted:
             return
         if known is not None:
-            self._ask(link, said.Forget(packed_column(np.arange(len(known.lengths) // 8))))
-        self._ask(link, wanted)
+            self._ask(
+                link, said.Forget(packed_column(np.arange(len(known.lengths) // 8))), answer_s
+            )
+        self._ask(link, wanted, answer_s)
         self._pool.links.regions[link] = wanted
 
     def _offer(

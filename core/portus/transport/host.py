@@ -43,6 +43,10 @@ from portus.transport.verbs import Domain, Endpoint, Region, port_for
 
 _log: Final = logging.getLogger("portus")
 
+ANSWER_S: Final = 5.0
+"""The longest that a host may take for an answer that is no work. Each save begins with such a
+question, so one that hangs holds a training up for no longer."""
+
 SILENCE_S: Final = 30.0
 """The longest that a host may say nothing in the middle of a request."""
 
@@ -77,6 +81,7 @@ class Links:
         Raises ``TransportError`` if nobody answers, and what the host refuses.
         """
         self.address: Final = address
+        self.answer_s = ANSWER_S
         self.silence_s: Final = SILENCE_S
         self.regions: Final = weakref.WeakKeyDictionary[Link, said.Register]()
         """What is registered on each connection, as it was sent."""
@@ -155,11 +160,21 @@ class Links:
         )
 
     def revoke(self, link: Link) -> None:
-        """Close a connection; when this returns the host reaches nothing through it."""
+        """Close a connection; when this returns the host reaches nothing through it. If it broke,
+        those that nobody uses are not believed any more: the next one is greeted first."""
+        broke = link.closed
         lane = self._lanes.pop(link, None)
         if lane is not None:
             lane.close()
         link.close()
+        if broke:
+            for each in self._taken_idle():
+                each.close()
+
+    def _taken_idle(self) -> list[Link]:
+        with self._guard:
+            idle, self._idle = self._idle, []
+        return idle
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[Link]:
@@ -171,17 +186,17 @@ class Links:
             self.give_back(link)
 
     def ask(self, message: Said, silence_s: float | None = None) -> Said:
-        """One request on any connection; the answer. Raises what was refused."""
+        """One request on any connection; the answer. silence_s: if it is work. Raises what was
+        refused."""
         with self.borrowed() as link:
-            return _answered(link, message, silence_s)
+            return _answered(link, message, silence_s or self.answer_s)
 
     def close(self) -> None:
         """Let go of all that are not in use, and of the device. A second call does nothing."""
         with self._guard:
             self._closed = True
-            idle, self._idle = self._idle, []
             verbs, self.verbs = self.verbs, None
-        for link in idle:
+        for link in self._taken_idle():
             with contextlib.suppress(TransportError):
                 link.send(said.Bye())
             self.revoke(link)
@@ -292,10 +307,12 @@ class HostMedium:
         if not target.nbytes:
             return
         with self._links.borrowed() as link:
+            usual_s, link.silence_s = link.silence_s, self._links.answer_s
             link.send(said.Read(packed_column([offset, target.nbytes])))
             with _no_refusal(link):
                 link.fill(target.cast("B"), None)
             _end_of_read(link)
+            link.silence_s = usual_s
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
         """Straight into the targets, hashed as they arrive."""

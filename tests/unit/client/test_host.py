@@ -343,6 +343,43 @@ def test_a_stalled_link_costs_saves_and_not_the_training(server: Server, link: L
         saved_at_last(checkpointer, 9)
 
 
+@pytest.mark.parametrize("kind", ["volatile", "late", "late with a file", "as before"])
+def test_a_host_that_hangs_is_not_waited_for_as_one_that_works(
+    server: Server,
+    link: LossyLink,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It accepts connections, and then says nothing. What waits for work would wait for ever."""
+    for name in ("transport.host.SILENCE_S", "transport.host.WORK_S", "transport.host.ROOM_S"):
+        monkeypatch.setattr(f"portus.{name}", 1e6)
+    monkeypatch.setattr("portus.client.host.ROOM_S", 1e6)
+    training = Trained(1 << 10)
+    file = tmp_path / "x.ckpt" if kind == "late with a file" else None
+    keep = None if kind == "late" else 2
+    saved = state(1) if kind == "volatile" else training.state()
+    with Checkpointer(address(link), keep=keep, fence_timeout=1e6) as checkpointer:
+        if kind == "as before":
+            checkpointer.save(saved, 0).wait(60)
+            checkpointer.wait(60)
+        pool, _ = checkpointer._open_or_create()
+        assert isinstance(pool, HostPool)
+        with monkeypatch.context() as hanging:
+            hanging.setattr("portus.transport.dial.GREETING_S", 0.3)
+            hanging.setattr(pool.links, "answer_s", 0.3)
+            link.stalled = True
+            first = checkpointer.save(saved, 1, reference=file)
+            training.step()
+            second = checkpointer.save(saved, 2)
+            training.step()
+        link.stalled = False
+        for handle in (first, second):
+            with pytest.raises(TransportError, match=r"no progress for|no storage host answers"):
+                handle.wait(60)
+        saved_at_last(checkpointer, 9)
+
+
 def test_a_host_that_is_not_there_at_the_start_raises(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match=r"no storage host answers.*portus serve"):
         Checkpointer("portus://127.0.0.1:1")
