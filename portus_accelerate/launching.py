@@ -37,6 +37,8 @@ def _tell(values: object) -> None:
         return
     settings = from_mapping(values if isinstance(values, dict) else {}, KEY)
     if settings.pool is not None:
-        os.environ["PORTUS_POOL"] = os.path.abspath(os.path.expanduser(settings.pool))
+        is_path = "://" not in settings.pool  # not a storage host
+        path = os.path.abspath(os.path.expanduser(settings.pool)) if is_path else settings.pool
+        os.environ["PORTUS_POOL"] = path
     os.environ[VARIABLE] = to_text(settings)
     os.environ.setdefault(FLAG, "1")

@@ -106,7 +106,7 @@ class PortusIO(CheckpointIO):
             )
         self.materialize: Literal["end", "all", "none"] = materialize
         self.prepare: bool = prepare
-        self._pool: Final = None if pool is None else os.fspath(pool)
+        self._pool: Final = None if pool is None else os.path.expanduser(os.fspath(pool))
         self._model: Final = model
         self._copy_to: Final = None if copy_to is None else os.fspath(copy_to)
         self._copy_every_s: Final = copy_every_minutes * 60
@@ -117,7 +117,7 @@ class PortusIO(CheckpointIO):
             "fence_timeout": fence_timeout,
             "max_bytes": max_bytes,
         }
-        portus.Checkpointer.check_settings(**self._settings)
+        portus.Checkpointer.check_settings(pool=pool, **self._settings)
         self._start()
 
     def save_checkpoint(

@@ -17,7 +17,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, ProjectConfiguration, set_seed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -48,7 +48,6 @@ def main() -> None:
     parser.add_argument("--kill-after", type=int)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--kind", default="SHARDED_STATE_DICT")
-    parser.add_argument("--version", type=int, default=2)
     args = parser.parse_args()
     project = ProjectConfiguration(
         project_dir=args.root, automatic_checkpoint_naming=True, total_limit=args.limit
@@ -57,20 +56,14 @@ def main() -> None:
     for state in (AcceleratorState, PartialState):
         state._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=args.version, state_dict_type=args.kind
+        fsdp_version=2, state_dict_type=args.kind
     )
     set_seed(7, device_specific=True)
     torch.manual_seed(1)  # fully_shard shards what each process has
     model = torch.nn.Sequential(
         torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1)
     )
-    mesh = init_device_mesh("cpu", (accelerator.num_processes,))
-    if args.version == 2:
-        fully_shard(model, mesh=mesh)
-    else:
-        model = FullyShardedDataParallel(
-            model, device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=True
-        )
+    fully_shard(model, mesh=init_device_mesh("cpu", (accelerator.num_processes,)))
     torch.manual_seed(100 + accelerator.process_index)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)

@@ -16,7 +16,7 @@ from portus.client.reference import Link, State
 from portus.errors import PortusError, UsageError
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
-from portus.index.directory import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE
+from portus.index.directory import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, place_named
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
 from portus.media.local import LocalFiles
@@ -34,8 +34,8 @@ def find_pool(pool: str | None, near: str | None = None) -> str:
     in one above it, or in that of the reference file ``near`` or in one above that. Raises
     ``UsageError`` if there is none.
     """
-    named = pool or os.environ.get(DIRECTORY_VARIABLE)
-    if named:
+    if pool is not None or os.environ.get(DIRECTORY_VARIABLE):
+        named = place_named(pool)
         return named if is_address(named) else os.path.abspath(named)
     start = os.getcwd() if near is None else os.path.dirname(os.path.abspath(near))
     place = nearest(start)

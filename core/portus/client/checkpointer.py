@@ -25,6 +25,7 @@ from portus.client.snapshot import SnapshotMode, Snapshots, name_of
 from portus.client.state import FlatState
 from portus.errors import AbandonedError, MediumError, PortusError, TransportError, UsageError
 from portus.format.layout import Kind
+from portus.index.directory import place_named
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.queue import Place, Queue
@@ -133,6 +134,7 @@ class Checkpointer:
     @staticmethod
     def check_settings(
         *,
+        pool: str | os.PathLike[str] | None = None,
         keep: int | None = 2,
         on_error: str = "warn",
         snapshot: str = "auto",
@@ -141,6 +143,7 @@ class Checkpointer:
         max_bytes: int | None = None,
     ) -> None:
         """Raise ``UsageError`` for what the constructor refuses. Opens nothing."""
+        place_named(pool)
         if keep is not None and not (isinstance(keep, int) and keep >= 1):
             raise UsageError(f"keep: expected at least 1, or None for all, found {keep!r}")
         if on_error not in ("warn", "raise"):
@@ -223,9 +226,9 @@ class Checkpointer:
         """The verified state of a step, or of the newest version, on the CPU.
 
         names: shell patterns of key paths (``"model.*"``): only that part of the state. Waits for
-        saves in flight. Raises ``UsageError`` if there is no such version, ``CorruptionError`` if
-        none verifies. If the newest does not verify, the newest that does is returned, with an
-        error in the log.
+        saves in flight. Raises ``UsageError`` if there is no such version, or nothing in it matches
+        a pattern, ``CorruptionError`` if none verifies. If the newest does not verify, the newest
+        that does is returned, with an error in the log.
         """
         pool = self._pool_to_read()
         return view.again(

@@ -23,7 +23,7 @@ from portus.client.resolve import AWAITED_S_MAX, POOLS, pool_of
 from portus.client.view import PoolFile
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.format.reference import Reference
-from portus.index.directory import default_directory, pool_file
+from portus.index.directory import place_named, pool_file
 from portus.index.groups import ID_SIZE, Group, groups_of, part_model, part_of
 from portus.protocol.address import is_address, parse
 from portus.spec import VersionInfo
@@ -56,7 +56,7 @@ class Census:
 
 def place_of(pool: str | os.PathLike[str] | None) -> str:
     """The pool directory, or the address of the storage host, that a user means."""
-    place = os.fspath(pool or default_directory())
+    place = place_named(pool)
     return str(parse(place)) if is_address(place) else os.path.abspath(place)
 
 

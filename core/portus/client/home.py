@@ -17,10 +17,10 @@ from portus.index.directory import (
     SUFFIX,
     WRITERS,
     create_pool,
-    default_directory,
     has_pool,
     make_directory,
     open_reader,
+    place_named,
     pool_file,
     pool_files,
     remove_pool,
@@ -75,7 +75,7 @@ class FileHome:
         self.path: Final = pool_file(pool, model)
         in_directory = pool is None and not is_device(self.path)
         self.allowed: Final = (
-            os.path.dirname(self.path) if in_directory else os.fspath(pool or self.path)
+            os.path.dirname(self.path) if in_directory else place_named(pool or self.path)
         )
         self._max_bytes: Final = max_bytes
         self._writer: PoolWriter | None = None
@@ -157,8 +157,8 @@ def host_links(pool: str, links: str | None) -> list[str]:
 def home_of(
     pool: str | os.PathLike[str] | None, model: str, max_bytes: int | None, links: str | None
 ) -> Home:
-    """What ``pool`` means for ``model``. None: ``$PORTUS_POOL``, which may be a host too."""
-    place = default_directory() if pool is None else os.fspath(pool)
+    """What ``pool`` means for ``model``: see ``place_named``."""
+    place = place_named(pool)
     if is_address(place):
         return HostHome(place, model, links)
     return FileHome(pool, model, max_bytes)
@@ -166,7 +166,7 @@ def home_of(
 
 def pool_places(pool: str | os.PathLike[str] | None) -> list[str]:
     """The pool files that ``pool`` means, or the one host. Raises ``UsageError`` if none."""
-    place = default_directory() if pool is None else os.fspath(pool)
+    place = place_named(pool)
     return [str(parse(place))] if is_address(place) else pool_files(pool)
 
 

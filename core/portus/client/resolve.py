@@ -43,6 +43,7 @@ from portus.errors import (
     UsageError,
 )
 from portus.format.reference import Reference, decode_text
+from portus.index.directory import place_named
 from portus.index.roots import read_superblock
 from portus.media.local import LocalFiles
 from portus.protocol.address import is_address
@@ -135,7 +136,7 @@ class Pools:
         """What is configured: ``$PORTUS_POOL`` first."""
         variable = os.environ.get("PORTUS_POOL")
         with self._guard:
-            return ([variable] if variable else []) + self._allowed
+            return ([place_named(None)] if variable else []) + self._allowed
 
     def _forget_open(self) -> None:
         # In a forked child the pools belong to the parent, and its lock may be taken for ever.
@@ -157,7 +158,7 @@ def allow(pool: str | os.PathLike[str]) -> None:
 
     A process that saves there, or for which ``$PORTUS_POOL`` names it, need not say so.
     """
-    POOLS.allow(os.fspath(pool))
+    POOLS.allow(place_named(pool))
 
 
 def load_text(text: str, pools: Pools = POOLS) -> object:
@@ -207,6 +208,7 @@ def pool_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> str:
     if reference is None:
         raise UsageError(f"{absolute}: there is no Portus reference file")
     uuid = bytes.fromhex(reference.pool)
+    others = []
     for candidate in _candidates(reference, absolute, pools):
         if is_address(candidate):
             view = _opened(candidate, pools)
@@ -214,9 +216,10 @@ def pool_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> str:
                 with contextlib.closing(view):
                     if view.uuid == uuid:
                         return candidate
+                    others.append(candidate)
         elif _uuid(candidate) == uuid:
             return os.path.abspath(candidate)
-    raise _not_allowed(reference, absolute)
+    raise _not_allowed(reference, absolute, others)
 
 
 def _load(reference: Reference, path: str | None, pools: Pools) -> object:
@@ -273,6 +276,7 @@ def _pool_of(reference: Reference, path: str | None, pools: Pools) -> Iterator[R
         if pool.uuid == uuid:
             yield pool
             return
+    others = []
     for candidate in _candidates(reference, path, pools):
         if is_address(candidate) or _uuid(candidate) == uuid:
             view = _opened(candidate, pools)
@@ -280,14 +284,22 @@ def _pool_of(reference: Reference, path: str | None, pools: Pools) -> Iterator[R
                 continue
             with contextlib.closing(view):
                 if view.uuid != uuid:
+                    others.append(candidate)
                     continue
                 _await(view, reference)
                 yield view
             return
-    raise _not_allowed(reference, path)
+    raise _not_allowed(reference, path, others)
 
 
-def _not_allowed(reference: Reference, path: str | None) -> UsageError:
+def _not_allowed(reference: Reference, path: str | None, others: list[str]) -> UsageError:
+    """others: storage hosts that may be asked, and have another pool."""
+    if reference.pool_path in others:
+        return UsageError(
+            f"{path or 'this reference'} leads to pool {reference.pool}, written at "
+            f"{reference.pool_path}, and that storage host serves another pool now. Start "
+            f"`portus serve` with the pool that it served then; one in memory is gone"
+        )
     return UsageError(
         f"{path or 'this reference'} leads to pool {reference.pool}, written at "
         f"{reference.pool_path}. That pool is not beside the reference, and a reference alone "

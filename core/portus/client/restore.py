@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import fnmatch
 import logging
 import types
@@ -45,6 +46,10 @@ _Row = list[object] | tuple[object, ...] | deque[object]
 _ROWS: Final = (list, tuple, deque)
 _NAMESPACES: Final = (argparse.Namespace, types.SimpleNamespace)
 
+_NEAR_MAX: Final = 5
+_HEADS_MAX: Final = 2000
+"""Key paths that an error names, and looks at, for one that is not there."""
+
 _HOLE: Final = object()
 """Where a tensor was, in what a version holds besides tensors."""
 
@@ -70,19 +75,49 @@ class _Opened:
     verify: bool
 
 
-def matcher(names: Patterns) -> Callable[[str], bool] | None:
-    """Whether a key path matches one of the shell patterns, or lies below what one matches."""
+class _Matcher:
+    """Whether a key path matches one of some shell patterns, or lies below what one matches."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns: Final = list(patterns)
+        self._unmet: Final = set(patterns)
+        self._seen: Final[dict[str, None]] = {}
+
+    def __call__(self, name: str) -> bool:
+        found = [
+            pattern
+            for pattern in self._patterns
+            if fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")
+        ]
+        self._unmet.difference_update(found)
+        self._seen[name] = None
+        return bool(found)
+
+    def complain(self, info: VersionInfo) -> None:
+        """Raise ``UsageError`` if a pattern matched nothing of what was asked about so far."""
+        for pattern in self._patterns:
+            if pattern in self._unmet:
+                raise UsageError(
+                    f"{_where(info)}: no key path matches {pattern!r}; {self._near(pattern)}"
+                )
+
+    def _near(self, pattern: str) -> str:
+        """What may have been meant: paths, and what they lie below, as deep as the pattern."""
+        stem = pattern.removesuffix(".*")
+        depth = stem.count(".") + 1
+        heads = list(dict.fromkeys(".".join(each.split(".")[:depth]) for each in self._seen))
+        near = difflib.get_close_matches(stem, heads[:_HEADS_MAX], _NEAR_MAX)
+        if near:
+            return f"near it are {', '.join(near)}"
+        tops = dict.fromkeys(each.split(".")[0] for each in self._seen)
+        return f"paths begin with {', '.join(list(tops)[:_NEAR_MAX])}"
+
+
+def matcher(names: Patterns) -> _Matcher | None:
+    """For the patterns that a user gave; None for all."""
     if names is None:
         return None
-    patterns = [names] if isinstance(names, str) else list(names)
-
-    def matches(name: str) -> bool:
-        return any(
-            fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")
-            for pattern in patterns
-        )
-
-    return matches
+    return _Matcher([names] if isinstance(names, str) else names)
 
 
 def newest_first(
@@ -118,9 +153,13 @@ def load(
     verify: False hands bytes out without comparing their checksums.
 
     Raises ``CorruptionError`` naming model, step, tensor and offset, ``StaleError`` if it was
-    retired meanwhile, ``MediumError``.
+    retired meanwhile, ``MediumError``; ``UsageError`` for a pattern that matches nothing.
     """
-    return _load(pool, entry, matcher(names), verify)
+    keep = matcher(names)
+    state = _load(pool, entry, keep, verify)
+    if keep is not None:
+        keep.complain(entry.info)
+    return state
 
 
 def load_where(pool: PoolReader, entry: VersionEntry, keep: Callable[[str], bool]) -> object:
@@ -181,7 +220,8 @@ def restore_into(
     """Copy one version over the tensors of ``state``, and set its other leaves.
 
     Raises ``UsageError`` listing what is missing, unexpected or of another shape (``strict``;
-    shapes always), and as ``load``; then ``state`` is untouched.
+    shapes always), for a pattern that matches nothing, and as ``load``; then ``state`` is
+    untouched.
     """
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, verify)
@@ -191,6 +231,8 @@ def restore_into(
         wanted = np.unique(np.array([spec.storage for spec, _ in pairs.found], np.int64))
         _check(opened, wanted[wanted >= 0])
         leaves = _leaves(opened, pairs.arrays, keep)
+        if keep is not None:
+            keep.complain(current.info)
         _fill(opened, pairs.found)
     _Merge(complete=strict and keep is None and rename is None).merged(state, leaves)
     return Restored(current.info, tuple(pairs.missing), tuple(pairs.unexpected))

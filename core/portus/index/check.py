@@ -25,6 +25,7 @@ from portus.index.check_catalogue import (
 )
 from portus.index.check_reach import check_reach
 from portus.index.check_version import Bytes, Flags, Seen, Versions
+from portus.index.directory import place_named
 from portus.index.findings import RULES, Finding, Findings, Severity
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
@@ -61,7 +62,7 @@ def check(
     """
     if isinstance(pool, PoolReader):
         return _check(pool.medium, pool.locks, data, progress, only)
-    path = os.fspath(pool)
+    path = place_named(pool)
     with contextlib.ExitStack() as stack:
         medium = stack.enter_context(contextlib.closing(LocalFiles().open(path, writable=False)))
         locks = stack.enter_context(contextlib.closing(FileLocks(path, writable=False)))

@@ -43,13 +43,27 @@ def default_directory(root: str = ".") -> str:
     return os.environ.get(DIRECTORY_VARIABLE) or os.path.join(root, DEFAULT_DIRECTORY)
 
 
+def place_named(pool: str | os.PathLike[str] | None) -> str:
+    """The pool, pool directory or storage host that a user names. None: the default one.
+
+    ``~`` is the home directory, as in a shell. Raises ``UsageError`` for an empty name.
+    """
+    place = default_directory() if pool is None else os.fspath(pool)
+    if not place:
+        raise UsageError(
+            f"pool: expected a path or the address of a storage host, found {pool!r}; leave it "
+            f"out, and it is ${DIRECTORY_VARIABLE} or {DEFAULT_DIRECTORY}"
+        )
+    return os.path.expanduser(place)
+
+
 def pool_file(pool: str | os.PathLike[str] | None, name: str) -> str:
     """The absolute path of the pool file that ``pool`` means for the writer called ``name``.
 
     pool: a pool file (it exists, or ends in ``.portus``) or a DAX device; else a pool directory,
     made later; None: the default one.
     """
-    place = os.path.abspath(os.fspath(pool) if pool is not None else default_directory())
+    place = os.path.abspath(place_named(pool))
     is_file = (os.path.exists(place) and not os.path.isdir(place)) or (
         place.endswith(SUFFIX) and os.path.basename(place) != SUFFIX and not os.path.isdir(place)
     )
@@ -61,7 +75,7 @@ def pool_files(pool: str | os.PathLike[str] | None) -> list[str]:
 
     Raises ``UsageError`` if there is nothing of that name.
     """
-    place = os.path.abspath(os.fspath(pool) if pool is not None else default_directory())
+    place = os.path.abspath(place_named(pool))
     if os.path.isdir(place):
         names = sorted(name for name in os.listdir(place) if name.endswith(SUFFIX))
         paths = [os.path.join(place, name) for name in names]

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -658,3 +658,54 @@ def test_what_ends_the_block_is_not_hidden_by_a_save_that_failed(
     assert "a save failed" in caplog.text
     with pytest.raises(MediumError):
         save(None)
+
+
+def test_a_pool_may_be_in_the_home_directory_and_must_have_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer("~/pools", "run") as checkpointer:
+        checkpointer.save({"a": 1}, 1).wait()
+    assert checkpointer.path == str(tmp_path / "home/pools/run.portus")
+    monkeypatch.setenv("PORTUS_POOL", "~/pools")
+    for pool in ("~/pools", None):
+        with portus.open(pool) as view:
+            assert view.steps("run") == [1]
+    assert portus.check("~/pools/run.portus") == []
+    assert portus.mend("~/pools") == []
+    assert os.listdir(tmp_path) == ["home"], "no directory that is called ~"
+    calls: list[Callable[[str], object]] = [
+        *(Checkpointer, portus.open, portus.check, portus.mend, portus.allow)
+    ]
+    for refuses in calls:
+        with pytest.raises(UsageError, match=r"pool: expected a path .* found ''"):
+            refuses("")
+
+
+@pytest.mark.parametrize(
+    ("names", "near"),
+    [
+        ("modle.*", "near it are model"),
+        (["number", "model.wieght"], r"near it are model\.weight"),
+        ("typo", "paths begin with model, number, none"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_an_error_that_names_what_is_near(
+    tmp_path: Path, names: str | list[str], near: str
+) -> None:
+    state = {"model": {"weight": torch.ones(3), "bias": torch.ones(2)}, "number": 7, "none": {}}
+    with Checkpointer(tmp_path / "a.portus") as checkpointer:
+        checkpointer.save(state, 1).wait()
+        found: Any = checkpointer.load(names=["number", "none", "model.b*"])
+        assert (found["number"], found["none"], list(found["model"])) == (7, {}, ["bias"])
+        with portus.open(checkpointer.path) as view:
+            loads: list[Callable[[], object]] = [
+                lambda: checkpointer.load(names=names),
+                lambda: view.load(names=names),
+                lambda: checkpointer.restore_into(state, names=names, strict=False),
+                lambda: view.restore_into(state, names=names, strict=False),
+            ]
+            for load in loads:
+                with pytest.raises(UsageError, match=rf"step 1 .*no key path matches.*{near}"):
+                    load()

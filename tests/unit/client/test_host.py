@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -20,12 +21,14 @@ import torch
 import portus
 from portus.client.checkpointer import Checkpointer
 from portus.client.host import HostPool, _Reached
+from portus.client.resolve import pool_of
 from portus.daemon.server import Server
 from portus.daemon.session import Patience
 from portus.errors import AbandonedError, BusyError, PortusError, TransportError, UsageError
 from portus.index.check import check
 from portus.index.records import VersionRecord
 from portus.pipeline.parts import shared, sources
+from portus.protocol.address import Address, Scheme
 from portus.protocol.session import State
 from portus.testing.lossy import LossyLink
 from portus.transport import stream
@@ -539,6 +542,33 @@ def test_the_variable_may_name_the_host(
     assert same(portus.load_reference(path), state(2))
     assert sorted(each.name for each in tmp_path.iterdir()) == [".portus", "here.ckpt", "pools"]
     monkeypatch.delenv("PORTUS_POOL")
+
+
+def test_a_host_that_serves_another_pool_at_the_address_is_not_asked_for_a_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even for one to a version that it has by the same token: it is another pool's."""
+    monkeypatch.chdir(tmp_path)
+    address = Address(Scheme.UNIX, path=str(tmp_path / "socket"))
+    path, token = tmp_path / "x.ckpt", bytes(range(16))
+    for place in ("right", "wrong"):
+        with serving(tmp_path / place, address=address) as server:
+            place_url = url(server)
+            with Checkpointer(place_url) as checkpointer:
+                number = 1 if place == "right" else 2
+                reference = path if place == "right" else None
+                checkpointer.save(state(number), 7, token=token, reference=reference).wait()
+    what = (
+        rf"x\.ckpt leads to pool .* written at {re.escape(place_url)}, .* serves another pool now"
+    )
+    with serving(tmp_path / "wrong", address=address):
+        with pytest.raises(UsageError, match=what):
+            portus.load_reference(path)
+        with pytest.raises(UsageError, match=what):
+            pool_of(path)
+    with serving(tmp_path / "right", address=address):
+        assert same(portus.load_reference(path), state(1))
+        assert pool_of(path) == place_url
 
 
 def test_space_of_deleted_reference_files_is_used_on_the_host(tmp_path: Path) -> None:
