@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final
 
-from portus.errors import CorruptionError, StaleError
+from portus.errors import CorruptionError, StaleError, UsageError
 from portus.format.layout import VERSION_ID_MAX
 from portus.index.catalogue import read_catalogue
 from portus.index.check_catalogue import (
@@ -25,7 +26,7 @@ from portus.index.check_catalogue import (
 )
 from portus.index.check_reach import check_reach
 from portus.index.check_version import Bytes, Flags, Seen, Versions
-from portus.index.directory import place_named
+from portus.index.directory import place_named, pool_files
 from portus.index.findings import RULES, Finding, Findings, Severity
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
@@ -33,6 +34,7 @@ from portus.index.roots import read_roots
 from portus.media.base import Locks, Medium
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
+from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
 __all__ = ["RULES", "Finding", "Severity", "check"]
@@ -50,19 +52,40 @@ def check(
     progress: Progress | None = None,
     only: Callable[[VersionInfo], bool] | None = None,
 ) -> list[Finding]:
-    """Every broken rule of one pool file; none for a healthy one. Changes nothing.
+    """Every broken rule of a pool file, or of all in a pool directory, each with its path; none
+    for healthy ones. Changes nothing.
 
     data: read every byte of every version too, once for all versions that share it.
-    progress: called now and then with bytes done and bytes to do in all.
+    progress: called now and then with bytes done and bytes to do in all, in each file.
     only: look at these versions alone; the catalogues are looked at all the same.
 
-    Works while somebody writes the pool. Blocks. Raises ``MediumError`` if the pool cannot be
-    opened or its first pages cannot be read, ``UsageError`` if a newer Portus wrote it,
+    Works while somebody writes the pool. Blocks. Raises ``MediumError`` if a pool cannot be opened
+    or its first pages cannot be read, ``UsageError`` if there is none or a newer Portus wrote it,
     ``StaleError`` if commits never stop for long enough.
     """
     if isinstance(pool, PoolReader):
         return _check(pool.medium, pool.locks, data, progress, only)
     path = place_named(pool)
+    if is_address(path):
+        raise UsageError(f"{path}: `portus verify --pool {path}` checks what a storage host has")
+    if not os.path.isdir(path):
+        return _check_file(path, data, progress, only)
+    paths = pool_files(path)
+    if not paths:
+        raise UsageError(f"{path}: there is no pool file in this directory")
+    return [
+        replace(finding, where=f"{each}: {finding.where}")
+        for each in paths
+        for finding in _check_file(each, data, progress, only)
+    ]
+
+
+def _check_file(
+    path: str,
+    data: bool,
+    progress: Progress | None,
+    only: Callable[[VersionInfo], bool] | None,
+) -> list[Finding]:
     with contextlib.ExitStack() as stack:
         medium = stack.enter_context(contextlib.closing(LocalFiles().open(path, writable=False)))
         locks = stack.enter_context(contextlib.closing(FileLocks(path, writable=False)))

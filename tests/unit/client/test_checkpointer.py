@@ -709,3 +709,23 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_what_is_near(
             for load in loads:
                 with pytest.raises(UsageError, match=rf"step 1 .*no key path matches.*{near}"):
                     load()
+
+
+def test_a_pool_directory_is_checked_file_by_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no pool file in this directory"):
+        portus.check(tmp_path)
+    with pytest.raises(UsageError, match="portus verify --pool portus://there"):
+        portus.check("portus://there")
+    for model in ("one", "two"):
+        with Checkpointer(tmp_path, model) as checkpointer:
+            checkpointer.save({"x": torch.arange(5000)}, 1).wait()
+    assert portus.check(tmp_path) == []
+    damaged = tmp_path / "two.portus"
+    data = bytearray(damaged.read_bytes())
+    data[data.index(torch.arange(5000).numpy().tobytes()) + 9] ^= 1
+    damaged.write_bytes(data)
+    findings = portus.check(tmp_path)
+    assert [each.where for each in findings] == [
+        f"{damaged}: {each.where}" for each in portus.check(damaged)
+    ]
+    assert findings
