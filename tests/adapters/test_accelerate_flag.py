@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 import portus_accelerate
+from portus_accelerate import FLAG
+from portus_accelerate.launching import _tell
+from portus_accelerate.settings import VARIABLE
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "accelerate_script.py"
@@ -166,6 +169,16 @@ def test_the_yaml_of_accelerate_launch_turns_it_on(
     assert (tmp_path / "pools/yaml.portus").exists()
     assert losses(tmp_path) == stock
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_10", "checkpoint_11"]
+
+
+@pytest.mark.parametrize("pool", ["portus://store:7117", "portus+unix:///run/portus.sock"])
+def test_a_storage_host_in_the_yaml_is_told_to_the_processes_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, pool: str
+) -> None:
+    for name in ("PORTUS_POOL", FLAG, VARIABLE):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+    _tell({"pool": pool})
+    assert os.environ["PORTUS_POOL"] == pool
 
 
 def damaged(site: Path, broken: str, text: str) -> Path:
