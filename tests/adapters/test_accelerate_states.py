@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -570,6 +571,15 @@ def test_a_version_that_is_not_known_is_left_alone_and_that_is_said(
     patch.install()
 
 
+def test_what_portus_lacks_is_missed_before_accelerate_is_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(portus, "Checkpointer")  # it is looked up anew
+    monkeypatch.setitem(sys.modules, "portus.client.checkpointer", None)  # as with no msgspec
+    with pytest.raises(ImportError, match="checkpointer"):
+        patch.install()
+
+
 def test_the_rest_of_torch_is_seen_through_what_stands_in_for_it() -> None:
     patch.install()
     from accelerate import checkpointing
@@ -611,3 +621,34 @@ def test_the_writer_gets_what_the_others_sent_and_waits_once_for_those_who_do_no
     two.exchange("/b", {"y": 2}, all_come=False)
     assert writer.exchange("/b", {}, all_come=False) == {"x": 2, "y": 2}
     assert store.num_keys() <= 1
+
+
+def test_a_process_that_came_late_once_is_waited_for_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = HashStore()
+    monkeypatch.setattr(peers, "_store", lambda: store)
+    monkeypatch.setattr(peers, "FIRST_S", 0.01)
+    writer, other = (peers.Peers(rank, 0, {1}) for rank in range(2))
+    assert writer.exchange("/step_1", {}, all_come=False) == {}
+    assert "ranks [1]" in caplog.text
+    other.exchange("/step_1", {"x": 1}, all_come=False)  # its data took long to load
+    later = threading.Timer(0.3, other.exchange, ("/step_2", {"x": 2}), {"all_come": False})
+    later.start()
+    assert writer.exchange("/step_2", {}, all_come=False) == {"x": 2}
+    later.join()
+    assert store.num_keys() <= 1
+
+
+def test_who_never_comes_to_one_kind_of_save_is_not_waited_for_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    monkeypatch.setattr(peers, "_store", lambda: store)
+    monkeypatch.setattr(peers, "FIRST_S", 0.01)
+    monkeypatch.setattr(peers, "LATER_S", 3600.0)  # whoever waits so long fails by time-out
+    writer, other = (peers.Peers(rank, 0, {1}) for rank in range(2))
+    for step in range(3):
+        other.exchange(f"/step_{step}", {"x": step}, all_come=False)
+        assert writer.exchange(f"/step_{step}", {}, all_come=False) == {"x": step}
+        assert writer.exchange("/best", {}, all_come=False) == {}

@@ -418,6 +418,44 @@ def test_shards_go_to_files_of_a_bounded_size(
     assert_same(found, state)
 
 
+MATERIALISE = """
+import sys
+import torch.distributed.checkpoint
+import portus.dcp
+from portus.client import materialize_shards
+
+def peak():
+    [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1])
+
+materialize_shards.FILE_SIZE = int(sys.argv[2])
+before = peak()
+portus.materialize(sys.argv[1])
+print(peak() - before)
+"""
+
+
+@pytest.mark.long
+def test_materialising_takes_the_memory_of_a_file_of_shards_and_not_of_the_state(
+    tmp_path: Path,
+) -> None:
+    file_size, state_size = 8 << 20, 128 << 20
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    state = {f"t{n}": torch.full((1 << 18,), n) for n in range(state_size >> 21)}
+    writer.save_directory(dict(state), tmp_path / "place", step=1)
+    writer.close()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MATERIALISE, tmp_path / "place", str(file_size)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert len(list((tmp_path / "place").glob("*.distcp"))) == state_size // file_size
+    grown = int(done.stdout) << 10
+    assert grown < state_size // 3, f"{grown >> 20} MiB at its peak, for {state_size >> 20} MiB"
+
+
 def test_a_damaged_shard_is_not_materialised_and_the_directory_stays(tmp_path: Path) -> None:
     writer = PortusStorageWriter(tmp_path / ".portus", "run")
     shard = torch.rand(5000)
