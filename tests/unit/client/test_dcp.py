@@ -100,9 +100,18 @@ def test_fully_sharded_data_parallel_states_are_bit_equal(tmp_path: Path, kind: 
 
 
 @pytest.mark.long
-def test_an_asynchronous_save_is_committed_when_its_future_is(tmp_path: Path) -> None:
+def test_an_asynchronous_save_is_of_its_moment_and_committed_when_its_future_is(tmp_path: Path) -> None:
     run(tmp_path, "async:2")
     assert [group.is_complete for group in groups(tmp_path / "pools")] == [True]
+
+
+@pytest.mark.long
+def test_an_asynchronous_save_in_a_process_of_its_own_is_committed_when_its_future_is(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, "process:2")
+    found = groups(tmp_path / "pools", "run")
+    assert [(group.step, group.is_complete) for group in found] == [(1, True), (2, True)]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
