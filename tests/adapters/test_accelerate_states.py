@@ -14,7 +14,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, checkpointing
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 from torch.distributed import HashStore
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import portus
 import portus_accelerate
 from portus.index.pool import PoolWriter
-from portus_accelerate import launching, patch, peers, settings
+from portus_accelerate import capture, launching, patch, peers, settings
 from portus_accelerate import saver as saver_module
 
 FILES = [
@@ -316,6 +316,31 @@ def test_a_failed_save_costs_no_older_checkpoint(
     assert len(scene.checkpointer.versions()) == 1
 
 
+def test_what_waits_for_a_commit_is_not_done_where_the_save_failed(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    saver = scene.accelerator._portus_saver
+    done: list[str] = []
+
+    def save(name: str, value: torch.Tensor) -> None:
+        def stock() -> None:
+            (tmp_path / name).mkdir()
+            checkpointing.torch.save(value, tmp_path / name / "optimizer.pt")
+            current = capture.current()
+            assert current is not None
+            current.deferred.append(lambda: done.append(name))
+
+        saver.save_files(stock, str(tmp_path / name), lambda file: True)
+
+    save("checkpoint-1", torch.zeros(4))
+    saver.run_deferred()
+    assert done == ["checkpoint-1"]
+    writer, _ = scene.checkpointer._open_or_create()
+    object.__setattr__(writer, "max_bytes", writer.medium.size)
+    save("checkpoint-2", torch.zeros(1 << 22))
+    saver.run_deferred()
+    assert done == ["checkpoint-1"]
+
+
 def test_the_newest_that_verifies_is_loaded_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -582,8 +607,6 @@ def test_what_portus_lacks_is_missed_before_accelerate_is_changed(
 
 def test_the_rest_of_torch_is_seen_through_what_stands_in_for_it() -> None:
     patch.install()
-    from accelerate import checkpointing
-
     assert checkpointing.torch.rand is torch.rand
     assert checkpointing.torch.cuda is torch.cuda
 

@@ -100,7 +100,9 @@ def test_fully_sharded_data_parallel_states_are_bit_equal(tmp_path: Path, kind: 
 
 
 @pytest.mark.long
-def test_an_asynchronous_save_is_of_its_moment_and_committed_when_its_future_is(tmp_path: Path) -> None:
+def test_an_asynchronous_save_is_of_its_moment_and_committed_with_its_future(
+    tmp_path: Path,
+) -> None:
     run(tmp_path, "async:2")
     assert [group.is_complete for group in groups(tmp_path / "pools")] == [True]
 
