@@ -39,6 +39,9 @@ NEWEST: Final = (1, 15)
 
 _SAVER: Final = "_portus_saver"
 
+_NEEDED: Final = ("Checkpointer", "is_reference", "materialize", "mend", "pack")
+"""Of Portus: loaded before anything is changed, so that a package that it lacks is missed then."""
+
 
 def install() -> None:
     """Change the loaded Accelerate. A version outside the range is left alone, and that is said.
@@ -54,6 +57,8 @@ def install() -> None:
         tell(reason)
         _log.warning("Portus: %s", reason)
         return
+    for needed in _NEEDED:
+        getattr(portus, needed)
     if is_installed():
         return
     for owner, name, value in _changes():  # all were made before the first is put in place

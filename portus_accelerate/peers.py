@@ -6,7 +6,9 @@ checkpoint is never of two moments. They go through the store of the process gro
 collective: many scripts call ``save_state`` on the main process alone, and must not hang.
 
 So at the first save nobody knows whether the others will come. The writer waits for them for
-``FIRST_S``; whoever did not come is not waited for again until it does.
+``FIRST_S``; whoever did not come is not waited for again until it does, for that save or a later
+one. To a ``best`` the main process may come alone, and to ``step_100`` all of them: so this is
+known of each name of a directory, without its numbers.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Collection
 from typing import Any, Final
@@ -40,8 +43,10 @@ class Peers:
         self.rank: Final = rank
         self.writer: Final = writer
         self._others: Final = frozenset(others)
-        self._silent: frozenset[int] = frozenset()
-        self._is_first = True
+        self._last: dict[int, str] = {}
+        """Who did not come to the last save, and what of it was waited for."""
+        self._silent: Final[dict[str, dict[int, str]]] = {}
+        """The same of the last save by each name."""
         self._saves: Final[dict[str, int]] = {}
 
     @property
@@ -62,31 +67,33 @@ class Peers:
         if not self.is_writer:
             store.set(f"{key}/{self.rank}", portus.pack(own))
             return {}
-        return self._gather(store, key, all_come=all_come)
+        return self._gather(store, key, re.sub(r"\d+", "", directory), all_come=all_come)
 
-    def _gather(self, store: Any, key: str, *, all_come: bool) -> dict[str, Any]:
-        patience_s = LATER_S if all_come or not self._is_first else FIRST_S
-        expected = self._others if all_come else self._others - self._silent
+    def _gather(self, store: Any, key: str, name: str, *, all_come: bool) -> dict[str, Any]:
+        patience_s = LATER_S if all_come or name in self._silent else FIRST_S
+        silent = self._silent.get(name, self._last)
+        late = {rank: each for rank, each in silent.items() if store.check([each])}
+        for each in late.values():
+            store.delete_key(each)
+        expected = self._others if all_come else self._others - (silent.keys() - late.keys())
         names = {f"{key}/{rank}": rank for rank in sorted(self._others)}
-        came = _wait(store, [name for name, rank in names.items() if rank in expected], patience_s)
+        came = _wait(store, [each for each, rank in names.items() if rank in expected], patience_s)
         came += [n for n, rank in names.items() if rank not in expected and store.check([n])]
         found: dict[str, Any] = {}
-        for name in came:
-            parts = portus.unpack(bytes(store.get(name)))
+        for each in came:
+            parts = portus.unpack(bytes(store.get(each)))
             assert isinstance(parts, dict)
             found.update(parts)
-            store.delete_key(name)
-        self._note(self._others - {names[name] for name in came})
-        return found
-
-    def _note(self, silent: frozenset[int]) -> None:
-        if silent - self._silent:
+            store.delete_key(each)
+        now = {rank: each for each, rank in names.items() if each not in came}
+        if now.keys() - silent.keys():
             _log.warning(
                 "Portus: ranks %s did not call save_state with the main process: their random "
                 "states are not in the checkpoint",
-                sorted(silent),
+                sorted(now),
             )
-        self._silent, self._is_first = silent, False
+        self._silent[name] = self._last = now
+        return found
 
     def _key(self, directory: str) -> str:
         """The same in every process that saves the same checkpoint."""

@@ -205,6 +205,19 @@ def test_broken_inside_it_breaks_nothing(
     assert losses(tmp_path / "run") == stock
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("missing", ["msgspec", "xxhash"])
+def test_without_a_package_that_portus_needs_accelerate_goes_on(
+    stock: list[str], tmp_path: Path, installed: Path, missing: str
+) -> None:
+    (tmp_path / f"{missing}.py").write_text("raise ImportError('not installed')")
+    both = os.pathsep.join([str(tmp_path), str(installed)])
+    done = run(tmp_path / "run", Path(both), flag=True)
+    assert done.returncode == 0, done.stderr
+    assert "has no effect: ImportError('not installed')" in done.stderr
+    assert losses(tmp_path / "run") == stock
+
+
 def imported(site: str, **variables: str) -> str:
     """What importing torch in a process of its own says on stderr."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, checkpointing
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 from torch.distributed import HashStore
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import portus
 import portus_accelerate
 from portus.index.pool import PoolWriter
-from portus_accelerate import launching, patch, peers, settings
+from portus_accelerate import capture, launching, patch, peers, settings
 from portus_accelerate import saver as saver_module
 
 FILES = [
@@ -315,6 +316,31 @@ def test_a_failed_save_costs_no_older_checkpoint(
     assert len(scene.checkpointer.versions()) == 1
 
 
+def test_what_waits_for_a_commit_is_not_done_where_the_save_failed(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    saver = scene.accelerator._portus_saver
+    done: list[str] = []
+
+    def save(name: str, value: torch.Tensor) -> None:
+        def stock() -> None:
+            (tmp_path / name).mkdir()
+            checkpointing.torch.save(value, tmp_path / name / "optimizer.pt")
+            current = capture.current()
+            assert current is not None
+            current.deferred.append(lambda: done.append(name))
+
+        saver.save_files(stock, str(tmp_path / name), lambda file: True)
+
+    save("checkpoint-1", torch.zeros(4))
+    saver.run_deferred()
+    assert done == ["checkpoint-1"]
+    writer, _ = scene.checkpointer._open_or_create()
+    object.__setattr__(writer, "max_bytes", writer.medium.size)
+    save("checkpoint-2", torch.zeros(1 << 22))
+    saver.run_deferred()
+    assert done == ["checkpoint-1"]
+
+
 def test_the_newest_that_verifies_is_loaded_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -570,10 +596,17 @@ def test_a_version_that_is_not_known_is_left_alone_and_that_is_said(
     patch.install()
 
 
+def test_what_portus_lacks_is_missed_before_accelerate_is_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(portus, "Checkpointer")  # it is looked up anew
+    monkeypatch.setitem(sys.modules, "portus.client.checkpointer", None)  # as with no msgspec
+    with pytest.raises(ImportError, match="checkpointer"):
+        patch.install()
+
+
 def test_the_rest_of_torch_is_seen_through_what_stands_in_for_it() -> None:
     patch.install()
-    from accelerate import checkpointing
-
     assert checkpointing.torch.rand is torch.rand
     assert checkpointing.torch.cuda is torch.cuda
 
@@ -611,3 +644,34 @@ def test_the_writer_gets_what_the_others_sent_and_waits_once_for_those_who_do_no
     two.exchange("/b", {"y": 2}, all_come=False)
     assert writer.exchange("/b", {}, all_come=False) == {"x": 2, "y": 2}
     assert store.num_keys() <= 1
+
+
+def test_a_process_that_came_late_once_is_waited_for_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = HashStore()
+    monkeypatch.setattr(peers, "_store", lambda: store)
+    monkeypatch.setattr(peers, "FIRST_S", 0.01)
+    writer, other = (peers.Peers(rank, 0, {1}) for rank in range(2))
+    assert writer.exchange("/step_1", {}, all_come=False) == {}
+    assert "ranks [1]" in caplog.text
+    other.exchange("/step_1", {"x": 1}, all_come=False)  # its data took long to load
+    later = threading.Timer(0.3, other.exchange, ("/step_2", {"x": 2}), {"all_come": False})
+    later.start()
+    assert writer.exchange("/step_2", {}, all_come=False) == {"x": 2}
+    later.join()
+    assert store.num_keys() <= 1
+
+
+def test_who_never_comes_to_one_kind_of_save_is_not_waited_for_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    monkeypatch.setattr(peers, "_store", lambda: store)
+    monkeypatch.setattr(peers, "FIRST_S", 0.01)
+    monkeypatch.setattr(peers, "LATER_S", 3600.0)  # whoever waits so long fails by time-out
+    writer, other = (peers.Peers(rank, 0, {1}) for rank in range(2))
+    for step in range(3):
+        other.exchange(f"/step_{step}", {"x": step}, all_come=False)
+        assert writer.exchange(f"/step_{step}", {}, all_come=False) == {"x": step}
+        assert writer.exchange("/best", {}, all_come=False) == {}

@@ -183,18 +183,34 @@ def directory_in_place(out: str, *, force: bool) -> Iterator[str]:
     if there and not _is_export(out):
         raise UsageError(f"{out} holds more than an export of Portus; remove it yourself")
     temporary = os.path.join(above, f".{name}.{os.getpid()}.portus")
+    old = f"{temporary}.old"
     try:
         os.mkdir(temporary)
         yield temporary
+        sync_directory(temporary)
         if there:
-            shutil.rmtree(out)
+            os.rename(out, old)
         os.rename(temporary, out)
+        sync_directory(above)
     except MediumError:
         raise
     except OSError as error:
         raise MediumError(error.errno, f"cannot write {out}: {error.strerror}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if os.path.isdir(old) and not os.path.lexists(out):
+            os.rename(old, out)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_directory(path: str) -> None:
+    """Return when the names in a directory survive power loss."""
+    if os.name == "posix":
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _is_export(path: str) -> bool:

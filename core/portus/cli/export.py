@@ -18,6 +18,7 @@ from portus.cli.consolidate import (
     Part,
     directory_in_place,
     prefix_of,
+    sync_directory,
     whole_spec,
     write_directory,
     write_files,
@@ -302,7 +303,7 @@ def _in_place(out: str) -> Iterator[str]:
     try:
         yield temporary
         os.replace(temporary, out)
-        _sync(directory)
+        sync_directory(directory)
     except MediumError:
         raise
     except OSError as error:
@@ -310,15 +311,6 @@ def _in_place(out: str) -> Iterator[str]:
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-
-
-def _sync(directory: str) -> None:
-    if os.name == "posix":
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _write_torch(found: Found, wish: Wish, temporary: str) -> Done:

@@ -9,7 +9,9 @@ the medium.
 
 ``save`` returns while the shards are still being copied; the fence of ``Checkpointer`` holds the
 optimizer up meanwhile. Called from another thread, as by ``async_save``, a save returns when this
-rank's part is committed, since torch's future promises that.
+rank's part is committed, since torch's future promises that. So it does in the process that
+``async_save`` may have for it: a writer that was sent there lets go of the pool after each save,
+for torch sends it again with the next.
 """
 
 from __future__ import annotations
@@ -134,6 +136,7 @@ class PortusStorageWriter(StorageWriter):
         self._condemned: list[tuple[str, bytes]] = []
         self._sweeping: Final = threading.RLock()
         self._handle: SaveHandle | None = None
+        self._is_sent = False
         self._planned: Planned | None = None
         self._local = SavePlan([])
         self._metadata = b""
@@ -235,6 +238,10 @@ class PortusStorageWriter(StorageWriter):
             self._checkpointer = None
             checkpointer.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process goes what it was made with."""
+        return _sent, (type(self), self.place, self.model, {"keep": self._keep, **self._settings})
+
     # What torch calls, in this order.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -330,8 +337,10 @@ class PortusStorageWriter(StorageWriter):
             synchronous=self.synchronous or aside,
         )
         self._parts = None
-        if aside:
+        if aside or self._is_sent:
             self._handle.wait()
+        if self._is_sent:
+            self.close()
         return self._handle
 
     def _with_files(self, content: dict[str, Any]) -> dict[str, Any]:
@@ -401,6 +410,14 @@ class PortusStorageWriter(StorageWriter):
                 _log.warning("portus: %s stay: not all ranks committed what replaces them", paths)
                 return
             time.sleep(_POLL_S if self._condemned else 0)
+
+
+def _sent(
+    kind: type[PortusStorageWriter], place: str, model: str, settings: dict[str, Any]
+) -> PortusStorageWriter:
+    writer = kind(place, model, **settings)
+    writer._is_sent = True
+    return writer
 
 
 def groups(pool: str | os.PathLike[str], model: str | None = None) -> list[Group]:

@@ -128,6 +128,26 @@ def test_a_limit_makes_several_files_and_an_index(place: Path, tmp_path: Path) -
     assert "holds more than an export" in said.err
 
 
+def test_an_export_is_there_once_it_would_survive_a_loss_of_power(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, fsync = tmp_path / "hf", os.fsync
+    synced: list[tuple[str, bool]] = []
+
+    def watched(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        synced.append((name, out.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    assert portus("export", "run", out, "--pool", place, "--shard-size", "800B").code == 0
+    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    names = [*files, "model.safetensors.index.json", f".hf.{os.getpid()}.portus"]
+    assert synced == [*((name, False) for name in names), (tmp_path.name, True)]
+    assert portus("export", "run@1", out, "--pool", place, "--force").code == 0
+    assert sorted(os.listdir(tmp_path)) == ["hf", "pools"]
+
+
 def test_transformers_loads_what_was_exported_from_shards(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

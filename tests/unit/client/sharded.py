@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -414,10 +415,39 @@ def asynchronous(rank: int, count: int, root: Path) -> None:
     future: Any = dcp.async_save(
         job.state(1), checkpoint_id="1", storage_writer=writer, process_group=group
     )
+    expected = job.whole()
+    job.step(2)  # at once
     future.result()
     assert writer.last is not None
     assert writer.last.committed
     writer.close()
+    dist.barrier()
+    job.load(PortusStorageReader(root / "pools", "async"))
+    found = job.whole()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def in_a_process(rank: int, count: int, root: Path) -> None:
+    """``async_save`` in a process of its own, twice; the weights change as soon as it returns."""
+    job = Job(1, count)
+    writer = PortusStorageWriter(root / "pools", "run", on_error="raise")
+    group = dist.new_group(backend="gloo")
+    for step in (1, 2):
+        job.step(step)
+        expected = job.whole()
+        future: Any = dcp.async_save(
+            job.state(step),
+            checkpoint_id=str(step),
+            storage_writer=writer,
+            process_group=group,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        job.step(10 + step)
+        future.result()
+    writer.close()
+    assert job.load(PortusStorageReader(root / "pools", "run")) == 2
+    found = job.whole()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 TASKS: dict[str, Callable[..., None]] = {
@@ -425,6 +455,7 @@ TASKS: dict[str, Callable[..., None]] = {
     "load": load,
     "train": train,
     "async": asynchronous,
+    "process": in_a_process,
     "damaged": damaged,
     "mixed": mixed,
     "late": late,

@@ -100,9 +100,20 @@ def test_fully_sharded_data_parallel_states_are_bit_equal(tmp_path: Path, kind: 
 
 
 @pytest.mark.long
-def test_an_asynchronous_save_is_committed_when_its_future_is(tmp_path: Path) -> None:
+def test_an_asynchronous_save_is_of_its_moment_and_committed_with_its_future(
+    tmp_path: Path,
+) -> None:
     run(tmp_path, "async:2")
     assert [group.is_complete for group in groups(tmp_path / "pools")] == [True]
+
+
+@pytest.mark.long
+def test_an_asynchronous_save_in_a_process_of_its_own_is_committed_when_its_future_is(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, "process:2")
+    found = groups(tmp_path / "pools", "run")
+    assert [(group.step, group.is_complete) for group in found] == [(1, True), (2, True)]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -416,6 +427,44 @@ def test_shards_go_to_files_of_a_bounded_size(
     found = {name: torch.zeros(250) for name in state}
     dcp.load(found, checkpoint_id=tmp_path / "place")
     assert_same(found, state)
+
+
+MATERIALISE = """
+import sys
+import torch.distributed.checkpoint
+import portus.dcp
+from portus.client import materialize_shards
+
+def peak():
+    [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1])
+
+materialize_shards.FILE_SIZE = int(sys.argv[2])
+before = peak()
+portus.materialize(sys.argv[1])
+print(peak() - before)
+"""
+
+
+@pytest.mark.long
+def test_materialising_takes_the_memory_of_a_file_of_shards_and_not_of_the_state(
+    tmp_path: Path,
+) -> None:
+    file_size, state_size = 8 << 20, 128 << 20
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    state = {f"t{n}": torch.full((1 << 18,), n) for n in range(state_size >> 21)}
+    writer.save_directory(dict(state), tmp_path / "place", step=1)
+    writer.close()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MATERIALISE, tmp_path / "place", str(file_size)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert len(list((tmp_path / "place").glob("*.distcp"))) == state_size // file_size
+    grown = int(done.stdout) << 10
+    assert grown < state_size // 3, f"{grown >> 20} MiB at its peak, for {state_size >> 20} MiB"
 
 
 def test_a_damaged_shard_is_not_materialised_and_the_directory_stays(tmp_path: Path) -> None:
