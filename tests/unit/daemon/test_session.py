@@ -34,7 +34,7 @@ from portus.protocol.connection import HEADER
 from portus.protocol.messages import Kind, Said, packed_column, packed_handles
 from portus.protocol.session import State
 from portus.transport.dial import Credentials, dial, raised
-from portus.transport.stream import BIG, Link
+from portus.transport.stream import BIG, Budget, Link
 from tests.hosts import serving, url
 
 TOKEN = b"t" * 16
@@ -538,11 +538,51 @@ def test_a_stranger_that_says_nothing_is_ended(
         serving(tmp_path / "pools") as server,
         socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain,
     ):
-        plain.settimeout(20)
+        plain.settimeout(100)
         assert plain.recv(1) == b""
 
 
+def test_a_stranger_that_says_a_byte_now_and_then_is_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.session.GREETING_S", 0.3)
+    with (
+        serving(tmp_path / "pools") as server,
+        socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain,
+    ):
+        plain.sendall(HEADER.pack(512, Kind.HELLO, bytes(3)))
+        settled(server, lambda: server.connections() == 1)
+        begun_s = time.monotonic()
+        while server.connections():
+            assert time.monotonic() - begun_s < 60
+            with contextlib.suppress(ConnectionError):
+                plain.sendall(b"a")  # 512 of them would be a message
+            time.sleep(0.2)
+
+
+def test_who_may_be_idle_may_not_stop_within_a_message(tmp_path: Path) -> None:
+    with impatient(tmp_path, idle_s=3600, silent_s=0.5) as server, client(server) as link:
+        frame = link.connection.send(said.Status())
+        link._socket.sendall(frame[:5])
+        settled(server, lambda: server.connections() == 0)
+
+
 # --- what fails on the host ---
+
+
+def test_a_host_that_may_start_no_thread_turns_away_and_goes_on(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = threading.stack_size(1 << 46)
+    try:
+        with pytest.raises(TransportError), client(server):
+            raise AssertionError("it was let in")
+    finally:
+        threading.stack_size(usual)
+    assert "turned away: can't start new thread" in caplog.text
+    assert server.connections() == 0
+    with client(server) as link:
+        confirmed(link)
 
 
 def test_a_medium_that_fails_is_said_to_the_client_and_ends_no_connection(
@@ -564,16 +604,42 @@ def test_a_medium_that_fails_is_said_to_the_client_and_ends_no_connection(
 
 def test_big_messages_wait_for_memory_and_small_ones_do_not(server: Server) -> None:
     budget = server._budget
-    assert budget.take(BODIES_MAX, 0)  # somebody has it all
+    assert budget.take("somebody", BODIES_MAX, 0)
     lengths = packed_column([0] * (2 * BIG // 8))
     with client(server) as link:
         confirmed(link)
         link.send(said.Register(100, lengths))
         time.sleep(0.3)
         assert server.connections() == 1
-        budget.give_back(BODIES_MAX)
+        assert not link.has_word()
+        budget.give_back("somebody")
         assert isinstance(link.hear(), said.Done)
-    settled(server, lambda: budget.take(BODIES_MAX + 1, 0))  # and all of it is back
+    settled(server, lambda: budget.taken == 0)
+
+
+def test_memory_goes_to_what_was_sent_and_the_first_comes_to_its_end() -> None:
+    budget = Budget(10)
+    assert budget.take("first", 6, 0)
+    assert budget.take("second", 4, 0)
+    assert not budget.take("second", 1, 0)
+    assert budget.take("first", 100, 0), "nobody could go on"
+    assert not budget.take("third", 1, 0)
+    budget.give_back("first")
+    assert budget.take("third", 6, 0)
+    assert not budget.take("third", 1, 0)
+    assert budget.take("second", 100, 0)
+    assert budget.taken == 110
+
+
+def test_a_big_message_that_never_comes_holds_nobody_up(server: Server) -> None:
+    with client(server, model="hanging") as hanging, client(server) as link:
+        registered(hanging)
+        asked(hanging, said.Begin("hanging", 1, TOKEN, LENGTHS), said.Begun)
+        whole = said.body_size_max(Kind.CONFIRM)
+        assert whole > BODIES_MAX
+        hanging._socket.sendall(HEADER.pack(whole, Kind.CONFIRM, bytes(3)) + bytes([0x95]))
+        settled(server, lambda: 0 < server._budget.taken <= 2 * BIG)
+        asked(link, said.Register(100, packed_column([0] * (2 * BIG // 8))), said.Done)
 
 
 def test_the_end_does_not_wait_for_those_who_wait(tmp_path: Path) -> None:
