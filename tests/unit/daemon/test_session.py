@@ -29,9 +29,10 @@ from portus.index.check import check
 from portus.index.directory import create_pool, open_writer
 from portus.media.local import LocalFiles
 from portus.protocol import messages as said
-from portus.protocol.address import Transport, parse
+from portus.protocol.address import Address, Scheme, Transport, parse
 from portus.protocol.connection import HEADER
 from portus.protocol.messages import Kind, Said, packed_column, packed_handles
+from portus.protocol.proof import proof_of_client
 from portus.protocol.session import State
 from portus.transport.dial import Credentials, dial, raised
 from portus.transport.stream import BIG, Budget, Link
@@ -199,6 +200,10 @@ def test_a_region_of_another_length_is_refused(server: Server) -> None:
     refused(server, UsageError, "other lengths", wrong, BEGIN, offer)
 
 
+def test_a_region_that_is_registered_already_is_refused(server: Server) -> None:
+    refused(server, UsageError, "registered already", REGISTER, REGISTER)
+
+
 def test_a_region_that_was_forgotten_is_refused(server: Server) -> None:
     forget = (said.Forget(packed_column([2])), said.Done)
     refused(
@@ -214,6 +219,15 @@ def test_a_storage_that_is_not_there_is_refused(server: Server) -> None:
 def test_a_storage_that_comes_twice_is_refused(server: Server) -> None:
     offer = (said.Offer(packed_column([1, 1]), packed_column([1, 1])), said.Pull)
     refused(server, UsageError, "twice", REGISTER, BEGIN, offer)
+
+
+def test_a_storage_that_has_a_place_already_is_refused(server: Server) -> None:
+    with client(server) as link:
+        pulled(link)
+        with pytest.raises(UsageError, match="have a place already"):
+            asked(link, said.Offer(packed_column([1]), packed_column([1])), said.Pull)
+        assert link.connection.state is State.READY
+    assert versions(server) == 0
 
 
 def test_a_confirmation_of_what_was_not_pulled_is_refused(server: Server) -> None:
@@ -261,6 +275,15 @@ def test_ten_terabytes_are_refused_and_others_save(tmp_path: Path) -> None:
         asked(link, said.Forget(packed_column([0])), said.Done)
         confirmed(link)
         assert versions(server) == 1
+
+
+@pytest.mark.parametrize(("place", "quota"), [("memory:1M", None), ("memory:64M", 1 << 20)])
+def test_memory_is_taken_up_to_its_size_and_the_quota(place: str, quota: int | None) -> None:
+    with serving(place, quota=quota) as server, client(server) as link:
+        asked(link, said.Room(1 << 19), said.Done)
+        for message in (said.Room(2 << 20), said.Begin("m", 1, TOKEN, packed_column([2 << 20]))):
+            with pytest.raises(MediumError, match=r"max_bytes|quota"):
+                asked(link, message, said.Done)
 
 
 def test_ten_terabytes_do_not_fit_without_a_quota_either(server: Server) -> None:
@@ -359,6 +382,7 @@ def test_the_right_secret_is_let_in(guarded: Server) -> None:
         ("", b"another secret of this length too", "wrong secret for tenant 'default'"),
         ("other", SECRET, "wrong secret for tenant 'other'"),
         ("nobody", SECRET, "wrong secret for tenant 'nobody', or no such tenant"),
+        ("nobody", b"", "wrong secret for tenant 'nobody', or no such tenant"),
         ("", None, "wants a secret"),
     ],
 )
@@ -368,6 +392,22 @@ def test_a_wrong_secret_is_turned_away(
     with pytest.raises(UsageError, match=match), client(guarded, tenant, secret):
         pass
     assert guarded._house.pools.all() == [], "no pool is made for strangers"
+
+
+@pytest.mark.parametrize("size", [0, 1, 31])
+def test_a_part_of_a_proof_is_none(guarded: Server, size: int) -> None:
+    with stranger(guarded) as link:
+        challenge = link.ask(said.Hello(said.MAGIC, said.VERSION, "default", TOKEN))
+        assert isinstance(challenge, said.Challenge)
+        proof = proof_of_client(SECRET, "default", TOKEN, challenge.nonce)
+        answer = link.ask(said.ProofGiven(proof[:size]))
+        assert isinstance(answer, said.Refused)
+
+
+def test_a_unix_socket_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with serving(tmp_path / "pools", address=Address(Scheme.UNIX, path=str(path))):
+        assert path.stat().st_mode & 0o077 == 0
 
 
 def test_a_host_that_does_not_know_the_secret_is_not_believed(server: Server) -> None:
@@ -510,6 +550,13 @@ def test_who_claims_a_model_may_be_idle(tmp_path: Path) -> None:
         confirmed(link)
 
 
+def test_who_is_idle_within_a_save_is_ended(tmp_path: Path) -> None:
+    with impatient(tmp_path, idle_s=0.3) as server, client(server) as link:
+        begun(link)
+        settled(server, lambda: server.connections() == 0)
+        assert server._house.pools.of("default").saves == 0
+
+
 def test_a_client_that_stops_in_the_middle_of_its_payload_is_ended(tmp_path: Path) -> None:
     with impatient(tmp_path, silent_s=0.3) as server, client(server) as link:
         half_sent(link)
@@ -565,6 +612,49 @@ def test_who_may_be_idle_may_not_stop_within_a_message(tmp_path: Path) -> None:
         frame = link.connection.send(said.Status())
         link._socket.sendall(frame[:5])
         settled(server, lambda: server.connections() == 0)
+
+
+def test_no_more_are_let_in_than_the_most(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portus.daemon.server.CONNECTIONS_MAX", 1)
+    with client(server) as link:
+        with pytest.raises(TransportError), client(server, model=None):
+            raise AssertionError("it was let in")
+        confirmed(link)
+    settled(server, lambda: server.connections() == 0)
+    with client(server) as link:
+        confirmed(link)
+
+
+def test_a_host_has_so_many_tenants_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.pools.TENANTS_MAX", 1)
+    with serving(tmp_path / "pools") as server:
+        with client(server, "one"), pytest.raises(BusyError, match="1 tenants are the most"):
+            dial(parse(url(server, "other")), Credentials(), 10)
+        with client(server, "one") as link:
+            confirmed(link)
+
+
+def test_a_client_has_so_many_regions_at_most(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.session.REGIONS_MAX", 3)
+    with client(server) as link:
+        registered(link)
+        with pytest.raises(UsageError, match="more than 3 regions"):
+            asked(link, said.Register(3, packed_column([1])), said.Done)
+
+
+def test_both_ends_ask_after_a_peer_that_vanished(server: Server) -> None:
+    with client(server) as link:
+        for each in (link, *server._links.values()):
+            assert each._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            told = [
+                each._socket.getsockopt(socket.IPPROTO_TCP, name)
+                for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            ]
+            assert told[0] + told[1] * told[2] <= 80, "docs/deploying.md says so"
 
 
 # --- what fails on the host ---
