@@ -235,6 +235,29 @@ def test_a_confirmation_of_what_was_not_pulled_is_refused(server: Server) -> Non
     refused(server, UsageError, "3 storages were neither", REGISTER, BEGIN, confirm)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "indices", "match"),
+    [
+        ([99_999, 0, 5000], [0], "another length"),
+        ([100_000, 0], [0], "not storages of both"),
+        ([100_000, 0, 5000], [2, 0], "not storages of both"),
+        ([100_000, 0, 5000], [3], "not storages of both"),
+    ],
+)
+def test_sharing_what_cannot_be_shared_is_refused(
+    server: Server, lengths: list[int], indices: list[int], match: str
+) -> None:
+    with client(server) as link:
+        confirmed(link)
+        asked(link, said.Begin("m", 2, b"u" * 16, packed_column(lengths)), said.Begun)
+        if len(lengths) == 3:
+            asked(link, said.Share(TOKEN, packed_column([2])), said.Shared)
+        with pytest.raises(UsageError, match=match):
+            asked(link, said.Share(TOKEN, packed_column(indices)), said.Shared)
+        assert link.connection.state is State.READY
+    assert versions(server) == 1
+
+
 def test_columns_that_are_none_are_refused(server: Server) -> None:
     refused(server, TransportError, "no column", (said.Register(0, b"12345"), said.Done))
 
@@ -256,6 +279,17 @@ def test_reading_beyond_the_pool_is_refused(server: Server) -> None:
 
 def test_a_pin_that_is_not_held_cannot_be_taken_back(server: Server) -> None:
     refused(server, UsageError, "not pinned", (said.Unpin(5), said.Done))
+
+
+def test_a_pin_lives_as_long_as_its_connection(server: Server) -> None:
+    locks = server._house.pools.of("default").writer.locks
+    with client(server) as link:
+        confirmed(link)
+        asked(link, said.Pin(1), said.Done)
+        asked(link, said.Pin(1), said.Done)
+        asked(link, said.Unpin(1), said.Done)
+        assert locks.pins() == {1}
+    settled(server, lambda: locks.pins() == set())
 
 
 def test_other_digests_than_the_hosts_make_no_version(server: Server) -> None:
