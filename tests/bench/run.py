@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tests.bench import frameworks, hosting, load, loading, report, saving, training
+from tests.bench import frameworks, hosting, lab, load, loading, report, saving, training
 from tests.bench.measure import Row
 
 Group = Callable[[Path, Path, int], Iterable[Row]]
@@ -31,6 +31,7 @@ GROUPS: dict[str, Group] = {
     "host": lambda memory, disk, rounds: hosting.wire_rows(memory, rounds),
     "shares": hosting.share_rows,
     "load": lambda memory, disk, rounds: load.load_rows(memory, disk, (rounds + 1) // 2),
+    "verbs": lambda memory, disk, rounds: lab.verbs_rows(),
     "accelerate": frameworks.accelerate_rows,
     "sharded": lambda memory, disk, rounds: frameworks.sharded_rows(memory, rounds),
     "worlds": lambda memory, disk, rounds: frameworks.world_rows(memory, max(3, rounds // 2)),

@@ -7,6 +7,7 @@ the host's first request to its last completion. Flush, hash and commit are told
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -57,7 +58,9 @@ def main() -> None:
         for step in range(1, ROUNDS + 1):
             before = {name: counters[name] for name in COUNTED}
             old = [each.info.id for each in pool.catalogue().entries()]
+            flushed_s = hosted.writer.persist_s
             stats = saved(pool, snapshot_of(state, step), retire=old)
+            note("flush", hosted.writer.persist_s - flushed_s)
             after = {name: counters[name] for name in COUNTED}
             assert after["bounced_bytes"] == 0
             note("pull, wire", after["wire_seconds"] - before["wire_seconds"])
@@ -84,6 +87,7 @@ def main() -> None:
     for name, other in (("pull, wire", "ib_read_bw"), ("push, wire", "ib_write_bw")):
         ratio = medians[other] / medians[name]
         print(f"{name} / {other}: {ratio:.2f} of its speed (bar: {BAR})")
+    print(json.dumps(took_s))
 
 
 def perftest(program: str, device: str) -> float:

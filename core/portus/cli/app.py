@@ -210,7 +210,10 @@ def gc(
 @app.command(epilog=EXIT_CODES)
 def serve(
     place: Annotated[
-        str, typer.Argument(metavar="POOL", help="a pool directory, a pool file, or memory:SIZE")
+        str,
+        typer.Argument(
+            metavar="POOL", help="a pool directory, a pool file, a DAX device, or memory:SIZE"
+        ),
     ],
     listen: Annotated[
         list[str] | None,
@@ -222,8 +225,13 @@ def serve(
         str | None,
         typer.Option("--secret-file", metavar="PATH", help="a secret, or lines TENANT SECRET"),
     ] = None,
-    tls_cert: Annotated[str | None, typer.Option("--tls-cert", metavar="PEM")] = None,
-    tls_key: Annotated[str | None, typer.Option("--tls-key", metavar="PEM")] = None,
+    tls_cert: Annotated[
+        str | None,
+        typer.Option("--tls-cert", metavar="PEM", help="tcp addresses speak TLS (portus+tls://)"),
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option("--tls-key", metavar="PEM", help="of that certificate")
+    ] = None,
     quota: Annotated[
         str | None, typer.Option("--quota", metavar="SIZE", help="of each tenant, such as 500G")
     ] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,8 +139,11 @@ def publish(text: Callable[[], str], port: int, host: str) -> ThreadingHTTPServe
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             """Nobody needs to know."""
 
+    class Pages(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
     try:
-        server = ThreadingHTTPServer((host, port), Page)
+        server = Pages((host, port), Page)
     except OSError as error:
         raise MediumError(error.errno, f"{host}:{port}: cannot listen: {error.strerror}") from error
     server.daemon_threads = True

@@ -21,7 +21,7 @@ from portus.daemon.secrets import read_secrets
 from portus.daemon.server import Door, Server, open_door, tls_context
 from portus.daemon.session import House, Patience
 from portus.errors import UsageError
-from portus.protocol.address import PORT, Address, Scheme, Transport, is_address, parse
+from portus.protocol.address import Address, Scheme, Transport, is_address, parse
 
 _log: Final = logging.getLogger("portus.daemon")
 
@@ -92,7 +92,7 @@ def prepared(wish: Wish) -> Server:
             publish(
                 lambda: text_of([*counters.metrics(), *standing(pools, server.connections())]),
                 _number(port),
-                host or "127.0.0.1",
+                host.strip("[]") or "127.0.0.1",
             )
     except BaseException:
         for door in doors:
@@ -140,9 +140,11 @@ def heard(text: str, *, tls: bool) -> Address:
     if text.startswith("unix:"):
         return parse(f"{Scheme.UNIX.value}://{os.path.abspath(text[5:])}")
     scheme = Scheme.TLS if tls else Scheme.TCP
+    if text.count(":") > 1 and not text.startswith("["):
+        text = f"[{text}]"  # IPv6, and nothing else
     if text.startswith(":"):
         text = f"0.0.0.0{text}"
-    return parse(f"{scheme.value}://{text if ':' in text else f'{text}:{PORT}'}")
+    return parse(f"{scheme.value}://{text}")
 
 
 def notify(state: str) -> None:

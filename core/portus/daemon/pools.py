@@ -25,7 +25,7 @@ from portus.index.pool import PoolWriter, format_pool
 from portus.media.local import LocalFiles
 from portus.media.lock import LockTable, ProcessLocks
 from portus.media.memory import Memory
-from portus.protocol.address import TENANT
+from portus.protocol.address import TENANT, is_address
 
 MEMORY: Final = "memory:"
 TENANTS_MAX: Final = 1024
@@ -87,15 +87,27 @@ class Pools:
     """The pools of a host, opened when somebody asks, and then open until the end."""
 
     def __init__(self, place: str, quota: int | None = None) -> None:
-        """place: see the module. quota: bytes of a pool, at most. Raises ``UsageError``."""
+        """place: see the module. quota: bytes of a pool, at most. Raises ``UsageError``, and what
+        opening one pool, or making a directory for many, raises: that ends the start, not the
+        first save."""
+        if not place or is_address(place):
+            raise UsageError(
+                f"{place!r} cannot be served: expected a directory, a pool file, a DAX device or "
+                f"{MEMORY}SIZE"
+            )
         self.place: Final = place
         self._memory: Final = parse_size(place[len(MEMORY) :]) if place.startswith(MEMORY) else 0
         self._quota: Final = quota
         self._guard: Final = threading.Lock()
         self._open: dict[str, Hosted] = {}
         self._opening: Final[dict[str, threading.Lock]] = {}
-        if not self._memory and self._is_file():
-            self.of(TENANT)  # a pool that cannot be opened ends the start, not the first save
+        if self._memory:
+            if self._memory < 2 * DATA_START:
+                raise UsageError(f"{place}: expected {2 * DATA_START} bytes or more")
+        elif self._is_file():
+            self.of(TENANT)
+        else:
+            make_directory(os.path.abspath(place))
 
     def of(self, tenant: str) -> Hosted:
         """The tenant's pool, made if there was none. Raises what opening raises."""

@@ -7,11 +7,13 @@ way are finished. A save that was not confirmed leaves nothing, so there is noth
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
 import socket
 import ssl
+import stat
 import threading
 import time
 from dataclasses import dataclass
@@ -72,7 +74,10 @@ def open_door(address: Address, context: ssl.SSLContext | None) -> Door:
         listening = socket.create_server(place, family=family, backlog=_BACKLOG)
         return Door(address, listening, context)
     except OSError as error:
-        raise MediumError(error.errno, f"{address}: cannot listen: {error.strerror}") from error
+        why = error.strerror or str(error)  # of a path that is too long Python has no number
+        raise MediumError(
+            error.errno or errno.EINVAL, f"{address}: cannot listen: {why}"
+        ) from error
 
 
 def tls_context(cert_path: str, key_path: str) -> ssl.SSLContext:
@@ -151,15 +156,24 @@ class Server:
     def _welcome(self, door: Door, plain: socket.socket, peer: str) -> None:
         with self._guard:
             if self._ending.is_set() or len(self._links) >= CONNECTIONS_MAX:
-                _log.warning("%s: turned away: %d connections", peer, len(self._links))
-                plain.close()
+                self._turn_away(plain, peer, f"{len(self._links)} connections")
                 return
             thread = threading.Thread(
                 target=self._talk, args=(door, plain, peer), name="portus-session", daemon=True
             )
             link = self._link(plain, peer)
             self._links[thread] = link
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system allows no more; whoever is in stays
+            with self._guard:
+                del self._links[thread]
+            self._turn_away(plain, peer, str(error))
+
+    def _turn_away(self, plain: socket.socket, peer: str, why: str) -> None:
+        _log.warning("%s: turned away: %s", peer, why)
+        self._house.counters.add("refused")
+        plain.close()
 
     def _talk(self, door: Door, plain: socket.socket, peer: str) -> None:
         thread = threading.current_thread()
@@ -194,11 +208,12 @@ class Server:
 
 
 def _listen_unix(path: str) -> socket.socket:
-    """A socket at ``path`` for its owner alone. One that a dead host left is replaced."""
+    """A socket at ``path`` for its owner alone. One that a dead host left is replaced; nothing else
+    is."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
-        if os.path.exists(path) and not _answers(path):
+        if _is_socket(path) and not _answers(path):
             os.unlink(path)
         listening.bind(path)
         listening.listen(_BACKLOG)
@@ -208,6 +223,13 @@ def _listen_unix(path: str) -> socket.socket:
     finally:
         os.umask(before)
     return listening
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def _answers(path: str) -> bool:

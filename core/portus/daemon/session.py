@@ -154,10 +154,9 @@ class Session:
     def _serve(self, hosted: Hosted) -> None:
         requests = _Requests(self._link, hosted, self._house)
         try:
+            self._link.silence_s = self._house.patience.silent_s
             while True:
-                self._link.silence_s = requests.idle_s
-                event = self._link.receive()
-                self._link.silence_s = self._house.patience.silent_s
+                event = self._link.receive(requests.idle_s)
                 if isinstance(event, Payload):
                     raise ProtocolError("payload where a request was due")
                 if event.kind is Kind.BYE:

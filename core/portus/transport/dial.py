@@ -135,7 +135,13 @@ def raised(answer: Said) -> PortusError:
 
 def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
     nonce = os.urandom(NONCE_SIZE)
-    answer = link.ask(Hello(MAGIC, VERSION, address.tenant, nonce))
+    try:
+        answer = link.ask(Hello(MAGIC, VERSION, address.tenant, nonce))
+    except TransportError as error:
+        raise TransportError(
+            f"{error}, in answer to a greeting: is this the port of `portus serve`? With "
+            f"--tls-cert it is reached by {Scheme.TLS.value}://"
+        ) from error
     if not isinstance(answer, Challenge):
         raise raised(answer)
     secret = credentials.secret
@@ -186,9 +192,14 @@ def _connect_unix(path: str) -> socket.socket:
 def _as_transport_error(address: Address) -> Iterator[None]:
     try:
         yield
-    except (ssl.SSLError, ssl.CertificateError) as error:
+    except ssl.CertificateError as error:
         raise UsageError(
             f"{address}: TLS failed: {error}. {AUTHORITY_VARIABLE} names whom to believe"
+        ) from error
+    except ssl.SSLError as error:
+        raise UsageError(
+            f"{address}: TLS failed: {error}. Without --tls-cert a storage host is reached by "
+            f"{Scheme.TCP.value}://"
         ) from error
     except OSError as error:
         raise TransportError(

@@ -43,6 +43,10 @@ GATHER: Final = 4 << 20
 BIG: Final = 1 << 20
 """Bytes of a message's body from which it needs a share of the budget."""
 
+_MESSAGE_BYTES_S_MIN: Final = 64e3
+"""A message that was begun comes at least as fast, in the end: who sends a byte now and then is as
+silent as who sends none."""
+
 _SMALL: Final = 64 << 10
 """Bytes of a segment, on the average, below which it is short."""
 
@@ -68,31 +72,40 @@ class InterruptedByError(TransportError):
 
 
 class Budget:
-    """Memory that many links share. A demand over the whole is met when nobody else has any."""
+    """Memory that many links share, taken bit by bit: nobody has more than what was sent to him.
+    Whoever has had some for longest always gets more, also over the whole, so that one at least
+    goes on to its end."""
 
     def __init__(self, size: int) -> None:
         """size: bytes."""
         self._changed: Final = threading.Condition()
         self._size: Final = size
-        self._taken = 0
+        self._taken: Final[dict[object, int]] = {}
 
-    def take(self, size: int, timeout_s: float) -> bool:
-        """Take ``size`` bytes; False if there were none for so long."""
+    @property
+    def taken(self) -> int:
+        """Bytes that somebody has."""
+        with self._changed:
+            return sum(self._taken.values())
+
+    def take(self, who: object, size: int, timeout_s: float) -> bool:
+        """``size`` bytes more for ``who``; False if there were none for so long."""
 
         def fits() -> bool:
-            return not self._taken or self._taken + size <= self._size
+            is_first = next(iter(self._taken), who) is who
+            return is_first or sum(self._taken.values()) + size <= self._size
 
         with self._changed:
             if not self._changed.wait_for(fits, timeout_s):
                 return False
-            self._taken += size
+            self._taken[who] = self._taken.get(who, 0) + size
             return True
 
-    def give_back(self, size: int) -> None:
-        """Done with them."""
+    def give_back(self, who: object) -> None:
+        """Done with all that ``who`` has."""
         with self._changed:
-            self._taken -= size
-            self._changed.notify_all()
+            if self._taken.pop(who, None) is not None:
+                self._changed.notify_all()
 
 
 class Link:
@@ -117,7 +130,6 @@ class Link:
         self.hash_s = 0.0
         self._socket: Final = link
         self._budget: Final = budget
-        self._share = 0
         self._stop: Stop | None = None
         self._closed = False
         _prepare(link)
@@ -142,16 +154,24 @@ class Link:
         with self._or_end():
             self._put(memoryview(self.connection.send(message)))
 
-    def receive(self) -> Event:
-        """The next message, or that payload follows. Raises as ``send``, and ``ProtocolError``."""
+    def receive(self, idle_s: float | None = None) -> Event:
+        """The next message, or that payload follows. Raises as ``send``, and ``ProtocolError``.
+
+        idle_s: the longest wait for its first byte; None: ``silence_s``, as for the others."""
         with self._or_end():
             self._give_back()
-            while True:
+            data = self._get(self.connection.wanted, idle_s)
+            began_s, received, room = time.monotonic(), len(data), 0
+            while (event := self.connection.feed(data)) is None:
+                if room or self.connection.body_left > BIG:
+                    waits_s = time.monotonic()
+                    room = self._with_room(room, self.connection.wanted)
+                    began_s += time.monotonic() - waits_s  # that is not the other side's doing
                 data = self._get(self.connection.wanted)
-                event = self.connection.feed(data)
-                if event is not None:
-                    return event
-                self._take_share(self.connection.body_left)
+                received += len(data)
+                room = max(0, room - len(data))
+                self._check_pace(began_s, received)
+            return event
 
     def ask(self, message: Said, silence_s: float | None = None) -> Said:
         """Send, and give the answer. silence_s: for an answer that may take its time."""
@@ -272,17 +292,17 @@ class Link:
             self.close()
             raise
 
-    def _get(self, length: int) -> memoryview:
+    def _get(self, length: int, limit_s: float | None = None) -> memoryview:
         data = memoryview(bytearray(length))
-        return data[: self._receive_some(data, 0)]
+        return data[: self._receive_some(data, 0, limit_s)]
 
     def _get_into(self, target: memoryview) -> None:
         done = 0
         while done < len(target):
             done += self._receive_some(target[done:], socket.MSG_WAITALL)
 
-    def _receive_some(self, target: memoryview, flags: int) -> int:
-        wait = _Wait(self)
+    def _receive_some(self, target: memoryview, flags: int, limit_s: float | None = None) -> int:
+        wait = _Wait(self, limit_s)
         while True:
             try:
                 if isinstance(self._socket, ssl.SSLSocket):
@@ -308,28 +328,32 @@ class Link:
             done += count
             wait = _Wait(self)
 
-    def _take_share(self, length: int) -> None:
-        """Before a big body is taken in: wait until there is memory for it."""
-        if self._budget is None or self._share or length <= BIG:
-            return
+    def _with_room(self, room: int, wanted: int) -> int:
+        """Memory for ``wanted`` bytes of a big body, of which ``room`` is there: all of it."""
+        if self._budget is None or room >= wanted:
+            return room
         wait = _Wait(self)
-        while not self._budget.take(length, _POLL_S):
+        while not self._budget.take(self, wanted - room, _POLL_S):
             wait.again()
-        self._share = length
+        return wanted
 
     def _give_back(self) -> None:
-        share, self._share = self._share, 0
-        if self._budget is not None and share:
-            self._budget.give_back(share)
+        if self._budget is not None:
+            self._budget.give_back(self)
 
-    def pause(self, since_s: float) -> None:
-        """Between two short waits: raise if it is enough."""
+    def _check_pace(self, since_s: float, received: int) -> None:
+        took_s = time.monotonic() - since_s
+        if took_s > self.silence_s + received / _MESSAGE_BYTES_S_MIN:
+            raise SilentError(f"{self.name}: {received} bytes of a message took {took_s:.0f} s")
+
+    def pause(self, since_s: float, limit_s: float | None = None) -> None:
+        """Between two short waits: raise if it is enough. limit_s: None: ``silence_s``."""
         if self._stop is not None:
             self._stop.check()
         if self._closed:
             raise EndedError(f"{self.name}: the connection was closed")
         waited_s = time.monotonic() - since_s
-        if waited_s > self.silence_s:
+        if waited_s > (self.silence_s if limit_s is None else limit_s):
             raise SilentError(f"{self.name}: no progress for {waited_s:.0f} s")
 
 
@@ -350,12 +374,13 @@ if hasattr(os, "register_at_fork"):
 class _Wait:
     """A wait in small steps."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, limit_s: float | None = None) -> None:
         self._link: Final = link
+        self._limit_s: Final = limit_s
         self._since_s: Final = time.monotonic()
 
     def again(self) -> None:
-        self._link.pause(self._since_s)
+        self._link.pause(self._since_s, self._limit_s)
 
 
 def give(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:

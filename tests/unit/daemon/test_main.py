@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import socket
@@ -17,9 +18,10 @@ import portus
 from portus.daemon.counters import TIMED
 from portus.daemon.main import Wish, heard, prepared
 from portus.daemon.pools import parse_size
+from portus.daemon.server import _answers, open_door
 from portus.errors import MediumError, UsageError
 from portus.protocol.address import Address, Scheme
-from tests.hosts import Host
+from tests.hosts import Host, serving, url
 
 STATE = {"x": torch.arange(100_000)}
 
@@ -110,6 +112,25 @@ def free_port() -> int:
         return port
 
 
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_all_of_it_may_be_at_an_address_of_ipv6(tmp_path: Path) -> None:
+    port, page_port = free_port(), free_port()
+    options = ("--listen", f"[::1]:{port}", "--metrics", f"[::1]:{page_port}")
+    with Host(tmp_path / "pools", *options):
+        # All doors listen before the first is told of.
+        saved(f"portus://[::1]:{port}")
+        with urllib.request.urlopen(f"http://[::1]:{page_port}/metrics", timeout=60) as page:
+            assert "portus_saves_total 1" in page.read().decode()
+
+
 def test_prometheus_reads_what_was_counted(tmp_path: Path) -> None:
     port = free_port()
     options = ("--metrics", str(port), "--quota", "64M")
@@ -186,14 +207,21 @@ def test_tls_is_spoken_and_strangers_are_not_believed(
         address = f"portus+tls://127.0.0.1:{host.port}"
         with pytest.raises(UsageError, match=r"TLS failed.*PORTUS_TLS_CA"):
             portus.Checkpointer(address)
-        with pytest.raises(portus.TransportError):
-            portus.Checkpointer(host.url)  # without TLS
+        with pytest.raises(portus.TransportError, match=r"portus\+tls://"):
+            portus.Checkpointer(host.url)
         monkeypatch.setenv("PORTUS_TLS_CA", cert)
         saved(address)
         with portus.open(address) as pool:
             loaded = pool.load()
         assert isinstance(loaded, dict)
         assert torch.equal(loaded["x"], STATE["x"])
+
+
+def test_a_host_without_tls_says_how_it_is_reached(tmp_path: Path) -> None:
+    with serving(tmp_path / "pools") as server:
+        address = url(server).replace("portus:", "portus+tls:")
+        with pytest.raises(UsageError, match=r"TLS failed.*reached by portus://"):
+            portus.Checkpointer(address)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +232,10 @@ def test_tls_is_spoken_and_strangers_are_not_believed(
         (":9", Address(Scheme.TCP, host="0.0.0.0", port=9)),
         ("unix:/run/p.sock", Address(Scheme.UNIX, path="/run/p.sock")),
         ("portus+tls://[::1]:9", Address(Scheme.TLS, host="::1", port=9)),
+        ("[::1]:9", Address(Scheme.TCP, host="::1", port=9)),
+        ("[::1]", Address(Scheme.TCP, host="::1")),
+        ("::1", Address(Scheme.TCP, host="::1")),
+        ("::", Address(Scheme.TCP, host="::")),
     ],
 )
 def test_where_to_listen_is_said_in_short_or_in_full(text: str, address: Address) -> None:
@@ -219,6 +251,9 @@ def test_where_to_listen_is_said_in_short_or_in_full(text: str, address: Address
         ({"secret_path": "missing"}, "cannot be read"),
         ({"metrics": "port"}, "expected a port"),
         ({"place": "memory:x"}, "expected a size"),
+        ({"place": "memory:4K"}, "bytes or more"),
+        ({"place": ""}, "cannot be served"),
+        ({"place": "portus://store-1:7117"}, "cannot be served"),
     ],
 )
 def test_a_senseless_wish_is_refused_and_nothing_listens(
@@ -241,6 +276,35 @@ def test_an_address_in_use_is_said(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(MediumError, match=f"portus://127.0.0.1:{port}: cannot listen"):
             prepared(Wish(place=str(tmp_path), listen=[f"127.0.0.1:{port}"]))
+
+
+def test_a_directory_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MediumError, match="cannot make the pool directory"):
+        prepared(Wish(place=str(tmp_path / "file" / "pools"), listen=["127.0.0.1:0"]))
+
+
+def listening_at(path: Path) -> contextlib.closing[socket.socket]:
+    return contextlib.closing(open_door(Address(Scheme.UNIX, path=str(path)), None).socket)
+
+
+def test_a_socket_that_a_killed_host_left_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link"):
+        with pytest.raises(MediumError, match="cannot listen: Address already in use"):
+            listening_at(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "kept"
+    with listening_at(tmp_path / "socket"):
+        assert _answers(str(tmp_path / "socket"))
+    assert (tmp_path / "socket").is_socket()
+    with listening_at(tmp_path / "socket"):
+        pass
+
+
+def test_a_path_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
+    with pytest.raises(MediumError, match="cannot listen: AF_UNIX path too long"):
+        listening_at(tmp_path / ("x" * 120))
 
 
 def test_sizes_are_read() -> None:

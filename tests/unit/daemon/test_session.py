@@ -29,12 +29,13 @@ from portus.index.check import check
 from portus.index.directory import create_pool, open_writer
 from portus.media.local import LocalFiles
 from portus.protocol import messages as said
-from portus.protocol.address import Transport, parse
+from portus.protocol.address import Address, Scheme, Transport, parse
 from portus.protocol.connection import HEADER
 from portus.protocol.messages import Kind, Said, packed_column, packed_handles
+from portus.protocol.proof import proof_of_client
 from portus.protocol.session import State
 from portus.transport.dial import Credentials, dial, raised
-from portus.transport.stream import BIG, Link
+from portus.transport.stream import BIG, Budget, Link
 from tests.hosts import serving, url
 
 TOKEN = b"t" * 16
@@ -199,6 +200,10 @@ def test_a_region_of_another_length_is_refused(server: Server) -> None:
     refused(server, UsageError, "other lengths", wrong, BEGIN, offer)
 
 
+def test_a_region_that_is_registered_already_is_refused(server: Server) -> None:
+    refused(server, UsageError, "registered already", REGISTER, REGISTER)
+
+
 def test_a_region_that_was_forgotten_is_refused(server: Server) -> None:
     forget = (said.Forget(packed_column([2])), said.Done)
     refused(
@@ -216,9 +221,41 @@ def test_a_storage_that_comes_twice_is_refused(server: Server) -> None:
     refused(server, UsageError, "twice", REGISTER, BEGIN, offer)
 
 
+def test_a_storage_that_has_a_place_already_is_refused(server: Server) -> None:
+    with client(server) as link:
+        pulled(link)
+        with pytest.raises(UsageError, match="have a place already"):
+            asked(link, said.Offer(packed_column([1]), packed_column([1])), said.Pull)
+        assert link.connection.state is State.READY
+    assert versions(server) == 0
+
+
 def test_a_confirmation_of_what_was_not_pulled_is_refused(server: Server) -> None:
     confirm = (said.Confirm(units(), bytes(16), b"[]", b"{}", b""), said.Committed)
     refused(server, UsageError, "3 storages were neither", REGISTER, BEGIN, confirm)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "indices", "match"),
+    [
+        ([99_999, 0, 5000], [0], "another length"),
+        ([100_000, 0], [0], "not storages of both"),
+        ([100_000, 0, 5000], [2, 0], "not storages of both"),
+        ([100_000, 0, 5000], [3], "not storages of both"),
+    ],
+)
+def test_sharing_what_cannot_be_shared_is_refused(
+    server: Server, lengths: list[int], indices: list[int], match: str
+) -> None:
+    with client(server) as link:
+        confirmed(link)
+        asked(link, said.Begin("m", 2, b"u" * 16, packed_column(lengths)), said.Begun)
+        if len(lengths) == 3:
+            asked(link, said.Share(TOKEN, packed_column([2])), said.Shared)
+        with pytest.raises(UsageError, match=match):
+            asked(link, said.Share(TOKEN, packed_column(indices)), said.Shared)
+        assert link.connection.state is State.READY
+    assert versions(server) == 1
 
 
 def test_columns_that_are_none_are_refused(server: Server) -> None:
@@ -244,6 +281,17 @@ def test_a_pin_that_is_not_held_cannot_be_taken_back(server: Server) -> None:
     refused(server, UsageError, "not pinned", (said.Unpin(5), said.Done))
 
 
+def test_a_pin_lives_as_long_as_its_connection(server: Server) -> None:
+    locks = server._house.pools.of("default").writer.locks
+    with client(server) as link:
+        confirmed(link)
+        asked(link, said.Pin(1), said.Done)
+        asked(link, said.Pin(1), said.Done)
+        asked(link, said.Unpin(1), said.Done)
+        assert locks.pins() == {1}
+    settled(server, lambda: locks.pins() == set())
+
+
 def test_other_digests_than_the_hosts_make_no_version(server: Server) -> None:
     with client(server) as link:
         with pytest.raises(CorruptionError, match="nothing was committed"):
@@ -261,6 +309,15 @@ def test_ten_terabytes_are_refused_and_others_save(tmp_path: Path) -> None:
         asked(link, said.Forget(packed_column([0])), said.Done)
         confirmed(link)
         assert versions(server) == 1
+
+
+@pytest.mark.parametrize(("place", "quota"), [("memory:1M", None), ("memory:64M", 1 << 20)])
+def test_memory_is_taken_up_to_its_size_and_the_quota(place: str, quota: int | None) -> None:
+    with serving(place, quota=quota) as server, client(server) as link:
+        asked(link, said.Room(1 << 19), said.Done)
+        for message in (said.Room(2 << 20), said.Begin("m", 1, TOKEN, packed_column([2 << 20]))):
+            with pytest.raises(MediumError, match=r"max_bytes|quota"):
+                asked(link, message, said.Done)
 
 
 def test_ten_terabytes_do_not_fit_without_a_quota_either(server: Server) -> None:
@@ -359,6 +416,7 @@ def test_the_right_secret_is_let_in(guarded: Server) -> None:
         ("", b"another secret of this length too", "wrong secret for tenant 'default'"),
         ("other", SECRET, "wrong secret for tenant 'other'"),
         ("nobody", SECRET, "wrong secret for tenant 'nobody', or no such tenant"),
+        ("nobody", b"", "wrong secret for tenant 'nobody', or no such tenant"),
         ("", None, "wants a secret"),
     ],
 )
@@ -368,6 +426,22 @@ def test_a_wrong_secret_is_turned_away(
     with pytest.raises(UsageError, match=match), client(guarded, tenant, secret):
         pass
     assert guarded._house.pools.all() == [], "no pool is made for strangers"
+
+
+@pytest.mark.parametrize("size", [0, 1, 31])
+def test_a_part_of_a_proof_is_none(guarded: Server, size: int) -> None:
+    with stranger(guarded) as link:
+        challenge = link.ask(said.Hello(said.MAGIC, said.VERSION, "default", TOKEN))
+        assert isinstance(challenge, said.Challenge)
+        proof = proof_of_client(SECRET, "default", TOKEN, challenge.nonce)
+        answer = link.ask(said.ProofGiven(proof[:size]))
+        assert isinstance(answer, said.Refused)
+
+
+def test_a_unix_socket_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with serving(tmp_path / "pools", address=Address(Scheme.UNIX, path=str(path))):
+        assert path.stat().st_mode & 0o077 == 0
 
 
 def test_a_host_that_does_not_know_the_secret_is_not_believed(server: Server) -> None:
@@ -510,6 +584,13 @@ def test_who_claims_a_model_may_be_idle(tmp_path: Path) -> None:
         confirmed(link)
 
 
+def test_who_is_idle_within_a_save_is_ended(tmp_path: Path) -> None:
+    with impatient(tmp_path, idle_s=0.3) as server, client(server) as link:
+        begun(link)
+        settled(server, lambda: server.connections() == 0)
+        assert server._house.pools.of("default").saves == 0
+
+
 def test_a_client_that_stops_in_the_middle_of_its_payload_is_ended(tmp_path: Path) -> None:
     with impatient(tmp_path, silent_s=0.3) as server, client(server) as link:
         half_sent(link)
@@ -538,11 +619,94 @@ def test_a_stranger_that_says_nothing_is_ended(
         serving(tmp_path / "pools") as server,
         socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain,
     ):
-        plain.settimeout(20)
+        plain.settimeout(100)
         assert plain.recv(1) == b""
 
 
+def test_a_stranger_that_says_a_byte_now_and_then_is_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.session.GREETING_S", 0.3)
+    with (
+        serving(tmp_path / "pools") as server,
+        socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain,
+    ):
+        plain.sendall(HEADER.pack(512, Kind.HELLO, bytes(3)))
+        settled(server, lambda: server.connections() == 1)
+        begun_s = time.monotonic()
+        while server.connections():
+            assert time.monotonic() - begun_s < 60
+            with contextlib.suppress(ConnectionError):
+                plain.sendall(b"a")  # 512 of them would be a message
+            time.sleep(0.2)
+
+
+def test_who_may_be_idle_may_not_stop_within_a_message(tmp_path: Path) -> None:
+    with impatient(tmp_path, idle_s=3600, silent_s=0.5) as server, client(server) as link:
+        frame = link.connection.send(said.Status())
+        link._socket.sendall(frame[:5])
+        settled(server, lambda: server.connections() == 0)
+
+
+def test_no_more_are_let_in_than_the_most(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portus.daemon.server.CONNECTIONS_MAX", 1)
+    with client(server) as link:
+        with pytest.raises(TransportError), client(server, model=None):
+            raise AssertionError("it was let in")
+        confirmed(link)
+    settled(server, lambda: server.connections() == 0)
+    with client(server) as link:
+        confirmed(link)
+
+
+def test_a_host_has_so_many_tenants_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.pools.TENANTS_MAX", 1)
+    with serving(tmp_path / "pools") as server:
+        with client(server, "one"), pytest.raises(BusyError, match="1 tenants are the most"):
+            dial(parse(url(server, "other")), Credentials(), 10)
+        with client(server, "one") as link:
+            confirmed(link)
+
+
+def test_a_client_has_so_many_regions_at_most(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.session.REGIONS_MAX", 3)
+    with client(server) as link:
+        registered(link)
+        with pytest.raises(UsageError, match="more than 3 regions"):
+            asked(link, said.Register(3, packed_column([1])), said.Done)
+
+
+def test_both_ends_ask_after_a_peer_that_vanished(server: Server) -> None:
+    with client(server) as link:
+        for each in (link, *server._links.values()):
+            assert each._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            told = [
+                each._socket.getsockopt(socket.IPPROTO_TCP, name)
+                for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            ]
+            assert told[0] + told[1] * told[2] <= 80, "docs/deploying.md says so"
+
+
 # --- what fails on the host ---
+
+
+def test_a_host_that_may_start_no_thread_turns_away_and_goes_on(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = threading.stack_size(1 << 46)
+    try:
+        with pytest.raises(TransportError), client(server):
+            raise AssertionError("it was let in")
+    finally:
+        threading.stack_size(usual)
+    assert "turned away: can't start new thread" in caplog.text
+    assert server.connections() == 0
+    with client(server) as link:
+        confirmed(link)
 
 
 def test_a_medium_that_fails_is_said_to_the_client_and_ends_no_connection(
@@ -564,16 +728,42 @@ def test_a_medium_that_fails_is_said_to_the_client_and_ends_no_connection(
 
 def test_big_messages_wait_for_memory_and_small_ones_do_not(server: Server) -> None:
     budget = server._budget
-    assert budget.take(BODIES_MAX, 0)  # somebody has it all
+    assert budget.take("somebody", BODIES_MAX, 0)
     lengths = packed_column([0] * (2 * BIG // 8))
     with client(server) as link:
         confirmed(link)
         link.send(said.Register(100, lengths))
         time.sleep(0.3)
         assert server.connections() == 1
-        budget.give_back(BODIES_MAX)
+        assert not link.has_word()
+        budget.give_back("somebody")
         assert isinstance(link.hear(), said.Done)
-    settled(server, lambda: budget.take(BODIES_MAX + 1, 0))  # and all of it is back
+    settled(server, lambda: budget.taken == 0)
+
+
+def test_memory_goes_to_what_was_sent_and_the_first_comes_to_its_end() -> None:
+    budget = Budget(10)
+    assert budget.take("first", 6, 0)
+    assert budget.take("second", 4, 0)
+    assert not budget.take("second", 1, 0)
+    assert budget.take("first", 100, 0), "nobody could go on"
+    assert not budget.take("third", 1, 0)
+    budget.give_back("first")
+    assert budget.take("third", 6, 0)
+    assert not budget.take("third", 1, 0)
+    assert budget.take("second", 100, 0)
+    assert budget.taken == 110
+
+
+def test_a_big_message_that_never_comes_holds_nobody_up(server: Server) -> None:
+    with client(server, model="hanging") as hanging, client(server) as link:
+        registered(hanging)
+        asked(hanging, said.Begin("hanging", 1, TOKEN, LENGTHS), said.Begun)
+        whole = said.body_size_max(Kind.CONFIRM)
+        assert whole > BODIES_MAX
+        hanging._socket.sendall(HEADER.pack(whole, Kind.CONFIRM, bytes(3)) + bytes([0x95]))
+        settled(server, lambda: 0 < server._budget.taken <= 2 * BIG)
+        asked(link, said.Register(100, packed_column([0] * (2 * BIG // 8))), said.Done)
 
 
 def test_the_end_does_not_wait_for_those_who_wait(tmp_path: Path) -> None:

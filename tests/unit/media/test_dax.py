@@ -13,10 +13,21 @@ import pytest
 from portus.errors import MediumError, UsageError
 from portus.media.addresses import AddressRange
 from portus.media.base import MediumKind
-from portus.media.dax import accepts_map_sync, device_facts, is_device, open_device
+from portus.media.dax import (
+    DaxDevice,
+    DaxFile,
+    DeviceFacts,
+    MappedSpace,
+    accepts_map_sync,
+    device_facts,
+    is_device,
+    open_device,
+)
+from portus.media.file import FileSystem
 from portus.media.local import LocalFiles
 from portus.media.pmem import processor
 from portus.media.process import Descriptor
+from portus.spec import PAGE, Extent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="devices are Linux's")
 
@@ -87,3 +98,61 @@ def test_aligning_leaves_nothing_behind() -> None:
 def mapped_bytes() -> int:
     pages = Path("/proc/self/statm").read_text().split()[0]
     return int(pages) * mmap.PAGESIZE
+
+
+class Noting:
+    """A processor that writes nothing back, and knows what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int] | str] = []
+
+    def flush(self, address: int, length: int) -> None:
+        self.asked.append((address, length))
+
+    def drain(self) -> None:
+        self.asked.append("drain")
+
+
+class WithoutMapSync(DaxFile):
+    """A file where there is no DAX: mapped, but not with MAP_SYNC."""
+
+    def _map(self, size: int, descriptor: Descriptor, file_system: FileSystem) -> None:
+        self._addresses.map(size, descriptor.number)
+
+
+def noted(directory: Path, kind: str, cpu: Noting) -> DaxFile | DaxDevice:
+    """A medium of ``kind`` on an ordinary file, of 16 pages."""
+    path = str(directory / kind)
+    with open(path, "wb") as file:
+        file.truncate(16 * PAGE)
+    if kind == "file":
+        return WithoutMapSync(
+            Descriptor(path, os.O_RDWR), FileSystem(volatile=False, early=False), cpu=cpu
+        )
+    facts = DeviceFacts(path, 16 * PAGE, PAGE, volatile=False)
+    return DaxDevice(MappedSpace(facts, writable=True, cpu=cpu), facts, writable=True, size=PAGE)
+
+
+@pytest.mark.parametrize("kind", ["file", "device"])
+def test_every_range_is_written_back_and_then_waited_for(directory: Path, kind: str) -> None:
+    cpu = Noting()
+    medium = noted(directory, kind, cpu)
+    try:
+        medium.store(0, b"x" * PAGE)
+        cpu.asked.clear()
+        medium.persist([Extent(64, 10), Extent(128, 0), Extent(1000, 2000)])
+        start = medium.address(Extent(0, PAGE))
+        assert cpu.asked == [(start + 64, 10), (start + 1000, 2000), "drain"]
+    finally:
+        medium.close()
+
+
+def test_what_a_device_is_grown_by_is_cleared_and_written_back(directory: Path) -> None:
+    cpu = Noting()
+    medium = noted(directory, "device", cpu)
+    try:
+        medium.grow(3 * PAGE)
+        start = medium.address(Extent(0, PAGE))
+        assert cpu.asked == [(start + PAGE, 2 * PAGE), "drain"]
+    finally:
+        medium.close()

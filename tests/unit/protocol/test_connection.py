@@ -238,6 +238,14 @@ def test_numbers_out_of_range_are_refused(numbers: list[int]) -> None:
         said.column(data, "numbers")
 
 
+@pytest.mark.parametrize(
+    "pairs", [[-1, 0], [1 << 62, 0], [0, 1 << 62], [0, 1 << 60, 1, 1 << 60] * 4]
+)
+def test_ranges_whose_ends_or_sum_would_wrap_around_are_refused(pairs: list[int]) -> None:
+    with pytest.raises(ProtocolError, match=r"range|too much"):
+        said.ranges(packed_column(pairs), "ranges")
+
+
 @pytest.mark.parametrize("data", [b"x", b"x" * 9])
 def test_bytes_that_are_no_column_are_refused(data: bytes) -> None:
     for read in (said.column, said.ranges, said.digest_rows):
