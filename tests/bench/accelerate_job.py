@@ -23,7 +23,7 @@ from accelerate.utils import ProjectConfiguration
 import portus
 import portus_accelerate
 
-LAYERS, WIDTH, ROWS = 24, 1024, 96
+LAYERS, WIDTH, ROWS = 24, 1024, 256
 WARMUPS = 4
 
 

@@ -90,15 +90,20 @@ class AddressRange:
                 linux.advise_pages(start + self.mapped, length, linux.MADV_HUGEPAGE)
         self.mapped += length
 
+    def populate(self, extent: Extent) -> None:
+        """Map the pages of ``extent`` writable, in one go, as far as the kernel can (5.14)."""
+        start, end = self._pages_of(extent)
+        with suppress(OSError):
+            linux.advise_pages(start, end - start, linux.MADV_POPULATE_WRITE)
+
     def release(self, extent: Extent) -> None:
         """Let go of the pages of a file in ``extent``, in one go; the next use finds them again,
         with what was stored. Before write-back: the kernel takes a dirty page from all who map it,
         and would do so one by one, each with an interrupt to the processors that run this process.
         """
-        start = extent.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        end = min(_pages(extent.end), self.mapped)
+        start, end = self._pages_of(extent)
         with suppress(OSError):  # of pages that are locked; then they stay
-            linux.advise_pages(self.start + start, end - start, linux.MADV_DONTNEED)
+            linux.advise_pages(start, end - start, linux.MADV_DONTNEED)
 
     def close(self) -> None:
         """Give the addresses back. A second call does nothing."""
@@ -110,6 +115,11 @@ class AddressRange:
         """Forget the addresses, in a forked child."""
         # Nothing is mapped here in the child (MADV_DONTFORK): by now the addresses may be others'.
         self._start = 0
+
+    def _pages_of(self, extent: Extent) -> tuple[int, int]:
+        """The addresses of the first page of ``extent``, and of the end of the last."""
+        first = extent.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        return self.start + first, self.start + min(_pages(extent.end), self.mapped)
 
     def _reserve(self, needed: int) -> int:
         """The most that the system gives, from RANGE_MAX down to ``needed`` bytes."""

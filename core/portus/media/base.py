@@ -87,6 +87,12 @@ class MappedMedium(Medium, Protocol):
         ``MediumError`` when poisoned.
         """
 
+    def expect(self, extent: Extent) -> None:
+        """Say that bytes of ``extent`` are about to be changed through its address.
+
+        The medium may make their pages present, and changes none of them. Only a hint.
+        """
+
     def wrote(self, extent: Extent) -> None:
         """Say that bytes of ``extent`` were changed through its address.
 

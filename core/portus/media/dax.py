@@ -276,6 +276,11 @@ class DaxDevice(SpaceMedium):
         self._check_range(extent.offset, extent.length)
         return self._mapped.start + extent.offset
 
+    def expect(self, extent: Extent) -> None:
+        """Checks the extent; a device is mapped with huge pages, which stay."""
+        self._check_writable()
+        self._check_range(extent.offset, extent.length)
+
     def wrote(self, extent: Extent) -> None:
         """Checks the extent; its lines are written back by ``persist``."""
         self._check_writable()

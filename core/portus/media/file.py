@@ -324,6 +324,14 @@ class MappedFile(PlainFile):
         self._check_length(extent.end)
         return self._addresses.start + extent.offset
 
+    def expect(self, extent: Extent) -> None:
+        """What was let go of for write-back is mapped again, in one go: one page after another, as
+        they are stored to, costs three times as much."""
+        self._check_writable()
+        self._check_range(extent.offset, extent.length)
+        if self._file_system.early:
+            self._addresses.populate(extent)
+
     def wrote(self, extent: Extent) -> None:
         """Starts write-back when enough has been written; may block while the disk is busy."""
         self._check_writable()

@@ -101,6 +101,11 @@ class Memory:
         self._check_range(extent.offset, extent.length)
         return self._addresses.start + extent.offset
 
+    def expect(self, extent: Extent) -> None:
+        """Checks the extent; pages that are there stay, and the others come one by one."""
+        self._check()
+        self._check_range(extent.offset, extent.length)
+
     def wrote(self, extent: Extent) -> None:
         """Checks the extent; there is nothing to write back."""
         self._check()

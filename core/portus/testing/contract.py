@@ -275,23 +275,25 @@ class MappedMediumContract(MediumContract):
         mapped.persist([Extent(0, length)])
         assert load(mapped, 0, length) == data
         assert self.read_behind(mapped, 0, length) == data
+        mapped.expect(Extent(PAGE - 1, length - PAGE))
+        assert load(mapped, 0, length) == data
         mapped.close()
 
     def test_nothing_outside_has_an_address(self, mapped: MappedMedium) -> None:
         for extent in (Extent(SIZE, 1), Extent(SIZE - 1, 2), Extent(SIZE + 1, 0)):
             with pytest.raises(UsageError):
                 mapped.address(extent)
-            with pytest.raises(UsageError):
-                mapped.wrote(extent)
+            for tell in (mapped.expect, mapped.wrote):
+                with pytest.raises(UsageError):
+                    tell(extent)
 
     def test_a_poisoned_medium_gives_no_address(self, mapped: MappedMedium) -> None:
         self.break_persist(mapped)
         with pytest.raises(MediumError):
             mapped.persist([Extent(0, 1)])
-        with pytest.raises(MediumError):
-            mapped.address(Extent(0, 1))
-        with pytest.raises(MediumError):
-            mapped.wrote(Extent(0, 1))
+        for tell in (mapped.address, mapped.expect, mapped.wrote):
+            with pytest.raises(MediumError):
+                tell(Extent(0, 1))
 
     def test_a_closed_medium_gives_no_address(self) -> None:
         mapped = self.make(SIZE)

@@ -136,7 +136,7 @@ def copy(
 ) -> Digests:
     """Copy ``sources`` into their extents of ``medium``, and return their digests.
 
-    The bytes count as stored, not as persisted. Blocks; the helper works in a thread of the lowest
+    The bytes count as stored, not as persisted. Blocks; the helper works in a thread of low
     priority until ``stop.awaited``, then here and for big totals in a second one. Raises
     ``StoppedError``, and what the medium raises. ``engine`` is for tests; by default the best.
     """
@@ -245,6 +245,8 @@ class _Call:
 def _copy_mapped(call: _Call, medium: MappedMedium, batch: Segments) -> None:
     box = batch.box()
     target = batch.offset + (medium.address(box) - box.offset)
+    for run in batch.runs():
+        medium.expect(run)
     try:
         call.engine.move(batch, target, call.digests, call.stop)
     finally:  # also when stopped: what was changed counts as stored

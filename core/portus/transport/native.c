@@ -9,12 +9,12 @@
    hashes the source once more, finds it. The copy goes around the cache (non-temporal stores):
    the target is not read before it is written.
 
-   While nobody waits, a long list is worked on by a thread of the lowest priority: it is welcome
-   to a processor that idles, and takes none from the training. It rests a part of the time: what
-   idles is often the other half of the core that the training is on, and the memory is the same
-   for all. Once somebody waits, the caller's
-   own thread goes on where that one is, and shares what is left with a second one of a lower
-   priority than its own. Neither of the two ever runs Python. */
+   While nobody waits, a long list is worked on by a thread of low priority: it is welcome to a
+   processor that idles, and takes little from a training that fills them all. It rests a part of
+   the time: what idles is often the other half of the core that the training is on, and the
+   memory is the same for all. Once somebody waits, the caller's own thread goes on where that one
+   is, and shares what is left with a second one of a lower priority than its own. Neither of the
+   two ever runs Python. */
 
 #include <pthread.h>
 #include <signal.h>
@@ -30,9 +30,9 @@
 #define LINE 64         /* bytes of a line of the cache */
 #define STREAM_MIN 1024 /* bytes from which going around the cache pays */
 #define GRAIN (1 << 20) /* bytes that a thread takes at a time, or else one unit */
-#define PATIENT 19      /* niceness of the thread that works while nobody waits */
+#define PATIENT 12      /* niceness of the thread that works while nobody waits, likewise */
 #define WORK_NS 2000000 /* that a patient thread works at a stretch, and then rests */
-#define REST_NS 500000
+#define REST_NS 1000000
 #define SECOND 10       /* niceness of the second thread, on top of what the process has */
 
 typedef struct {

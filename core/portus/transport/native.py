@@ -22,19 +22,22 @@ from portus.transport.base import Column, Digests, Segments, Stop
 PATH: Final = os.path.join(os.path.dirname(__file__), "_native.so")
 
 ABI: Final = 5
-"""The same number as in ``native.c``."""
+"""The same numbers as in ``native.c``."""
 
 PIECE: Final = 256 << 10
 """Bytes that are hashed and then copied while the cache still holds them."""
 
 PATIENT_THREAD_MIN: Final = 1 << 20
-"""Bytes from which a thread of the lowest priority is worth its start, while nobody waits."""
+"""Bytes from which a thread of low priority is worth its start, while nobody waits."""
 
 SECOND_THREAD_MIN: Final = 32 << 20
 """Bytes from which a second thread is worth its start, while somebody waits."""
 
+PATIENT: Final = 12
+"""Niceness of the thread that works while nobody waits, on top of what the process has."""
+
 SECOND: Final = 10
-"""Niceness of that thread, on top of what the process has. The same number as in ``native.c``."""
+"""Niceness of that second thread, likewise. Both numbers are those of ``native.c``."""
 
 # The fields of ``struct hash``, in order. Builds for x86 that pick the best instructions of the
 # processor at run time export that choice under a second name.

@@ -173,7 +173,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks at the th
 
 @linux_only
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: no second thread")
-def test_a_thread_of_the_lowest_priority_works_until_somebody_waits_then_two() -> None:
+def test_a_thread_of_low_priority_works_until_somebody_waits_then_two() -> None:
     helper = native.helper()
     if helper is None:
         pytest.skip("no helper")
@@ -199,7 +199,7 @@ def test_a_thread_of_the_lowest_priority_works_until_somebody_waits_then_two() -
     _soon(lambda: stop.done > 64 << 20)
     patient = _started()
     assert len(patient) <= len(before) + 1  # less, if one of an earlier test has just ended
-    assert 19 - os.getpriority(os.PRIO_PROCESS, 0) in patient
+    assert min(native.PATIENT, 19 - os.getpriority(os.PRIO_PROCESS, 0)) in patient
     assert not spent
     stop.awaited = True
     _soon(lambda: native.SECOND in _started())
