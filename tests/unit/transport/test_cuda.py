@@ -15,16 +15,11 @@ from portus.transport import cuda
 from portus.transport.cuda import Driver
 from portus.transport.regions import HERE, Regions, StagedError, Way
 from portus.transport.verbs import Region
-from tests.cuda import Library
+from tests.cuda import Library, memfd
 from tests.unit.transport.test_onesided import Registry
 
 ADDRESS = 0x7F00_0000_0200
 """As torch gives them: a multiple of 512."""
-
-
-def nothing(_start: int, _size: int) -> int:
-    """Any file stands for a dmabuf here."""
-    return os.memfd_create("dmabuf")
 
 
 def descriptors() -> int:
@@ -63,7 +58,7 @@ def taken(regions: Regions, device: int, address: int = ADDRESS, size: int = 100
 
 
 def test_a_dmabuf_has_whole_pages_and_says_where_the_bytes_begin() -> None:
-    library = Library(nothing)
+    library = Library(memfd)
     driver = library.driver()
     for address, size, start, length in (
         (ADDRESS, 100, ADDRESS - 0x200, PAGE),
@@ -96,7 +91,7 @@ def test_a_driver_that_is_old_or_not_there_is_said() -> None:
 
 
 def test_device_memory_is_registered_as_a_dmabuf_where_that_is_taken() -> None:
-    regions = Regions(Registry(), Library(nothing).driver)  # type: ignore[arg-type]
+    regions = Regions(Registry(), Library(memfd).driver)  # type: ignore[arg-type]
     before = descriptors()
     region = taken(regions, 1)
     assert (region.start, region.length) == (0x200, 100), "as pyverbs has it"
@@ -105,9 +100,7 @@ def test_device_memory_is_registered_as_a_dmabuf_where_that_is_taken() -> None:
     assert descriptors() == before
 
 
-@pytest.mark.parametrize(
-    "cuda_driver", [no_driver, Library(refused).driver, Library(nothing).driver]
-)
+@pytest.mark.parametrize("cuda_driver", [no_driver, Library(refused).driver, Library(memfd).driver])
 def test_what_is_no_dmabuf_is_registered_by_its_address(cuda_driver: object) -> None:
     regions = Regions(Refusing(range(ADDRESS, ADDRESS + PAGE)), cuda_driver)  # type: ignore[arg-type]
     before = descriptors()
@@ -136,7 +129,7 @@ def test_a_device_that_is_refused_all_ways_is_staged_for_good_and_others_are_not
 
 
 def test_a_device_that_brought_other_bytes_is_staged() -> None:
-    regions = Regions(Registry(), Library(nothing).driver)  # type: ignore[arg-type]
+    regions = Regions(Registry(), Library(memfd).driver)  # type: ignore[arg-type]
     taken(regions, 0)
     regions.distrust({0}, "what arrived is not what was sent")
     assert regions.staged() == [0]
