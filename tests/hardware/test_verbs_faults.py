@@ -390,13 +390,17 @@ def test_a_client_that_says_nothing_after_a_pull_is_ended_and_holds_nobody_up() 
 # --- pools that cannot be reached straight ---
 
 
+def pinning(size: int) -> list[str]:
+    """The command under which a host may pin so many bytes."""
+    limited = ["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock"]
+    return [*limited, "prlimit", f"--memlock={size}"]
+
+
 def test_a_host_that_may_not_pin_its_pool_goes_on_through_buffers() -> None:
     """One block may be pinned, or one ring, and not both."""
     format_device(DEVDAX, LocalFiles(), force=True)
-    limited = ["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock"]
-    limited += ["prlimit", f"--memlock={100 << 20}"]
     small, big = state_of(SOME, 3, 1), state_of(70 << 20, 8, 2)
-    with Host(DEVDAX, under=limited) as host, pool_on(host.url) as pool:
+    with Host(DEVDAX, under=pinning(100 << 20)) as host, pool_on(host.url) as pool:
         assert saved(pool, snapshot_of(small, 1)).bounced_bytes == 0
         with pytest.raises(TransportError, match="cannot register"):
             saved(pool, snapshot_of(big, 2))
@@ -406,6 +410,24 @@ def test_a_host_that_may_not_pin_its_pool_goes_on_through_buffers() -> None:
         assert holds(pool, small, 1)
         host.stop()
         assert "go through buffers from now on" in host.log
+
+
+def test_a_second_pool_that_may_not_be_pinned_goes_through_the_same_buffers() -> None:
+    """The ring of the first one is all that may be pinned. So not even a block of the second is,
+    which is found before anything is read, and costs no save."""
+    small, big = state_of(SOME, 3, 1), state_of(70 << 20, 8, 2)
+    with Host("memory:256M", under=pinning(65 << 20)) as host:
+        first, second = (f"portus://{tenant}@127.0.0.1:{host.port}" for tenant in "ab")
+        with pool_on(first) as pool:
+            with pytest.raises(TransportError, match="cannot register"):
+                saved(pool, snapshot_of(big, 1))
+            assert saved(pool, snapshot_of(big, 2)).bounced_bytes == 70 << 20
+        with pool_on(second) as pool:
+            for step in (1, 2):
+                assert saved(pool, snapshot_of(small, step)).bounced_bytes == SOME
+                assert holds(pool, small, step)
+        host.stop()
+        assert host.log.count("go through buffers from now on") == 2, "once for each"
 
 
 def test_a_pool_that_a_failed_persist_poisoned_is_still_restored_from(server: Server) -> None:

@@ -324,6 +324,7 @@ LIES: dict[str, Callable[[int, int, int], tuple[int, int, int]]] = {
     "address": lambda address, key, length: (address + (1 << 30), key, length),
     "before": lambda address, key, length: (address - 4096, key, length),
     "length": lambda address, key, length: (address, key, length + 4096),
+    "nought": lambda address, key, length: (0, key, length),
     "far": lambda address, key, length: ((1 << 47) - 4096, key, length),
 }
 

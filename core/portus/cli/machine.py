@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from portus.errors import MediumError, PortusError
+from portus.errors import MediumError, PortusError, TransportError
 from portus.index.device import is_blank
 from portus.index.pool import PoolReader
 from portus.media.dax import DeviceFacts, device_facts, open_device
 from portus.media.lock import ProcessLocks
 from portus.media.pmem import processor
 from portus.transport import native
+from portus.transport.cuda import Driver, driver
 
 _MODES: Final = {"dax": "devdax", "memory": "fsdax", "safe": "sector"}
 """What the kernel calls the modes of a namespace, and ndctl."""
@@ -38,6 +39,7 @@ class Machine:
     """The machine below ``root``: another one than "/" for tests of what is read from files."""
 
     root: Path = Path("/")
+    cuda: Callable[[], Driver] = driver
 
     def found(self) -> Iterator[Found]:
         """Everything, topic by topic."""
@@ -120,14 +122,9 @@ class Machine:
         if not devices:
             yield Found("GPU", "-", "none that a driver of NVIDIA serves")
             return
-        ways = []
-        if (self.root / "sys/module/nvidia_peermem").exists():
-            ways.append("nvidia_peermem")
-        if "Open Kernel Module" in _driver(self.root):
-            ways.append("dmabuf")
-        text = "staged in pinned memory of this machine; to a storage host over the socket"
-        able = f"a network card could read it by {' and by '.join(ways)}; Portus does not yet"
-        yield Found("GPU", "memory", f"{text}. {able}" if ways else text)
+        why_no_dmabuf = _why_no_dmabuf(self.cuda)
+        peer = (self.root / "sys/module/nvidia_peermem").exists()
+        yield Found("GPU", "memory", *_device_memory_text(why_no_dmabuf, peer=peer))
 
     def helper(self) -> Found:
         """The compiled helper that copies and hashes without Python's lock."""
@@ -176,6 +173,34 @@ def _memlock() -> Found:
 
 def _is_soft(place: Path) -> bool:
     return (place / "parent").exists()  # the network device under it
+
+
+def _why_no_dmabuf(cuda: Callable[[], Driver]) -> str:
+    """ "" if the memory of every GPU can be had as one."""
+    try:
+        found = cuda()
+        count = found.count()
+        lacking = [str(device) for device in range(count) if not found.exports(device)]
+    except TransportError as error:
+        return str(error)
+    if not count:
+        return "the CUDA driver lets this process see no device"
+    return f"the driver gives none of device {', '.join(lacking)}" if lacking else ""
+
+
+def _device_memory_text(why_no_dmabuf: str, *, peer: bool) -> tuple[str, str]:
+    """By which way it leaves the machine, and what to do about it."""
+    if not why_no_dmabuf:
+        other = ", or else by nvidia_peermem" if peer else ""
+        return f"a network card can read it as a dmabuf{other}", ""
+    if peer:
+        return f"a network card can read it by nvidia_peermem; no dmabuf: {why_no_dmabuf}", ""
+    advice = (
+        "modprobe nvidia_peermem, or NVIDIA's open kernel modules, whose driver gives dmabufs "
+        "(Linux 5.12, CUDA 11.7); only with RDMA"
+    )
+    text = "staged in pinned memory of this machine; to a storage host over the socket"
+    return f"{text}; no nvidia_peermem; no dmabuf: {why_no_dmabuf}", advice
 
 
 def _driver(root: Path) -> str:

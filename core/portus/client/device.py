@@ -1,7 +1,9 @@
 """Storages on a CUDA device: fetched through two pinned buffers, a unit at a time.
 
 The copies run on a stream of their own, ordered after everything that the caller had enqueued at
-the call of save. Host memory: two units (32 MiB), pinned, for each device, kept for the process.
+the call of save. A storage host that reaches the device by itself does so after ``settle``; what
+is fetched is only hashed then. Host memory: two units (32 MiB), pinned, for each device, kept for
+the process.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 
 from portus.errors import UsageError
 from portus.format.checksum import UNIT
+from portus.pipeline.plan import OnDevice
 
 
 class _Ring:
@@ -40,6 +43,16 @@ class DeviceFeed:
         """``ready``: recorded on the caller's stream at the call of save."""
         self._storage: Final = storage
         self._ready: Final = ready
+
+    @property
+    def there(self) -> OnDevice:
+        """See ``Feed``."""
+        storage = self._storage
+        return OnDevice(storage.device.index, storage.data_ptr(), storage)
+
+    def settle(self) -> None:
+        """See ``Feed``. Others run meanwhile."""
+        self._ready.synchronize()
 
     @contextlib.contextmanager
     def units(self) -> Iterator[Iterator[tuple[int, int]]]:

@@ -11,7 +11,15 @@ from typing import Final
 
 import numpy as np
 
-from portus.errors import CorruptionError, MediumError, PortusError, StaleError, TransportError
+from portus.errors import (
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
+from portus.format.checksum import DIGEST_SIZE
 from portus.index.catalogue import Catalogue, newest_catalogue
 from portus.index.pool import PoolReader
 from portus.index.records import VersionRecord, decode_version
@@ -27,7 +35,8 @@ from portus.spec import Extent
 from portus.transport.base import Digests, Sources, Stop, cut, unit_counts
 from portus.transport.dial import Credentials, raised
 from portus.transport.host import ROOM_S, WORK_S, HostLocks, HostMedium, Links, patience_s
-from portus.transport.regions import Known, Lane, Parts, Regions, gathered
+from portus.transport.local import best_engine
+from portus.transport.regions import HERE, Known, Lane, Parts, Regions, StagedError, gathered
 from portus.transport.stream import Link, give
 from portus.transport.verbs import RegisterError
 
@@ -168,7 +177,13 @@ class HostDraft:
                         found.append(digests)
             return np.concatenate(found)
 
-        return self._offer(indices, send, stop)
+        self._ready(stop)
+        reached = self._reached
+        if reached is None or not reached.key[indices].all():
+            return self._offer(indices, send, stop)
+        gathered, place = reached.gathered[indices], reached.address[indices]
+        parts = _FedParts(feeds, self._lengths[indices], gathered, place)
+        return self._offer(indices, send, stop, parts)
 
     def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
         link = self._ready(stop)
@@ -265,7 +280,7 @@ class HostDraft:
         indices: Column,
         send: Callable[[Link], Digests],
         stop: Stop,
-        parts: Parts | None = None,
+        parts: Parts | _FedParts | None = None,
     ) -> Digests:
         """Have storages pulled: by ``send``, or (``parts``) by the host alone."""
         link = self._ready(stop)
@@ -273,18 +288,16 @@ class HostDraft:
         try:
             with link.under(stop):
                 digests, answer = self._pulled(link, indices, send, stop, parts)
-                if not isinstance(answer, said.Pulled):
-                    raise raised(answer)
-                theirs = digest_rows(answer.digests, "pulled")
-                if not np.array_equal(theirs, digests):
-                    raise TransportError(
-                        f"{self.name}: what arrived is not what was sent; nothing counts"
-                    )
+                wrong = self._wrong(answer, digests)
+                if wrong is not None and isinstance(parts, _FedParts):
+                    self._distrust(parts, wrong)
+                if wrong is not None or not isinstance(answer, said.Pulled):
+                    raise wrong or raised(answer)
         except BaseException:
             if parts is not None:
                 self._revoke(link)
             raise
-        small = 0 if parts is None else parts.small.size
+        small = 0 if parts is None else parts.gathered_bytes
         self._bounced += min(size, answer.bounced + small)
         self._stored.append((indices, digests))
         return digests
@@ -295,7 +308,7 @@ class HostDraft:
         indices: Column,
         send: Callable[[Link], Digests],
         stop: Stop,
-        parts: Parts | None,
+        parts: Parts | _FedParts | None,
     ) -> tuple[Digests, Said]:
         """The digests of what is here, and the last answer."""
         numbers = packed_column(indices)
@@ -316,6 +329,19 @@ class HostDraft:
         else:
             digests = cut(_sources(np.zeros(len(indices), np.int64), lengths))[1]
         return digests, answer
+
+    def _wrong(self, answer: Said, digests: Digests) -> PortusError | None:
+        """Why this is no answer to go on with."""
+        if not isinstance(answer, said.Pulled):
+            return raised(answer)
+        if np.array_equal(digest_rows(answer.digests, "pulled"), digests):
+            return None
+        return TransportError(f"{self.name}: what arrived is not what was sent; nothing counts")
+
+    def _distrust(self, parts: _FedParts, wrong: PortusError) -> None:
+        """The next save takes another way than one that brings other bytes, or none."""
+        if self._reached is not None and isinstance(wrong, TransportError | UsageError):
+            self._reached.regions.distrust(parts.devices, str(wrong))
 
     def _revoke(self, link: Link) -> None:
         """The host reaches nothing any more, and what is registered is not trusted again."""
@@ -376,26 +402,95 @@ def _reach(links: Links, link: Link, snapshot: Snapshot) -> _Reached | None:
     lane, regions = links.lane(link), links.verbs
     if lane is None or regions is None or not len(snapshot.owners):
         return None
-    here = snapshot.address > 0
-    small, offsets, size = gathered(snapshot.length, here, snapshot.late)
-    big = np.flatnonzero(here & ~small)
-    address, key = np.zeros(len(here), np.int64), np.zeros(len(here), np.int64)
-    try:
+    memory = _Memory.of(snapshot)
+    while True:
+        try:
+            return memory.registered(lane, regions)
+        except StagedError:
+            continue  # without that device
+        except RegisterError as error:
+            links.do_without(error)
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Where the storages of a save are, a row for each: in this process, or on a device."""
+
+    owners: Sequence[object]
+    address: Column
+    length: Column
+    late: Flags
+    lasting: Flags
+    device: Column
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> _Memory:
+        owners, address = list(snapshot.owners), snapshot.address.copy()
+        lasting, device = snapshot.late.copy(), np.full(len(owners), HERE)
+        for index, feed in snapshot.feeds.items():
+            there = feed.there
+            lasting[index] &= there.owner is owners[index]  # else it is a copy, for this save
+            owners[index], address[index], device[index] = there.owner, there.address, there.device
+        return cls(owners, address, snapshot.length, snapshot.late, lasting, device)
+
+    def registered(self, lane: Lane, regions: Regions) -> _Reached:
+        """All but what is staged. Raises ``RegisterError``."""
+        found = (self.address > 0) & ~np.isin(self.device, regions.staged())
+        small, offsets, size = gathered(self.length, found, self.late)
+        big = np.flatnonzero(found & ~small)
+        address, key = np.zeros(len(found), np.int64), np.zeros(len(found), np.int64)
         if size:
             room = lane.room(size)
             address[small], key[small] = room.start + offsets[small], room.remote_key
         taken = regions.take(
-            [snapshot.owners[index] for index in big.tolist()],
-            snapshot.address[big],
-            snapshot.length[big],
-            snapshot.late[big],
+            [self.owners[index] for index in big.tolist()],
+            self.address[big],
+            self.length[big],
+            self.lasting[big],
+            self.device[big],
         )
-    except RegisterError as error:
-        links.do_without(error)
-        return None
-    address[big] = snapshot.address[big]
-    key[big] = [known.region.remote_key for known in taken]
-    return _Reached(lane, regions, taken, small, address, key)
+        address[big] = [known.region.start for known in taken]
+        key[big] = [known.region.remote_key for known in taken]
+        return _Reached(lane, regions, taken, small, address, key)
+
+
+class _FedParts:
+    """As ``Parts``, of storages on devices: what is gathered, and what is hashed, is fetched. The
+    host reaches the others by itself."""
+
+    def __init__(
+        self, feeds: Sequence[Feed], lengths: Column, is_small: Flags, place: Column
+    ) -> None:
+        self.devices: Final = {feed.there.device for feed in feeds}
+        self.gathered_bytes: Final = int(lengths[is_small].sum())
+        self.digests: Final[Digests] = np.zeros(
+            (int(unit_counts(lengths).sum()), DIGEST_SIZE), np.uint8
+        )
+        self._first: Final = np.cumsum(unit_counts(lengths)) - unit_counts(lengths)
+        self._feeds: Final = feeds
+        self._is_small: Final = is_small
+        self._place: Final = place
+
+    def gather(self, stop: Stop) -> None:
+        """Copy the small ones to their places, and note their digests. When this returns, what
+        the host is to reach is there."""
+        for feed in self._feeds:
+            feed.settle()
+        for number in np.flatnonzero(self._is_small).tolist():
+            self._fetch(number, self._place[number : number + 1], stop)
+
+    def hash_big(self, stop: Stop) -> None:
+        """Note the digests of the others."""
+        for number in np.flatnonzero(~self._is_small).tolist():
+            self._fetch(number, None, stop)
+
+    def _fetch(self, number: int, place: Column | None, stop: Stop) -> None:
+        with self._feeds[number].units() as units:
+            for row, (address, length) in enumerate(units, int(self._first[number])):
+                segments, digests = cut(_sources(np.array([address]), np.array([length])))
+                best_engine().move(segments, place, digests, stop)
+                self.digests[row : row + 1] = digests
 
 
 def _sources(address: Column, length: Column) -> Sources:

@@ -524,7 +524,8 @@ _NO_REGION: Final[_Region] = (-1, 0, 0)
 
 def _is_reached(remote: Remote, lengths: Column) -> bool:
     """True if each storage that has bytes has a handle."""
-    return bool(((remote.address > 0) | (lengths == 0)).all())
+    has_one = (remote.address > 0) | (remote.key > 0)  # a dmabuf begins at the address 0
+    return bool((has_one | (lengths == 0)).all())
 
 
 class _Draft:

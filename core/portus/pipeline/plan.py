@@ -23,8 +23,25 @@ ALIGNED_SIZE: Final = 16 * PAGE
 _ALIGNMENT: Final = 64
 
 
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """Memory of a device: its number, and the address there. ``owner``: the object whose life is
+    that of the memory."""
+
+    device: int
+    address: int
+    owner: object
+
+
 class Feed(Protocol):
     """A storage that has no address here (it is on a device), fetched a unit at a time."""
+
+    @property
+    def there(self) -> OnDevice:
+        """Where a network card finds it, after ``settle``."""
+
+    def settle(self) -> None:
+        """Return when the device has carried out what the storage's bytes come from."""
 
     def units(self) -> AbstractContextManager[Iterator[tuple[int, int]]]:
         """(address, length) of each unit (16 MiB, the last one shorter) in host memory, in order.

@@ -10,14 +10,22 @@ what its processor sees, the host what its network card brought.
 
 Small storages are not registered one by one: they are gathered in memory that a connection has for
 this, hashed on the way, and the host fetches many with one request.
+
+The memory of a CUDA device is registered as a dmabuf, or else by its address, which takes a driver
+of the device that helps (nvidia_peermem), or else it is *staged*: not registered, but fetched to
+this processor's memory, from where it goes over the socket. What is refused once for a device is
+not tried again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import logging
 import mmap
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,9 +34,12 @@ from numpy.typing import NDArray
 
 from portus.errors import TransportError
 from portus.transport.base import Column, Digests, Segments, Sources, Stop, cut, owners
+from portus.transport.cuda import Driver, driver
 from portus.transport.local import BATCH, best_engine
 from portus.transport.onesided import ALIGNMENT
-from portus.transport.verbs import Domain, QueuePair, Region
+from portus.transport.verbs import Domain, QueuePair, Region, RegisterError
+
+_log: Final = logging.getLogger("portus")
 
 SMALL: Final = 16 << 10
 """Bytes of a storage below which it is gathered."""
@@ -36,7 +47,22 @@ SMALL: Final = 16 << 10
 GATHERED_MAX: Final = 64 << 20
 """Bytes that are gathered on one connection, at most; small storages beyond are registered."""
 
+HERE: Final = -1
+"""In the place of a device's number: memory of this processor."""
+
 Flags = NDArray[np.bool_]
+
+
+class StagedError(RegisterError):
+    """Memory of a device that cannot be registered. The device is among the staged ones now."""
+
+
+class Way(enum.Enum):
+    """How the other side reaches the memory of a device; in the order in which they are tried."""
+
+    DMABUF = "dmabuf"
+    PEER = "peer memory"
+    STAGED = "staged"
 
 
 @dataclass(eq=False, slots=True)
@@ -56,32 +82,58 @@ _Key = tuple[int, int, int]
 class Regions:
     """What a client has registered for one host. Thread-safe."""
 
-    def __init__(self, domain: Domain) -> None:
+    def __init__(self, domain: Domain, cuda: Callable[[], Driver] = driver) -> None:
+        """cuda: the driver of the devices that memory may be on; asked for when there is one."""
         self.domain: Final = domain
+        self._cuda: Final = cuda
         self._guard: Final = threading.Lock()
         self._known: Final[dict[_Key, Known]] = {}
+        self._refused: Final[dict[int, list[str]]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
+    def way(self, device: int) -> Way:
+        """How the memory of that device is reached, as far as is known."""
+        return list(Way)[len(self._refused.get(device, ()))]
+
+    def staged(self) -> list[int]:
+        """The devices whose memory cannot be registered."""
+        return [device for device in list(self._refused) if self.way(device) is Way.STAGED]
+
+    def distrust(self, devices: Collection[int], why: str) -> None:
+        """Stage these from now on: bytes did not arrive as they are."""
+        with self._guard:
+            for device in devices:
+                while self.way(device) is not Way.STAGED:
+                    self._refuse(device, why)
+
     def take(
-        self, owners: Sequence[object], address: Column, length: Column, lasting: Flags
+        self,
+        owners: Sequence[object],
+        address: Column,
+        length: Column,
+        lasting: Flags,
+        device: Column | None = None,
     ) -> list[Known]:
         """A region for each storage, registered now if it is not yet; for one save, which gives
-        them back. What no save uses and this one does not name is let go of.
+        them back. What no save uses and this one does not name is let go of. device: the number of
+        that which it is on, or HERE; all are here by default.
 
-        Raises ``RegisterError`` if the system refuses; then nothing was taken.
+        Raises ``RegisterError`` if the system refuses, ``StagedError`` for memory of a device; then
+        nothing was taken.
         """
         taken: list[Known] = []
         wanted: set[_Key] = set()
-        rows = zip(owners, address.tolist(), length.tolist(), lasting.tolist(), strict=True)
+        where = np.full(len(owners), HERE) if device is None else device
+        columns = (address.tolist(), length.tolist(), lasting.tolist(), where.tolist())
         with self._guard:
             try:
-                for owner, start, size, lasts in rows:
+                for owner, start, size, lasts, number in zip(owners, *columns, strict=True):
                     key = (start, size, id(owner))
                     known = self._known.get(key)
                     if known is None:
-                        region = self.domain.register(start, size, remote=True, writable=False)
+                        region = self._registered(number, start, size)
                         known = self._known[key] = Known(owner, region)
                     known.lasting = lasts
                     known.users += 1
@@ -106,6 +158,38 @@ class Regions:
             for known in self._known.values():
                 known.lasting = False
             self._sweep()
+
+    def _registered(self, device: int, start: int, size: int) -> Region:
+        if device == HERE:
+            return self.domain.register(start, size, remote=True, writable=False)
+        while (way := self.way(device)) is not Way.STAGED:
+            try:
+                if way is Way.PEER:
+                    return self.domain.register(start, size, remote=True, writable=False)
+                return self._from_dmabuf(device, start, size)
+            except RegisterError as error:  # its cause does not speak of files, and of limits
+                self._refuse(device, str(error.__cause__ or error))
+            except TransportError as error:
+                self._refuse(device, str(error))
+        raise StagedError(f"the memory of device {device} is staged")
+
+    def _from_dmabuf(self, device: int, start: int, size: int) -> Region:
+        descriptor, offset = self._cuda().exported(device, start, size)
+        try:
+            return self.domain.register_dmabuf(descriptor, offset, size)
+        finally:
+            os.close(descriptor)  # the region holds what it needs
+
+    def _refuse(self, device: int, why: str) -> None:
+        """The way it had until now is none."""
+        said = self._refused.setdefault(device, [])
+        said.append(f"{self.way(device).value}: {why}")
+        if self.way(device) is Way.STAGED:
+            _log.warning(
+                "device %d: its memory goes through pinned memory and over the socket (%s)",
+                device,
+                "; ".join(said),
+            )
 
     def _let_go(self, taken: Sequence[Known]) -> None:
         for known in taken:
@@ -188,6 +272,11 @@ class Parts:
     place: Column
     big: Segments
     digests: Digests
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of those that are gathered."""
+        return self.small.size
 
     @classmethod
     def of(cls, sources: Sources, is_small: Flags, place: Column) -> Parts:

@@ -118,8 +118,9 @@ def load() -> Any:
 
 
 class Region:
-    """Registered memory: ``length`` bytes from ``start``. ``local_key`` is for requests posted
-    here, ``remote_key`` for the other side. The caller keeps the memory until ``close``."""
+    """Registered memory: ``length`` bytes from ``start``, which is their address in requests.
+    ``local_key`` is for requests posted here, ``remote_key`` for the other side. The caller keeps
+    the memory until ``close``."""
 
     def __init__(self, start: int, length: int, memory: Any) -> None:
         self.start: Final = start
@@ -184,6 +185,20 @@ class Domain:
         except TransportError as error:
             hint = "`ulimit -l` bounds how much; pages of a file cannot be pinned"
             raise RegisterError(f"{error}; {hint}") from error
+
+    def register_dmabuf(self, descriptor: int, offset: int, length: int) -> Region:
+        """Let the other side read ``length`` bytes from ``offset`` on of a dmabuf, whose descriptor
+        may be closed then. pyverbs has them begin at the address ``offset``.
+
+        Raises ``RegisterError`` if the system refuses: the device, or its driver, takes none.
+        """
+        access = self._verbs.constants.IBV_ACCESS_REMOTE_READ
+        try:
+            with _as_transport_error(f"register a dmabuf with {self.port.device}"):
+                memory = self._verbs.DmaBufMR(self._domain, length, access, descriptor, offset)
+                return Region(offset, length, memory)
+        except TransportError as error:
+            raise RegisterError(str(error)) from error
 
     def queue_pair(self) -> QueuePair:
         """A new one, not connected. Raises ``TransportError``."""
@@ -357,7 +372,7 @@ def _loaded() -> SimpleNamespace:
         from pyverbs.addr import GID, AHAttr, GlobalRoute
         from pyverbs.cq import CQ
         from pyverbs.device import Context
-        from pyverbs.mr import MR
+        from pyverbs.mr import MR, DmaBufMR
         from pyverbs.pd import PD
         from pyverbs.pyverbs_error import PyverbsError
         from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
@@ -377,6 +392,7 @@ def _loaded() -> SimpleNamespace:
         AHAttr=AHAttr,
         GlobalRoute=GlobalRoute,
         CQ=CQ,
+        DmaBufMR=DmaBufMR,
         MR=MR,
         PD=PD,
         Context=Context,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,9 @@ from portus.cli.loopback import PLACES, SIZE, misplaced
 from portus.cli.machine import Found, Machine
 from portus.errors import UsageError
 from portus.spec import PAGE
+from portus.transport.cuda import Driver
 from portus.transport.verbs import Region
+from tests.cuda import Library, memfd
 from tests.unit.cli.scene import portus, portus_json
 
 
@@ -147,10 +150,29 @@ def test_gpus_are_told_with_their_driver(machine: Machine) -> None:
     )
     found = topics(list(machine.gpus()), "GPU")
     assert found["/dev/nvidia0"].text == "NVIDIA UNIX x86_64 Kernel Module 550"
-    assert found["memory"].text.endswith("to a storage host over the socket")
-    tell(machine, **{"sys/module/nvidia_peermem": ""})
-    found = topics(list(machine.gpus()), "GPU")
-    assert "could read it by nvidia_peermem; Portus does not yet" in found["memory"].text
+    assert set(found) == {"/dev/nvidia0", "memory"}
+
+
+@pytest.mark.parametrize("peer", [True, False])
+@pytest.mark.parametrize(
+    ("cuda", "why"),
+    [
+        (Library(memfd).driver, ""),
+        (Library(memfd, supported=False).driver, "the driver gives none of device 0, 1"),
+        (lambda: Driver(SimpleNamespace()), "the CUDA driver has no cuInit"),
+    ],
+)
+def test_the_way_of_gpu_memory_is_told(
+    tmp_path: Path, cuda: Callable[[], Driver], why: str, peer: bool
+) -> None:
+    machine = Machine(tmp_path, cuda)
+    tell(machine, **{"dev/nvidia0": "x"}, **({"sys/module/nvidia_peermem": ""} if peer else {}))
+    found = topics(list(machine.gpus()), "GPU")["memory"]
+    assert found.text.startswith("staged in pinned memory") == (why != "" and not peer)
+    assert found.text.startswith("a network card can read it as a dmabuf") == (not why)
+    assert ("nvidia_peermem" in found.text) == (peer or bool(why))
+    assert why in found.text
+    assert found.advice.startswith("modprobe nvidia_peermem") == (why != "" and not peer)
 
 
 def test_a_library_told_to_flush_nothing_is_not_usable(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -95,6 +96,10 @@ class Registry:
         self.live: dict[int, tuple[int, int]] = {}
         self.made = 0
         self._room = room
+
+    def register_dmabuf(self, descriptor: int, offset: int, length: int) -> Region:
+        os.fstat(descriptor)
+        return self.register(offset, length, remote=True, writable=False)
 
     def register(self, start: int, length: int, *, remote: bool, writable: bool) -> Region:
         if length > self._room:
