@@ -4,8 +4,7 @@ Three ways to say it: ``portus_config:`` in the YAML of ``accelerate launch``; t
 variable ``PORTUS_ACCELERATE=1`` for any other launcher; ``accelerate launch -m
 portus_accelerate.run train.py``. Or by hand, in the script: ``portus_accelerate.enable(...)``.
 
-Names are imported on first use: this module is loaded by every program that imports torch. It is
-small for another reason too: torch's import fails if this module does, and only then.
+Names are imported on first use: this module is loaded by every program that imports torch.
 """
 
 from __future__ import annotations
@@ -37,15 +36,10 @@ def is_on() -> bool:
 
 
 def register() -> None:
-    """The entry point ``torch.backends``: torch calls it at the end of ``import torch``, in every
-    program on a machine with Portus. So it must be fast, and never raise, whatever is wrong with
-    the rest of the package. What is wrong is said where the flag is on."""
-    try:
-        if is_on() or _is_launcher():
-            importlib.import_module("portus_accelerate.autoload").register()
-    except Exception as error:  # a damaged file, too: import torch must go on
-        if is_on():
-            sys.stderr.write(f"portus: the flag for Accelerate has no effect: {error!r}\n")
+    """Called at the end of ``import torch``, by the entry point in ``portus_in_torch``, in every
+    program on a machine with Portus. So it must be fast."""
+    if is_on() or _is_launcher():
+        importlib.import_module("portus_accelerate.autoload").register()
 
 
 def _is_launcher() -> bool:

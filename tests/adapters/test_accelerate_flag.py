@@ -234,23 +234,35 @@ def imported(site: str, **variables: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("broken", "text", "says"),
     [
-        ("def register(:", "SyntaxError"),
-        pytest.param("import not_there", "ModuleNotFoundError", marks=pytest.mark.long),
-        pytest.param("raise OSError('gone')", "OSError('gone')", marks=pytest.mark.long),
-        pytest.param("register = None", "TypeError", marks=pytest.mark.long),
-        pytest.param("", "AttributeError", marks=pytest.mark.long),
+        ("__init__", "def register(:", "SyntaxError"),
+        pytest.param("__init__", "raise OSError(1)", "OSError(1)", marks=pytest.mark.long),
+        pytest.param("__init__", "", "AttributeError", marks=pytest.mark.long),
+        pytest.param("autoload", "import not_there", "ModuleNotFoundError", marks=pytest.mark.long),
+        pytest.param("autoload", "register = None", "TypeError", marks=pytest.mark.long),
     ],
 )
 def test_a_damaged_entry_does_not_break_import_torch(
-    tmp_path: Path, installed: Path, text: str, says: str
+    tmp_path: Path, installed: Path, broken: str, text: str, says: str
 ) -> None:
-    site = damaged(tmp_path / "site", "autoload", text)
+    site = damaged(tmp_path / "site", broken, text)
     both = os.pathsep.join([str(site), str(installed)])
     said = imported(both, PORTUS_ACCELERATE="1")
     assert "the flag for Accelerate has no effect" in said
     assert says in said
+    assert imported(both) == "", "nobody asked for it"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("text", ["def register(:", "raise OSError('gone')"])
+def test_a_damaged_portus_does_not_break_import_torch(
+    tmp_path: Path, installed: Path, text: str
+) -> None:
+    (tmp_path / "portus").mkdir()
+    (tmp_path / "portus" / "__init__.py").write_text(text)
+    both = os.pathsep.join([str(tmp_path), str(installed)])
+    assert "torch.load cannot read reference files" in imported(both, PORTUS_ACCELERATE="1")
     assert imported(both) == "", "nobody asked for it"
 
 
@@ -290,5 +302,5 @@ def test_import_torch_loads_nothing_more_when_the_flag_is_off(installed: Path) -
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    loaded = ["portus", "portus._autoload", "portus_accelerate"]
+    loaded = ["portus", "portus._autoload", "portus_accelerate", "portus_in_torch"]
     assert done.stdout.strip() == f"{loaded} []"

@@ -39,6 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PACKAGES = {"portus", "portus_accelerate", "portus_lightning"}
+ENTRY = "portus_in_torch.py"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def wheel(source: Path) -> list[str]:
 
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
-    assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
+    assert {top for top in tops if not top.endswith(".dist-info")} == {*PACKAGES, ENTRY}
     assert {"portus/py.typed", "portus_lightning/py.typed", "portus/testing/__init__.py"} <= {
         *wheel
     }
@@ -63,7 +64,7 @@ def test_the_wheel_holds_every_module_once(wheel: list[str]) -> None:
     expected = [path.relative_to(ROOT / "core") for path in (ROOT / "core/portus").rglob("*.py")]
     for adapter in PACKAGES - {"portus"}:
         expected += [path.relative_to(ROOT) for path in (ROOT / adapter).rglob("*.py")]
-    assert sorted(n for n in wheel if n.endswith(".py")) == sorted(map(str, expected))
+    assert sorted(n for n in wheel if n.endswith(".py")) == sorted([ENTRY, *map(str, expected)])
     assert len(wheel) == len(set(wheel))
 
 

@@ -597,7 +597,7 @@ def test_torch_loads_a_reference_where_only_the_entry_point_ran(run: Run, tmp_pa
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: portus-checkpoint\n")
     (information / "entry_points.txt").write_text(
-        "[torch.backends]\nportus = portus._autoload:register\n"
+        "[torch.backends]\nportus = portus_in_torch:allow_references\n"
     )
     core = str(Path(portus.__file__).parents[1])
     told = fresh(
