@@ -51,6 +51,9 @@ def test_a_guest_dies_with_the_process_that_started_it() -> None:
         os.write(writer, f"{guest._process.pid} {guest._folder.name}\n".encode())
         time.sleep(1000)
     number, folder = os.read(reader, 1000).decode().split()
+    until_s = time.monotonic() + 30
+    while "qemu" not in Path("/proc", number, "comm").read_text() and time.monotonic() < until_s:
+        time.sleep(0.01)  # before that it has not asked for its signal
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     until_s = time.monotonic() + 30
