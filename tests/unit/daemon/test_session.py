@@ -520,7 +520,7 @@ def test_a_tenant_whose_pool_cannot_be_opened_is_told_and_others_do_not_wait(
     guarded: Server, tmp_path: Path
 ) -> None:
     busy = tmp_path / "pools" / "default.portus"
-    busy.parent.mkdir()
+    busy.parent.mkdir(exist_ok=True)
     create_pool(str(busy), LocalFiles())
     holder = open_writer(str(busy), LocalFiles())
     told: list[PortusError] = []
