@@ -774,7 +774,7 @@ def test_big_messages_wait_for_memory_and_small_ones_do_not(server: Server) -> N
         assert not link.has_word()
         budget.give_back("somebody")
         assert isinstance(link.hear(), said.Done)
-    settled(server, lambda: budget.taken == 0)
+        settled(server, lambda: budget.taken == 0)
 
 
 def test_memory_goes_to_what_was_sent_and_the_first_comes_to_its_end() -> None:
