@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from portus.daemon.fabric import Fabric
+from portus.daemon.secrets import read_secrets
 from portus.daemon.server import BODIES_MAX, Server
 from portus.daemon.session import Patience
 from portus.errors import (
@@ -34,7 +35,7 @@ from portus.protocol.connection import HEADER
 from portus.protocol.messages import Kind, Said, packed_column, packed_handles
 from portus.protocol.proof import proof_of_client, proof_of_host
 from portus.protocol.session import State
-from portus.transport.dial import Credentials, dial, raised
+from portus.transport.dial import Credentials, dial, raised, read_secret
 from portus.transport.stream import BIG, Budget, Link
 from tests.hosts import serving, url
 
@@ -815,3 +816,15 @@ def test_the_end_does_not_wait_for_those_who_wait(tmp_path: Path) -> None:
             settled(server, lambda: server.connections() == 2)
             assert server.stop(), "it waited for another client's model"
         waiting.join()
+
+
+def test_a_secret_that_could_be_guessed_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.touch(mode=0o600)
+    file.write_bytes(b" " + b"s" * 15 + b"\n")
+    with pytest.raises(UsageError, match=r"16 bytes or more, found 15; make one: openssl"):
+        read_secret(str(file))
+    with pytest.raises(UsageError, match=r"16 bytes or more, found 15; make one: openssl"):
+        read_secrets(str(file))
+    file.write_bytes(b"s" * 16)
+    assert read_secret(str(file)) == b"s" * 16
