@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from typing import Final
+
+_NEEDED: Final = {"msgspec", "numpy", "rich", "typer", "xxhash"}
+"""What the extra ``cli`` installs, and Portus with it."""
 
 
 def main() -> None:
@@ -16,15 +20,17 @@ def main() -> None:
                 stream.reconfigure(errors="backslashreplace")
     try:
         from portus.cli.app import app
+
+        app()  # a command imports what it needs when it is run
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in {"rich", "typer"}:
+        name = (error.name or "").partition(".")[0]
+        if name not in _NEEDED:
             raise
         print(
-            f"portus: the command line needs {error.name}: pip install 'portus-checkpoint[cli]'",
+            f"portus: the command line needs {name}: pip install 'portus-checkpoint[cli]'",
             file=sys.stderr,
         )
         sys.exit(2)
-    app()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from portus.cli.output import Output
-from portus.daemon.main import Wish, log_to_stderr, serve
+from portus.daemon.events import log_to_stderr
+from portus.daemon.main import Wish, serve
 
 
 def run(wish: Wish, output: Output) -> int:

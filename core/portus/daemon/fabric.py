@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
+from portus.daemon.events import tell
 from portus.daemon.pools import Hosted
 from portus.errors import MediumError, TransportError, UsageError
 from portus.media.base import MappedMedium
@@ -32,8 +33,6 @@ from portus.transport.onesided import (
 )
 from portus.transport.stream import EndedError, InterruptedByError, Link
 from portus.transport.verbs import Domain, Endpoint, Port, QueuePair, RegisterError, load, port_for
-
-_log: Final = logging.getLogger("portus.daemon")
 
 
 class Fabric:
@@ -121,10 +120,15 @@ class _Device:
         """Reach that pool through rings from now on."""
         with self._guard:
             self._pools[hosted] = None
-        _log.warning(
-            "%s: %s (systemd: LimitMEMLOCK=infinity). Its bytes go through buffers from now on",
-            hosted.writer.medium.info.name,
-            why,
+        name = hosted.writer.medium.info.name
+        tell(
+            logging.WARNING,
+            "not_pinned",
+            f"{name}: {why} (systemd: LimitMEMLOCK=infinity). "
+            "Its bytes go through buffers from now on",
+            tenant=hosted.tenant,
+            place=name,
+            why=str(why),
         )
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Final
 
 from portus.daemon.counters import Counters, Metric, Sample, publish, text_of
+from portus.daemon.events import tell
 from portus.daemon.fabric import Fabric
 from portus.daemon.pools import Hosted, Pools, free_bytes, parse_size, room_bytes
 from portus.daemon.secrets import read_secrets
@@ -22,8 +21,6 @@ from portus.daemon.server import Door, Server, open_door, tls_context
 from portus.daemon.session import House, Patience
 from portus.errors import UsageError
 from portus.protocol.address import Address, Scheme, Transport, is_address, parse
-
-_log: Final = logging.getLogger("portus.daemon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +54,18 @@ def serve(wish: Wish) -> bool:
         signal.signal(number, end)
     server.start()
     for door in server.doors:
-        _log.info("serving %s on %s", wish.place, _reached(door))
+        address = _reached(door)
+        tell(
+            logging.INFO,
+            "serving",
+            f"serving {wish.place} on {address}",
+            place=wish.place,
+            address=address,
+        )
     notify("READY=1")
     ended.wait()
     notify("STOPPING=1")
-    _log.info("ending")
+    tell(logging.INFO, "ending", "ending")
     return server.stop()
 
 
@@ -159,31 +163,7 @@ def notify(state: str) -> None:
             channel.connect(place)
             channel.sendall(state.encode())
         except OSError as error:
-            _log.warning("cannot tell systemd: %s", error)
-
-
-class Lines(logging.Formatter):
-    """One JSON object for each line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def log_to_stderr() -> None:
-    """Send what Portus logs to stderr, as lines of JSON."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(Lines())
-    logger = logging.getLogger("portus")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+            tell(logging.WARNING, "systemd", f"cannot tell systemd: {error}", why=str(error))
 
 
 def _reached(door: Door) -> str:

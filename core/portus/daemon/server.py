@@ -19,12 +19,11 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from portus.daemon.session import GREETING_S, House, Session
+from portus.daemon.events import tell
+from portus.daemon.session import GREETING_S, House, Session, turned_away
 from portus.errors import MediumError, UsageError
 from portus.protocol.address import Address, Scheme
 from portus.transport.stream import Budget, Link
-
-_log: Final = logging.getLogger("portus.daemon")
 
 CONNECTIONS_MAX: Final = 1024
 STOP_S: Final = 10.0
@@ -132,7 +131,7 @@ class Server:
         for thread in (*self._acceptors, *threads):
             thread.join(max(0.0, until_s - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
-            _log.error("connections did not end within %g s", timeout_s)
+            tell(logging.ERROR, "hung", f"connections did not end within {timeout_s:g} s")
             return False
         self._house.fabric.close()
         self._house.pools.close()
@@ -149,7 +148,9 @@ class Server:
                 plain, peer = door.socket.accept()
             except OSError as error:
                 if not self._ending.wait(0.1):  # out of descriptors: others have to end first
-                    _log.warning("%s: accept: %s", door.address, error.strerror)
+                    why = str(error.strerror)
+                    text = f"{door.address}: accept: {why}"
+                    tell(logging.WARNING, "accept", text, address=str(door.address), why=why)
                 continue
             self._welcome(door, plain, _peer_name(door, peer))
 
@@ -171,8 +172,7 @@ class Server:
             self._turn_away(plain, peer, str(error))
 
     def _turn_away(self, plain: socket.socket, peer: str, why: str) -> None:
-        _log.warning("%s: turned away: %s", peer, why)
-        self._house.counters.add("refused")
+        turned_away(self._house, peer, why)
         plain.close()
 
     def _talk(self, door: Door, plain: socket.socket, peer: str) -> None:
@@ -183,8 +183,7 @@ class Server:
                 link = self._secured(door.context, plain, peer, thread)
             Session(link, self._house, peer).run()
         except OSError as error:  # TLS that did not come about
-            _log.warning("%s: turned away: %s", peer, error)
-            self._house.counters.add("refused")
+            turned_away(self._house, peer, str(error))
         finally:
             with self._guard:
                 self._links.pop(thread).close()

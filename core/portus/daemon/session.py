@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from portus.daemon.counters import Counters
+from portus.daemon.events import tell
 from portus.daemon.fabric import Fabric, Lane
 from portus.daemon.pools import Hosted, Pools, free_bytes
 from portus.daemon.secrets import Secrets
@@ -60,8 +61,6 @@ from portus.transport.onesided import Moved, Remote
 from portus.transport.stream import InterruptedByError, Link, drain, give_from, take_into
 from portus.transport.verbs import Endpoint, WorkError
 
-_log: Final = logging.getLogger("portus.daemon")
-
 GREETING_S: Final = 10.0
 """The longest that a stranger may take for each word of the greeting."""
 
@@ -89,6 +88,13 @@ class House:
     fabric: Fabric = field(default_factory=Fabric)
 
 
+def turned_away(house: House, peer: str, why: str, tenant: str | None = None) -> None:
+    """Count and log a client that is not let in."""
+    house.counters.add("refused")
+    text = f"{peer}: turned away: {why}"
+    tell(logging.WARNING, "turned_away", text, peer=peer, tenant=tenant, why=why)
+
+
 class Session:
     """The host's end of one connection."""
 
@@ -96,6 +102,8 @@ class Session:
         self._link: Final = link
         self._house: Final = house
         self._peer: Final = peer
+        self._start_s: Final = time.perf_counter()
+        self._tenant: str | None = None
 
     def run(self) -> None:
         """Talk until the end. What goes wrong with the connection is logged, and ends it."""
@@ -103,12 +111,22 @@ class Session:
             hosted = self._greet()
             if hosted is not None:
                 self._serve(hosted)
-        except TransportError as error:
-            _log.info("%s: ended: %s", self._peer, error)
-        except UsageError as error:  # closed under us: the host is ending
-            _log.info("%s: ended: %s", self._peer, error)
+                self._ended("the client said goodbye")
+        except (TransportError, UsageError) as error:  # UsageError: the host closed it, at its end
+            self._ended(str(error))
         finally:
             self._link.close()
+
+    def _ended(self, why: str) -> None:
+        tell(
+            logging.INFO,
+            "disconnected",
+            f"{self._peer}: ended: {why}",
+            peer=self._peer,
+            tenant=self._tenant,
+            why=why,
+            seconds=time.perf_counter() - self._start_s,
+        )
 
     # The greeting.
 
@@ -126,12 +144,15 @@ class Session:
         given = link.receive()
         assert isinstance(given, said.ProofGiven)
         if not house.secrets.admits(hello.tenant, given.proof, hello.nonce, nonce):
-            self._turn_away(f"wrong secret for tenant {hello.tenant!r}, or no such tenant")
+            why = f"wrong secret for tenant {hello.tenant!r}, or no such tenant"
+            self._turn_away(why, hello.tenant)
             return None
         try:
             hosted = house.pools.of(hello.tenant)
         except PortusError as error:
-            _log.error("%s: %s", self._peer, error)
+            text, why = f"{self._peer}: {error}", str(error)
+            who = {"peer": self._peer, "tenant": hello.tenant}
+            tell(logging.ERROR, "turned_away", text, **who, why=why)
             link.send(_refusal(error))
             return None
         secret = house.secrets.of(hello.tenant)
@@ -141,12 +162,13 @@ class Session:
         verbs = not house.fabric.why_not(link)
         link.send(said.Welcome(proof, uuid, info.name, info.volatile, info.granularity, verbs))
         house.counters.add("connections")
-        _log.info("%s: tenant %s", self._peer, hello.tenant)
+        self._tenant = hello.tenant
+        text = f"{self._peer}: tenant {hello.tenant}"
+        tell(logging.INFO, "connected", text, peer=self._peer, tenant=hello.tenant, verbs=verbs)
         return hosted
 
-    def _turn_away(self, why: str) -> None:
-        self._house.counters.add("refused")
-        _log.warning("%s: turned away: %s", self._peer, why)
+    def _turn_away(self, why: str, tenant: str | None = None) -> None:
+        turned_away(self._house, self._peer, why, tenant)
         self._link.send(Refused(Fault.USAGE, 0, why))
 
     # Requests.
@@ -214,19 +236,33 @@ class _Requests:
         except PortusError as error:
             if self._link.closed:
                 raise
-            self._drop()
-            refusal = _refusal(error)
-            self._counters.failed(refusal.fault)
-            if isinstance(error, MediumError | CorruptionError):
-                _log.error("%s: %s refused: %s", self._hosted.tenant, message.kind.name, error)
-            answer = refusal
+            self._drop("refused")
+            answer = self._refused(message.kind, error)
         self._link.send(answer)
+
+    def _refused(self, kind: Kind, error: PortusError) -> Refused:
+        refusal = _refusal(error)
+        self._counters.failed(refusal.fault)
+        failed_here = isinstance(error, MediumError | CorruptionError)
+        self._tell(
+            logging.ERROR if failed_here else logging.INFO,
+            "refused",
+            f"{kind.name} refused: {error}",
+            request=kind.name.lower(),
+            fault=refusal.fault.name.lower(),
+            why=str(error),
+        )
+        return refusal
+
+    def _tell(self, level: int, event: str, text: str, **fields: str | float | None) -> None:
+        peer, tenant = self._link.name, self._hosted.tenant
+        tell(level, event, f"{tenant}: {text}", peer=peer, tenant=tenant, **fields)
 
     def end(self) -> None:
         """The connection is over: nothing of it stays."""
         if self._lane is not None:
             self._lane.close()
-        self._drop()
+        self._drop("the connection ended")
         for version, count in self._pins.items():
             for _ in range(count):
                 self._writer.locks.unpin(version)
@@ -234,12 +270,23 @@ class _Requests:
         while self._claimed:
             self._hosted.disclaim(self._claimed.pop())
 
-    def _drop(self) -> None:
+    def _drop(self, why: str) -> None:
         draft, self._draft = self._draft, None
         if draft is not None:
             draft.pool.release()
             self._hosted.ended()
             self._counters.add("abandoned")
+            model, step = draft.begin.model, draft.begin.step
+            self._tell(
+                logging.INFO,
+                "abandoned",
+                f"model {model!r} step {step}: no version: {why}",
+                model=model,
+                step=step,
+                why=why,
+                bytes=int(draft.lengths.sum()),
+                seconds=time.perf_counter() - draft.begun_s,
+            )
 
     # Saves.
 
@@ -317,7 +364,7 @@ class _Requests:
         try:
             digests = draft.pool.place(indices, np.zeros(len(indices), np.int64), move)
         except InterruptedByError:  # by an abandonment: the table lets nothing else through
-            self._drop()
+            self._drop("the client abandoned it")
             return said.Abandoned()
         return said.Pulled(digests.tobytes(), bounced)
 
@@ -381,6 +428,7 @@ class _Requests:
         shared = draft.pool.reach(record, indices, same)
         if shared:
             draft.claim(indices)
+            draft.shared_bytes += int(lengths.sum())
             self._counters.add("shared_bytes", int(lengths.sum()))
         return said.Shared(shared)
 
@@ -409,6 +457,21 @@ class _Requests:
         self._counters.add("commit_seconds", end - start)
         self._counters.took("commit", end - start)
         self._counters.took("save", end - draft.begun_s)
+        info = record.info
+        self._tell(
+            logging.INFO,
+            "committed",
+            f"model {info.model!r} step {info.step}: version {info.id}",
+            model=info.model,
+            step=info.step,
+            version=info.id,
+            commit=info.commit,
+            bytes=info.size,
+            shared_bytes=draft.shared_bytes,
+            retired=len(retire),
+            seconds=end - draft.begun_s,
+            commit_seconds=end - start,
+        )
         return said.Committed(encode_version(record))
 
     def _known(self, draft: _Draft, message: said.Confirm) -> _Known | None:
@@ -427,7 +490,7 @@ class _Requests:
         return old_layout, old_tree
 
     def _abandon(self, message: said.Abandon) -> Said:
-        self._drop()
+        self._drop("the client abandoned it")
         return said.Abandoned()
 
     def _drafted(self) -> _Draft:
@@ -507,7 +570,9 @@ class _Requests:
         return said.Done()
 
     def _retire(self, message: said.Retire) -> Said:
-        self._writer.retire(set(column(message.versions, "versions").tolist()))
+        versions = set(column(message.versions, "versions").tolist())
+        self._writer.retire(versions)
+        self._tell(logging.INFO, "retired", f"{len(versions)} versions", versions=len(versions))
         return said.Done()
 
     def _status(self, message: said.Status) -> Said:
@@ -536,6 +601,7 @@ class _Draft:
         self.lengths: Final = lengths
         self.begin: Final = begin
         self.claimed: Final = np.zeros(len(lengths), np.bool_)
+        self.shared_bytes = 0
         self.begun_s: Final = time.perf_counter()
 
     def may_claim(self, indices: Column) -> bool:

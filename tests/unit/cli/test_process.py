@@ -63,11 +63,34 @@ def test_help_loads_neither_torch_nor_numpy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_without_typer_it_says_what_to_install() -> None:
-    done = process("ls", before="import sys; sys.modules['typer'] = None\n")
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("typer", "ls"), ("msgspec", "doctor"), ("msgspec", "serve memory:1M"), ("numpy", "ls")],
+)
+def test_without_what_it_needs_it_says_in_one_line_what_to_install(name: str, command: str) -> None:
+    done = process(*command.split(), before=f"import sys; sys.modules[{name!r}] = None\n")
     assert done.returncode == 2
-    assert "portus-checkpoint[cli]" in done.stderr
-    assert "Traceback" not in done.stderr
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"portus: the command line needs {name}: pip install ")
+    assert "portus-checkpoint[cli]" in line
+
+
+def test_a_module_of_somebody_else_that_is_missing_is_no_fault_of_the_installation() -> None:
+    done = process("ls", before="import sys; sys.modules['portus.cli.ls'] = None\n")
+    assert done.returncode == 1
+    assert "pip install" not in done.stderr
+
+
+def test_python_m_portus_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "portus", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.replace("python -m portus", "portus") == process("--help").stdout
 
 
 def holding(path: Path) -> subprocess.Popen[str]:

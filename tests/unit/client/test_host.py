@@ -204,6 +204,21 @@ def test_a_bit_that_flips_on_the_way_is_never_part_of_a_version(
     assert lost > FLIPS // 2
 
 
+def test_a_save_ends_at_the_first_answer_that_is_not_what_was_sent(
+    server: Server, link: LossyLink
+) -> None:
+    """Not at its commit, where the host would see it too: until then it would be moved in vain."""
+    array = np.ones(200_000, np.uint8)
+    snapshot = snapshot_of([array], 1)
+    with contextlib.closing(HostPool(address(link), "run")) as pool:
+        draft = pool.draft(snapshot)
+        draft._ready(Stop())
+        link.damage_at = link.relayed + len(array) // 2
+        with pytest.raises(TransportError, match="what arrived is not what was sent"):
+            draft.copy(np.arange(1), snapshot.address, Stop())
+        draft.release()
+
+
 def test_a_flip_in_what_is_read_is_never_handed_out(
     server: Server, link: LossyLink, seed: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import socket
@@ -20,7 +21,9 @@ from portus.daemon.main import Wish, heard, prepared
 from portus.daemon.pools import parse_size
 from portus.daemon.server import _answers, open_door
 from portus.errors import MediumError, UsageError
-from portus.protocol.address import Address, Scheme
+from portus.protocol import messages as said
+from portus.protocol.address import Address, Scheme, parse
+from portus.transport.dial import Credentials, dial
 from tests.hosts import Host, serving, url
 
 STATE = {"x": torch.arange(100_000)}
@@ -184,6 +187,74 @@ def scraped(port: int) -> dict[str, float]:
     names = {name.partition("{")[0] for name in found}
     assert all(re.sub("_(bucket|sum|count)$", "", n) in told or n in told for n in names)
     return found
+
+
+Event = dict[str, str | int | float]
+
+
+def logged(host: Host) -> dict[str, list[Event]]:
+    """What a host that ended has logged, by event. Every line is an object of JSON."""
+    found: dict[str, list[Event]] = {}
+    for line in host.log.splitlines():
+        event = json.loads(line)
+        assert event.keys() > {"time", "level", "logger", "message"}
+        found.setdefault(event["event"], []).append(event)
+    return found
+
+
+def test_the_log_has_fields_for_who_came_what_was_saved_and_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret, wrong = tmp_path / "secret", tmp_path / "wrong"
+    for file in (secret, wrong):
+        file.touch(mode=0o600)
+        file.write_text(file.name * 8)
+    options = ("--quota", "8M", "--secret-file", str(secret))
+    with Host(tmp_path / "pools", *options) as host:
+        monkeypatch.setenv("PORTUS_SECRET_FILE", str(wrong))
+        with pytest.raises(UsageError, match="wrong secret"):
+            portus.Checkpointer(host.url)
+        monkeypatch.setenv("PORTUS_SECRET_FILE", str(secret))
+        with portus.Checkpointer(host.url, "a run", keep=1) as checkpointer:
+            for step in (10, 20):
+                checkpointer.save({"same": STATE["x"], "new": torch.tensor(step)}, step).wait()
+            with pytest.raises(portus.MediumError):
+                checkpointer.save({"x": torch.empty(4_000_000)}, 30).wait()
+        link, _ = dial(parse(host.url), Credentials.from_environment(), 60)
+        with contextlib.closing(link):
+            link.ask(said.Claim("raw", b"c" * 16))
+            link.ask(said.Begin("raw", 7, b"t" * 16, said.packed_column([5])))
+            link.ask(said.Abandon())
+            link.ask(said.Begin("raw\nline", 8, b"t" * 16, said.packed_column([5])))
+            link.ask(said.Retire(said.packed_column([2])))
+        assert host.stop() == 0
+    found = logged(host)
+    assert found["serving"][0]["address"] == host.url
+    [away] = found["turned_away"]
+    assert away["level"] == "warning"
+    assert away["tenant"] == "default"
+    assert "wrong secret" in str(away["why"])
+    first, second = found["committed"]
+    assert {event["level"] for event in (first, second)} == {"info"}
+    expected = {"tenant": "default", "model": "a run", "step": 20, "version": 2, "commit": 2}
+    assert second.items() >= {**expected, "bytes": 800_008, "shared_bytes": 800_000}.items()
+    assert (first["retired"], second["retired"]) == (0, 1)
+    assert 0 < float(second["commit_seconds"]) < float(second["seconds"]) < 60
+    peers = {event["peer"]: event for event in found["connected"]}
+    assert second["peer"] in peers
+    assert peers.keys() == {event["peer"] for event in found["disconnected"]} != set()
+    *full, unclaimed = found["refused"]
+    assert {(event["level"], event["fault"]) for event in full} == {("error", "medium")}
+    assert (unclaimed["level"], unclaimed["fault"]) == ("info", "usage")
+    assert unclaimed["request"] == "begin"
+    assert "is not claimed" in str(unclaimed["why"])
+    gone = found["abandoned"][-1]
+    expected = {"model": "raw", "step": 7, "bytes": 5, "why": "the client abandoned it"}
+    assert gone.items() >= expected.items()
+    assert found["retired"][0]["versions"] == 1
+    page = (Path(__file__).parents[3] / "docs/deploying.md").read_text()
+    fields = {name for events in found.values() for event in events for name in event}
+    assert {name for name in {*found, *fields} if f"`{name}`" not in page} == set()
 
 
 def certificate(folder: Path) -> tuple[str, str]:

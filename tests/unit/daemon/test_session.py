@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from portus.daemon.fabric import Fabric
+from portus.daemon.secrets import read_secrets
 from portus.daemon.server import BODIES_MAX, Server
 from portus.daemon.session import Patience
 from portus.errors import (
@@ -32,9 +33,9 @@ from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, Transport, parse
 from portus.protocol.connection import HEADER
 from portus.protocol.messages import Kind, Said, packed_column, packed_handles
-from portus.protocol.proof import proof_of_client
+from portus.protocol.proof import proof_of_client, proof_of_host
 from portus.protocol.session import State
-from portus.transport.dial import Credentials, dial, raised
+from portus.transport.dial import Credentials, dial, raised, read_secret
 from portus.transport.stream import BIG, Budget, Link
 from tests.hosts import serving, url
 
@@ -454,13 +455,49 @@ def test_a_host_that_does_not_know_the_secret_is_not_believed(server: Server) ->
 
 def test_a_proof_cannot_be_used_again(guarded: Server) -> None:
     """Who recorded a greeting gets nowhere with it: the host's nonce is another one."""
-    from portus.protocol.proof import proof_of_client
-
-    old = proof_of_client(SECRET, "default", b"n" * 16, b"h" * 16)
+    hello, recorded = said.Hello(said.MAGIC, said.VERSION, "default", b"n" * 16), b""
     with stranger(guarded) as link:
-        asked(link, said.Hello(said.MAGIC, said.VERSION, "default", b"n" * 16), said.Challenge)
+        challenge = asked(link, hello, said.Challenge)
+        assert isinstance(challenge, said.Challenge)
+        recorded = proof_of_client(SECRET, "default", b"n" * 16, challenge.nonce)
+        asked(link, said.ProofGiven(recorded), said.Welcome)
+    with stranger(guarded) as link:
+        asked(link, hello, said.Challenge)
         with pytest.raises(UsageError, match="wrong secret"):
-            asked(link, said.ProofGiven(old), said.Welcome)
+            asked(link, said.ProofGiven(recorded), said.Welcome)
+
+
+def test_a_welcome_cannot_be_used_again() -> None:
+    """The same for who recorded a host: the client's nonce is another one."""
+    nonce, recorded = b"h" * 16, list[said.Welcome]()
+
+    def welcome(door: socket.socket) -> None:
+        with contextlib.closing(accepted(door)) as link:
+            hello = link.hear()
+            assert isinstance(hello, said.Hello)
+            link.ask(said.Challenge(said.VERSION, nonce, True))
+            if not recorded:
+                proof = proof_of_host(SECRET, "default", hello.nonce, nonce)
+                recorded.append(said.Welcome(proof, bytes(16), "pool", False, 4096, False))
+            link.send(recorded[0])
+            with contextlib.suppress(TransportError):
+                link.hear()
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        place = parse(f"portus://127.0.0.1:{door.getsockname()[1]}")
+        hosts = [threading.Thread(target=welcome, args=(door,)) for _ in range(2)]
+        hosts[0].start()
+        dial(place, Credentials(SECRET), 10)[0].close()
+        hosts[0].join()
+        hosts[1].start()
+        with pytest.raises(UsageError, match="this is not the storage host"):
+            dial(place, Credentials(SECRET), 10)[0].close()
+        hosts[1].join()
+
+
+def accepted(door: socket.socket) -> Link:
+    door.settimeout(60)
+    return Link(door.accept()[0], is_client=False, name="client", silence_s=60)
 
 
 @contextlib.contextmanager
@@ -738,7 +775,7 @@ def test_big_messages_wait_for_memory_and_small_ones_do_not(server: Server) -> N
         assert not link.has_word()
         budget.give_back("somebody")
         assert isinstance(link.hear(), said.Done)
-    settled(server, lambda: budget.taken == 0)
+        settled(server, lambda: budget.taken == 0)
 
 
 def test_memory_goes_to_what_was_sent_and_the_first_comes_to_its_end() -> None:
@@ -779,3 +816,15 @@ def test_the_end_does_not_wait_for_those_who_wait(tmp_path: Path) -> None:
             settled(server, lambda: server.connections() == 2)
             assert server.stop(), "it waited for another client's model"
         waiting.join()
+
+
+def test_a_secret_that_could_be_guessed_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.touch(mode=0o600)
+    file.write_bytes(b" " + b"s" * 15 + b"\n")
+    with pytest.raises(UsageError, match=r"16 bytes or more, found 15; make one: openssl"):
+        read_secret(str(file))
+    with pytest.raises(UsageError, match=r"16 bytes or more, found 15; make one: openssl"):
+        read_secrets(str(file))
+    file.write_bytes(b"s" * 16)
+    assert read_secret(str(file)) == b"s" * 16

@@ -183,6 +183,16 @@ def test_a_length_out_of_range_is_refused_before_a_byte_of_the_body(kind: Kind) 
             listener.feed(HEADER.pack(length, kind, bytes(3)))
 
 
+def test_what_is_longer_than_its_kind_may_be_cannot_be_said() -> None:
+    proof = said.ProofGiven(bytes(said.body_size_max(Kind.PROOF)))
+    with pytest.raises(AssertionError):
+        end(State.CHALLENGED, is_client=True).send(proof)
+    for length in (0, said.body_size_max(Kind.DATA) + 1):
+        with pytest.raises(AssertionError):
+            end(State.PULLING, is_client=True).send_payload(Kind.DATA, length)
+    end(State.PULLING, is_client=True).send_payload(Kind.DATA, said.body_size_max(Kind.DATA))
+
+
 def test_a_stranger_can_make_the_host_take_little_memory() -> None:
     for kind in (Kind.HELLO, Kind.PROOF):
         assert said.body_size_max(kind) <= 512
