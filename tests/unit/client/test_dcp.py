@@ -27,6 +27,7 @@ import portus
 from portus.cli.app import app
 from portus.client import grouped, materialize_shards
 from portus.client.checkpointer import Checkpointer
+from portus.client.cuts import FORMAT
 from portus.client.fence import Fence
 from portus.dcp import PortusStorageReader, PortusStorageWriter, groups, load
 from portus.index.directory import WRITERS
@@ -252,7 +253,7 @@ def test_a_group_of_which_one_rank_was_torn_off_is_passed_over(
     assert load(whole_state(tmp_path), PortusStorageReader(tmp_path, "fsdp")).step == 1
     with pytest.raises(
         portus.UsageError,
-        match=rf"step 2 of 4 ranks is not complete.*rank {torn}: .* has steps \[1\]",
+        match=rf"step 2 of 4 ranks is not complete.*; step 1 is\. rank {torn}: .* has steps \[1\]",
     ):
         load({}, PortusStorageReader(tmp_path, "fsdp", step=2))
 
@@ -349,6 +350,7 @@ def test_a_directory_is_of_whoever_saved_there_last(tmp_path: Path) -> None:
     writer.close()
     assert sorted(os.listdir(place)) == ["a.pt", "rank-0-of-1.shard"]
     assert torch.load(place / "a.pt") == [1]
+    assert torch.load(place / "rank-0-of-1.shard") == FORMAT, "no shard, which means nothing alone"
     reader = PortusStorageReader.at(place)
     assert reader is not None
     state = {"m": {"t": torch.zeros(4)}}
@@ -720,6 +722,8 @@ def test_a_directory_leads_to_a_group_wherever_its_pool_is(place: str, tmp_path:
     assert load(state, reader).step == 2
     assert torch.equal(state["t"], torch.full((9,), 2.0))
     assert reader.file("more") == {"step": 2} == torch.load(tmp_path / "2/more")
+    with pytest.raises(portus.UsageError, match="step 2 of 1 ranks: rank 0 saved no other"):
+        reader.file("other")
     writer.close()
     assert not (tmp_path / "1").exists()
     assert [group.step for group in groups(place)] == [2]
@@ -757,6 +761,71 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
         PortusStorageReader(tmp_path, "run", step=9).read_metadata()
     with pytest.raises(portus.UsageError, match="nothing sharded"):
         PortusStorageReader(tmp_path, "other").read_metadata()
+    writer.save_directory({"t": torch.zeros(4)}, tmp_path / "2", step=2)
+    writer.close()
+    (pool,) = tmp_path.glob("*.portus")
+    of_step_2, saved = WRITERS.open(str(pool)), groups(tmp_path)
+    of_step_2.retire([saved[-1].parts[0][1].id])
+    WRITERS.close(of_step_2)
+    reader = PortusStorageReader.at(tmp_path / "2", fall_back=False)
+    assert reader is not None
+    what = r"the one that was asked for; there are steps \[1"
+    with pytest.raises(portus.UsageError, match=what):
+        reader.read_metadata()
+    with pytest.raises(portus.UsageError, match=what):
+        portus.materialize(tmp_path / "2")
+    assert os.listdir(tmp_path / "2") == ["rank-0-of-1.shard"]
+
+
+def save_parts(root: Path, content: dict[str, Any]) -> Path:
+    """A group of two ranks, and a directory that leads to it."""
+    place, group = root / "place", new_id()
+    place.mkdir()
+    for rank in range(2):
+        shard = {str(place / f"rank-{rank}-of-2.shard"): "format"}
+        with Checkpointer(root / "pools", part_model("run", rank, 2)) as checkpointer:
+            token = part_token(group, rank)
+            checkpointer.save(content, 1, token=token, reference=shard).wait()
+    return place
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_directory_leads_to_its_group_also_where_a_pool_was_lost(
+    tmp_path: Path, lost: int
+) -> None:
+    place = save_parts(tmp_path, {"format": 1})
+    (tmp_path / f"pools/run%2Frank-{lost}-of-2.portus").unlink()
+    reader = PortusStorageReader.at(place)
+    assert reader is not None
+    with pytest.raises(portus.UsageError, match=f"step 1 of 2 ranks.* rank {lost}: its pool file "):
+        reader.read_metadata()
+
+
+def test_a_group_of_a_newer_format_is_refused(tmp_path: Path) -> None:
+    reader = PortusStorageReader.at(save_parts(tmp_path, {"format": 99, "metadata": "?"}))
+    assert reader is not None
+    with pytest.raises(portus.UsageError, match="written by a newer Portus"):
+        reader.read_metadata()
+
+
+def test_a_directory_that_nothing_replaces_is_removed_at_once(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer.save_directory({"t": torch.ones(4)}, tmp_path / "1", step=1)
+    writer.close()
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer.remove(tmp_path / "1")
+    writer.wait()
+    assert not (tmp_path / "1").exists(), "while the writer is open"
+    writer.close()
+
+
+def test_ranks_that_saved_each_for_itself_are_no_group_and_named(tmp_path: Path) -> None:
+    for rank in range(2):
+        with Checkpointer(tmp_path, part_model("run", rank, 2)) as checkpointer:
+            checkpointer.save({"t": torch.zeros(4)}, 5).wait()
+    what = r"no group of model 'run'; nothing .*'run/rank-0-of-2' has steps \[5\], 'run/rank-1-of"
+    with pytest.raises(portus.UsageError, match=what):
+        load({"t": torch.zeros(4)}, PortusStorageReader(tmp_path, "run"))
 
 
 def test_a_pool_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
