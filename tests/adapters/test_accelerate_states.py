@@ -55,13 +55,15 @@ SCENES: list[Scene] = []
 class Scene:
     """Two models, two optimizers, a schedule, a counter; ``on``: with Portus."""
 
-    def __init__(self, root: Path, *, on: bool = True, **project: Any) -> None:
+    def __init__(
+        self, root: Path, *, on: bool = True, on_error: Any = "warn", **project: Any
+    ) -> None:
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state()
         configuration = ProjectConfiguration(project_dir=str(root), **project)
         self.accelerator = Accelerator(cpu=True, project_config=configuration)
         if on:
-            portus_accelerate.enable(self.accelerator, model="net")
+            portus_accelerate.enable(self.accelerator, model="net", on_error=on_error)
         self.models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)]
         self.optimizers: Any = [torch.optim.AdamW(model.parameters()) for model in self.models]
         self.schedule: Any = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 1)
@@ -281,6 +283,30 @@ def test_total_limit_keeps_the_committed_one_when_accelerate_has_to_save_the_nex
     assert (tmp_path / "checkpoints/checkpoint_1/model.safetensors").exists()
 
 
+def test_what_accelerate_wrote_survives_a_loss_of_power_before_an_older_checkpoint_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path, automatic_checkpoint_naming=True, total_limit=1)
+    scene.accelerator.save_state()
+    scene.checkpointer.wait()
+    scene.counter.more = Strange()
+    older, newer = (tmp_path / f"checkpoints/checkpoint_{n}" for n in range(2))
+    synced: set[str] = set()
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        if older.exists():
+            synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    scene.accelerator.save_state()
+    scene.checkpointer.wait()
+    assert not older.exists()
+    assert (newer / "optimizer.bin").exists()
+    assert synced >= {str(path) for path in (newer, *newer.iterdir())}
+
+
 class Watching(Counter):
     """Looks around whenever it is saved, by whoever pickles it too."""
 
@@ -314,6 +340,26 @@ def test_a_failed_save_costs_no_older_checkpoint(
     assert "save failed" in caplog.text
     assert (tmp_path / "checkpoints/checkpoint_0").exists()
     assert len(scene.checkpointer.versions()) == 1
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_who_waits_hears_of_a_failed_save_as_on_error_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, on_error: str
+) -> None:
+    scene = Scene(tmp_path, on_error=on_error)
+    scene.accelerator.save_state(str(tmp_path / "step_1"))
+    scene.checkpointer.wait()
+    scene.counter.more = torch.zeros(1 << 22)
+    writer, _ = scene.checkpointer._open_or_create()
+    object.__setattr__(writer, "max_bytes", writer.medium.size)
+    scene.accelerator.save_state(str(tmp_path / "step_2"))
+    if on_error == "raise":
+        with pytest.raises(portus.MediumError, match="max_bytes"):
+            portus_accelerate.wait(scene.accelerator)
+    else:
+        portus_accelerate.wait(scene.accelerator)
+        assert "a save failed; training goes on" in caplog.text
+    assert scene.checkpointer.steps() == [1]
 
 
 def test_what_waits_for_a_commit_is_not_done_where_the_save_failed(tmp_path: Path) -> None:
@@ -490,6 +536,24 @@ def test_a_save_that_was_cut_off_is_out_of_the_way_and_what_hooks_wrote_is_kept(
     scene.step()
     scene.accelerator.load_state()
     assert same(scene.facts(), then)
+
+
+def test_of_a_run_the_last_save_that_was_cut_off_is_kept_and_older_ones_go(
+    tmp_path: Path,
+) -> None:
+    for number in (1, 2, 3):
+        scene = Scene(tmp_path)
+        scene.accelerator.save_state(str(tmp_path / "step_0"))
+        scene.checkpointer.wait()
+        cut_off = tmp_path / f"step_{number}"
+        cut_off.mkdir()
+        (cut_off / "mine.pt").write_text(f"a hook's, of {number}")
+        _, keeper = scene.checkpointer._open_or_create()
+        keeper.place(str(cut_off / "optimizer.bin"), bytes(16), number, "net", "optimizer.bin")
+        scene.checkpointer.close()
+        Scene(tmp_path)
+        (kept,) = (tmp_path / ".portus").glob("incomplete-*/mine.pt")
+        assert kept.read_text() == f"a hook's, of {number}"
 
 
 class Strange:

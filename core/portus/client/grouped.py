@@ -105,25 +105,37 @@ def chosen(
     if complete:
         return complete[-1]
     if fitting:
-        raise UsageError(_incomplete(found, fitting[-1]))
+        raise UsageError(_incomplete(found, fitting[-1], but))
     if but:
         raise UsageError(f"{found.place}: no other complete group of model {model!r} is there")
     steps = sorted({group.step for group in found.groups if group.is_complete})
     unread = [f"{path} cannot be read: {error}" for path, error in found.unreadable.items()]
+    asked = "" if step is None else f" has step {step}"
+    asked = asked if ids is None else " is the one that was asked for"
     raise UsageError(
-        f"{found.place}: no group of model {model!r}"
-        + (f" has step {step}; there are steps {steps}" if steps else "; nothing sharded is there")
+        f"{found.place}: no group of model {model!r}{asked}; "
+        + (f"there are steps {steps}" if steps else _nothing_sharded(found, model))
         + (f". {'; '.join(unread[:_NAMED_MAX])}" if unread else "")
     )
 
 
-def _incomplete(found: Census, group: Group) -> str:
+def _nothing_sharded(found: Census, model: str) -> str:
+    """What to say where there is no group; also of what was saved rank by rank by hand."""
+    parts = [part for part in found.held if (of := part_of(part)) and of[0] == model]
+    told = [f"{part!r} has steps {found.held[part][-_NAMED_MAX:]}" for part in parts[:_NAMED_MAX]]
+    own = f"; {', '.join(told)}, not saved by portus.dcp: load each for itself" if told else ""
+    return f"nothing sharded is there{own}"
+
+
+def _incomplete(found: Census, group: Group, but: Collection[bytes]) -> str:
     told = [_why_missing(found, group, rank) for rank in group.missing[:_NAMED_MAX]]
     more = [f"{len(group.missing) - _NAMED_MAX} more"] if len(group.missing) > _NAMED_MAX else []
+    others = [each for each in found.groups if each.model == group.model and each.id not in but]
+    steps = sorted({each.step for each in others if each.is_complete})
+    instead = f"step {steps[-1]} is" if steps else "there is no complete group to load instead"
     return (
         f"{name_of(group)} is not complete: of {group.count} ranks, those of "
-        f"{few(group.missing)} are not in {found.place}; and there is no older complete group "
-        f"to load instead. {'; '.join(told + more)}"
+        f"{few(group.missing)} are not in {found.place}; {instead}. {'; '.join(told + more)}"
     )
 
 

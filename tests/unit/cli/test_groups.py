@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -22,10 +23,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from portus.cli import consolidate
+from portus.cli import safetensors as files
 from portus.cli.boxes import Target, runs, write_box
 from portus.client.checkpointer import Checkpointer
 from portus.client.cuts import Placed, encode
-from portus.errors import CorruptionError
+from portus.errors import CorruptionError, MediumError
 from portus.index.groups import new_id, part_model, part_token
 from tests.unit.cli.scene import portus, portus_json
 
@@ -146,6 +149,50 @@ def test_an_export_is_there_once_it_would_survive_a_loss_of_power(
     assert synced == [*((name, False) for name in names), (tmp_path.name, True)]
     assert portus("export", "run@1", out, "--pool", place, "--force").code == 0
     assert sorted(os.listdir(tmp_path)) == ["hf", "pools"]
+
+
+def test_a_file_may_have_the_bytes_of_the_limit_and_no_more() -> None:
+    specs = {f"t{n}": consolidate.whole_spec(f"t{n}", "float32", (4,), n) for n in range(5)}
+    placed = files.place(specs)
+    assert [each.size for each in placed] == [16] * 5
+    assert list(map(len, consolidate.split(placed, 32))) == [2, 2, 1]
+    assert list(map(len, consolidate.split(placed, 31))) == [1] * 5
+    assert list(map(len, consolidate.split(placed, 8))) == [1] * 5
+
+
+def test_an_export_takes_the_place_of_nothing_but_an_export(place: Path, tmp_path: Path) -> None:
+    empty, other, link = (tmp_path / name for name in ("empty", "other", "link"))
+    empty.mkdir()
+    assert portus("export", "run@1", empty, "--pool", place).code == 0
+    other.mkdir()
+    (other / "adapter.safetensors").write_bytes(b"mine")
+    link.symlink_to(empty)
+    for out in (other, link):
+        said = portus("export", "run@2", out, "--pool", place, "--force")
+        assert said.code == 2
+        assert "holds more than an export" in said.err
+    assert (other / "adapter.safetensors").read_bytes() == b"mine"
+    assert link.is_symlink()
+    assert_weights(safetensors.load_file(empty / "model.safetensors"), 1)
+
+
+def test_an_export_that_cannot_be_put_in_place_leaves_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, rename = tmp_path / "hf", os.rename
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"older")
+
+    def fails(source: str, target: str) -> None:
+        if source.endswith(".portus") and target == str(out):
+            raise OSError(errno.EIO, "no")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(MediumError), consolidate.directory_in_place(str(out), force=True) as made:
+        Path(made, "model.safetensors").write_bytes(b"newer")
+    assert (out / "model.safetensors").read_bytes() == b"older"
+    assert os.listdir(tmp_path) == ["hf"]
 
 
 def test_transformers_loads_what_was_exported_from_shards(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,21 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from typer.testing import CliRunner
 
 import portus
 from portus.cli.app import app
-from portus.client import materialize_shards
+from portus.client import grouped, materialize_shards
+from portus.client.checkpointer import Checkpointer
+from portus.client.cuts import FORMAT
+from portus.client.fence import Fence
 from portus.dcp import PortusStorageReader, PortusStorageWriter, groups, load
 from portus.index.directory import WRITERS
+from portus.index.groups import new_id, part_model, part_token
+from portus.spec import VersionInfo
 from tests.hosts import Host, serving, url
+from tests.unit.client.late_copy import FENCE_S_MAX, LateCopy
 from tests.unit.client.same import assert_same
 
 SCRIPT = Path(__file__).with_name("sharded.py")
@@ -245,7 +253,7 @@ def test_a_group_of_which_one_rank_was_torn_off_is_passed_over(
     assert load(whole_state(tmp_path), PortusStorageReader(tmp_path, "fsdp")).step == 1
     with pytest.raises(
         portus.UsageError,
-        match=rf"step 2 of 4 ranks is not complete.*rank {torn}: .* has steps \[1\]",
+        match=rf"step 2 of 4 ranks is not complete.*; step 1 is\. rank {torn}: .* has steps \[1\]",
     ):
         load({}, PortusStorageReader(tmp_path, "fsdp", step=2))
 
@@ -342,6 +350,7 @@ def test_a_directory_is_of_whoever_saved_there_last(tmp_path: Path) -> None:
     writer.close()
     assert sorted(os.listdir(place)) == ["a.pt", "rank-0-of-1.shard"]
     assert torch.load(place / "a.pt") == [1]
+    assert torch.load(place / "rank-0-of-1.shard") == FORMAT, "no shard, which means nothing alone"
     reader = PortusStorageReader.at(place)
     assert reader is not None
     state = {"m": {"t": torch.zeros(4)}}
@@ -507,6 +516,188 @@ def test_what_directories_lead_to_is_kept_and_goes_when_they_are_deleted(tmp_pat
     assert [group.step for group in groups(tmp_path / ".portus")] == [1, 3, 4, 5]
 
 
+def test_a_state_of_another_nesting_is_planned_anew(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path, "run")
+    writer.save({"a": {"b": torch.ones(4)}}, step=1)
+    writer.save({"a.b": torch.ones(4)}, step=2)
+    writer.close()
+    for step, path in ((1, ("a", "b")), (2, ("a.b",))):
+        metadata = PortusStorageReader(tmp_path, "run", step=step).read_metadata()
+        assert metadata.planner_data == {"a.b": path}
+
+
+def test_a_load_waits_for_saves_of_what_it_loads_into(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path, "run")
+    save(writer, 1, {"t": torch.ones(9)})
+    writer.close()
+    state = {"t": torch.zeros(9)}
+    fence, under_way = Fence(FENCE_S_MAX), LateCopy({**state}, everything_late=True)
+    fence.guard(under_way)
+    load(state, PortusStorageReader(tmp_path, "run"))
+    fence.close()
+    assert under_way.waits == 1
+    assert not under_way.torn
+    assert torch.equal(state["t"], torch.ones(9))
+
+
+def test_ranks_that_chose_different_groups_are_told(tmp_path: Path) -> None:
+    reader = PortusStorageReader(tmp_path, "run")
+    plans = [LoadPlan([], storage_data=new_id()) for _ in range(2)]
+    with pytest.raises(portus.StaleError, match="load again"):
+        reader.prepare_global_plan(plans)
+    assert reader.prepare_global_plan(plans[:1] * 2) == plans[:1] * 2
+
+
+class Held:
+    """A writer that has saved before and, from now on, begins no commit until it is released."""
+
+    def __init__(self, writer: PortusStorageWriter) -> None:
+        self.begun, self.release = threading.Event(), threading.Event()
+        writer.wait()
+        writer._open().surplus = self._hold
+
+    def _hold(self, own: Sequence[VersionInfo]) -> list[int]:
+        self.begun.set()
+        self.release.wait(60)
+        return []
+
+
+def test_a_save_from_another_thread_returns_when_it_is_committed(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path, "run")
+    save(writer, 1, {"t": torch.ones(9)})
+    held = Held(writer)
+    thread = threading.Thread(target=save, args=(writer, 2, {"t": torch.ones(9)}))
+    thread.start()
+    assert held.begun.wait(60)
+    thread.join(0.2)
+    assert thread.is_alive()
+    held.release.set()
+    thread.join()
+    assert writer.last is not None
+    assert writer.last.committed
+    writer.close()
+
+
+def test_what_this_process_saves_to_a_directory_is_waited_for_however_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped, "AWAITED_S_MAX", 0.0)
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    save(writer, 1, {"t": torch.ones(9)})
+    held = Held(writer)
+    writer.save_directory({"t": torch.full((9,), 2.0)}, tmp_path / "2", step=2)
+    later = threading.Timer(0.2, held.release.set)
+    later.start()
+    reader = PortusStorageReader.at(tmp_path / "2", fall_back=False)
+    assert reader is not None
+    assert load({"t": torch.zeros(9)}, reader).step == 2
+    writer.close()
+    later.join()
+
+
+def test_ranks_that_are_about_to_commit_are_waited_for(tmp_path: Path) -> None:
+    pools, place, group = tmp_path / "pools", tmp_path / "place", new_id()
+    place.mkdir()
+    zero, one = (Checkpointer(pools, part_model("run", rank, 2)) for rank in range(2))
+    with zero, one:
+        one.save({}, 0).wait()  # so that its pool is open
+        shard = {str(place / "rank-0-of-2.shard"): "format"}
+        zero.save({"format": 1}, 1, token=part_token(group, 0), reference=shard).wait()
+        last = {"token": part_token(group, 1)}
+        later = threading.Timer(0.2, one.save, ({"format": 1}, 1), last)
+        later.start()
+        assert PortusStorageReader.at(place) is not None
+        assert groups(pools)[-1].is_complete
+        later.join()
+
+
+class Order:
+    """Replacements, removals and syncs of names in a directory, as they come."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[str, str]] = []
+        replace, unlink, fsync = os.replace, os.unlink, os.fsync
+
+        def replaced(source: str, target: str) -> None:
+            self.found.append(("replace", os.path.basename(target)))
+            replace(source, target)
+
+        def unlinked(path: str, **more: Any) -> None:
+            if str(path).endswith(".shard"):
+                self.found.append(("unlink", os.path.basename(path)))
+            unlink(path, **more)
+
+        def synced(descriptor: int) -> None:
+            self.found.append(
+                ("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+            )
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "replace", replaced)
+        monkeypatch.setattr(os, "unlink", unlinked)
+        monkeypatch.setattr(os, "fsync", synced)
+
+
+def test_a_directory_leads_somewhere_at_every_moment_of_materialising(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "place"
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer.save_directory({"t": torch.rand(9)}, place, step=1)
+    writer.close()
+    order = Order(place, monkeypatch)
+    portus.materialize(place)
+    monkeypatch.undo()
+    assert ("sync", "__0_0.distcp") in order.found
+    begin = order.found.index(("replace", "__0_0.distcp"))
+    assert order.found[begin:] == [
+        ("replace", "__0_0.distcp"),
+        ("replace", ".metadata"),
+        ("sync", "place"),
+        ("unlink", "rank-0-of-1.shard"),
+        ("sync", "place"),
+    ]
+
+
+def test_a_directory_that_is_replaced_while_it_is_materialised_stays_the_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, usage = tmp_path / "place", shutil.disk_usage
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+
+    def saved(step: int) -> None:
+        writer.save_directory({"t": torch.full((9,), float(step))}, place, step=step)
+        writer.wait()
+
+    def replaced(path: str) -> Any:
+        saved(2)
+        return usage(path)
+
+    saved(1)
+    monkeypatch.setattr(shutil, "disk_usage", replaced)
+    with pytest.raises(portus.UsageError, match="was replaced while it was materialised"):
+        portus.materialize(place)
+    writer.close()
+    assert os.listdir(place) == ["rank-0-of-1.shard"]
+    reader = PortusStorageReader.at(place)
+    assert reader is not None
+    assert load({"t": torch.zeros(9)}, reader).step == 2
+
+
+def test_without_room_nothing_is_materialised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "place"
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer.save_directory({"t": torch.rand(9)}, place, step=1)
+    writer.close()
+    full = shutil.disk_usage(tmp_path)._replace(free=35)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(portus.MediumError, match="36 bytes needed, 35 free"):
+        portus.materialize(place)
+    assert os.listdir(place) == ["rank-0-of-1.shard"]
+
+
 @pytest.fixture(params=["files", "host"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A pool directory, or a storage host."""
@@ -531,6 +722,8 @@ def test_a_directory_leads_to_a_group_wherever_its_pool_is(place: str, tmp_path:
     assert load(state, reader).step == 2
     assert torch.equal(state["t"], torch.full((9,), 2.0))
     assert reader.file("more") == {"step": 2} == torch.load(tmp_path / "2/more")
+    with pytest.raises(portus.UsageError, match="step 2 of 1 ranks: rank 0 saved no other"):
+        reader.file("other")
     writer.close()
     assert not (tmp_path / "1").exists()
     assert [group.step for group in groups(place)] == [2]
@@ -568,6 +761,71 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
         PortusStorageReader(tmp_path, "run", step=9).read_metadata()
     with pytest.raises(portus.UsageError, match="nothing sharded"):
         PortusStorageReader(tmp_path, "other").read_metadata()
+    writer.save_directory({"t": torch.zeros(4)}, tmp_path / "2", step=2)
+    writer.close()
+    (pool,) = tmp_path.glob("*.portus")
+    of_step_2, saved = WRITERS.open(str(pool)), groups(tmp_path)
+    of_step_2.retire([saved[-1].parts[0][1].id])
+    WRITERS.close(of_step_2)
+    reader = PortusStorageReader.at(tmp_path / "2", fall_back=False)
+    assert reader is not None
+    what = r"the one that was asked for; there are steps \[1"
+    with pytest.raises(portus.UsageError, match=what):
+        reader.read_metadata()
+    with pytest.raises(portus.UsageError, match=what):
+        portus.materialize(tmp_path / "2")
+    assert os.listdir(tmp_path / "2") == ["rank-0-of-1.shard"]
+
+
+def save_parts(root: Path, content: dict[str, Any]) -> Path:
+    """A group of two ranks, and a directory that leads to it."""
+    place, group = root / "place", new_id()
+    place.mkdir()
+    for rank in range(2):
+        shard = {str(place / f"rank-{rank}-of-2.shard"): "format"}
+        with Checkpointer(root / "pools", part_model("run", rank, 2)) as checkpointer:
+            token = part_token(group, rank)
+            checkpointer.save(content, 1, token=token, reference=shard).wait()
+    return place
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_directory_leads_to_its_group_also_where_a_pool_was_lost(
+    tmp_path: Path, lost: int
+) -> None:
+    place = save_parts(tmp_path, {"format": 1})
+    (tmp_path / f"pools/run%2Frank-{lost}-of-2.portus").unlink()
+    reader = PortusStorageReader.at(place)
+    assert reader is not None
+    with pytest.raises(portus.UsageError, match=f"step 1 of 2 ranks.* rank {lost}: its pool file "):
+        reader.read_metadata()
+
+
+def test_a_group_of_a_newer_format_is_refused(tmp_path: Path) -> None:
+    reader = PortusStorageReader.at(save_parts(tmp_path, {"format": 99, "metadata": "?"}))
+    assert reader is not None
+    with pytest.raises(portus.UsageError, match="written by a newer Portus"):
+        reader.read_metadata()
+
+
+def test_a_directory_that_nothing_replaces_is_removed_at_once(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer.save_directory({"t": torch.ones(4)}, tmp_path / "1", step=1)
+    writer.close()
+    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer.remove(tmp_path / "1")
+    writer.wait()
+    assert not (tmp_path / "1").exists(), "while the writer is open"
+    writer.close()
+
+
+def test_ranks_that_saved_each_for_itself_are_no_group_and_named(tmp_path: Path) -> None:
+    for rank in range(2):
+        with Checkpointer(tmp_path, part_model("run", rank, 2)) as checkpointer:
+            checkpointer.save({"t": torch.zeros(4)}, 5).wait()
+    what = r"no group of model 'run'; nothing .*'run/rank-0-of-2' has steps \[5\], 'run/rank-1-of"
+    with pytest.raises(portus.UsageError, match=what):
+        load({"t": torch.zeros(4)}, PortusStorageReader(tmp_path, "run"))
 
 
 def test_a_pool_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:

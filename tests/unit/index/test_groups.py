@@ -12,6 +12,7 @@ from portus.index.groups import (
     groups_of,
     new_id,
     part_model,
+    part_of,
     part_token,
     surplus,
 )
@@ -93,6 +94,7 @@ def test_keep_counts_complete_groups() -> None:
         group = new_id()
         for rank in ranks:
             rank.commit(group, step, ranks, 2)
+            assert sum(each.is_complete for each in known(ranks)) >= min(step, 2)
     assert [group.step for group in known(ranks) if group.is_complete][-2:] == [4, 5]
     assert all(len(rank.held) <= 3 for rank in ranks)
 
@@ -106,7 +108,19 @@ def test_parts_of_two_attempts_at_one_step_do_not_mix() -> None:
     assert [group.missing for group in known(ranks)] in ([[1, 3], [0, 2]], [[0, 2], [1, 3]])
 
 
+def test_parts_of_two_steps_do_not_mix() -> None:
+    ranks = [Rank(number) for number in range(RANKS)]
+    one = new_id()
+    for rank in ranks:
+        rank.commit(one, 7 + rank.number % 2, ranks, 1)
+    assert newest_complete(ranks) is None
+    assert [group.missing for group in known(ranks)] in ([[1, 3], [0, 2]], [[0, 2], [1, 3]])
+
+
 def test_a_model_that_only_happens_to_be_called_so_is_no_part() -> None:
+    assert part_of("run/rank-1-of-2") == ("run", 1, 2)
+    for name in ("run/rank-2-of-2", "run/rank-0-of-0", "run/rank-01-of-2", "run", "/rank-0-of-1"):
+        assert part_of(name) is None, name
     info = VersionInfo(
         model="run/rank-0-of-1", id=1, commit=1, step=1, token=b"x" * 16, time_ns=1, size=1
     )
