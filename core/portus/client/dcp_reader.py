@@ -6,11 +6,12 @@ them: what was loaded into is whole, or as it was. So all ranks can go on with a
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -188,7 +189,9 @@ class PortusStorageReader(StorageReader):
         ``CorruptionError`` with model, step, rank and tensor; then nothing was copied yet."""
         assert self._group is not None
         for rank, items in self._by_rank(plan):
-            check_part(self._group, rank, _keep(self._keys(items)))
+            names = self._names(items)
+            with _naming(names):
+                check_part(self._group, rank, _keep(names))
         return replace(plan, storage_data=self._group.id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -205,7 +208,9 @@ class PortusStorageReader(StorageReader):
         assert self._group is not None
         before_write()  # a writer of this process may be saving these tensors
         for rank, items in self._by_rank(plan):
-            content = load_part(self._group, rank, _keep(self._keys(items)))
+            names = self._names(items)
+            with _naming(names):
+                content = load_part(self._group, rank, _keep(names))
             for item in items:
                 _hand_over(item, content[ITEMS][self._placed[item.storage_index].key], planner)
         future: Future[None] = Future()
@@ -223,8 +228,9 @@ class PortusStorageReader(StorageReader):
             found.setdefault(self._placed[item.storage_index].rank, []).append(item)
         return sorted(found.items())
 
-    def _keys(self, items: Sequence[ReadItem]) -> set[str]:
-        return {self._placed[item.storage_index].key for item in items}
+    def _names(self, items: Sequence[ReadItem]) -> dict[str, str]:
+        """By the key of each item in its part, what torch knows it as."""
+        return {self._placed[item.storage_index].key: item.storage_index.fqn for item in items}
 
 
 def load(state: dict[str, Any], reader: PortusStorageReader, **more: Any) -> Group:
@@ -290,6 +296,16 @@ def _keep(keys: Collection[str]) -> Callable[[str], bool]:
         return names[0] == ITEMS and len(names) > 1 and names[1] in keys
 
     return keep
+
+
+@contextlib.contextmanager
+def _naming(names: Mapping[str, str]) -> Iterator[None]:
+    """What is damaged is told by the names that torch knows."""
+    try:
+        yield
+    except CorruptionError as error:
+        found = re.sub(rf"\b{ITEMS}\.(\w+)", lambda key: names.get(key[1], key[0]), str(error))
+        raise CorruptionError(found) from error
 
 
 def _hand_over(item: ReadItem, value: Any, planner: LoadPlanner) -> None:

@@ -490,6 +490,22 @@ def test_a_damaged_shard_is_not_materialised_and_the_directory_stays(tmp_path: P
     assert os.listdir(tmp_path / "place") == ["rank-0-of-1.shard"]
 
 
+def test_a_damaged_shard_is_told_by_the_name_of_its_tensor(tmp_path: Path) -> None:
+    shard = torch.rand(5000)
+    writer = PortusStorageWriter(tmp_path, "run")
+    writer.save({"net": {"weight": shard}, "other": torch.rand(9)}, step=1)
+    writer.close()
+    (pool,) = tmp_path.glob("*.portus")
+    data = bytearray(pool.read_bytes())
+    data[data.index(shard.numpy().tobytes()) + 3] ^= 1
+    pool.write_bytes(data)
+    state = {"net": {"weight": torch.zeros(5000)}}
+    told = "model 'run', step 1.*the part of rank 0.* net.weight is damaged"
+    with pytest.raises(portus.CorruptionError, match=told):
+        load(state, PortusStorageReader(tmp_path, "run"))
+    assert not state["net"]["weight"].any()
+
+
 def test_a_directory_in_the_place_of_another_keeps_the_old_group_until_the_new_is_complete(
     tmp_path: Path,
 ) -> None:
