@@ -10,6 +10,7 @@ import argparse
 import os
 import random
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,9 @@ def main() -> None:
     fit.fit(module, data, ckpt_path=args.resume)
     result = {"drawn": draws.drawn, "model": whole(module), "best": keep.best_model_path}
     torch.save(result, f"{args.name}-{fit.global_rank}.pt")
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort a process that ends, also without Portus
 
 
 if __name__ == "__main__":
