@@ -30,10 +30,10 @@
 #define LINE 64         /* bytes of a line of the cache */
 #define STREAM_MIN 1024 /* bytes from which going around the cache pays */
 #define GRAIN (1 << 20) /* bytes that a thread takes at a time, or else one unit */
-#define PATIENT 12      /* niceness of the thread that works while nobody waits, likewise */
+#define PATIENT 10      /* niceness of the thread that works while nobody waits, likewise */
 #define WORK_NS 2000000 /* that a patient thread works at a stretch, and then rests */
-#define REST_NS 1000000
-#define SECOND 10       /* niceness of the second thread, on top of what the process has */
+#define REST_NS 2000000
+#define SECOND 9        /* niceness of the second thread, on top of what the process has */
 
 typedef struct {
     uint64_t low, high;

@@ -33,10 +33,10 @@ PATIENT_THREAD_MIN: Final = 1 << 20
 SECOND_THREAD_MIN: Final = 32 << 20
 """Bytes from which a second thread is worth its start, while somebody waits."""
 
-PATIENT: Final = 12
+PATIENT: Final = 10
 """Niceness of the thread that works while nobody waits, on top of what the process has."""
 
-SECOND: Final = 10
+SECOND: Final = 9
 """Niceness of that second thread, likewise. Both numbers are those of ``native.c``."""
 
 # The fields of ``struct hash``, in order. Builds for x86 that pick the best instructions of the
