@@ -43,14 +43,19 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def killed(child: Child, random_: random.Random, *words: str) -> int:
-    """Kill ``child`` a moment after one of its lines; the newest step that it told by ``words``."""
+def killed(child: Child, random_: random.Random) -> tuple[int, int]:
+    """Kill ``child`` a moment after one of its lines; the step that it found, and the newest that
+    it told to be saved."""
     with child:
         lines = [child.line() for _ in range(random_.randint(1, LINES_MAX))]
         time.sleep(random_.uniform(0, DELAY_S_MAX))
         lines += child.kill()
     told = [line.partition(" ") for line in lines]
-    return max((int(step) for word, _, step in told if word in words), default=0)
+    found, saved = (
+        max((int(step) for word, _, step in told if word == each), default=0)
+        for each in ("resumed", "saved")
+    )
+    return found, saved
 
 
 @contextlib.contextmanager
@@ -76,7 +81,7 @@ def test_a_saving_process_may_be_killed_at_any_moment(
     for number in range(KILLS):
         child = children.start("save_for_ever", str(path), random_.randrange(2))
         # What was found once may not go by itself any more either.
-        reported = max(reported, killed(child, random_, "saved", "resumed"))
+        reported = max(reported, *killed(child, random_))
         if not path.exists():
             assert not reported
             continue
@@ -101,41 +106,49 @@ def test_reference_files_of_a_killed_process_lead_to_what_they_name(
     children = nursery("tests.crash.saver")
     path, checkpoints = folder / ".portus" / "run.portus", folder / "checkpoints"
     checkpoints.mkdir()
-    reported = pending = 0
+    saved = there = pending = 0
     for number in range(KILLS_WITH_FILES):
         child = children.start("save_with_files_for_ever", str(path), str(checkpoints))
-        reported = max(reported, killed(child, random_, "saved"))
+        found, newest = killed(child, random_)
+        saved = max(saved, newest)
+        there = max(there, found, newest)  # a kill may leave a version that nobody told of
+        if newest:
+            names = [f"{newest}.ckpt", f"{newest + 1}.ckpt"]
+            assert any((checkpoints / name).exists() for name in names), f"kill {number}: {names}"
         for file in checkpoints.iterdir():
-            pending += _leads_right(file, reported)
-            if file.stem not in ("last", str(reported)):
+            pending += _leads_right(file, saved, there)
+            if file.stem not in ("last", str(saved)):
                 file.unlink()  # what the killed run no longer needs, removed behind its back
         if not path.exists():
             continue
         with opened_at_once(path, 1, caplog) as checkpointer:
-            assert max(checkpointer.steps(), default=0) >= reported, f"kill {number}"
+            assert max(checkpointer.steps(), default=0) >= there, f"kill {number}"
         assert os.path.getsize(path) <= POOL_SIZE_MAX
-    print(f"{KILLS_WITH_FILES} kills, {reported} steps; {pending} files named what never came")
-    assert reported
-    assert (checkpoints / f"{reported}.ckpt").exists()
+    print(f"{KILLS_WITH_FILES} kills, {saved} steps; {pending} files named what never came")
+    assert saved
+    assert (checkpoints / "last.ckpt").exists()
 
 
-def _leads_right(file: Path, reported: int) -> bool:
-    """The file leads to its step, or, if that was never reported, to the one before it. True if
-    it did not lead to its own."""
+def _leads_right(file: Path, saved: int, there: int) -> bool:
+    """The file leads to its step, or, if that was never told to be saved, to one before it, not
+    older than what was. ``there``: the newest step that was found in the pool so far, or told to
+    be saved. True if the file did not lead to its own."""
     try:
         state = portus.load_reference(file)
     except portus.UsageError:
-        if reported:
+        if there:
             raise  # it has no version, and neither has the one before it
         return True
     assert isinstance(state, dict)
     step = state["step"]
     assert_same(state, Training(step).state())
-    if file.stem == "last":
-        assert reported <= step <= reported + 1
+    if file.stem == str(step):
         return False
-    assert step == int(file.stem) or int(file.stem) > reported >= step >= reported - 1
-    return bool(step != int(file.stem))
+    assert saved <= step <= there + 1
+    if file.stem == "last":
+        return False
+    assert saved < int(file.stem) <= there + 1
+    return True
 
 
 def test_a_pool_is_whole_or_not_there_when_its_maker_was_killed(

@@ -169,8 +169,9 @@ def lead(files: CrashFiles, path: str, pool: PoolReader | None) -> int | None:
         found = reference_files.state_of(reference, LINKS, files)
         assert found is ALIVE, f"{path} is there, and looks {found.value}"
         return steps[reference.token]
-    if reference.fallback in steps:
-        return steps[reference.fallback]
+    token = reference.leads_to(steps)
+    if token is not None:
+        return steps[token]
     is_linked = files.status(f"{LINKS}/{reference.id}") is not None
     # Without a durable link its version was never committed, and it holds nothing.
     assert reference.fallback is None or not is_linked, f"{path} leads nowhere, fallback too"
@@ -424,7 +425,7 @@ class Trainer:
         references = {each: read_reference(self.files, each) for each in self.paths()}
         named = references.pop(path, None) if path is not None else None
         others = [each for each in references.values() if each is not None]
-        led = {each.token if each.token in steps else each.fallback for each in others}
+        led = {each.leads_to(steps) for each in others}
         return [steps[named.token]] if named and named.token in steps.keys() - led else []
 
     def write(self, model: str, step: int, retire: Collection[int], path: str | None) -> None:

@@ -32,7 +32,6 @@ import torch
 from portus.client.checkpointer import Checkpointer
 from portus.format.checksum import UNIT
 from portus.format.layout import FORMAT_VERSION
-from portus.format.reference import FORMAT as REFERENCE_VERSION
 from portus.format.reference import Reference, encode
 from portus.index.check import check
 from portus.index.directory import WRITERS, open_reader
@@ -48,9 +47,6 @@ DTYPES: Final = (
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
 )
 
-PART: Final = "optimizer.bin"
-"""What the golden reference of format 2 leads to a part of; else it is as that of format 1."""
-
 REFERENCE: Final = Reference(
     id="0123456789abcdef" * 2,
     token="89abcdef01234567" * 2,
@@ -64,6 +60,13 @@ REFERENCE: Final = Reference(
     fallback="76543210fedcba98" * 2,
     fallback_step=11,
 )
+
+REFERENCES: Final[dict[str, dict[str, Any]]] = {
+    "reference-1": {},
+    "reference-2": {"part": "optimizer.bin"},
+    "reference-3": {"in_flight": "0f1e2d3c4b5a6978" * 2, "in_flight_step": 10},
+}
+"""What the golden reference of each format says besides ``REFERENCE``."""
 
 
 def tensors(step: int) -> dict[str, Any]:
@@ -218,14 +221,14 @@ def main() -> None:
         versions = ",\n".join(map(json.dumps, making.listed()))  # a line for each
         pool = Path(making.path).read_bytes()
     stem = f"format-{FORMAT_VERSION}"
-    fields = {key: value for key, value in asdict(REFERENCE).items() if key != "part"}
+    later = {key for changes in REFERENCES.values() for key in changes}
+    fields = {key: value for key, value in asdict(REFERENCE).items() if key not in later}
     (HERE / f"{stem}.portus.gz").write_bytes(gzip.compress(pool, 9, mtime=0))
     (HERE / f"{stem}.json").write_text(
         f'{{"reference": {json.dumps(fields)},\n"versions": [\n{versions}\n]}}\n'
     )
-    (HERE / "reference-1.ckpt").write_bytes(encode(REFERENCE))
-    part = replace(REFERENCE, part=PART)
-    (HERE / f"reference-{REFERENCE_VERSION}.ckpt").write_bytes(encode(part))
+    for stem, changes in REFERENCES.items():
+        (HERE / f"{stem}.ckpt").write_bytes(encode(replace(REFERENCE, **changes)))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from portus.index.rescue import find_versions
 from portus.media.local import LocalFiles
 from tests.golden import kinds  # noqa: F401 - its classes are in the pools
 from tests.golden.describe import Describer
+from tests.golden.make import REFERENCES
 
 HERE = Path(__file__).resolve().parent
 POOLS = sorted(HERE.glob("format-*.portus.gz"))
@@ -137,8 +138,7 @@ def _tags(node: object) -> set[str]:
 def test_a_golden_reference_file_says_what_it_said(path: Path) -> None:
     fields = expected(FORMAT_VERSION)["reference"]
     reference = decode_reference(path.read_bytes())
-    part = None if path.stem == "reference-1" else "optimizer.bin"
-    assert reference == Reference(**fields, part=part)
+    assert reference == Reference(**fields, **REFERENCES[path.stem])
     assert encode(reference) == path.read_bytes()
 
 

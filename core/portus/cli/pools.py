@@ -200,7 +200,7 @@ def holders(path: str, catalogue: Catalogue) -> dict[bytes, list[Link]]:
     found: dict[bytes, list[Link]] = {}
     for link in sorted(links, key=lambda link: link.reference.written_ns):
         said = link.reference
-        token = said.token if said.token in there else said.fallback
+        token = said.leads_to(there)
         if token is not None:
             found.setdefault(bytes.fromhex(token), []).append(link)
     return found

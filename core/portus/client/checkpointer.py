@@ -397,8 +397,9 @@ class Checkpointer:
         try:
             self._check_room(writer, snapshot)
             save.copy_now()
+            last = self._last if self._last is not None and not self._last.over else None
             for path, part in placed.items():
-                keeper.place(path, snapshot.token, wanted.step, self.model, part)
+                keeper.place(path, snapshot.token, wanted.step, self.model, part, last)
             self._fence.guard(save)
         except (MediumError, TransportError) as error:
             save.fail(error)

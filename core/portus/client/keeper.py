@@ -42,6 +42,18 @@ class HeldPool(Protocol):
         """Let go of versions, by id."""
 
 
+class InFlight(Protocol):
+    """What a keeper needs of a save that is in flight."""
+
+    @property
+    def token(self) -> bytes:
+        """Names its version."""
+
+    @property
+    def step(self) -> int:
+        """Of training."""
+
+
 def keeper_of(path: str, writer: HeldPool, address: str | None = None) -> Keeper:
     """The one keeper of a pool that this process writes. address: of its host, if it has one."""
     with _making:
@@ -86,13 +98,27 @@ class Keeper:
         return os.path.basename(path) not in self._files.entries(os.path.dirname(path))
 
     def place(
-        self, path: str, token: bytes, step: int, model: str, part: str | None = None
+        self,
+        path: str,
+        token: bytes,
+        step: int,
+        model: str,
+        part: str | None = None,
+        in_flight: InFlight | None = None,
     ) -> Reference:
         """Put a reference to the version ``token``, to come or committed, at ``path``; or to the
         ``part`` of its state that has this key. A part falls back to nothing: other files of its
-        directory, not ours perhaps, are of this step."""
+        directory, not ours perhaps, are of this step.
+
+        in_flight: a save of the model that may not be over yet. Its commit may retire the version
+        to fall back to, so it is fallen back to first.
+        """
         self._make_directories(path)
+        if part is not None:
+            in_flight = None
         fallback = self._newest(model, token) if part is None else None
+        if in_flight and fallback and fallback.token == in_flight.token:
+            in_flight = None  # it is over by now
         relative = os.path.relpath(self._path, os.path.dirname(path)).replace(os.sep, "/")
         made = Reference(
             id=os.urandom(16).hex(),
@@ -106,6 +132,8 @@ class Keeper:
             written_ns=time.time_ns(),
             fallback=fallback.token.hex() if fallback else None,
             fallback_step=fallback.step if fallback else None,
+            in_flight=in_flight.token.hex() if in_flight else None,
+            in_flight_step=in_flight.step if in_flight else None,
             part=part,
         )
         with self._placing:
@@ -310,10 +338,10 @@ def gone_for_good(
 
 
 def _led_to(references: list[Reference], catalogue: Catalogue, coming: bytes = b"") -> set[str]:
-    """Tokens of the versions that ``references`` lead to: where a save failed or was cut off, the
-    version that its reference falls back to."""
+    """Tokens of the versions there that ``references`` lead to: where a save failed or was cut
+    off, the one that its reference falls back to."""
     there = {entry.info.token.hex() for entry in catalogue.entries()} | {coming.hex()}
-    return {each.token if each.token in there else each.fallback or "" for each in references}
+    return {token for each in references if (token := each.leads_to(there))}
 
 
 _keepers: Final[weakref.WeakKeyDictionary[HeldPool, Keeper]] = weakref.WeakKeyDictionary()

@@ -246,27 +246,29 @@ def _settled(reference: Reference, path: str | None, pools: Pools) -> Reference:
 
 def _fall_back(reference: Reference, path: str | None, pool: ReadablePool) -> object:
     what = f"{path or 'this reference'}: step {reference.step} of model {reference.model!r}"
-    if reference.fallback is None:
+    if not reference.instead:
         raise UsageError(
             f"{what} was never committed (its save failed or was cut off), or was retired since; "
             f"there is no earlier version to fall back to. `portus ls {reference.pool_path}` "
             f"lists what the pool holds"
         )
-    try:
-        state = pool.load_version(bytes.fromhex(reference.fallback), reference.part)
-    except StaleError as error:
-        raise UsageError(
-            f"{what} was never committed, or was retired since, and so was step "
-            f"{reference.fallback_step}, the one before it. `portus ls {reference.pool_path}` "
-            f"lists what the pool holds"
-        ) from error
-    _log.warning(
-        "%s was never committed (its save failed or was cut off): loaded step %s, "
-        "the newest one committed before it, INSTEAD",
-        what,
-        reference.fallback_step,
+    for token, step in reference.instead:
+        try:
+            state = pool.load_version(bytes.fromhex(token), reference.part)
+        except StaleError:
+            continue
+        _log.warning(
+            "%s was never committed (its save failed or was cut off): loaded step %s, "
+            "the newest one committed before it, INSTEAD",
+            what,
+            step,
+        )
+        return state
+    raise UsageError(
+        f"{what} was never committed, or was retired since, and so was step "
+        f"{reference.instead[-1][1]}, the one before it. `portus ls {reference.pool_path}` "
+        f"lists what the pool holds"
     )
-    return state
 
 
 @contextlib.contextmanager

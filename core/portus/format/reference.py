@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Container
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -33,18 +34,21 @@ SIZE_MAX: Final = 128 << 10
 
 PATH_MAX: Final = 4096
 NAME_MAX: Final = 4096
-FORMAT: Final = 2
-"""Of references to a part of a version; those to a whole version have format 1."""
+FORMAT: Final = 3
+"""The newest. A reference has the lowest format that can say what it says: 1, or 2 with a part, or
+3 with a version in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
     """What a reference file says.
 
-    ``id``, ``token``, ``fallback`` and ``pool`` are 32 lower-case hex digits. ``id`` is the
-    reference's own, and names its hard link. ``token`` names the version it leads to, which may
-    not be committed yet; ``fallback`` the version to use if it never is, with its step (None:
-    there was none). ``pool`` is the pool's identity, ``pool_path`` its absolute path and
+    ``id``, ``token``, ``in_flight``, ``fallback`` and ``pool`` are 32 lower-case hex digits. ``id``
+    is the reference's own, and names its hard link. ``token`` names the version it leads to, which
+    may not be committed yet; ``fallback`` the version to use if it never is, with its step (None:
+    there was none). ``in_flight`` names a version that was still being saved then, with its step:
+    if it was committed, it is to be used before ``fallback``, which its commit may have retired.
+    ``pool`` is the pool's identity, ``pool_path`` its absolute path and
     ``pool_relative`` its path from the directory of the reference (POSIX slashes). ``written_path``
     is where the reference was first put, absolute; ``written_ns`` is Unix time in nanoseconds.
     ``part`` is the key of the state, a dict, whose value the reference leads to (None: all of it).
@@ -63,13 +67,13 @@ class Reference:
     written_ns: int
     fallback: str | None = None
     fallback_step: int | None = None
+    in_flight: str | None = None
+    in_flight_step: int | None = None
     part: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("id", "token", "pool"):
             _check_hex(name, getattr(self, name))
-        if self.fallback is not None:
-            _check_hex("fallback", self.fallback)
         for name in ("pool_path", "pool_relative", "written_path"):
             _check_text(name, getattr(self, name), PATH_MAX)
         _check_text("model", self.model, NAME_MAX)
@@ -77,10 +81,24 @@ class Reference:
             _check_text("part", self.part, NAME_MAX)
         for name in ("step", "written_ns"):
             _check_integer(name, getattr(self, name))
-        if (self.fallback is None) != (self.fallback_step is None):
-            raise UsageError("reference: fallback and fallback_step go together")
-        if self.fallback_step is not None:
-            _check_integer("fallback_step", self.fallback_step)
+        for name in ("fallback", "in_flight"):
+            token, step = getattr(self, name), getattr(self, f"{name}_step")
+            if (token is None) != (step is None):
+                raise UsageError(f"reference: {name} and {name}_step go together")
+            if token is not None:
+                _check_hex(name, token)
+                _check_integer(f"{name}_step", step)
+
+    @property
+    def instead(self) -> list[tuple[str, int]]:
+        """Versions to use if ``token`` was never committed, best first: token and step."""
+        pairs = ((self.in_flight, self.in_flight_step), (self.fallback, self.fallback_step))
+        return [(token, step) for token, step in pairs if token is not None and step is not None]
+
+    def leads_to(self, there: Container[str]) -> str | None:
+        """The token of the version that it leads to, of those that are ``there``."""
+        tokens = (self.token, *(token for token, _ in self.instead))
+        return next((token for token in tokens if token in there), None)
 
 
 def encode(reference: Reference) -> bytes:
@@ -122,7 +140,7 @@ def decode_text(text: str) -> Reference:
 def _from_fields(fields: dict[str, object], body: str) -> Reference:
     number = fields.pop("portus", None)
     if type(number) is not int or number < 1:
-        raise CorruptionError(f"reference file: format number {number!r}, expected {FORMAT}")
+        raise CorruptionError(f"reference file: format number {number!r}, expected 1 to {FORMAT}")
     if number > FORMAT:
         raise UsageError(
             f"reference file: format {number}, this Portus reads up to {FORMAT}: "
@@ -143,10 +161,15 @@ def _text(reference: Reference) -> str:
 
 
 def _body(reference: Reference) -> str:
-    fields: dict[str, object] = {"portus": FORMAT, **asdict(reference)}
+    fields: dict[str, object] = {"portus": 1, **asdict(reference)}
     if reference.part is None:
         del fields["part"]
-        fields["portus"] = 1
+    else:
+        fields["portus"] = 2
+    if reference.in_flight is None:
+        del fields["in_flight"], fields["in_flight_step"]
+    else:
+        fields["portus"] = 3
     # Pure ASCII, so a path that is not UTF-8 (surrogates) goes there and back unchanged.
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 

@@ -97,6 +97,8 @@ class Save:
         self._stats: Final = SaveStats(state_bytes=int(snapshot.length.sum()))
         self.reported = False
         """True once somebody was told why it failed."""
+        self.token: Final = snapshot.token
+        self.step: Final = snapshot.step
         self._snapshot = snapshot
         self._steady = snapshot.steady
         self._draft: Final = draft

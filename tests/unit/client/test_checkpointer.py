@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from portus.client.view import PoolView
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.index.directory import open_reader
 from portus.protocol.address import Address, Scheme
+from portus.spec import VersionInfo
 from tests.hosts import serving, url
 
 
@@ -506,6 +507,38 @@ def test_a_reference_is_there_at_once_and_leads_to_what_was_saved(
         assert int(loaded["x"]) == step
     checkpointer.wait()
     assert checkpointer.steps() == [2, 3][-len(checkpointer.steps()) :]
+
+
+def test_a_file_falls_back_to_the_save_in_flight_when_it_was_asked_for(
+    pool: Path, tmp_path: Path
+) -> None:
+    """The commit of that save retires the version that was the newest till then."""
+    reached, go = threading.Event(), threading.Event()
+
+    def surplus(infos: Sequence[VersionInfo]) -> list[int]:
+        reached.set()
+        assert go.wait(60)
+        if len(infos) == 1 and infos[0].step == 2:
+            raise MediumError(5, "the last save fails")
+        return [info.id for info in infos]
+
+    file = tmp_path / "3.ckpt"
+    with Checkpointer(pool, on_error="warn") as run:
+        run.save({"step": 1}, 1).wait()
+        run.surplus = surplus
+        second = run.save({"step": 2}, 2)
+        assert reached.wait(60)  # it is decided what goes, and nothing is committed
+        third = run.save({"step": 3}, 3, reference=file)
+        go.set()
+        second.wait()
+        with pytest.raises(MediumError):
+            third.wait()
+        assert run.steps() == [2]
+        assert portus.load_reference(file) == {"step": 2}
+        run.surplus = None
+        run.save({"step": 4}, 4).wait()
+        run.save({"step": 5}, 5).wait()
+        assert run.steps() == [2, 4, 5], "the file holds what it leads to"
 
 
 def test_a_reader_in_this_process_sees_all_files_of_a_directory(pool: Path) -> None:

@@ -324,6 +324,23 @@ def test_a_save_that_failed_falls_back_and_names_both_steps(
     assert str(path) in caplog.text
 
 
+def test_a_save_that_failed_falls_back_first_to_the_one_that_was_in_flight_before_it(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.save("a.ckpt")
+    flying = run.save("last.ckpt", commit=False)
+    before = {"fallback": f"{4097:032x}", "fallback_step": 1}
+    path = run.save("b.ckpt", commit=False, in_flight=f"{4098:032x}", in_flight_step=2, **before)
+    assert load_reference(path, run.pools) == {"step": 1}
+    made = ref.read(flying)
+    assert made is not None
+    run.commit(made)
+    del run.content.versions[bytes.fromhex(f"{4097:032x}")]  # by that commit
+    with caplog.at_level(logging.WARNING, "portus"):
+        assert load_reference(path, run.pools) == {"step": 2}
+    assert "loaded step 2" in caplog.text
+
+
 def test_a_save_that_failed_with_nothing_before_it_says_so(run: Run) -> None:
     path = run.save("a.ckpt", commit=False)
     with pytest.raises(UsageError, match=r"step 1 of model 'm' was never committed.*portus ls"):

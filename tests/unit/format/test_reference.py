@@ -53,7 +53,9 @@ def test_what_was_encoded_comes_back() -> None:
         SAMPLE, pool_path="/näme/\udcff\n", model="𝔪", step=-1, written_ns=-(1 << 63)
     )
     part = dataclasses.replace(SAMPLE, part="optimizer.bin")
-    for sample in (SAMPLE, bare, odd, part):
+    behind = dataclasses.replace(SAMPLE, in_flight="d" * 32, in_flight_step=1199)
+    first = dataclasses.replace(bare, in_flight="d" * 32, in_flight_step=0)
+    for sample in (SAMPLE, bare, odd, part, behind, first):
         assert ref.decode(ref.encode(sample)) == sample
 
 
@@ -62,6 +64,23 @@ def test_a_reference_to_a_part_says_so_to_older_programs() -> None:
     assert json.loads(text)["portus"] == 2
     assert json.loads(ref._body(SAMPLE))["portus"] == 1
     assert "part" not in json.loads(ref._body(SAMPLE))
+
+
+def test_a_reference_with_a_version_in_flight_says_so_to_older_programs() -> None:
+    text = ref._body(dataclasses.replace(SAMPLE, in_flight="d" * 32, in_flight_step=7))
+    assert json.loads(text)["portus"] == 3
+    assert "in_flight" not in ref._body(SAMPLE)
+
+
+def test_a_reference_leads_to_the_best_of_its_versions_that_is_there() -> None:
+    sample = dataclasses.replace(SAMPLE, in_flight="d" * 32, in_flight_step=1199)
+    token, in_flight, fallback = "a" * 32, "d" * 32, "c" * 32
+    assert sample.leads_to({token, in_flight, fallback}) == token
+    assert sample.leads_to({in_flight, fallback}) == in_flight
+    assert sample.leads_to({fallback, "e" * 32}) == fallback
+    assert sample.leads_to({"e" * 32}) is None
+    assert SAMPLE.leads_to({in_flight}) is None
+    assert sample.instead == [(in_flight, 1199), (fallback, 1100)]
 
 
 def test_the_bytes_never_change() -> None:
@@ -165,6 +184,12 @@ def test_a_text_that_is_not_the_one_form_is_damage_even_with_a_right_checksum() 
         {"step": True},
         {"fallback": None},
         {"fallback_step": None},
+        {"portus": 3, "in_flight": "d" * 32, "in_flight_step": None},
+        {"portus": 3, "in_flight": None, "in_flight_step": 7},
+        {"portus": 3, "in_flight": "d" * 31, "in_flight_step": 7},
+        {"portus": 3, "in_flight": "d" * 32, "in_flight_step": True},
+        {"portus": 1, "in_flight": "d" * 32, "in_flight_step": 7},
+        {"portus": 3},
         {"stranger": 1},
     ],
 )
@@ -175,7 +200,7 @@ def test_fields_out_of_range_are_damage(changes: dict[str, object]) -> None:
 
 def test_a_newer_format_says_to_upgrade() -> None:
     with pytest.raises(UsageError, match="upgrade"):
-        ref.decode(with_fields(portus=3, something="new"))
+        ref.decode(with_fields(portus=ref.FORMAT + 1, something="new"))
 
 
 def test_fields_that_cannot_be_stored_are_refused_before_they_are_written() -> None:
