@@ -7,8 +7,11 @@ import io
 import sys
 from typing import Final
 
-_NEEDED: Final = {"msgspec", "numpy", "rich", "typer", "xxhash"}
-"""What the extra ``cli`` installs, and Portus with it."""
+_NEEDED: Final = {
+    **dict.fromkeys(("msgspec", "numpy", "rich", "typer", "xxhash"), "cli"),
+    "prometheus_client": "metrics",
+}
+"""Which extra installs what, and Portus with it."""
 
 
 def main() -> None:
@@ -27,7 +30,7 @@ def main() -> None:
         if name not in _NEEDED:
             raise
         print(
-            f"portus: the command line needs {name}: pip install 'portus-checkpoint[cli]'",
+            f"portus: this needs {name}: pip install 'portus-checkpoint[{_NEEDED[name]}]'",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -1,17 +1,13 @@
-"""What a host counts, and how Prometheus reads it."""
+"""What a host counts."""
 
 from __future__ import annotations
 
 import bisect
-import itertools
-import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
 
-from portus.errors import MediumError
 from portus.protocol.messages import Fault
 
 COUNTED: Final = {
@@ -44,6 +40,18 @@ BOUNDS_S: Final = (
 """Upper bounds of the buckets of a histogram, in seconds; above the last there is one more."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """``counts`` of what is in ``COUNTED``; ``failures`` by the name of the fault. Of each thing in
+    ``TIMED``: how many took up to each of ``BOUNDS_S`` and no less (and more than all of them), in
+    ``buckets``, and ``seconds`` in all."""
+
+    counts: Mapping[str, float]
+    failures: Mapping[str, int]
+    buckets: Mapping[str, Sequence[int]]
+    seconds: Mapping[str, float]
+
+
 class Counters:
     """Numbers that only grow, failures by fault, and histograms of how long things took."""
 
@@ -73,89 +81,12 @@ class Counters:
     def __getitem__(self, name: str) -> float:
         return self._counts[name]
 
-    def metrics(self) -> Iterator[Metric]:
+    def now(self) -> Counted:
         """All of them, as they are at one moment."""
         with self._guard:
-            counts, failures = dict(self._counts), dict(self._failures)
-            buckets = {name: list(each) for name, each in self._buckets.items()}
-            seconds = dict(self._seconds)
-        for name, count in counts.items():
-            yield Metric(f"{name}_total", "counter", COUNTED[name], [Sample(count)])
-        faults = [Sample(count, {"fault": fault}) for fault, count in failures.items()]
-        yield Metric("failures_total", "counter", "requests that were refused, by fault", faults)
-        for name, own in buckets.items():
-            yield _histogram(name, own, seconds[name])
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One number of a metric. ``suffix``: of the name, where a metric has several series."""
-
-    value: float
-    labels: Mapping[str, str] | None = None
-    suffix: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """``name`` without the prefix; ``kind``: counter, gauge or histogram."""
-
-    name: str
-    kind: str
-    help: str
-    samples: Sequence[Sample]
-
-
-def text_of(metrics: Iterable[Metric]) -> str:
-    """Metrics in the text format of Prometheus."""
-    lines = []
-    for metric in metrics:
-        name = f"portus_{metric.name}"
-        lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
-        for sample in metric.samples:
-            labels = ",".join(f'{key}="{value}"' for key, value in (sample.labels or {}).items())
-            where = f"{{{labels}}}" if labels else ""
-            lines.append(f"{name}{sample.suffix}{where} {sample.value:.17g}")
-    return "\n".join(lines) + "\n"
-
-
-def publish(text: Callable[[], str], port: int, host: str) -> ThreadingHTTPServer:
-    """Serve what ``text`` gives at ``/metrics``, on a thread of its own."""
-
-    class Page(BaseHTTPRequestHandler):
-        timeout = 10
-
-        def do_GET(self) -> None:
-            if self.path.partition("?")[0] != "/metrics":
-                self.send_error(404)
-                return
-            body = text().encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            """Nobody needs to know."""
-
-    class Pages(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
-    try:
-        server = Pages((host, port), Page)
-    except OSError as error:
-        raise MediumError(error.errno, f"{host}:{port}: cannot listen: {error.strerror}") from error
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, name="portus-metrics", daemon=True).start()
-    return server
-
-
-def _histogram(name: str, buckets: Sequence[int], seconds: float) -> Metric:
-    totals = list(itertools.accumulate(buckets))
-    bounds = [*(f"{bound:g}" for bound in BOUNDS_S), "+Inf"]
-    samples = [
-        Sample(total, {"le": bound}, "_bucket") for bound, total in zip(bounds, totals, strict=True)
-    ]
-    samples += [Sample(seconds, suffix="_sum"), Sample(totals[-1], suffix="_count")]
-    return Metric(f"{name}_duration_seconds", "histogram", TIMED[name], samples)
+            return Counted(
+                counts=dict(self._counts),
+                failures=dict(self._failures),
+                buckets={name: list(each) for name, each in self._buckets.items()},
+                seconds=dict(self._seconds),
+            )

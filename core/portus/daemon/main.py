@@ -7,17 +7,16 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Final
 
-from portus.daemon.counters import Counters, Metric, Sample, publish, text_of
+from portus.daemon.counters import Counters
 from portus.daemon.events import tell
 from portus.daemon.fabric import Fabric
-from portus.daemon.pools import Hosted, Pools, free_bytes, parse_size, room_bytes
+from portus.daemon.pools import Pools, parse_size
 from portus.daemon.secrets import read_secrets
-from portus.daemon.server import Door, Server, open_door, tls_context
+from portus.daemon.server import Door, Server, open_door, shut, tls_context
 from portus.daemon.session import House, Patience
 from portus.errors import UsageError
 from portus.protocol.address import Address, Scheme, Transport, is_address, parse
@@ -80,10 +79,9 @@ def prepared(wish: Wish) -> Server:
         context = tls_context(wish.cert_path, wish.key_path)
     addresses = [heard(text, tls=context is not None) for text in wish.listen or ("127.0.0.1",)]
     fabric = Fabric(Transport.of(wish.transport, "--transport"))
-    counters = Counters()
     pools = Pools(wish.place, quota)
     house = House(
-        pools=pools, secrets=secrets, counters=counters, patience=Patience(), fabric=fabric
+        pools=pools, secrets=secrets, counters=Counters(), patience=Patience(), fabric=fabric
     )
     doors: list[Door] = []
     try:
@@ -93,48 +91,15 @@ def prepared(wish: Wish) -> Server:
         server = Server(doors, house)
         if wish.metrics:
             host, _, port = wish.metrics.rpartition(":")
-            publish(
-                lambda: text_of([*counters.metrics(), *standing(pools, server.connections())]),
-                _number(port),
-                host.strip("[]") or "127.0.0.1",
-            )
+            from portus.daemon.metrics import publish  # what it needs is installed for it alone
+
+            publish(house, server.connections, _number(port), host.strip("[]") or "127.0.0.1")
     except BaseException:
         for door in doors:
-            door.socket.close()
+            shut(door)
         pools.close()
         raise
     return server
-
-
-_STANDING: Final[Sequence[tuple[str, str, str, Callable[[Hosted], float]]]] = (
-    ("pool_bytes", "gauge", "size of the pool", lambda each: each.writer.medium.size),
-    ("free_bytes", "gauge", "free in the pool, without growth", free_bytes),
-    ("room_bytes", "gauge", "free in the pool, and what it may still grow by", room_bytes),
-    ("versions", "gauge", "versions in the pool", lambda each: len(each.writer.catalogue().ids())),
-    ("saves_in_flight", "gauge", "saves under way", lambda each: each.saves),
-    (
-        "commits_total",
-        "counter",
-        "commits of the pool since it was made; several saves may share one",
-        lambda each: each.writer.catalogue().root.sequence,
-    ),
-    (
-        "persist_seconds_total",
-        "counter",
-        "time that commits spent in persists",
-        lambda each: each.writer.persist_s,
-    ),
-)
-"""Name, kind, help, and the number for a tenant."""
-
-
-def standing(pools: Pools, connections: int) -> Iterator[Metric]:
-    """What there is now, of each tenant."""
-    hosted = pools.all()
-    for name, kind, text, number in _STANDING:
-        samples = [Sample(number(each), {"tenant": each.tenant}) for each in hosted]
-        yield Metric(name, kind, text, samples)
-    yield Metric("connections_open", "gauge", "connections there are", [Sample(connections)])
 
 
 def heard(text: str, *, tls: bool) -> Address:

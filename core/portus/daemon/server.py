@@ -125,7 +125,7 @@ class Server:
             self._ending.set()
             threads = dict(self._links)
         for door in self.doors:
-            _shut(door)
+            shut(door)
         for link in threads.values():
             link.close()
         for thread in (*self._acceptors, *threads):
@@ -242,7 +242,8 @@ def _answers(path: str) -> bool:
         return True
 
 
-def _shut(door: Door) -> None:
+def shut(door: Door) -> None:
+    """Nobody listens there any more."""
     with contextlib.suppress(OSError):
         door.socket.shutdown(socket.SHUT_RDWR)  # wakes accept
     door.socket.close()

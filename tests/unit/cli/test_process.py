@@ -64,15 +64,24 @@ def test_help_loads_neither_torch_nor_numpy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "command"),
-    [("typer", "ls"), ("msgspec", "doctor"), ("msgspec", "serve memory:1M"), ("numpy", "ls")],
+    ("name", "extra", "command"),
+    [
+        ("typer", "cli", "ls"),
+        ("msgspec", "cli", "doctor"),
+        ("msgspec", "cli", "serve memory:1M"),
+        ("numpy", "cli", "ls"),
+        ("prometheus_client", "metrics", "serve memory:1M --listen unix:portus --metrics 1"),
+    ],
 )
-def test_without_what_it_needs_it_says_in_one_line_what_to_install(name: str, command: str) -> None:
-    done = process(*command.split(), before=f"import sys; sys.modules[{name!r}] = None\n")
+def test_without_what_it_needs_it_says_in_one_line_what_to_install(
+    tmp_path: Path, name: str, extra: str, command: str
+) -> None:
+    without = f"import sys; sys.modules[{name!r}] = None\n"
+    done = process(*command.split(), before=without, cwd=tmp_path)
     assert done.returncode == 2
+    assert list(tmp_path.iterdir()) == []
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"portus: the command line needs {name}: pip install ")
-    assert "portus-checkpoint[cli]" in line
+    assert line == f"portus: this needs {name}: pip install 'portus-checkpoint[{extra}]'"
 
 
 def test_a_module_of_somebody_else_that_is_missing_is_no_fault_of_the_installation() -> None:

@@ -349,6 +349,15 @@ def test_an_address_in_use_is_said(tmp_path: Path) -> None:
             prepared(Wish(place=str(tmp_path), listen=[f"127.0.0.1:{port}"]))
 
 
+def test_a_start_that_fails_leaves_no_socket(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        listen = [f"unix:{tmp_path / 'socket'}"]
+        with pytest.raises(MediumError, match=f"127.0.0.1:{port}: cannot listen"):
+            prepared(Wish(place="memory:1M", listen=listen, metrics=str(port)))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MediumError, match="cannot make the pool directory"):

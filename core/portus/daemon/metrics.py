@@ -1,0 +1,129 @@
+"""What a host counts, as Prometheus reads it: the one module that knows prometheus_client."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from socketserver import ThreadingMixIn
+from typing import Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from portus.daemon.counters import BOUNDS_S, COUNTED, TIMED
+from portus.daemon.pools import Hosted, free_bytes, room_bytes
+from portus.daemon.session import House
+from portus.errors import MediumError
+
+_SILENCE_S: Final = 10
+"""The longest that a reader may say nothing in the middle of a request."""
+
+Standing = tuple[str, type[CounterMetricFamily | GaugeMetricFamily], str, Callable[[Hosted], float]]
+"""Name, kind, help, and the number for a tenant."""
+
+_STANDING: Final[Sequence[Standing]] = (
+    ("pool_bytes", GaugeMetricFamily, "size of the pool", lambda each: each.writer.medium.size),
+    ("free_bytes", GaugeMetricFamily, "free in the pool, without growth", free_bytes),
+    (
+        "room_bytes",
+        GaugeMetricFamily,
+        "free in the pool, and what it may still grow by",
+        room_bytes,
+    ),
+    (
+        "versions",
+        GaugeMetricFamily,
+        "versions in the pool",
+        lambda each: len(each.writer.catalogue().ids()),
+    ),
+    ("saves_in_flight", GaugeMetricFamily, "saves under way", lambda each: each.saves),
+    (
+        "commits",
+        CounterMetricFamily,
+        "commits of the pool since it was made; several saves may share one",
+        lambda each: each.writer.catalogue().root.sequence,
+    ),
+    (
+        "persist_seconds",
+        CounterMetricFamily,
+        "time that commits spent in persists",
+        lambda each: each.writer.persist_s,
+    ),
+)
+
+
+class HostCollector(Collector):
+    """All the numbers of a host, as they are when they are read."""
+
+    def __init__(self, house: House, connections: Callable[[], int]) -> None:
+        self._house: Final = house
+        self._connections: Final = connections
+
+    def collect(self) -> Iterator[Metric]:
+        counted = self._house.counters.now()
+        for name, count in counted.counts.items():
+            yield CounterMetricFamily(f"portus_{name}", COUNTED[name], value=count)
+        failures = CounterMetricFamily(
+            "portus_failures", "requests that were refused, by fault", labels=["fault"]
+        )
+        for fault, count in counted.failures.items():
+            failures.add_metric([fault], count)
+        yield failures
+        bounds = [*(f"{bound:g}" for bound in BOUNDS_S), "+Inf"]
+        for name, buckets in counted.buckets.items():
+            yield HistogramMetricFamily(
+                f"portus_{name}_duration_seconds",
+                TIMED[name],
+                buckets=list(zip(bounds, accumulate(buckets), strict=True)),
+                sum_value=counted.seconds[name],
+            )
+        hosted = self._house.pools.all()
+        for name, kind, text, number in _STANDING:
+            family = kind(f"portus_{name}", text, labels=["tenant"])
+            for each in hosted:
+                family.add_metric([each.tenant], number(each))
+            yield family
+        yield GaugeMetricFamily(
+            "portus_connections_open", "connections there are", value=self._connections()
+        )
+
+
+def publish(house: House, connections: Callable[[], int], port: int, host: str) -> None:
+    """Serve the numbers of ``house`` at ``http://host:port/metrics``, on a thread of its own.
+
+    ``connections`` says how many are open.
+
+    Raises ``MediumError`` if nothing can listen there.
+    """
+    registry = CollectorRegistry()
+    registry.register(HostCollector(house, connections))
+    pages = _Pages6 if ":" in host else _Pages
+    try:
+        page = make_server(host, port, make_wsgi_app(registry), pages, _Silent)
+    except OSError as error:
+        raise MediumError(error.errno, f"{host}:{port}: cannot listen: {error.strerror}") from error
+    threading.Thread(target=page.serve_forever, name="portus-metrics", daemon=True).start()
+
+
+class _Pages(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Pages6(_Pages):
+    address_family = socket.AF_INET6
+
+
+class _Silent(WSGIRequestHandler):
+    timeout = _SILENCE_S
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Nobody needs to know."""
