@@ -1,7 +1,8 @@
 """The safetensors format: which tensors of a version fit, and its header.
 
 Source: https://github.com/huggingface/safetensors#format : 8 bytes with the length of the header,
-little-endian; the header, JSON; the tensors, contiguous, end to end without gaps.
+little-endian; the header, JSON; the tensors, contiguous, end to end without gaps. The package of
+that name writes what is in memory as a whole; an export has no more than a piece of it there.
 """
 
 from __future__ import annotations
