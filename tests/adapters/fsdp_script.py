@@ -46,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", required=True)
     parser.add_argument("--kill-after", type=int)
+    parser.add_argument("--settle", action="store_true", help="be killed when all is committed")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--kind", default="SHARDED_STATE_DICT")
     args = parser.parse_args()
@@ -86,6 +87,11 @@ def main() -> None:
         print(progress.total, float(loss).hex(), file=log, flush=True)
         progress.total += 1
         accelerator.save_state()
+        if progress.total == args.kill_after and args.settle:
+            import portus_accelerate  # the one line of Portus, for this wish alone
+
+            portus_accelerate.wait(accelerator)
+            accelerator.wait_for_everyone()
         if progress.total == args.kill_after and accelerator.process_index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
     moments = [value for each in optimizer.state.values() for value in each.values()]

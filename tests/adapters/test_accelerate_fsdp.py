@@ -133,7 +133,7 @@ def test_full_states_of_fsdp_are_one_version_of_the_main_process(
 def test_materialised_checkpoints_are_resumed_by_stock_accelerate(
     stock: Path, tmp_path: Path, installed: Path
 ) -> None:
-    run(tmp_path, installed, "--kill-after", 3)
+    run(tmp_path, installed, "--kill-after", 3, "--settle")  # what was cut off is not materialised
     portus.materialize(tmp_path / "checkpoints")
     shutil.rmtree(tmp_path / ".portus")
     run(tmp_path, installed, flag=False)
