@@ -125,7 +125,7 @@ class Checkpointer:
         POOLS.allow(self._home.allowed)
         try:
             if self._home.exists():
-                self._open()
+                self._open_if_there()
         except BaseException:
             self._fence.close()
             raise
@@ -323,9 +323,8 @@ class Checkpointer:
             raise
         self._fence.close()
         if self._writer is not None:
-            unused = self._created and self._writer.catalogue().root.sequence == 0
             POOLS.closed(self)
-            self._home.close(unused=unused)
+            self._home.close(made=self._created)
         self._report()
 
     @property
@@ -512,23 +511,30 @@ class Checkpointer:
 
     def _open_or_create(self) -> tuple[Pool, Keeper]:
         with self._opening:
-            if self._writer is None or self._keeper is None:
+            while self._writer is None or self._keeper is None:  # ends: others took theirs away
                 self._home.create()
-                return self._open()
+                self._open_if_there()
             return self._writer, self._keeper
 
-    def _open(self) -> tuple[Pool, Keeper]:
+    def _open_if_there(self) -> None:
+        """Nothing if whoever made the pool, and never saved to it, took it away meanwhile."""
+        try:
+            self._open()
+        except (MediumError, UsageError):
+            if self._home.exists():
+                raise
+
+    def _open(self) -> None:
         writer = self._home.open()
         try:
             keeper = self._home.keeper(writer)
             self._before = self._newest_of(writer)
         except BaseException:
-            self._home.close(unused=False)
+            self._home.close(made=False)
             raise
         writer.deleted = keeper.deleted
         self._writer, self._keeper = writer, keeper
         POOLS.opened(self)
-        return writer, keeper
 
     def _newest_of(self, writer: Pool) -> Before | None:
         """The version to share with: what was frozen before a restart still is."""

@@ -12,6 +12,7 @@ import errno
 import os
 import threading
 import urllib.parse
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -178,7 +179,8 @@ def _is_alive(process: int) -> bool:
 
 
 def remove_pool(path: str, files: FileSystem) -> None:
-    """Remove a pool file that nobody has open, and what is around it if that is empty.
+    """Remove a pool file, and what is around it if that is empty. By its writer, before it lets go
+    of the pool: whoever waits for it finds that it is gone, and saves nothing into it.
 
     A device stays, and the empty pool on it.
     """
@@ -255,8 +257,9 @@ class Writers:
                 shared.users += 1
             return shared.writer
 
-    def close(self, writer: PoolWriter) -> bool:
-        """Let go of what ``open`` gave. The last one closes the pool; True then."""
+    def close(self, writer: PoolWriter, last: Callable[[], object] = lambda: None) -> None:
+        """Let go of what ``open`` gave. The last one closes the pool; ``last`` is called by it
+        before, while nobody else can open it."""
         with self._guard:
             found = [key for key, each in self._shared.items() if each.writer is writer]
         for identity in found:
@@ -264,11 +267,13 @@ class Writers:
                 shared = self._shared[identity]
                 shared.users -= 1
                 if shared.users:
-                    return False
+                    return
                 with self._guard:
                     del self._shared[identity]
-                writer.close()
-        return True
+                try:
+                    last()
+                finally:
+                    writer.close()
 
     def _forget(self) -> None:
         # In a forked child the pools belong to the parent; media and locks closed themselves.

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,11 +23,13 @@ import torch
 import portus
 from portus.client.checkpointer import Checkpointer, _close_all
 from portus.client.view import PoolView
-from portus.errors import CorruptionError, MediumError, UsageError
-from portus.index.directory import open_reader
+from portus.errors import BusyError, CorruptionError, MediumError, UsageError
+from portus.index.directory import WRITERS, make_directory, open_reader, open_writer, remove_pool
+from portus.media.local import LocalFiles
 from portus.protocol.address import Address, Scheme
 from portus.spec import VersionInfo
 from tests.hosts import serving, url
+from tests.moments import at
 
 
 class Training:
@@ -384,6 +387,44 @@ def test_a_prepared_pool_takes_the_first_save_without_growing(pool: Path) -> Non
             checkpointer.save({"x": torch.full((1 << 21,), float(step))}, step)
             checkpointer.wait()  # also for what is prepared for the next one
         assert os.path.getsize(checkpointer.path) == size
+
+
+def test_a_pool_that_was_never_used_goes_while_nobody_else_can_open_it(pool: Path) -> None:
+    """Whoever waits for it, another process perhaps, would save into a file without a name."""
+    unused = Checkpointer(pool)
+    unused.prepare(1 << 20)
+
+    def open_as_another() -> None:
+        with pytest.raises(BusyError):
+            open_writer(unused.path, LocalFiles(), timeout_s=0)
+
+    with at("call", remove_pool, open_as_another):
+        unused.close()
+    assert not pool.exists()
+
+
+def test_a_pool_that_another_used_stays(pool: Path) -> None:
+    first = Checkpointer(pool / "one.portus", "first")
+    first.prepare(1 << 20)
+    second = Checkpointer(pool / "one.portus", "second")
+
+    def save_and_close() -> None:
+        second.save({"step": 1}, 1).wait()
+        second.close()
+
+    with at("call", WRITERS.close, save_and_close):
+        first.close()
+    assert PoolView(pool).load("second") == {"step": 1}
+
+
+def test_a_pool_that_goes_while_it_is_opened_is_made_anew(pool: Path) -> None:
+    unused = Checkpointer(pool)
+    unused.prepare(1 << 20)
+    with at("call", WRITERS.open, unused.close):
+        second = Checkpointer(pool)
+    with second, at("return", make_directory, lambda: shutil.rmtree(pool)):
+        second.save({"step": 1}, 1).wait()
+        assert second.load() == {"step": 1}
 
 
 def test_a_pool_directory_is_marked_for_git_and_backups(
