@@ -116,6 +116,10 @@ def has_pool(path: str, files: FileSystem | None = None) -> bool:
         medium.close()
 
 
+_unfinished: Final[set[str]] = set()
+"""What the threads of this process are making."""
+
+
 def create_pool(path: str, files: FileSystem) -> None:
     """Make an empty pool file at ``path``, durable with its name; nothing if one is there.
 
@@ -126,8 +130,10 @@ def create_pool(path: str, files: FileSystem) -> None:
         format_device(path, files)
         return
     directory, name = os.path.split(path)
-    fresh = os.path.join(directory, f".{name}.{os.getpid()}.new")
+    maker = f"{os.getpid()}-{threading.get_ident()}"
+    fresh = os.path.join(directory, f".{name}.{maker}.new")
     _remove_unfinished(directory, name, files)
+    _unfinished.add(fresh)
     try:
         medium = files.create(fresh, DATA_START)
         try:
@@ -136,6 +142,7 @@ def create_pool(path: str, files: FileSystem) -> None:
             medium.close()
         _publish(fresh, path, files)
     finally:
+        _unfinished.discard(fresh)
         files.remove(fresh)
     files.sync(directory)
 
@@ -161,12 +168,15 @@ def _remove_unfinished(directory: str, name: str, files: FileSystem) -> None:
     """What makers that were killed left behind; those of living processes stay."""
     for entry in files.entries(directory):
         maker = entry.removeprefix(f".{name}.").removesuffix(".new")
-        if entry == f".{name}.{maker}.new" and maker.isdigit() and not _is_alive(int(maker)):
-            files.remove(os.path.join(directory, entry))
+        process, path = maker.partition("-")[0], os.path.join(directory, entry)
+        if entry != f".{name}.{maker}.new" or not process.isdigit() or path in _unfinished:
+            continue
+        if not _is_alive(int(process)):
+            files.remove(path)
 
 
 def _is_alive(process: int) -> bool:
-    """False also for this process: it is not making a pool of this name yet."""
+    """False also for this process: what its threads are making is known."""
     if process == os.getpid():
         return False
     try:

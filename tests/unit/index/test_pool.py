@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import os
 import random
 import resource
 import threading
@@ -11,7 +13,7 @@ import pytest
 
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
 from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
-from portus.index.directory import WRITERS, create_pool
+from portus.index.directory import WRITERS, create_pool, open_reader
 from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder
 from portus.index.roots import read_roots
 from portus.media.base import MappedMedium
@@ -19,6 +21,7 @@ from portus.media.local import LocalFiles
 from portus.media.lock import LockTable, ProcessLocks
 from portus.media.memory import Memory
 from portus.spec import PAGE, Extent
+from tests.moments import at
 from tests.unit.index.engine import reader_of, save, stored, writer
 
 
@@ -145,6 +148,29 @@ def test_a_retired_version_cannot_be_pinned() -> None:
         reader_of(pool).pinned(record.info.id),
     ):
         pass
+
+
+def test_two_threads_that_make_a_pool_at_the_same_path_make_one(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.portus")
+    found: list[bytes] = []
+
+    def make() -> None:
+        create_pool(path, LocalFiles())
+        with contextlib.closing(open_reader(path)) as reader:
+            found.append(reader.superblock.uuid)
+
+    def make_in_between() -> None:
+        other = threading.Thread(target=make)
+        other.start()
+        other.join()
+
+    left = tmp_path / f".a.portus.{os.getpid()}-1.new"
+    left.touch()  # of a process that had this number and was killed
+    with at("call", format_pool, make_in_between):
+        make()
+    assert len(set(found)) == 1
+    assert len(found) == 2
+    assert os.listdir(tmp_path) == ["a.portus"]
 
 
 def test_what_the_older_root_reaches_is_not_reserved() -> None:
