@@ -15,6 +15,7 @@ import torch
 
 import portus
 from portus.client import mend as mending
+from portus.client.grouped import census
 from portus.client.host import HostPool
 from portus.client.keeper import Keeper
 from portus.client.resolve import POOLS
@@ -259,7 +260,7 @@ def test_a_part_that_is_committed_while_mend_looks_makes_its_group_whole(
         last.save({"format": 1}, 1, token=part_token(group, 1)).wait()
         last.close()
 
-    with at("return", mending.census, commit_and_end):
+    with at("return", census, commit_and_end):
         assert portus.mend(place, uncommitted=True) == []
     assert portus.mend(place, uncommitted=True) == []
     assert torch.load(path) == 1
