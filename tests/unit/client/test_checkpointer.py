@@ -22,9 +22,12 @@ import torch
 
 import portus
 from portus.client.checkpointer import Checkpointer, _close_all
+from portus.client.keeper import Keeper
 from portus.client.view import PoolView
 from portus.errors import BusyError, CorruptionError, MediumError, UsageError
+from portus.format.reference import Reference
 from portus.index.directory import WRITERS, make_directory, open_reader, open_writer, remove_pool
+from portus.index.pool import PoolWriter
 from portus.media.local import LocalFiles
 from portus.protocol.address import Address, Scheme
 from portus.spec import VersionInfo
@@ -522,6 +525,25 @@ def test_an_error_told_by_the_handle_is_not_told_again(pool: Path) -> None:
         checkpointer.save({"x": torch.ones(10)}, 3).wait()
 
 
+def test_of_several_saves_that_failed_each_is_raised_once(pool: Path) -> None:
+    go = threading.Event()
+
+    def fail(infos: Sequence[VersionInfo]) -> list[int]:
+        assert go.wait(60)
+        raise MediumError(5, "no")
+
+    with Checkpointer(pool, on_error="raise") as run:
+        run.save({"step": 1}, 1).wait()
+        run.surplus = fail
+        for step in (2, 3):
+            run.save({"step": step}, step)
+        go.set()
+        for _ in range(2):
+            with pytest.raises(MediumError):
+                run.wait()
+        run.wait()
+
+
 def test_a_version_with_a_reference_file_is_not_retired_by_keep(
     checkpointer: Checkpointer, tmp_path: Path
 ) -> None:
@@ -580,6 +602,103 @@ def test_a_file_falls_back_to_the_save_in_flight_when_it_was_asked_for(
         run.save({"step": 4}, 4).wait()
         run.save({"step": 5}, 5).wait()
         assert run.steps() == [2, 4, 5], "the file holds what it leads to"
+
+
+def test_a_file_falls_back_to_what_another_of_the_same_model_is_about_to_commit(
+    pool: Path, tmp_path: Path
+) -> None:
+    reached, go = threading.Event(), threading.Event()
+
+    def hold(infos: Sequence[VersionInfo]) -> list[int]:
+        reached.set()
+        assert go.wait(60)
+        return [info.id for info in infos]
+
+    def fail(infos: Sequence[VersionInfo]) -> list[int]:
+        raise MediumError(5, "cut off")
+
+    file = tmp_path / "3.ckpt"
+    with Checkpointer(pool) as one, Checkpointer(pool) as other:
+        one.save({"step": 1}, 1).wait()
+        one.surplus, other.surplus = hold, fail
+        second = one.save({"step": 2}, 2)
+        assert reached.wait(60)
+        third = other.save({"step": 3}, 3, reference=file)
+        go.set()
+        second.wait()
+        with pytest.raises(MediumError):
+            third.wait()
+        assert one.steps() == [2]
+        assert portus.load_reference(file) == {"step": 2}
+
+
+def test_a_file_does_not_fall_back_to_what_is_being_removed(pool: Path, tmp_path: Path) -> None:
+    with Checkpointer(pool) as run:
+        run.save({"step": 1}, 1).wait()
+        run.save({"step": 2}, 2, reference=tmp_path / "2.ckpt").wait()
+        _, keeper = run._open_or_create()
+        placed: list[Reference] = []
+
+        def place() -> None:
+            placed.append(keeper.place(str(tmp_path / "3.ckpt"), bytes(16), 3, "default"))
+
+        with at("call", PoolWriter.retire, place):
+            keeper.remove(str(tmp_path / "2.ckpt"))
+        assert run.steps() == [1]
+        assert placed[0].fallback_step == 1
+        assert portus.load_reference(tmp_path / "3.ckpt") == {"step": 1}
+
+
+def test_a_file_does_not_fall_back_to_what_was_removed_while_it_was_placed(
+    pool: Path, tmp_path: Path
+) -> None:
+    with Checkpointer(pool) as run:
+        run.save({"step": 1}, 1).wait()
+        run.save({"step": 2}, 2, reference=tmp_path / "2.ckpt").wait()
+        _, keeper = run._open_or_create()
+        with at("return", Keeper._newest, lambda: keeper.remove(str(tmp_path / "2.ckpt"))):
+            placed = keeper.place(str(tmp_path / "3.ckpt"), bytes(16), 3, "default")
+        assert placed.fallback_step == 1
+
+
+@pytest.mark.parametrize("removed", ["run/2.ckpt", "run"])
+def test_what_is_saved_after_a_removal_is_not_removed_with_it(
+    pool: Path, tmp_path: Path, removed: str
+) -> None:
+    go = threading.Event()
+
+    def hold(infos: Sequence[VersionInfo]) -> list[int]:
+        assert go.wait(60)
+        return []
+
+    file = tmp_path / "run" / "2.ckpt"
+    with Checkpointer(pool) as run:
+        run.prepare(0)
+        run.surplus = hold
+        run.save({"step": 1}, 1, reference=tmp_path / "run" / "1.ckpt")
+        run.remove(tmp_path / removed)
+        second = run.save({"step": 2}, 2, reference=file)
+        go.set()
+        second.wait()
+        assert portus.load_reference(file) == {"step": 2}
+
+
+def test_a_version_that_is_there_is_loaded_while_another_is_saved(pool: Path) -> None:
+    """A thread that copies checkpoints elsewhere would wait for one that retires what it reads."""
+    go = threading.Event()
+    in_time: list[bool] = []
+
+    def hold(infos: Sequence[VersionInfo]) -> list[int]:
+        in_time.append(go.wait(30))
+        return [info.id for info in infos]
+
+    with Checkpointer(pool) as run:
+        first = run.save({"step": 1}, 1).wait()
+        run.surplus = hold
+        run.save({"step": 2}, 2)
+        assert run.load_version(first.token) == {"step": 1}
+        go.set()
+    assert in_time == [True]
 
 
 def test_a_reader_in_this_process_sees_all_files_of_a_directory(pool: Path) -> None:
