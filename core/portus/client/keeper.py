@@ -132,12 +132,13 @@ class Keeper:
         to fall back to, so it is fallen back to first; or another one that is on record.
         """
         self._make_directories(path)
-        made = self._reference(path, token, step, model, part)
         while True:  # ends: each turn but the last something was decided about versions that go
             decisions, going = self._decisions, self._going
+            others = [each for each in going if not each[0].over and each[0].token != token]
+            fallback = self._newest(model, token)
+            made = self._reference(path, token, step, model, part)  # of the pool that was looked at
             if part is None:
-                others = [each for each in going if not each[0].over and each[0].token != token]
-                made = _falling_back(made, self._newest(model, token), in_flight, others)
+                made = _falling_back(made, fallback, in_flight, others)
             with self._guard:
                 if decisions == self._decisions:
                     self._known[made.id] = made  # from here on it holds what it leads to
