@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Literal
 
 
 @contextlib.contextmanager
 def at(
-    moment: Literal["call", "return"], function: Callable[..., Any], act: Callable[[], object]
+    moment: Literal["call", "return"],
+    function: Callable[..., Any] | CodeType,
+    act: Callable[[], object],
 ) -> Iterator[None]:
     """``act`` runs once, on this thread, when it first calls ``function`` inside the block, or
     when that first returns. It is an error if it never does."""
-    code = function.__code__
+    code = function if isinstance(function, CodeType) else function.__code__
     over = False
 
     def watch(frame: FrameType, event: str, _: object) -> None:
@@ -29,4 +31,4 @@ def at(
         yield
     finally:
         sys.setprofile(None)
-    assert over, f"{function.__qualname__} was not called"
+    assert over, f"{code.co_name} was not called"

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,9 @@ import torch
 import portus
 from portus.client.checkpointer import Checkpointer, _close_all
 from portus.client.keeper import Keeper
+from portus.client.snapshot import SnapshotMode, Snapshots
 from portus.client.view import PoolView
+from portus.client.writers import _Cover
 from portus.errors import BusyError, CorruptionError, MediumError, UsageError
 from portus.format.reference import Reference
 from portus.index.directory import WRITERS, make_directory, open_reader, open_writer, remove_pool
@@ -740,6 +743,33 @@ def test_saves_from_several_threads_are_all_kept(pool: Path) -> None:
         checkpointer.wait()
         expected = sorted(100 * n + i for n in range(4) for i in range(10))
         assert sorted(checkpointer.steps()) == expected
+
+
+def test_states_that_threads_save_at_once_keep_their_own_layouts(pool: Path) -> None:
+    (moment,) = [
+        each for each in Snapshots._layout_of.__code__.co_consts if isinstance(each, CodeType)
+    ]
+    with Checkpointer(pool, keep=None) as run:
+        other = threading.Thread(target=lambda: run.save({"b": torch.zeros(2)}, 2).wait())
+
+        def save_another() -> None:
+            other.start()
+            other.join(0.5)  # it waits for its turn
+
+        with at("call", moment, save_another):
+            run.save({"a": torch.ones(3), "c": torch.ones(1)}, 1).wait()
+        other.join()
+        assert same(run.load(1), {"a": torch.ones(3), "c": torch.ones(1)})
+        assert same(run.load(2), {"b": torch.zeros(2)})
+
+
+def test_an_audit_may_find_a_change_while_the_next_state_is_looked_at() -> None:
+    snapshots = Snapshots("m", SnapshotMode.AUTO)
+    snapshots.accuse([1, 2])
+    flat = snapshots.flatten({"a": torch.ones(3)})
+    with at("call", _Cover.bar, lambda: snapshots.accuse([3])):
+        snapshots.take(flat, 1, synchronous=False, unchanged=False)
+    assert snapshots.guilty == {1, 2, 3}
 
 
 @pytest.mark.parametrize(
