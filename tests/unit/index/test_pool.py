@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,39 @@ def test_no_space_is_an_error_that_says_how_much_and_changes_nothing() -> None:
     assert pool.free_bytes() == before
     assert stored(pool, record) == [b"kept"]
     save(pool, [b"more"])
+
+
+class Asked(ProcessLocks):
+    """Something else happens when it is asked for a pin."""
+
+    act: Callable[[], object] = staticmethod(lambda: None)
+
+    def pinned(self, version: int) -> bool:
+        found = super().pinned(version)
+        act, self.act = self.act, lambda: None
+        act()
+        return found
+
+
+def test_who_holds_all_the_space_is_said_while_a_reader_lets_go() -> None:
+    locks = Asked(table := LockTable())
+    pool = PoolWriter(writer().medium, locks, max_bytes=DATA_START + (4 << 20))
+    first = save(pool, [b"read"]).info.id
+    reading = contextlib.ExitStack()
+    reading.enter_context(PoolReader(pool.medium, ProcessLocks(table)).pinned(first))
+    pool.retire([first])
+    for _ in range(2):
+        save(pool, [b"kept"])
+
+    def let_go() -> None:
+        reading.close()
+        pool.free_bytes()  # as a reservation in another thread does: it needs no turn
+
+    with (
+        at("call", PoolWriter._full, lambda: setattr(locks, "act", let_go)),
+        pytest.raises(MediumError, match="max_bytes"),
+    ):
+        pool.reserve(64 << 20)
 
 
 class Contended(PoolWriter):
