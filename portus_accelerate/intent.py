@@ -55,10 +55,11 @@ def note(home: str, directory: str, *, is_writer: bool) -> Note | None:
     note is a help, not a promise. is_writer: false where this process may make the directory,
     and another one fills it."""
     path = os.path.join(home, f"{os.getpid()}-{os.urandom(8).hex()}{_SUFFIX}")
+    unlocked = f"{path}.new"  # another run that sees a note before it is locked takes it for old
     kind = _WRITER if is_writer else _OTHER
     try:
         os.makedirs(home, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError:
         return None
     _own.add(path)
@@ -66,7 +67,10 @@ def note(home: str, directory: str, *, is_writer: bool) -> Note | None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(descriptor, os.fsencode(f"{kind} {time.time_ns()} {directory}"))
+        os.rename(unlocked, path)
     except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(unlocked)
         made.drop()
         return None
     return made

@@ -10,6 +10,7 @@ import pytest
 
 import portus
 from portus_accelerate import intent
+from tests.moments import at
 
 MAKER = """
 import os, sys
@@ -88,5 +89,20 @@ def test_own_notes_are_of_nobody_who_died_and_leave_nothing_when_dropped(tmp_pat
     assert note is not None
     directory.mkdir()
     assert list(intent.cut_off(str(home))) == []
+    note.drop()
+    assert not home.exists()
+
+
+def test_a_note_is_not_there_for_others_before_it_is_locked(tmp_path: Path) -> None:
+    home, directory = tmp_path / ".portus", tmp_path / "step_1"
+
+    def look_as_another_run() -> None:
+        intent._own.clear()
+        assert list(intent.cut_off(str(home))) == []
+
+    with at("return", intent.Note.__init__, look_as_another_run):
+        note = intent.note(str(home), str(directory), is_writer=True)
+    assert note is not None
+    assert [str(each) for each in home.iterdir()] == [note.path]
     note.drop()
     assert not home.exists()

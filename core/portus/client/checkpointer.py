@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,7 +24,14 @@ from portus.client.resolve import POOLS
 from portus.client.restore import Patterns, Rename, Restored
 from portus.client.snapshot import SnapshotMode, Snapshots, name_of
 from portus.client.state import FlatState
-from portus.errors import AbandonedError, MediumError, PortusError, TransportError, UsageError
+from portus.errors import (
+    AbandonedError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
 from portus.format.layout import Kind
 from portus.index.directory import place_named
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
@@ -115,9 +123,10 @@ class Checkpointer:
         self._writer: Pool | None = None
         self._keeper: Keeper | None = None
         self._before: Before | None = None
-        self._failed: list[Save | RefusedSave] = []
+        self._failed: Final[deque[Save | RefusedSave]] = deque()
         self._last: Save | None = None
         self._audited = 0
+        self._removals: Final[list[_Removal]] = []
         self._closed = False
         self._created = False
         self._steps_at_last = -1
@@ -125,7 +134,7 @@ class Checkpointer:
         POOLS.allow(self._home.allowed)
         try:
             if self._home.exists():
-                self._open()
+                self._open_if_there()
         except BaseException:
             self._fence.close()
             raise
@@ -207,7 +216,7 @@ class Checkpointer:
             raise
         self._last = save
         if synchronous:
-            self._queue.drain()
+            self._queue.catch_up()
         save.stats.call_s = time.perf_counter() - start
         return SaveHandle(save)
 
@@ -265,8 +274,15 @@ class Checkpointer:
 
     def load_version(self, token: bytes, part: str | None = None) -> object:
         """The verified state of the version that reference files call ``token``, or the value of
-        its key ``part``."""
-        pool = self._pool_to_read()
+        its key ``part``. Waits for saves in flight if it is not there: else one of those might
+        retire it meanwhile."""
+        self._check_usable()
+        if self._writer is not None:
+            with contextlib.suppress(StaleError):
+                return self._load_version(self._writer, token, part)
+        return self._load_version(self._pool_to_read(), token, part)
+
+    def _load_version(self, pool: Pool, token: bytes, part: str | None) -> object:
         entry = view.of_token(pool.catalogue(), token)
         return restore.load_part(pool, entry, part, verify=self._verify)
 
@@ -286,11 +302,14 @@ class Checkpointer:
 
         after: only if this save is committed by then (V5). Queued behind the saves asked for
         before; returns at once. A file that is no reference is removed too. What goes wrong is
-        reported as for a save.
+        reported as for a save. A save that is asked for after it puts a file there, or below it,
+        at its commit.
         """
         self._check_usable()
         self._open_or_create()
-        self._queue.put(_Removal(self, os.path.abspath(os.fspath(path)), after))
+        removal = _Removal(self, os.path.abspath(os.fspath(path)), after)
+        self._removals.append(removal)
+        self._queue.put(removal)
 
     def fence(self) -> None:
         """Return when no save in flight reads the caller's tensors any more."""
@@ -323,9 +342,8 @@ class Checkpointer:
             raise
         self._fence.close()
         if self._writer is not None:
-            unused = self._created and self._writer.catalogue().root.sequence == 0
             POOLS.closed(self)
-            self._home.close(unused=unused)
+            self._home.close(made=self._created)
         self._report()
 
     @property
@@ -343,7 +361,7 @@ class Checkpointer:
         True if there was anything. Never raises for a save that failed."""
         if self._queue.idle() or self._queue.on_worker():
             return False
-        self._queue.drain()
+        self._queue.catch_up()
         return True
 
     def __del__(self) -> None:
@@ -382,11 +400,12 @@ class Checkpointer:
             unchanged=self._nothing_stepped(),
             token=wanted.token,
         )
-        placed = {path: references[path] for path in references if keeper.is_new(path)}
+        placed = {path: references[path] for path in references if self._is_free(path, keeper)}
         replaced = {path: references[path] for path in references if path not in placed}
         tensors = flat.tensors  # the policy outlives the copy, so it must not hold the storages
+        known = weakref.ref(job)  # the save must not hold itself
         policy = Policy(
-            retire=lambda: self._surplus(writer, keeper, snapshot.token),
+            retire=lambda: self._surplus(writer, keeper, known()),
             describe=lambda index: name_of(tensors, index),
             audit=self._audited,
             publishing=lambda: keeper.settle(placed),
@@ -404,6 +423,11 @@ class Checkpointer:
         except (MediumError, TransportError) as error:
             save.fail(error)
         return save
+
+    def _is_free(self, path: str, keeper: Keeper) -> bool:
+        """True if a file may be put at ``path`` now: nothing is there, and what was asked to be
+        removed before is not to be removed with it."""
+        return keeper.is_new(path) and not any(each.takes(path) for each in list(self._removals))
 
     def _check_room(self, writer: Pool, snapshot: Snapshot) -> None:
         """Say before it hurts what a run of such saves needs: room for those kept and one more."""
@@ -425,8 +449,10 @@ class Checkpointer:
         kept = len(self.versions()) if self._keep else 0
         return 1 + max(1, (self._keep or 1) - kept)
 
-    def _surplus(self, writer: Pool, keeper: Keeper, coming: bytes) -> list[int]:
-        """Versions beyond ``keep`` once ``coming`` is committed, held by no reference file."""
+    def _surplus(self, writer: Pool, keeper: Keeper, job: _Job | None) -> list[int]:
+        """Versions beyond ``keep`` once ``job`` is committed, held by no reference file."""
+        assert job is not None
+        coming = job.save
         found = writer.catalogue().models.get(self.model)
         if found is not None and self.surplus is not None:
             keeper.deleted()  # other ranks remove reference files too: look at them now
@@ -489,15 +515,17 @@ class Checkpointer:
         return refused
 
     def _report(self) -> None:
-        """Report failed saves that nobody heard of, once."""
-        failed, self._failed = self._failed, []
-        for save in failed:
-            error = save.error
-            if error is None or save.reported:
-                continue
-            if self._on_error == "raise":
-                raise error
-            _log.warning("portus: a save failed; training goes on: %s", error)
+        """Report failed saves that nobody heard of, each once: the first of them, if it is raised;
+        the next call has the next one."""
+        with contextlib.suppress(IndexError):
+            while True:  # ends: there are no more; the worker may add one at any time
+                save = self._failed.popleft()
+                error = save.error
+                if error is None or save.reported:
+                    continue
+                if self._on_error == "raise":
+                    raise error
+                _log.warning("portus: a save failed; training goes on: %s", error)
 
     def _check_usable(self) -> None:
         if self._process != os.getpid():
@@ -512,23 +540,30 @@ class Checkpointer:
 
     def _open_or_create(self) -> tuple[Pool, Keeper]:
         with self._opening:
-            if self._writer is None or self._keeper is None:
+            while self._writer is None or self._keeper is None:  # ends: others took theirs away
                 self._home.create()
-                return self._open()
+                self._open_if_there()
             return self._writer, self._keeper
 
-    def _open(self) -> tuple[Pool, Keeper]:
+    def _open_if_there(self) -> None:
+        """Nothing if whoever made the pool, and never saved to it, took it away meanwhile."""
+        try:
+            self._open()
+        except (MediumError, UsageError):
+            if self._home.exists():
+                raise
+
+    def _open(self) -> None:
         writer = self._home.open()
         try:
             keeper = self._home.keeper(writer)
             self._before = self._newest_of(writer)
         except BaseException:
-            self._home.close(unused=False)
+            self._home.close(made=False)
             raise
         writer.deleted = keeper.deleted
         self._writer, self._keeper = writer, keeper
         POOLS.opened(self)
-        return writer, keeper
 
     def _newest_of(self, writer: Pool) -> Before | None:
         """The version to share with: what was frozen before a restart still is."""
@@ -548,7 +583,7 @@ class Checkpointer:
         if self._writer is None:
             raise UsageError(f"{self.path}: there is no pool yet; nothing was saved")
         if not self._queue.on_worker():
-            self._queue.drain()
+            self._queue.catch_up()
         return self._writer
 
 
@@ -625,7 +660,17 @@ class _Removal(_Chore):
         self._path: Final = path
         self._after: Final = after
 
+    def takes(self, path: str) -> bool:
+        """True if it removes ``path``."""
+        return path == self._path or path.startswith(self._path + os.sep)
+
     def run(self) -> None:
+        try:
+            self._remove()
+        finally:
+            self._owner._removals.remove(self)
+
+    def _remove(self) -> None:
         keeper = self._owner._keeper
         assert keeper is not None
         if self._after is not None and not self._after.committed:

@@ -5,6 +5,7 @@ Both are opened, saved to and let go of by the same calls; what differs is below
 
 from __future__ import annotations
 
+import errno
 import os
 import urllib.parse
 from typing import Final, Protocol
@@ -12,6 +13,7 @@ from typing import Final, Protocol
 from portus.client.host import HostPool
 from portus.client.keeper import Keeper, keeper_of
 from portus.client.reference import links_directory
+from portus.errors import MediumError
 from portus.index.directory import (
     DEFAULT_DIRECTORY,
     SUFFIX,
@@ -62,8 +64,8 @@ class Home(Protocol):
     def draft(self, snapshot: Snapshot) -> Draft:
         """Where a save of ``snapshot`` goes; the pool is open."""
 
-    def close(self, *, unused: bool) -> None:
-        """Let go; a pool that was made and never used goes away again."""
+    def close(self, *, made: bool) -> None:
+        """Let go. made: this one made the pool, which goes away again if nothing was ever saved."""
 
 
 class FileHome:
@@ -84,9 +86,15 @@ class FileHome:
         return has_pool(self.path)
 
     def create(self) -> None:
-        if not self.exists():
-            make_directory(os.path.dirname(self.path))
-            create_pool(self.path, LocalFiles())
+        for is_last in (False, False, True):
+            if self.exists():
+                return
+            try:
+                make_directory(os.path.dirname(self.path))
+                create_pool(self.path, LocalFiles())
+            except MediumError as error:
+                if is_last or error.errno != errno.ENOENT:
+                    raise  # else the directory went with the pool of another, who never saved
 
     def open(self) -> PoolWriter:
         self._writer = WRITERS.open(self.path, max_bytes=self._max_bytes)
@@ -99,10 +107,16 @@ class FileHome:
         assert self._writer is not None
         return PoolDraft(self._writer, snapshot.length)
 
-    def close(self, *, unused: bool) -> None:
+    def close(self, *, made: bool) -> None:
         writer, self._writer = self._writer, None
-        if writer is not None and WRITERS.close(writer) and unused:
-            remove_pool(self.path, LocalFiles())
+        if writer is None:
+            return
+
+        def take_away() -> None:
+            if made and writer.catalogue().root.sequence == 0:
+                remove_pool(self.path, LocalFiles())
+
+        WRITERS.close(writer, last=take_away)
 
 
 class HostHome:
@@ -134,7 +148,7 @@ class HostHome:
         assert self._pool is not None
         return self._pool.draft(snapshot)
 
-    def close(self, *, unused: bool) -> None:
+    def close(self, *, made: bool) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()

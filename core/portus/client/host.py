@@ -79,11 +79,17 @@ class HostPool(PoolReader):
 
     def catalogue(self) -> Catalogue:
         """What is committed now. What was read before and is the same is not fetched again."""
-        uuid = self.superblock.uuid
-        known = self._known[1] if self._known[0] == uuid else None
-        found = newest_catalogue(self.medium, uuid, known)
-        self._known = uuid, found
-        return found
+        while True:  # ends: each turn but the last the host was started again meanwhile
+            uuid = self.superblock.uuid
+            known = self._known[1] if self._known[0] == uuid else None
+            try:
+                found = newest_catalogue(self.medium, uuid, known)
+            except CorruptionError:
+                if self.superblock.uuid == uuid:
+                    raise
+                continue  # it has another pool now, in its memory
+            self._known = uuid, found
+            return found
 
     def ensure(self, free: int) -> Extent:
         """Have the host make room; what was added is its own affair."""

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from portus.client import reference as files_of
@@ -53,6 +54,18 @@ class InFlight(Protocol):
     def step(self) -> int:
         """Of training."""
 
+    @property
+    def model(self) -> str:
+        """Of which it is a version."""
+
+    @property
+    def over(self) -> bool:
+        """True when it is committed, or will never be."""
+
+
+Going = tuple[InFlight, frozenset[bytes]]
+"""A save in flight, and the tokens of the versions that its commit may retire."""
+
 
 def keeper_of(path: str, writer: HeldPool, address: str | None = None) -> Keeper:
     """The one keeper of a pool that this process writes. address: of its host, if it has one."""
@@ -84,6 +97,11 @@ class Keeper:
         self._placing: Final = threading.Lock()
         """Held while a file is placed: its link is there before its name, as if it were deleted."""
         self._known: Final[dict[str, Reference]] = {}
+        self._decisions = 0
+        """How often it was decided what goes, under the guard; it is carried out later."""
+        self._going: tuple[Going, ...] = ()
+        self._leaving: set[str] = set()
+        """Tokens of versions that are being retired, or were."""
         files_of.tidy(self._directory, self._files)
         self._read_links()
 
@@ -111,16 +129,34 @@ class Keeper:
         directory, not ours perhaps, are of this step.
 
         in_flight: a save of the model that may not be over yet. Its commit may retire the version
-        to fall back to, so it is fallen back to first.
+        to fall back to, so it is fallen back to first; or another one that is on record.
         """
         self._make_directories(path)
-        if part is not None:
-            in_flight = None
-        fallback = self._newest(model, token) if part is None else None
-        if in_flight and fallback and fallback.token == in_flight.token:
-            in_flight = None  # it is over by now
+        while True:  # ends: each turn but the last something was decided about versions that go
+            decisions, going = self._decisions, self._going
+            others = [each for each in going if not each[0].over and each[0].token != token]
+            fallback = self._newest(model, token)
+            made = self._reference(path, token, step, model, part)  # of the pool that was looked at
+            if part is None:
+                made = _falling_back(made, fallback, in_flight, others)
+            with self._guard:
+                if decisions == self._decisions:
+                    self._known[made.id] = made  # from here on it holds what it leads to
+                    break
+        try:
+            with self._placing:
+                files_of.place(path, made, self._files, self._directory)
+        except BaseException:
+            with self._guard:
+                self._known.pop(made.id, None)
+            raise
+        return made
+
+    def _reference(
+        self, path: str, token: bytes, step: int, model: str, part: str | None
+    ) -> Reference:
         relative = os.path.relpath(self._path, os.path.dirname(path)).replace(os.sep, "/")
-        made = Reference(
+        return Reference(
             id=os.urandom(16).hex(),
             token=token.hex(),
             pool=self._writer.superblock.uuid.hex(),
@@ -130,17 +166,8 @@ class Keeper:
             step=step,
             written_path=path,
             written_ns=time.time_ns(),
-            fallback=fallback.token.hex() if fallback else None,
-            fallback_step=fallback.step if fallback else None,
-            in_flight=in_flight.token.hex() if in_flight else None,
-            in_flight_step=in_flight.step if in_flight else None,
             part=part,
         )
-        with self._placing:
-            files_of.place(path, made, self._files, self._directory)
-        with self._guard:
-            self._known[made.id] = made
-        return made
 
     def settle(self, paths: Iterable[str]) -> None:
         """Return when the references at ``paths`` survive power loss."""
@@ -216,12 +243,19 @@ class Keeper:
     def _is_where_written(self, reference: Reference) -> bool:
         return files_of.read_through(reference.written_path, self._files) == reference
 
-    def held(self, catalogue: Catalogue, coming: bytes = b"") -> set[int]:
+    def held(self, catalogue: Catalogue, coming: InFlight | None = None) -> set[int]:
         """Versions that reference files lead to, as far as is known without looking. ``coming``:
-        the token of a version that is there once this answer counts."""
+        a save whose version is there once this answer counts. It is on record that its commit may
+        retire what is not held: files that are placed now fall back to it first."""
+        token = coming.token if coming else b""
         with self._guard:
-            known = list(self._known.values())
-        tokens = _led_to(known, catalogue, coming)
+            tokens = _led_to(list(self._known.values()), catalogue, token)
+            if coming is not None:
+                infos = [e.info for e in catalogue.entries() if e.info.model == coming.model]
+                free = frozenset(each.token for each in infos if each.token.hex() not in tokens)
+                others = [each for each in self._going if not each[0].over]
+                self._going = (*others, (coming, free))
+                self._decisions += 1
         return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in tokens}
 
     def deleted(self) -> set[int]:
@@ -259,19 +293,24 @@ class Keeper:
             return  # another pool's: its own writer finds the link without a file
         if files_of.state_of(old, self._directory, self._files) is State.ALIVE:
             return  # a copy was removed, not the file itself
+        catalogue = self._writer.catalogue()
+        there = {entry.info.token.hex(): entry.info.id for entry in catalogue.entries()}
         with self._guard:
             self._known.pop(old.id, None)
-            known = list(self._known.values())
-        catalogue = self._writer.catalogue()
-        if retire and old.token not in _led_to(known, catalogue):
-            self._writer.retire(
-                [e.info.id for e in catalogue.entries() if e.info.token.hex() == old.token]
-            )
+            led = _led_to(list(self._known.values()), catalogue)
+            goes = retire and old.token in there.keys() - led
+            self._leaving &= there.keys()
+            if goes:
+                self._leaving.add(old.token)
+                self._decisions += 1
+        if goes:
+            self._writer.retire([there[old.token]])
         files_of.forget(old, self._directory, self._files)
 
     def _newest(self, model: str, but: bytes) -> VersionInfo | None:
         found = self._writer.catalogue().models.get(model)
-        others = [e.info for e in found.versions if e.info.token != but] if found else []
+        infos = [entry.info for entry in found.versions] if found else []
+        others = [i for i in infos if i.token != but and i.token.hex() not in self._leaving]
         return others[-1] if others else None
 
     def _read_links(self) -> tuple[list[Reference], list[Reference]]:
@@ -311,6 +350,25 @@ class Keeper:
             _log.warning("versions are kept whose files were deleted: %s", error)
             return False
         return True
+
+
+def _falling_back(
+    made: Reference,
+    fallback: VersionInfo | None,
+    in_flight: InFlight | None,
+    going: Sequence[Going],
+) -> Reference:
+    if fallback is not None:
+        in_flight = next((each for each, free in going if fallback.token in free), in_flight)
+    if fallback is not None and in_flight is not None and fallback.token == in_flight.token:
+        in_flight = None  # it is over by now
+    return replace(
+        made,
+        fallback=fallback.token.hex() if fallback else None,
+        fallback_step=fallback.step if fallback else None,
+        in_flight=in_flight.token.hex() if in_flight else None,
+        in_flight_step=in_flight.step if in_flight else None,
+    )
 
 
 def _home(reference: Reference) -> str:

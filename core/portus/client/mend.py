@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Final
 
-from portus.client.grouped import Census, census, has_writer, place_of
+from portus.client.grouped import Census, census, has_writer, place_of, pool_of_part
 from portus.client.home import host_links
 from portus.client.host import HostPool
 from portus.client.keeper import Keeper, keeper_of
@@ -16,7 +16,7 @@ from portus.client.reference import links_directory
 from portus.client.resolve import POOLS
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS, pool_file, pool_files
-from portus.index.groups import part_model
+from portus.index.groups import Group, part_model
 from portus.media.local import LocalFiles
 from portus.protocol.address import is_address
 
@@ -47,7 +47,7 @@ def mend(
     paths = host_links(place, links) if on_host else _pool_files(place)
     if not paths or (on_host and _is_open_here(_uuid_of(place))):
         return []  # what this process saves there it would wait for in vain
-    cut_off = _cut_off(census(place)) if uncommitted else set()
+    cut_off = _cut_off(place) if uncommitted else set()
     removed = []
     for path in paths:
         with _of_host(place, path) if on_host else _of_file(path) as keeper:
@@ -104,24 +104,36 @@ def _is_open_here(uuid: bytes) -> bool:
     return any(pool.uuid == uuid for pool in POOLS.open_ones())
 
 
-def _cut_off(found: Census) -> set[bytes]:
+def _cut_off(place: str) -> set[bytes]:
     """Tokens of the parts of groups whose other parts were never committed, and will not be."""
-    tokens = set()
-    for group in found.groups:
-        missing = [part_model(group.model, rank, group.count) for rank in group.missing]
-        if missing and all(_is_idle(found, part) for part in missing):
-            tokens |= {info.token for _, info in group.parts.values()}
-    return tokens
+    parts = {part for group in census(place).groups for part in _missing(group)}
+    idle = {part for part in parts if _is_idle(place, part)}
+    found = census(place)  # now: who has let go of its pool has committed what it was at
+    known = {part for part in idle if _is_known(found, part)}
+    groups = [group for group in found.groups if not group.is_complete]
+    cut_off = [group for group in groups if known.issuperset(_missing(group))]
+    return {info.token for group in cut_off for _, info in group.parts.values()}
 
 
-def _is_idle(found: Census, part: str) -> bool:
-    """True if nobody saves a rank's part, and all that was saved of it is known. False for a rank
-    whose pool file is lost or cannot be read."""
-    if is_address(found.place):
+def _missing(group: Group) -> list[str]:
+    """What the ranks call their parts that are not there."""
+    return [part_model(group.model, rank, group.count) for rank in group.missing]
+
+
+def _is_idle(place: str, part: str) -> bool:
+    """True if nobody saves a rank's part. False for a rank whose pool file is not there (yet)."""
+    if is_address(place):
         try:
-            with _claimed(found.place, part):
+            with _claimed(place, part):
                 return True
         except BusyError:
             return False
-    path = pool_file(found.place, part)
-    return os.path.isfile(path) and path not in found.unreadable and not has_writer(path)
+    path = pool_file(place, part)
+    return os.path.isfile(path) and not has_writer(path)
+
+
+def _is_known(found: Census, part: str) -> bool:
+    """True if all that was saved of a rank's part is known. False for a rank whose pool file got
+    lost or cannot be read."""
+    path = pool_of_part(found.place, part)
+    return is_address(path) or (os.path.isfile(path) and path not in found.unreadable)

@@ -60,6 +60,9 @@ AWAITED_S_MAX: Final = 60.0
 
 _POLL_S: Final = 0.02
 
+_TRIES: Final = 5
+"""A load starts again when its file was replaced meanwhile, this often."""
+
 
 class ReadablePool(Protocol):
     """A pool that versions can be loaded from."""
@@ -223,15 +226,17 @@ def pool_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> str:
 
 
 def _load(reference: Reference, path: str | None, pools: Pools) -> object:
-    reference = _settled(reference, path, pools)
-    with _pool_of(reference, path, pools) as pool:
-        try:
-            return pool.load_version(bytes.fromhex(reference.token), reference.part)
-        except StaleError:
-            newer = read(path) if path else None  # replaced since it was read?
-            if newer is not None and newer.id != reference.id and newer.pool == reference.pool:
-                return pool.load_version(bytes.fromhex(newer.token), newer.part)
-            return _fall_back(reference, path, pool)
+    for _ in range(_TRIES):
+        reference = _settled(reference, path, pools)
+        with _pool_of(reference, path, pools) as pool:
+            try:
+                return pool.load_version(bytes.fromhex(reference.token), reference.part)
+            except StaleError:
+                newer = read(path) if path else None  # replaced since it was read?
+                if newer is None or newer.id == reference.id:
+                    return _fall_back(reference, path, pool)
+        reference = newer
+    raise StaleError(f"{path} was replaced {_TRIES} times while it was loaded; load again")
 
 
 def _settled(reference: Reference, path: str | None, pools: Pools) -> Reference:
@@ -252,7 +257,7 @@ def _fall_back(reference: Reference, path: str | None, pool: ReadablePool) -> ob
             f"there is no earlier version to fall back to. `portus ls {reference.pool_path}` "
             f"lists what the pool holds"
         )
-    for token, step in reference.instead:
+    for token, step in 2 * reference.instead:  # a commit between the first two retires the second
         try:
             state = pool.load_version(bytes.fromhex(token), reference.part)
         except StaleError:

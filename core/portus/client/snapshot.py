@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import threading
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -27,11 +28,13 @@ class SnapshotMode(str, enum.Enum):
 
 
 class Snapshots:
-    """Makes snapshots of one model's states; fast for a state that looks like the last one."""
+    """Makes snapshots of one model's states; fast for a state that looks like the last one. What
+    is kept of that is for one thread at a time: others wait."""
 
     def __init__(self, model: str, mode: SnapshotMode) -> None:
-        self.guilty: Final[set[int]] = set()
+        self.guilty: frozenset[int] = frozenset()
         """Data pointers of storages that an audit found changed: copied at once from now on."""
+        self._turn: Final = threading.Lock()
         self._model: Final = model
         self._mode: Final = mode
         self._flattener: Final = Flattener()
@@ -42,7 +45,8 @@ class Snapshots:
 
     def flatten(self, state: object) -> FlatState:
         """Take a state apart. Raises ``UsageError`` naming what cannot be saved."""
-        return self._flattener.flatten(state)
+        with self._turn:
+            return self._flattener.flatten(state)
 
     def take(
         self,
@@ -56,8 +60,9 @@ class Snapshots:
         """A snapshot. ``unchanged``: nothing is known to have been written since the last one."""
         synchronous = synchronous or self._mode is SnapshotMode.SYNC
         clone = self._mode is SnapshotMode.DEVICE and not synchronous
-        layout = self._layout_of(flat.tensors)
-        feeds, copies = feeds_of(flat.storages, clone=clone) if self._has_devices else ({}, set())
+        with self._turn:
+            layout, has_devices = self._layout_of(flat.tensors)
+        feeds, copies = feeds_of(flat.storages, clone=clone) if has_devices else ({}, set())
         owned = flat.owned | copies
         late = np.zeros(len(flat.storages), np.bool_)
         if not synchronous:
@@ -90,14 +95,15 @@ class Snapshots:
 
     def accuse(self, addresses: Collection[int]) -> None:
         """Copy these at once from now on (V7)."""
-        self.guilty.update(addresses)
+        self.guilty = self.guilty.union(addresses)  # another set: the caller's thread reads one
 
-    def _layout_of(self, tensors: tuple[TensorSpec, ...]) -> bytes:
+    def _layout_of(self, tensors: tuple[TensorSpec, ...]) -> tuple[bytes, bool]:
+        """The layout, and whether any of it is on a device."""
         if tensors is not self._tensors:
             self._tensors, self._layout = tensors, encode_layout(tensors)
             self._has_devices = any(spec.device not in ("cpu", "meta") for spec in tensors)
             self._steady = None
-        return self._layout
+        return self._layout, self._has_devices
 
     def _hint(self, late: Flags, unchanged: bool) -> Flags:
         """Which storages to hash before anything is copied: those that were the same last time;

@@ -12,6 +12,7 @@ import errno
 import os
 import threading
 import urllib.parse
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -115,6 +116,10 @@ def has_pool(path: str, files: FileSystem | None = None) -> bool:
         medium.close()
 
 
+_unfinished: Final[set[str]] = set()
+"""What the threads of this process are making."""
+
+
 def create_pool(path: str, files: FileSystem) -> None:
     """Make an empty pool file at ``path``, durable with its name; nothing if one is there.
 
@@ -125,8 +130,10 @@ def create_pool(path: str, files: FileSystem) -> None:
         format_device(path, files)
         return
     directory, name = os.path.split(path)
-    fresh = os.path.join(directory, f".{name}.{os.getpid()}.new")
+    maker = f"{os.getpid()}-{threading.get_ident()}"
+    fresh = os.path.join(directory, f".{name}.{maker}.new")
     _remove_unfinished(directory, name, files)
+    _unfinished.add(fresh)
     try:
         medium = files.create(fresh, DATA_START)
         try:
@@ -135,6 +142,7 @@ def create_pool(path: str, files: FileSystem) -> None:
             medium.close()
         _publish(fresh, path, files)
     finally:
+        _unfinished.discard(fresh)
         files.remove(fresh)
     files.sync(directory)
 
@@ -160,12 +168,15 @@ def _remove_unfinished(directory: str, name: str, files: FileSystem) -> None:
     """What makers that were killed left behind; those of living processes stay."""
     for entry in files.entries(directory):
         maker = entry.removeprefix(f".{name}.").removesuffix(".new")
-        if entry == f".{name}.{maker}.new" and maker.isdigit() and not _is_alive(int(maker)):
-            files.remove(os.path.join(directory, entry))
+        process, path = maker.partition("-")[0], os.path.join(directory, entry)
+        if entry != f".{name}.{maker}.new" or not process.isdigit() or path in _unfinished:
+            continue
+        if not _is_alive(int(process)):
+            files.remove(path)
 
 
 def _is_alive(process: int) -> bool:
-    """False also for this process: it is not making a pool of this name yet."""
+    """False also for this process: what its threads are making is known."""
     if process == os.getpid():
         return False
     try:
@@ -178,7 +189,8 @@ def _is_alive(process: int) -> bool:
 
 
 def remove_pool(path: str, files: FileSystem) -> None:
-    """Remove a pool file that nobody has open, and what is around it if that is empty.
+    """Remove a pool file, and what is around it if that is empty. By its writer, before it lets go
+    of the pool: whoever waits for it finds that it is gone, and saves nothing into it.
 
     A device stays, and the empty pool on it.
     """
@@ -255,8 +267,9 @@ class Writers:
                 shared.users += 1
             return shared.writer
 
-    def close(self, writer: PoolWriter) -> bool:
-        """Let go of what ``open`` gave. The last one closes the pool; True then."""
+    def close(self, writer: PoolWriter, last: Callable[[], object] = lambda: None) -> None:
+        """Let go of what ``open`` gave. The last one closes the pool; ``last`` is called by it
+        before, while nobody else can open it."""
         with self._guard:
             found = [key for key, each in self._shared.items() if each.writer is writer]
         for identity in found:
@@ -264,11 +277,13 @@ class Writers:
                 shared = self._shared[identity]
                 shared.users -= 1
                 if shared.users:
-                    return False
+                    return
                 with self._guard:
                     del self._shared[identity]
-                writer.close()
-        return True
+                try:
+                    last()
+                finally:
+                    writer.close()
 
     def _forget(self) -> None:
         # In a forked child the pools belong to the parent; media and locks closed themselves.

@@ -477,7 +477,8 @@ class PoolWriter(PoolReader):
         self.medium.grow(size)
 
     def _full(self, pages: int, why: str) -> str:
-        pinned = [version for version in self._reach if self.locks.pinned(version)]
+        versions = list(self._reach)  # at once: a reservation in another thread forgets some
+        pinned = [version for version in versions if self.locks.pinned(version)]
         return (
             f"{self.medium.info.name}: {pages * PAGE} more bytes needed, "
             f"{self.free_bytes()} of {self.medium.size} free, {why}"

@@ -93,6 +93,17 @@ class Queue:
             self._hurry()
             return self._changed.wait_for(self.idle, timeout_s)
 
+    def catch_up(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was put so far is over, whatever is put meanwhile; False if time ran
+        out."""
+        self._see_to_it()
+        with self._lock:
+            self._hurry()
+            asked = self._left()
+            return self._changed.wait_for(
+                lambda: not any(each is work for each in self._left() for work in asked), timeout_s
+            )
+
     def has_more(self) -> bool:
         """True if something waits behind what runs now, or a save is about to."""
         return bool(self._waiting) or len(self._places) > 1
@@ -140,11 +151,13 @@ class Queue:
 
     def _hurry(self, first: int | None = None) -> None:
         """Tell work that somebody waits for it: the ``first`` so many, all by default."""
-        asked = [work for work, _ in self._waiting]
-        if self._running is not None:
-            asked.insert(0, self._running)
-        for work in asked[:first]:
+        for work in self._left()[:first]:
             work.hurry()
+
+    def _left(self) -> list[Work]:
+        """What is not over: the first of it runs, perhaps."""
+        running = [] if self._running is None else [self._running]
+        return [*running, *(work for work, _ in self._waiting)]
 
     def _work(self) -> None:
         try:

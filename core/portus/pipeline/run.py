@@ -99,6 +99,7 @@ class Save:
         """True once somebody was told why it failed."""
         self.token: Final = snapshot.token
         self.step: Final = snapshot.step
+        self.model: Final = snapshot.model
         self._snapshot = snapshot
         self._steady = snapshot.steady
         self._draft: Final = draft

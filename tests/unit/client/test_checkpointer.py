@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +23,19 @@ import torch
 
 import portus
 from portus.client.checkpointer import Checkpointer, _close_all
+from portus.client.keeper import Keeper
+from portus.client.snapshot import SnapshotMode, Snapshots
 from portus.client.view import PoolView
-from portus.errors import CorruptionError, MediumError, UsageError
-from portus.index.directory import open_reader
+from portus.client.writers import _Cover
+from portus.errors import BusyError, CorruptionError, MediumError, UsageError
+from portus.format.reference import Reference
+from portus.index.directory import WRITERS, make_directory, open_reader, open_writer, remove_pool
+from portus.index.pool import PoolWriter
+from portus.media.local import LocalFiles
 from portus.protocol.address import Address, Scheme
 from portus.spec import VersionInfo
 from tests.hosts import serving, url
+from tests.moments import at
 
 
 class Training:
@@ -386,6 +395,44 @@ def test_a_prepared_pool_takes_the_first_save_without_growing(pool: Path) -> Non
         assert os.path.getsize(checkpointer.path) == size
 
 
+def test_a_pool_that_was_never_used_goes_while_nobody_else_can_open_it(pool: Path) -> None:
+    """Whoever waits for it, another process perhaps, would save into a file without a name."""
+    unused = Checkpointer(pool)
+    unused.prepare(1 << 20)
+
+    def open_as_another() -> None:
+        with pytest.raises(BusyError):
+            open_writer(unused.path, LocalFiles(), timeout_s=0)
+
+    with at("call", remove_pool, open_as_another):
+        unused.close()
+    assert not pool.exists()
+
+
+def test_a_pool_that_another_used_stays(pool: Path) -> None:
+    first = Checkpointer(pool / "one.portus", "first")
+    first.prepare(1 << 20)
+    second = Checkpointer(pool / "one.portus", "second")
+
+    def save_and_close() -> None:
+        second.save({"step": 1}, 1).wait()
+        second.close()
+
+    with at("call", WRITERS.close, save_and_close):
+        first.close()
+    assert PoolView(pool).load("second") == {"step": 1}
+
+
+def test_a_pool_that_goes_while_it_is_opened_is_made_anew(pool: Path) -> None:
+    unused = Checkpointer(pool)
+    unused.prepare(1 << 20)
+    with at("call", WRITERS.open, unused.close):
+        second = Checkpointer(pool)
+    with second, at("return", make_directory, lambda: shutil.rmtree(pool)):
+        second.save({"step": 1}, 1).wait()
+        assert second.load() == {"step": 1}
+
+
 def test_a_pool_directory_is_marked_for_git_and_backups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -481,6 +528,25 @@ def test_an_error_told_by_the_handle_is_not_told_again(pool: Path) -> None:
         checkpointer.save({"x": torch.ones(10)}, 3).wait()
 
 
+def test_of_several_saves_that_failed_each_is_raised_once(pool: Path) -> None:
+    go = threading.Event()
+
+    def fail(infos: Sequence[VersionInfo]) -> list[int]:
+        assert go.wait(60)
+        raise MediumError(5, "no")
+
+    with Checkpointer(pool, on_error="raise") as run:
+        run.save({"step": 1}, 1).wait()
+        run.surplus = fail
+        for step in (2, 3):
+            run.save({"step": step}, step)
+        go.set()
+        for _ in range(2):
+            with pytest.raises(MediumError):
+                run.wait()
+        run.wait()
+
+
 def test_a_version_with_a_reference_file_is_not_retired_by_keep(
     checkpointer: Checkpointer, tmp_path: Path
 ) -> None:
@@ -541,6 +607,103 @@ def test_a_file_falls_back_to_the_save_in_flight_when_it_was_asked_for(
         assert run.steps() == [2, 4, 5], "the file holds what it leads to"
 
 
+def test_a_file_falls_back_to_what_another_of_the_same_model_is_about_to_commit(
+    pool: Path, tmp_path: Path
+) -> None:
+    reached, go = threading.Event(), threading.Event()
+
+    def hold(infos: Sequence[VersionInfo]) -> list[int]:
+        reached.set()
+        assert go.wait(60)
+        return [info.id for info in infos]
+
+    def fail(infos: Sequence[VersionInfo]) -> list[int]:
+        raise MediumError(5, "cut off")
+
+    file = tmp_path / "3.ckpt"
+    with Checkpointer(pool) as one, Checkpointer(pool) as other:
+        one.save({"step": 1}, 1).wait()
+        one.surplus, other.surplus = hold, fail
+        second = one.save({"step": 2}, 2)
+        assert reached.wait(60)
+        third = other.save({"step": 3}, 3, reference=file)
+        go.set()
+        second.wait()
+        with pytest.raises(MediumError):
+            third.wait()
+        assert one.steps() == [2]
+        assert portus.load_reference(file) == {"step": 2}
+
+
+def test_a_file_does_not_fall_back_to_what_is_being_removed(pool: Path, tmp_path: Path) -> None:
+    with Checkpointer(pool) as run:
+        run.save({"step": 1}, 1).wait()
+        run.save({"step": 2}, 2, reference=tmp_path / "2.ckpt").wait()
+        _, keeper = run._open_or_create()
+        placed: list[Reference] = []
+
+        def place() -> None:
+            placed.append(keeper.place(str(tmp_path / "3.ckpt"), bytes(16), 3, "default"))
+
+        with at("call", PoolWriter.retire, place):
+            keeper.remove(str(tmp_path / "2.ckpt"))
+        assert run.steps() == [1]
+        assert placed[0].fallback_step == 1
+        assert portus.load_reference(tmp_path / "3.ckpt") == {"step": 1}
+
+
+def test_a_file_does_not_fall_back_to_what_was_removed_while_it_was_placed(
+    pool: Path, tmp_path: Path
+) -> None:
+    with Checkpointer(pool) as run:
+        run.save({"step": 1}, 1).wait()
+        run.save({"step": 2}, 2, reference=tmp_path / "2.ckpt").wait()
+        _, keeper = run._open_or_create()
+        with at("return", Keeper._newest, lambda: keeper.remove(str(tmp_path / "2.ckpt"))):
+            placed = keeper.place(str(tmp_path / "3.ckpt"), bytes(16), 3, "default")
+        assert placed.fallback_step == 1
+
+
+@pytest.mark.parametrize("removed", ["run/2.ckpt", "run"])
+def test_what_is_saved_after_a_removal_is_not_removed_with_it(
+    pool: Path, tmp_path: Path, removed: str
+) -> None:
+    go = threading.Event()
+
+    def hold(infos: Sequence[VersionInfo]) -> list[int]:
+        assert go.wait(60)
+        return []
+
+    file = tmp_path / "run" / "2.ckpt"
+    with Checkpointer(pool) as run:
+        run.prepare(0)
+        run.surplus = hold
+        run.save({"step": 1}, 1, reference=tmp_path / "run" / "1.ckpt")
+        run.remove(tmp_path / removed)
+        second = run.save({"step": 2}, 2, reference=file)
+        go.set()
+        second.wait()
+        assert portus.load_reference(file) == {"step": 2}
+
+
+def test_a_version_that_is_there_is_loaded_while_another_is_saved(pool: Path) -> None:
+    """A thread that copies checkpoints elsewhere would wait for one that retires what it reads."""
+    go = threading.Event()
+    in_time: list[bool] = []
+
+    def hold(infos: Sequence[VersionInfo]) -> list[int]:
+        in_time.append(go.wait(30))
+        return [info.id for info in infos]
+
+    with Checkpointer(pool) as run:
+        first = run.save({"step": 1}, 1).wait()
+        run.surplus = hold
+        run.save({"step": 2}, 2)
+        assert run.load_version(first.token) == {"step": 1}
+        go.set()
+    assert in_time == [True]
+
+
 def test_a_reader_in_this_process_sees_all_files_of_a_directory(pool: Path) -> None:
     for model in ("one", "two"):
         with Checkpointer(pool, model=model) as checkpointer:
@@ -580,6 +743,33 @@ def test_saves_from_several_threads_are_all_kept(pool: Path) -> None:
         checkpointer.wait()
         expected = sorted(100 * n + i for n in range(4) for i in range(10))
         assert sorted(checkpointer.steps()) == expected
+
+
+def test_states_that_threads_save_at_once_keep_their_own_layouts(pool: Path) -> None:
+    (moment,) = [
+        each for each in Snapshots._layout_of.__code__.co_consts if isinstance(each, CodeType)
+    ]
+    with Checkpointer(pool, keep=None) as run:
+        other = threading.Thread(target=lambda: run.save({"b": torch.zeros(2)}, 2).wait())
+
+        def save_another() -> None:
+            other.start()
+            other.join(0.5)  # it waits for its turn
+
+        with at("call", moment, save_another):
+            run.save({"a": torch.ones(3), "c": torch.ones(1)}, 1).wait()
+        other.join()
+        assert same(run.load(1), {"a": torch.ones(3), "c": torch.ones(1)})
+        assert same(run.load(2), {"b": torch.zeros(2)})
+
+
+def test_an_audit_may_find_a_change_while_the_next_state_is_looked_at() -> None:
+    snapshots = Snapshots("m", SnapshotMode.AUTO)
+    snapshots.accuse([1, 2])
+    flat = snapshots.flatten({"a": torch.ones(3)})
+    with at("call", _Cover.bar, lambda: snapshots.accuse([3])):
+        snapshots.take(flat, 1, synchronous=False, unchanged=False)
+    assert snapshots.guilty == {1, 2, 3}
 
 
 @pytest.mark.parametrize(

@@ -437,6 +437,21 @@ def test_a_host_whose_memory_was_lost_is_saved_to_again(tmp_path: Path) -> None:
         assert same(loaded, state(4))
 
 
+@pytest.mark.parametrize("part", [None, "step"])
+def test_a_host_that_lost_its_memory_between_two_saves_costs_no_training(
+    tmp_path: Path, part: str | None
+) -> None:
+    """The first that is heard of it is its answer to a look at what it holds."""
+    with Host("memory:64M") as host, Checkpointer(host.url) as checkpointer:
+        checkpointer.save({"step": 1}, 1).wait()
+        host.kill()
+        host.start()
+        path = tmp_path / "2.ckpt"
+        checkpointer.save({"step": 2}, 2, reference={str(path): part} if part else path).wait()
+        assert checkpointer.steps() == [2]
+        assert portus.load_reference(path) == (2 if part else {"step": 2})
+
+
 def test_many_clients_save_at_once_and_each_has_its_own(server: Server) -> None:
     failures: list[BaseException] = []
 

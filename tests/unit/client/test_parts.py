@@ -15,6 +15,7 @@ import torch
 
 import portus
 from portus.client import mend as mending
+from portus.client.grouped import census
 from portus.client.host import HostPool
 from portus.client.keeper import Keeper
 from portus.client.resolve import POOLS
@@ -25,6 +26,7 @@ from portus.index.groups import new_id, part_model, part_token
 from portus.media.local import LocalFiles
 from portus.protocol.address import Address, Scheme
 from tests.hosts import serving, url
+from tests.moments import at
 
 State = dict[str, Any]
 
@@ -238,6 +240,30 @@ def test_parts_of_a_group_that_a_rank_never_committed_are_mended_once_no_rank_sa
         assert portus.mend(place, uncommitted=True) == [], "it may commit yet"
     monkeypatch.setattr(mending, "_CLAIM_S", 60.0)
     assert portus.mend(place, uncommitted=True) == [str(path)]
+
+
+def test_a_part_that_is_committed_while_mend_looks_makes_its_group_whole(
+    run: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank of a job that ends, and the first of the next one."""
+    monkeypatch.setattr(mending, "_CLAIM_S", 60.0)
+    group = new_id()
+    path = run / "step_1" / "rank-0-of-2.shard"
+    with portus.Checkpointer(place, part_model("run", 0, 2)) as rank:
+        token = part_token(group, 0)
+        rank.save({"format": 1}, 1, token=token, reference={str(path): "format"}).wait()
+    last = portus.Checkpointer(place, part_model("run", 1, 2))
+    last.save({"format": 1}, 0, token=part_token(new_id(), 1)).wait()
+    POOLS.closed(last)  # as if it were another process
+
+    def commit_and_end() -> None:
+        last.save({"format": 1}, 1, token=part_token(group, 1)).wait()
+        last.close()
+
+    with at("return", census, commit_and_end):
+        assert portus.mend(place, uncommitted=True) == []
+    assert portus.mend(place, uncommitted=True) == []
+    assert torch.load(path) == 1
 
 
 def test_a_part_that_was_never_committed_is_never_taken_from_another_step(run: Path) -> None:

@@ -137,6 +137,12 @@ class Run:
         self.content.versions[bytes.fromhex(made.token)] = {"step": made.step}
 
 
+def decoded(path: Path) -> Reference:
+    found = ref.read(path)
+    assert found is not None
+    return found
+
+
 def make_pool(path: Path) -> bytes:
     medium = FILES.create(str(path), 64 << 10)
     format_pool(medium)
@@ -394,11 +400,50 @@ def test_a_file_replaced_between_reading_and_loading_is_read_again(run: Run) -> 
     opener = run.pools.opener
 
     def replace_then_open(pool: str) -> OneView:
-        run.content.versions.clear()
-        run.save("a.ckpt")
+        if run.made < 3:
+            run.content.versions.clear()
+            run.save("a.ckpt")
+        return opener(pool)  # type: ignore[return-value]
+
+    assert load_reference(path, Pools(replace_then_open)) == {"step": 3}
+
+
+def test_a_file_replaced_by_one_that_was_never_committed_falls_back(run: Run) -> None:
+    path, before = run.save("a.ckpt"), run.save("b.ckpt")
+    opener = run.pools.opener
+    fallback = {"fallback": decoded(before).token, "fallback_step": 2}
+
+    def replace_then_open(pool: str) -> OneView:
+        if len(run.content.versions) == 2:
+            del run.content.versions[next(iter(run.content.versions))]
+            run.save("a.ckpt", commit=False, **fallback)
         return opener(pool)  # type: ignore[return-value]
 
     assert load_reference(path, Pools(replace_then_open)) == {"step": 2}
+
+
+def test_a_commit_while_a_load_falls_back_is_no_loss(run: Run) -> None:
+    """Of the save in flight: it retires what is fallen back to, and comes in its place."""
+    before, flying = run.save("a.ckpt"), run.save("b.ckpt", commit=False)
+    first, second = decoded(before), decoded(flying)
+    instead = {"in_flight": second.token, "in_flight_step": 2}
+    fallback = {"fallback": first.token, "fallback_step": 1}
+    path = run.save("c.ckpt", commit=False, **instead, **fallback)
+    looked: list[bytes] = []
+
+    class Committing(OneView):
+        def load_version(self, token: bytes, part: str | None = None) -> object:
+            looked.append(token)
+            if token.hex() == first.token:
+                run.content.versions.clear()
+                run.commit(second)
+            return super().load_version(token, part)
+
+    def open_one(pool: str) -> OneView:
+        return Committing(run.content, run.content.open(pool).uuid)
+
+    assert load_reference(path, Pools(open_one)) == {"step": 2}
+    assert len(looked) == 4
 
 
 def test_an_open_pool_is_used_as_it_is_wherever_it_lies(run: Run) -> None:

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import os
 import random
 import resource
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
 from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
-from portus.index.directory import WRITERS, create_pool
+from portus.index.directory import WRITERS, create_pool, open_reader
 from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder
 from portus.index.roots import read_roots
 from portus.media.base import MappedMedium
@@ -19,6 +22,7 @@ from portus.media.local import LocalFiles
 from portus.media.lock import LockTable, ProcessLocks
 from portus.media.memory import Memory
 from portus.spec import PAGE, Extent
+from tests.moments import at
 from tests.unit.index.engine import reader_of, save, stored, writer
 
 
@@ -147,6 +151,29 @@ def test_a_retired_version_cannot_be_pinned() -> None:
         pass
 
 
+def test_two_threads_that_make_a_pool_at_the_same_path_make_one(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.portus")
+    found: list[bytes] = []
+
+    def make() -> None:
+        create_pool(path, LocalFiles())
+        with contextlib.closing(open_reader(path)) as reader:
+            found.append(reader.superblock.uuid)
+
+    def make_in_between() -> None:
+        other = threading.Thread(target=make)
+        other.start()
+        other.join()
+
+    left = tmp_path / f".a.portus.{os.getpid()}-1.new"
+    left.touch()  # of a process that had this number and was killed
+    with at("call", format_pool, make_in_between):
+        make()
+    assert len(set(found)) == 1
+    assert len(found) == 2
+    assert os.listdir(tmp_path) == ["a.portus"]
+
+
 def test_what_the_older_root_reaches_is_not_reserved() -> None:
     pool = writer(DATA_START + (2 << 20), max_bytes=DATA_START + (2 << 20))
     first = save(pool, [bytes(1 << 20)])
@@ -208,6 +235,39 @@ def test_no_space_is_an_error_that_says_how_much_and_changes_nothing() -> None:
     assert pool.free_bytes() == before
     assert stored(pool, record) == [b"kept"]
     save(pool, [b"more"])
+
+
+class Asked(ProcessLocks):
+    """Something else happens when it is asked for a pin."""
+
+    act: Callable[[], object] = staticmethod(lambda: None)
+
+    def pinned(self, version: int) -> bool:
+        found = super().pinned(version)
+        act, self.act = self.act, lambda: None
+        act()
+        return found
+
+
+def test_who_holds_all_the_space_is_said_while_a_reader_lets_go() -> None:
+    locks = Asked(table := LockTable())
+    pool = PoolWriter(writer().medium, locks, max_bytes=DATA_START + (4 << 20))
+    first = save(pool, [b"read"]).info.id
+    reading = contextlib.ExitStack()
+    reading.enter_context(PoolReader(pool.medium, ProcessLocks(table)).pinned(first))
+    pool.retire([first])
+    for _ in range(2):
+        save(pool, [b"kept"])
+
+    def let_go() -> None:
+        reading.close()
+        pool.free_bytes()  # as a reservation in another thread does: it needs no turn
+
+    with (
+        at("call", PoolWriter._full, lambda: setattr(locks, "act", let_go)),
+        pytest.raises(MediumError, match="max_bytes"),
+    ):
+        pool.reserve(64 << 20)
 
 
 class Contended(PoolWriter):

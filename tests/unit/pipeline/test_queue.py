@@ -69,6 +69,26 @@ def test_a_place_is_given_back_once_and_not_while_work_is_on_it() -> None:
     queue.close()
 
 
+def test_who_catches_up_does_not_wait_for_what_is_put_meanwhile() -> None:
+    queue, asked, gate = Queue("portus-test"), threading.Event(), threading.Event()
+    later = _Work(gate.wait)  # type: ignore[arg-type]
+
+    class First(_Work):
+        def hurry(self) -> None:
+            asked.set()
+
+    def put_more() -> None:
+        assert asked.wait(60)
+        queue.put(later)
+
+    queue.put(First(put_more))
+    assert queue.catch_up(60)
+    assert not queue.drain(0.01)
+    gate.set()
+    queue.close()
+    assert later.ran.is_set()
+
+
 def test_whoever_waits_hurries_what_is_before_him() -> None:
     queue, gate = Queue("portus-test"), threading.Event()
     first, second, third = (_Work(gate.wait) for _ in range(3))  # type: ignore[arg-type]
