@@ -4,15 +4,18 @@ its own, as users have it."""
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 import portus_accelerate
-from portus_accelerate import FLAG
+from portus_accelerate import FLAG, autoload
 from portus_accelerate.launching import _tell
 from portus_accelerate.settings import VARIABLE
 
@@ -159,12 +162,14 @@ use_cpu: true
 LAUNCH = ("-m", "accelerate.commands.accelerate_cli", "launch")
 
 
+@pytest.mark.parametrize("flag", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_yaml_of_accelerate_launch_turns_it_on(
-    stock: list[str], tmp_path: Path, installed: Path
+    stock: list[str], tmp_path: Path, installed: Path, flag: bool
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"{YAML}portus_config:\n  pool: {tmp_path}/pools\n  model: yaml\n")
-    done = run(tmp_path, installed, "--limit", 2, launcher=(*LAUNCH, "--config_file", str(config)))
+    launcher = (*LAUNCH, "--config_file", str(config))
+    done = run(tmp_path, installed, "--limit", 2, launcher=launcher, flag=flag)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "pools/yaml.portus").exists()
     assert losses(tmp_path) == stock
@@ -252,6 +257,46 @@ def test_a_damaged_entry_does_not_break_import_torch(
     assert "the flag for Accelerate has no effect" in said
     assert says in said
     assert imported(both) == "", "nobody asked for it"
+
+
+@pytest.mark.parametrize("error", [OSError(1), SystemExit(1)])
+def test_where_nothing_can_be_said_a_damaged_entry_breaks_nothing_either(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise error
+
+    broken: Any = ModuleType("broken")
+    broken.register = broken.install = fail
+    monkeypatch.setitem(sys.modules, "portus_accelerate", broken)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(autoload, "failures", [])
+    monkeypatch.setenv(FLAG, "1")
+    monkeypatch.setattr(sys, "stderr", None)
+    entry = runpy.run_path(str(HERE.parents[1] / "core" / "portus_in_torch.py"))
+    entry["follow_the_flag"]()
+    autoload.watch("runpy", "run_path", "portus_accelerate")
+    assert autoload.failures == [f"portus_accelerate could not be used: {error!r}"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "is_launcher"),
+    [
+        (["/usr/bin/accelerate", "launch"], ["python", "/usr/bin/accelerate", "launch"], True),
+        (
+            ["-m", "x.py"],
+            ["python", "-u", "-W", "ignore", "-m", "accelerate.commands.launch", "x.py"],
+            True,
+        ),
+        (["train.py"], ["python", "train.py", "--framework", "accelerate"], False),
+    ],
+)
+def test_the_process_of_accelerate_launch_is_known_however_it_was_started(
+    argv: list[str], orig_argv: list[str], is_launcher: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", orig_argv)
+    assert portus_accelerate.is_launcher() is is_launcher
 
 
 @pytest.mark.long
