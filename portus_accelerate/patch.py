@@ -59,6 +59,7 @@ def install() -> None:
         return
     for needed in _NEEDED:
         getattr(portus, needed)
+    portus.register_reference_loader()  # torch may not have asked, and loads would fail
     if is_installed():
         return
     for owner, name, value in _changes():  # all were made before the first is put in place
