@@ -7,6 +7,7 @@ the packages behind it, or missing: an error here would break ``import torch`` f
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -16,17 +17,20 @@ _FLAG = "PORTUS_ACCELERATE"
 
 def allow_references() -> None:
     """Let ``torch.load`` read reference files."""
-    try:
-        importlib.import_module("portus._autoload").register()
-    except Exception as error:
-        if os.environ.get(_FLAG):
-            sys.stderr.write(f"portus: torch.load cannot read reference files: {error!r}\n")
+    _try("portus._autoload", "torch.load cannot read reference files")
 
 
 def follow_the_flag() -> None:
     """Turn Portus on in Accelerate, where the environment says so."""
+    _try("portus_accelerate", "the flag for Accelerate has no effect")
+
+
+def _try(module: str, else_: str) -> None:
     try:
-        importlib.import_module("portus_accelerate").register()
-    except Exception as error:
+        importlib.import_module(module).register()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if os.environ.get(_FLAG):
-            sys.stderr.write(f"portus: the flag for Accelerate has no effect: {error!r}\n")
+            with contextlib.suppress(Exception):  # stderr may be closed, or not be there
+                sys.stderr.write(f"portus: {else_}: {error!r}\n")

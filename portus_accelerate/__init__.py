@@ -38,13 +38,14 @@ def is_on() -> bool:
 def register() -> None:
     """Called at the end of ``import torch``, by the entry point in ``portus_in_torch``, in every
     program on a machine with Portus. So it must be fast."""
-    if is_on() or _is_launcher():
+    if is_on() or is_launcher():
         importlib.import_module("portus_accelerate.autoload").register()
 
 
-def _is_launcher() -> bool:
+def is_launcher() -> bool:
     """True in the process of ``accelerate launch``, by whatever name it was started."""
-    return any("accelerate" in os.path.basename(each) for each in sys.orig_argv[:4])
+    started = sys.argv[:1] if sys.argv[:1] != ["-m"] else sys.orig_argv  # the module, later
+    return any("accelerate" in os.path.basename(each) for each in started)
 
 
 def __getattr__(name: str) -> object:

@@ -2,17 +2,19 @@
 
 torch calls ``portus_accelerate.register`` at the end of ``import torch``, in every program on a
 machine with Portus. Where the flag is off that does nothing; where it is on it calls ``register``
-here, which waits for Accelerate to be imported, and hands over to ``patch``. In the process of
-``accelerate launch`` it waits for the code that reads the YAML, which refuses unknown keys.
+here, which waits for Accelerate to be imported, and hands over to ``patch``. Whether it is on or
+not, in the process of ``accelerate launch`` it waits for the code that reads the YAML, which
+refuses unknown keys.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from typing import Final
 
-from portus_accelerate import is_on
+from portus_accelerate import is_launcher, is_on
 
 failures: Final[list[str]] = []
 """Why handing over failed in this process."""
@@ -23,7 +25,7 @@ def register() -> None:
     if is_on():
         watch("accelerate.accelerator", "Accelerator", "portus_accelerate.patch")
         watch("transformers.trainer", "Trainer", "portus_accelerate.trainer")
-    else:
+    if is_launcher():
         place = "accelerate.commands.config.config_args"
         watch(place, "ClusterConfig", "portus_accelerate.launching")
 
@@ -58,9 +60,12 @@ class _Watcher:
         sys.meta_path.remove(self)
         try:
             importlib.import_module(self._hook).install()
-        except Exception as error:  # stock behaviour goes on, and it is said
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # stock behaviour goes on, and it is said
             failures.append(f"{self._hook} could not be used: {error!r}")
-            sys.stderr.write(f"portus: the flag for Accelerate has no effect: {error!r}\n")
+            with contextlib.suppress(Exception):  # stderr may be closed, or not be there
+                sys.stderr.write(f"portus: the flag for Accelerate has no effect: {error!r}\n")
 
 
 def is_waiting() -> bool:

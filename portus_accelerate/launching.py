@@ -11,6 +11,7 @@ import os
 import sys
 from typing import Any, Final
 
+import portus
 from portus_accelerate import FLAG
 from portus_accelerate.settings import VARIABLE, from_mapping, to_text
 
@@ -35,7 +36,11 @@ def _tell(values: object) -> None:
     """Put the flag into the environment. Raises ``UsageError`` for what it does not know."""
     if values is False:
         return
-    settings = from_mapping(values if isinstance(values, dict) else {}, KEY)
+    if values is None or values is True:
+        values = {}
+    if not isinstance(values, dict):
+        raise portus.UsageError(f"{KEY}: expected keys and values, found {values!r}")
+    settings = from_mapping(values, KEY)
     if settings.pool is not None:
         is_path = "://" not in settings.pool  # not a storage host
         path = os.path.abspath(os.path.expanduser(settings.pool)) if is_path else settings.pool

@@ -10,7 +10,8 @@ name                             what changes for an Accelerator with a Saver
 ``Accelerator.load_state``       waits for saves in flight; the newest that can be loaded
 ``Accelerator.end_training``     finishes saves before the process group goes
 ``load_accelerator_state``       puts back what exact resume needs
-``__iter__`` of the loaders      remembers the generators at the start of an epoch
+``__init__`` and ``__iter__`` of remembers the generators when an iterator is made, and at the start
+  the loaders                    of an epoch
 ``save``, ``torch`` in           what is saved inside of ``save_state`` is captured
   ``accelerate.checkpointing``,
   ``accelerate.utils.fsdp_utils``
@@ -59,6 +60,7 @@ def install() -> None:
         return
     for needed in _NEEDED:
         getattr(portus, needed)
+    portus.register_reference_loader()  # torch may not have asked, and loads would fail
     if is_installed():
         return
     for owner, name, value in _changes():  # all were made before the first is put in place
@@ -112,6 +114,10 @@ def _changes() -> list[tuple[Any, str, Any]]:
     sharding: Any = sys.modules.get("accelerate.utils.fsdp_utils")
     if sharding is not None:
         changes.append((sharding, "torch", capture.Torch(sharding.torch)))
+    adapter = loading.DataLoaderAdapter
+    changes.append(
+        (adapter, "__init__", functools.wraps(adapter.__init__)(resume.made(adapter.__init__)))
+    )
     for name in ("DataLoaderShard", "DataLoaderDispatcher"):
         loader = getattr(loading, name)
         wrapped = functools.wraps(loader.__iter__)(resume.iteration(loader.__iter__))

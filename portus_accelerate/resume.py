@@ -13,6 +13,11 @@ What Accelerate forgets is put back: generators of samplers, and how many epochs
 ``StatefulDataLoader`` first makes the iterator of the epoch that is over, from its state, which
 draws; so the generators are put where they were before that.
 
+The first iterator of a ``StatefulDataLoader`` is made when Accelerate wraps it, long before the
+epoch that uses it: it is asked for its state then. It draws there, with workers the order too. So
+that moment is remembered as well, and an iterator is made as of then, in place of the first one;
+of the sampler of then, too, for which Accelerate may put its own afterwards.
+
 Not repeated: what a dataset draws in the training process itself for the batches that had been
 fetched ahead (one, or two) when the save was called.
 """
@@ -22,6 +27,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +36,10 @@ import torch
 KEY: Final = "portus"
 """Where this is in the file of random states; Accelerate looks at keys that it knows only."""
 
+_FIRST_WAITS: Final = "_initial_iter_for_state_dict"
+"""Of a ``StatefulDataLoader``: it has an iterator that was made to be asked for its state."""
+
+_SAMPLERS_MAX: Final = 8
 _END: Final = object()
 
 
@@ -39,8 +49,16 @@ class _Resumed:
     ``now`` is to hold; else after an epoch's end."""
 
     loader: Any
+    prepared: list[Any]
     start: dict[str, Any] | None = None
     now: dict[str, Any] | None = None
+
+    def is_of(self, loader: Any) -> bool:
+        """True if ``loader`` is the one, or was made from it by ``skip_first_batches``: then it is
+        none of those that Accelerate prepared, which may have the same data."""
+        if any(each is loader for each in self.prepared):
+            return loader is self.loader
+        return loader.dataset is self.loader.dataset
 
 
 _waiting: list[_Resumed] = []
@@ -78,6 +96,7 @@ def go_back(accelerator: Any, saved: Any) -> None:
     if not isinstance(saved, dict) or saved.get("format") != 1:
         return
     loaders = accelerator._dataloaders
+    then = _randomness()
     if len(saved["loaders"]) != len(loaders):
         return  # another script; Accelerate has done what it does
     for loader, position in zip(loaders, saved["loaders"], strict=True):
@@ -85,13 +104,18 @@ def go_back(accelerator: Any, saved: Any) -> None:
     for loader, state in zip(loaders, saved.get("states", ()), strict=False):
         if state is not None and getattr(loader, "use_stateful_dataloader", False):
             loader.load_state_dict(state)
+    for loader, position in zip(loaders, saved["loaders"], strict=True):
+        if position.get("made") is not None:
+            _make_first(loader, position["made"])
+            _put_generators(loader, position["generators"])
+            _restore_randomness(then)
     running = saved.get("running")
     if running is not None:
         loader = loaders[running["index"]]
-        _waiting.append(_Resumed(loader, running["start"], _randomness()))
+        _waiting.append(_Resumed(loader, loaders, running["start"], _randomness()))
     for loader in loaders:
         if _is_finished(loader):
-            _waiting.append(_Resumed(loader))
+            _waiting.append(_Resumed(loader, loaders))
 
 
 def iteration(stock: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
@@ -101,7 +125,7 @@ def iteration(stock: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator
         resumed = _resumed(loader)
         if resumed is not None:
             _rewind(loader, resumed)
-        loader._portus_start = _start(loader)
+        loader._portus_start = {**_start(loader), "made": _first_made(loader)}
         batches = stock(loader)
         first = next(batches, _END)
         if resumed is not None and resumed.now is not None:
@@ -116,9 +140,27 @@ def iteration(stock: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator
     return iterate
 
 
+def made(stock: Callable[..., None]) -> Callable[..., None]:
+    """In place of ``__init__`` of what Accelerate's loaders have in common."""
+
+    def __init__(  # noqa: N807
+        self: Any,
+        dataset: Any,
+        use_stateful_dataloader: bool = False,
+        batch_sampler: Any = None,
+        **named: Any,
+    ) -> None:
+        to_be = SimpleNamespace(batch_sampler=batch_sampler, **named)
+        before, sampler = _start(to_be), _sampler(to_be)
+        stock(self, dataset, use_stateful_dataloader, batch_sampler, **named)
+        self._portus_made, self._portus_sampler = before, sampler
+
+    return __init__
+
+
 def _resumed(loader: Any) -> _Resumed | None:
     for each in _waiting:
-        if each.loader is loader or each.loader.dataset is loader.dataset:
+        if each.is_of(loader):
             _waiting.remove(each)
             return each
     return None
@@ -127,11 +169,38 @@ def _resumed(loader: Any) -> _Resumed | None:
 def _rewind(loader: Any, resumed: _Resumed) -> None:
     """Put the generators where they were when this epoch's iterator was made."""
     if resumed.start is not None:
+        if resumed.start.get("made") is not None:
+            _make_first(loader, resumed.start["made"])
         _restore(loader, resumed.start)
     elif _is_finished(loader):
         start = _start(loader)
         iter(loader.base_dataloader)  # takes the state of the epoch that is over
         _restore(loader, start)
+
+
+def _make_first(loader: Any, before: dict[str, Any]) -> None:
+    """Make the iterator of a stateful loader as the first one was, when Accelerate asked for its
+    state: with the generators as they were ``before``. It is the next one that the loader uses."""
+    if not hasattr(getattr(loader, "base_dataloader", None), _FIRST_WAITS):
+        return
+    samplers, first = _samplers(loader), getattr(loader, "_portus_sampler", None)
+    now = samplers[-1] if samplers else None
+    holders = [
+        each for each in samplers if first is not None and getattr(each, "sampler", None) is now
+    ]
+    for each in holders:
+        each.sampler = first
+    _restore(loader, before)
+    loader.base_dataloader.state_dict()
+    for each in holders:
+        each.sampler = now
+    loader._portus_made = before
+
+
+def _first_made(loader: Any) -> dict[str, Any] | None:
+    """Where the generators were before the first iterator was made, if it is still to be used."""
+    waits = getattr(getattr(loader, "base_dataloader", None), _FIRST_WAITS, False)
+    return getattr(loader, "_portus_made", None) if waits else None
 
 
 def _is_finished(loader: Any) -> bool:
@@ -156,6 +225,7 @@ def _position(loader: Any) -> dict[str, Any]:
     position = {
         "iteration": getattr(loader, "iteration", None),
         "generators": {name: each.get_state() for name, each in _generators(loader).items()},
+        "made": _first_made(loader),
     }
     sampler = _sampler(loader)
     if hasattr(sampler, "initial_seed") and isinstance(sampler.initial_seed, int):
@@ -199,13 +269,25 @@ def _generators(loader: Any) -> dict[str, torch.Generator]:
 
 def _sampler(loader: Any) -> Any:
     """The innermost sampler: what decides the order."""
-    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
-    for _ in range(8):
-        inner = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-        if inner is None:
-            return sampler
-        sampler = inner
-    return sampler
+    found = _samplers(loader)
+    return found[-1] if found else None
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """The loader's sampler, that one's, and so on."""
+    found: list[Any] = []
+    inner = _inside(loader)
+    while inner is not None and len(found) < _SAMPLERS_MAX:
+        found.append(inner)
+        inner = _inside(inner)
+    return found
+
+
+def _inside(outer: Any) -> Any:
+    """The sampler of a loader, or that of a sampler. Not asked whether it is true: that would be
+    whether it is empty, and those of an ``IterableDataset`` have no length."""
+    found = getattr(outer, "batch_sampler", None)
+    return getattr(outer, "sampler", None) if found is None else found
 
 
 def _randomness() -> dict[str, Any]:

@@ -4,15 +4,18 @@ its own, as users have it."""
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 import portus_accelerate
-from portus_accelerate import FLAG
+from portus_accelerate import FLAG, autoload
 from portus_accelerate.launching import _tell
 from portus_accelerate.settings import VARIABLE
 
@@ -27,6 +30,7 @@ def run(
     *arguments: object,
     launcher: tuple[str, ...] = (),
     flag: bool = False,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """The script in ``root``, with the entry points of this tree."""
     root.mkdir(exist_ok=True)
@@ -35,7 +39,7 @@ def run(
     command = [sys.executable, *launcher, str(SCRIPT), "--root", str(root)]
     return subprocess.run(
         [*command, *map(str, arguments)],
-        env={**clean, **more, **({"PORTUS_ACCELERATE": "1"} if flag else {})},
+        env={**clean, **more, **({"PORTUS_ACCELERATE": "1"} if flag else {}), **variables},
         cwd=root,
         capture_output=True,
         text=True,
@@ -76,11 +80,13 @@ def killed_and_resumed(
     after: int,
     launcher: tuple[str, ...] = (),
     flag: bool = True,
+    **variables: str,
 ) -> None:
     """Killed right after save number ``after`` was asked for; started again."""
-    killed = run(root, site, *arguments, "--kill-after", after, launcher=launcher, flag=flag)
+    how: Any = {"launcher": launcher, "flag": flag, **variables}
+    killed = run(root, site, *arguments, "--kill-after", after, **how)
     assert killed.returncode in (-signal.SIGKILL, 1), killed.stderr
-    done = run(root, site, *arguments, launcher=launcher, flag=flag)
+    done = run(root, site, *arguments, **how)
     assert done.returncode == 0, done.stderr
     assert is_on(root)
 
@@ -112,13 +118,14 @@ def test_killed_in_a_save_and_resumed_is_as_if_it_had_not_been(
 def test_a_module_that_runs_the_script_turns_it_on_and_killed_it_resumes(
     stock: list[str], tmp_path: Path, installed: Path
 ) -> None:
-    module = ("-m", "portus_accelerate.run")
-    killed_and_resumed(tmp_path, installed, after=3, launcher=module, flag=False)
+    # Where torch calls no entry points, too.
+    how: Any = {"launcher": ("-m", "portus_accelerate.run"), "flag": False}
+    killed_and_resumed(tmp_path, installed, after=3, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **how)
     assert_same(losses(tmp_path), stock)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("after", [1, 8, 7])
+@pytest.mark.parametrize("after", [4, 8, 7])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("more", [(), ("--seedable",)])
 def test_a_stateful_loader_goes_on_with_the_same_order(
@@ -136,7 +143,7 @@ def test_a_stateful_loader_goes_on_with_the_same_order(
         (2, ()),
         pytest.param(3, (), marks=pytest.mark.long),
         pytest.param(4, ("--stateful",), marks=pytest.mark.long),
-        pytest.param(4, ("--stateful", "--workers", 2), marks=pytest.mark.long),
+        pytest.param(2, ("--stateful", "--workers", 2), marks=pytest.mark.long),
         pytest.param(2, ("--seedable", "--epochs", 3), marks=pytest.mark.long),
     ],
 )
@@ -159,12 +166,14 @@ use_cpu: true
 LAUNCH = ("-m", "accelerate.commands.accelerate_cli", "launch")
 
 
+@pytest.mark.parametrize("flag", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_yaml_of_accelerate_launch_turns_it_on(
-    stock: list[str], tmp_path: Path, installed: Path
+    stock: list[str], tmp_path: Path, installed: Path, flag: bool
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"{YAML}portus_config:\n  pool: {tmp_path}/pools\n  model: yaml\n")
-    done = run(tmp_path, installed, "--limit", 2, launcher=(*LAUNCH, "--config_file", str(config)))
+    launcher = (*LAUNCH, "--config_file", str(config))
+    done = run(tmp_path, installed, "--limit", 2, launcher=launcher, flag=flag)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "pools/yaml.portus").exists()
     assert losses(tmp_path) == stock
@@ -252,6 +261,46 @@ def test_a_damaged_entry_does_not_break_import_torch(
     assert "the flag for Accelerate has no effect" in said
     assert says in said
     assert imported(both) == "", "nobody asked for it"
+
+
+@pytest.mark.parametrize("error", [OSError(1), SystemExit(1)])
+def test_where_nothing_can_be_said_a_damaged_entry_breaks_nothing_either(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise error
+
+    broken: Any = ModuleType("broken")
+    broken.register = broken.install = fail
+    monkeypatch.setitem(sys.modules, "portus_accelerate", broken)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(autoload, "failures", [])
+    monkeypatch.setenv(FLAG, "1")
+    monkeypatch.setattr(sys, "stderr", None)
+    entry = runpy.run_path(str(HERE.parents[1] / "core" / "portus_in_torch.py"))
+    entry["follow_the_flag"]()
+    autoload.watch("runpy", "run_path", "portus_accelerate")
+    assert autoload.failures == [f"portus_accelerate could not be used: {error!r}"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "is_launcher"),
+    [
+        (["/usr/bin/accelerate", "launch"], ["python", "/usr/bin/accelerate", "launch"], True),
+        (
+            ["-m", "x.py"],
+            ["python", "-u", "-W", "ignore", "-m", "accelerate.commands.launch", "x.py"],
+            True,
+        ),
+        (["train.py"], ["python", "train.py", "--framework", "accelerate"], False),
+    ],
+)
+def test_the_process_of_accelerate_launch_is_known_however_it_was_started(
+    argv: list[str], orig_argv: list[str], is_launcher: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", orig_argv)
+    assert portus_accelerate.is_launcher() is is_launcher
 
 
 @pytest.mark.long

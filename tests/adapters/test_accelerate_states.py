@@ -239,6 +239,25 @@ class Held:
         self._holder.join()
 
 
+def test_a_directory_that_is_renamed_while_its_save_is_in_flight_is_loaded_from_there(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path)
+    scene.step()
+    scene.accelerator.save_state(str(tmp_path / "step_0"))
+    scene.checkpointer.wait()
+    with Held(scene):
+        scene.step()
+        scene.accelerator.save_state(str(tmp_path / "step_1"))  # in flight: the next has to wait
+        scene.accelerator.save_state(str(tmp_path / "temporary"))
+        then = scene.facts()
+        (tmp_path / "temporary").rename(tmp_path / "step_2")
+    scene.step()
+    scene.accelerator.load_state(str(tmp_path / "step_2"))
+    assert same(scene.facts(), then)
+    assert not (tmp_path / "temporary").exists()
+
+
 def test_accelerate_saves_what_portus_cannot_only_when_no_save_is_under_way(
     tmp_path: Path,
 ) -> None:
@@ -686,6 +705,8 @@ def test_an_unknown_key_in_the_yaml_is_an_error(monkeypatch: pytest.MonkeyPatch)
     launching.install()
     with pytest.raises(portus.UsageError, match=r"unknown keys \['slots'\]"):
         config_args.BaseConfig.process_config({"portus_config": {"slots": 3}})
+    with pytest.raises(portus.UsageError, match="expected keys and values, found '/nvme/pools'"):
+        config_args.BaseConfig.process_config({"portus_config": "/nvme/pools"})
     config = {"distributed_type": "NO", "portus_config": {"model": "a", "max_bytes": 1 << 30}}
     assert "portus_config" not in config_args.BaseConfig.process_config(config)
     assert settings.from_environment() == settings.Settings(model="a", max_bytes=1 << 30)

@@ -133,9 +133,12 @@ def place(path: str, reference: Reference, files: FileSystem, directory: str) ->
 
 
 def settle(path: str, files: FileSystem, directory: str) -> None:
-    """Return when the reference placed at ``path`` survives power loss. Raises ``MediumError``."""
+    """Return when the reference placed at ``path`` survives power loss. Raises ``MediumError``.
+
+    Its directory may have been renamed or removed meanwhile: how durable that is, is up to who did.
+    """
     files.sync(directory)
-    files.sync(os.path.dirname(path))
+    settle_removals(os.path.dirname(path), files)
 
 
 def take_away(path: str, files: FileSystem) -> None:

@@ -146,6 +146,23 @@ def test_a_copy_that_takes_the_place_of_the_file_keeps_it_alive(run: Run) -> Non
     assert ref.state_of(first, run.links, run.files) is ref.State.DELETED
 
 
+@pytest.mark.parametrize("how", ["renamed", "removed"])
+def test_a_directory_that_is_gone_before_it_is_settled_is_no_error(
+    run: Run, tmp_path: Path, how: str
+) -> None:
+    path = run.home / "step_1" / "a.ckpt"
+    path.parent.mkdir()
+    made = run.reference(path)
+    ref.place(str(path), made, run.files, run.links)
+    if how == "renamed":
+        path.parent.rename(run.home / "best")
+    else:
+        shutil.rmtree(path.parent)
+    ref.settle(str(path), run.files, run.links)
+    alive = how == "renamed"
+    assert run.states() == {1: ref.State.ALIVE if alive else ref.State.DELETED}
+
+
 def test_a_path_taken_away_and_forgotten_leaves_no_name(run: Run) -> None:
     made = run.save("a.ckpt")
     ref.take_away(str(run.home / "a.ckpt"), run.files)
