@@ -21,13 +21,14 @@ def tell(level: int, event: str, message: str, /, **fields: str | float | None) 
 
 
 class Lines(logging.Formatter):
-    """One JSON object for each line."""
+    """One JSON object for each line. What was not told as an event is the event ``log``."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
             "level": record.levelname.lower(),
             "logger": record.name,
+            "event": "log",
             "message": record.getMessage(),
             **getattr(record, _FIELDS, {}),
         }

@@ -20,7 +20,8 @@ from portus.daemon.counters import TIMED
 from portus.daemon.main import Wish, heard, prepared
 from portus.daemon.pools import parse_size
 from portus.daemon.server import _answers, open_door
-from portus.errors import MediumError, UsageError
+from portus.errors import BusyError, MediumError, UsageError
+from portus.index.directory import open_reader
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, parse
 from portus.transport.dial import Credentials, dial
@@ -81,19 +82,14 @@ def test_a_host_needs_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
 
 
-def test_a_pool_that_somebody_writes_is_not_served(tmp_path: Path) -> None:
+def test_a_pool_that_somebody_writes_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.pools.BUSY_S", 0.1)
     with portus.Checkpointer(tmp_path / "one.portus") as checkpointer:
         checkpointer.save(STATE, 1).wait()
-        command = [sys.executable, "-m", "portus.cli.main", "serve"]
-        done = subprocess.run(
-            [*command, str(tmp_path / "one.portus"), "--listen", "127.0.0.1:0"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert done.returncode == 75
-    assert "another writer has held it" in done.stderr
+        with pytest.raises(BusyError, match="another writer has held it"):
+            prepared(Wish(place=str(tmp_path / "one.portus"), listen=["127.0.0.1:0"]))
 
 
 def test_systemd_is_told_when_it_is_ready_and_when_it_ends(
@@ -197,7 +193,7 @@ def logged(host: Host) -> dict[str, list[Event]]:
     found: dict[str, list[Event]] = {}
     for line in host.log.splitlines():
         event = json.loads(line)
-        assert event.keys() > {"time", "level", "logger", "message"}
+        assert event.keys() >= {"time", "level", "logger", "event", "message"}
         found.setdefault(event["event"], []).append(event)
     return found
 
@@ -255,6 +251,21 @@ def test_the_log_has_fields_for_who_came_what_was_saved_and_why_not(
     page = (Path(__file__).parents[3] / "docs/deploying.md").read_text()
     fields = {name for events in found.values() for event in events for name in event}
     assert {name for name in {*found, *fields} if f"`{name}`" not in page} == set()
+
+
+def test_what_the_floors_below_log_is_an_event_too(tmp_path: Path) -> None:
+    path = tmp_path / "one.portus"
+    saved(str(path))
+    with contextlib.closing(open_reader(str(path))) as pool:
+        [entry] = pool.catalogue().entries()
+    data = bytearray(path.read_bytes())
+    data[entry.pointer.extent.offset] ^= 1
+    path.write_bytes(data)
+    with Host(path) as host:
+        host.stop()
+    [lost] = logged(host)["log"]
+    assert (lost["level"], lost["logger"]) == ("error", "portus")
+    assert "version 1 is lost" in str(lost["message"])
 
 
 def certificate(folder: Path) -> tuple[str, str]:

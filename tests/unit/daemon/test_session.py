@@ -28,6 +28,7 @@ from portus.errors import (
 from portus.format.checksum import UNIT, digest
 from portus.index.check import check
 from portus.index.directory import create_pool, open_writer
+from portus.index.pool import PoolWriter
 from portus.media.local import LocalFiles
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, Transport, parse
@@ -553,32 +554,45 @@ def test_tenants_see_their_own_pools_alone(guarded: Server) -> None:
     assert versions(guarded) == 1
 
 
-def test_a_tenant_whose_pool_cannot_be_opened_is_told_and_others_do_not_wait(
-    guarded: Server, tmp_path: Path
+@pytest.fixture
+def busy(guarded: Server, tmp_path: Path) -> Iterator[PoolWriter]:
+    """Somebody else who writes the pool of the default tenant."""
+    path = str(tmp_path / "pools" / "default.portus")
+    create_pool(path, LocalFiles())
+    with contextlib.closing(open_writer(path, LocalFiles())) as holder:
+        yield holder
+
+
+def test_a_tenant_whose_pool_cannot_be_opened_is_told(
+    guarded: Server, busy: PoolWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    busy = tmp_path / "pools" / "default.portus"
-    busy.parent.mkdir(exist_ok=True)
-    create_pool(str(busy), LocalFiles())
-    holder = open_writer(str(busy), LocalFiles())
-    told: list[PortusError] = []
+    monkeypatch.setattr("portus.daemon.pools.BUSY_S", 0.1)
+    with pytest.raises(BusyError, match="another writer"), client(guarded, secret=SECRET):
+        pass
+    busy.close()
+    with client(guarded, secret=SECRET) as link:
+        confirmed(link)
+
+
+def test_while_a_pool_is_waited_for_other_tenants_are_served(
+    guarded: Server, busy: PoolWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.pools.BUSY_S", 60.0)
+    served: list[said.Committed] = []
 
     def come() -> None:
-        try:
-            with client(guarded, secret=SECRET):
-                pass
-        except PortusError as error:
-            told.append(error)
+        with client(guarded, secret=SECRET) as link:
+            served.append(confirmed(link))
 
     waiting = threading.Thread(target=come)
     waiting.start()
-    settled(guarded, lambda: guarded.connections() == 1)
+    settled(guarded, lambda: "default" in guarded._house.pools._opening)
     with client(guarded, "other", SECRET[::-1]) as link:
         confirmed(link)
+    assert served == []
+    busy.close()
     waiting.join()
-    holder.close()
-    assert isinstance(told[0], BusyError)
-    with client(guarded, secret=SECRET) as link:
-        confirmed(link)
+    assert len(served) == 1
 
 
 def test_a_model_has_one_client_at_a_time(server: Server) -> None:
