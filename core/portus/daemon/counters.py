@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,6 +142,10 @@ def publish(text: Callable[[], str], port: int, host: str) -> ThreadingHTTPServe
 
     class Pages(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            if not isinstance(sys.exc_info()[1], ConnectionError):  # a reader who hung up
+                raise
 
     try:
         server = Pages((host, port), Page)

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import urllib.request
@@ -266,6 +267,36 @@ def test_what_the_floors_below_log_is_an_event_too(tmp_path: Path) -> None:
     [lost] = logged(host)["log"]
     assert (lost["level"], lost["logger"]) == ("error", "portus")
     assert "version 1 is lost" in str(lost["message"])
+
+
+def test_who_hangs_up_on_the_metrics_is_no_news(tmp_path: Path) -> None:
+    port = free_port()
+    with Host("memory:1M", "--metrics", str(port)) as host:
+        for request in (b"GET / HTTP/1.1\r\n\r\n", b"GET /metrics HTTP/1.0\r\n\r\n", b"\0") * 5:
+            with socket.create_connection(("127.0.0.1", port)) as reader:
+                reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                reader.sendall(request)
+        assert scraped(port)["portus_connections_total"] == 0
+        host.stop()
+    assert logged(host).keys() == {"serving", "ending"}
+
+
+def test_what_ends_a_thread_of_the_host_is_a_line_too() -> None:
+    program = (
+        "import threading\n"
+        "from portus.daemon.events import log_to_stderr\n"
+        "log_to_stderr()\n"
+        "thread = threading.Thread(target=[].pop, name='portus-session')\n"
+        "thread.start(); thread.join()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    [line] = done.stderr.splitlines()
+    event = json.loads(line)
+    assert (event["event"], event["level"]) == ("log", "critical")
+    assert "portus-session ended by a mistake of portus: IndexError" in event["message"]
+    assert event["exception"].startswith("Traceback")
 
 
 def certificate(folder: Path) -> tuple[str, str]:
