@@ -330,6 +330,26 @@ def test_tls_is_spoken_and_strangers_are_not_believed(
         assert torch.equal(loaded["x"], STATE["x"])
 
 
+def test_who_begins_no_tls_is_ended_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.server.GREETING_S", 0.2)
+    cert, key = certificate(tmp_path)
+    wish = Wish(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
+    server = prepared(wish)
+    server.start()
+    try:
+        for said_first in (b"", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain:
+                plain.settimeout(60)
+                plain.sendall(said_first)
+                with contextlib.suppress(ConnectionError):
+                    while plain.recv(100):
+                        pass
+    finally:
+        assert server.stop()
+
+
 def test_a_host_without_tls_says_how_it_is_reached(tmp_path: Path) -> None:
     with serving(tmp_path / "pools") as server:
         address = url(server).replace("portus:", "portus+tls:")

@@ -731,6 +731,25 @@ def test_a_client_has_so_many_regions_at_most(
             asked(link, said.Register(3, packed_column([1])), said.Done)
 
 
+def test_a_client_has_so_many_pins_and_claims_at_most(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.session.PINS_MAX", 2)
+    monkeypatch.setattr("portus.daemon.session.CLAIMS_MAX", 2)
+    with client(server) as link:
+        for version in range(1, 6):  # those that were taken back do not count
+            asked(link, said.Pin(version), said.Done)
+            asked(link, said.Unpin(version), said.Done)
+        for version in (1, 2):
+            asked(link, said.Pin(version), said.Done)
+        with pytest.raises(UsageError, match="more than 2 versions"):
+            asked(link, said.Pin(3), said.Done)
+        asked(link, said.Claim("n", b"c" * 16), said.Done)
+        with pytest.raises(UsageError, match="more than 2 models"):
+            asked(link, said.Claim("o", b"c" * 16), said.Done)
+        confirmed(link)
+
+
 def test_both_ends_ask_after_a_peer_that_vanished(server: Server) -> None:
     with client(server) as link:
         for each in (link, *server._links.values()):
