@@ -51,7 +51,12 @@ _SMALL: Final = 64 << 10
 """Bytes of a segment, on the average, below which it is short."""
 
 _POLL_S: Final = 0.2
-_KEEPALIVE: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
+_KEEPALIVE: Final = {
+    "TCP_KEEPIDLE": 20,
+    "TCP_KEEPINTVL": 20,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 80_000,  # ms; nothing is asked while something sent is not acknowledged
+}
 """A peer that vanished is noticed within 80 s."""
 
 

@@ -759,6 +759,8 @@ def test_both_ends_ask_after_a_peer_that_vanished(server: Server) -> None:
                 for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
             ]
             assert told[0] + told[1] * told[2] <= 80, "docs/deploying.md says so"
+            unacknowledged_ms = each._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert 0 < unacknowledged_ms <= 80_000, "of what was said to it no less"
 
 
 # --- what fails on the host ---
