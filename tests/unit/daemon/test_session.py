@@ -27,7 +27,7 @@ from portus.errors import (
 )
 from portus.format.checksum import UNIT, digest
 from portus.index.check import check
-from portus.index.directory import create_pool, open_writer
+from portus.index.directory import create_pool, open_reader, open_writer
 from portus.index.pool import PoolWriter
 from portus.media.local import LocalFiles
 from portus.protocol import messages as said
@@ -851,6 +851,44 @@ def test_the_end_does_not_wait_for_those_who_wait(tmp_path: Path) -> None:
             settled(server, lambda: server.connections() == 2)
             assert server.stop(), "it waited for another client's model"
         waiting.join()
+
+
+@contextlib.contextmanager
+def in_a_commit(server: Server) -> Iterator[None]:
+    """A client has confirmed, and its commit waits for the end of this."""
+    writer = server._house.pools.of("default").writer
+    with client(server) as link:
+        pulled(link)
+        with writer._committing:
+            link.send(said.Confirm(units(), bytes(16), b"[]", b"{}", b""))
+            settled(server, lambda: writer._line.waiting == 1)
+            yield
+
+
+def test_the_end_waits_for_a_commit_that_is_under_way(tmp_path: Path) -> None:
+    ends: list[bool] = []
+    with serving(tmp_path / "pools") as server:
+        ending = threading.Thread(target=lambda: ends.append(server.stop(60)))
+        with in_a_commit(server):
+            ending.start()
+            settled(server, server._ending.is_set)
+            assert ends == []
+        ending.join()
+        assert ends == [True]
+    with contextlib.closing(open_reader(str(tmp_path / "pools/default.portus"))) as pool:
+        assert len(pool.catalogue().ids()) == 1
+        assert check(pool) == []
+
+
+def test_an_end_that_is_not_clean_in_time_is_said_and_closes_no_pool(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(tmp_path / "pools") as server:
+        with in_a_commit(server):
+            assert not server.stop(0.1)
+            assert "connections did not end within 0.1 s" in caplog.text
+        settled(server, lambda: server.connections() == 0)
+        assert versions(server) == 1, "the pool was still there to commit to"
 
 
 def test_a_secret_that_could_be_guessed_is_none(tmp_path: Path) -> None:
