@@ -156,7 +156,9 @@ class Pools:
 
 
 def open_pools(pool: str | None, target: str | None = None) -> Pools:
-    """The pools in which ``target`` is looked for."""
+    """The pools in which ``target`` is looked for. Raises ``UsageError``."""
+    if target is not None and is_address(target):
+        raise UsageError(f"{target} is a storage host; say what of it, and --pool {target}")
     near = target if target is not None and reference_at(target) is not None else None
     return Pools(find_pool(pool, near))
 

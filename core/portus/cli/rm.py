@@ -83,7 +83,7 @@ def _remove_file(path: str, reference: Reference, pool: str | None) -> list[dict
 def _remove_versions(
     target: str, pool: str | None, *, yes: bool, force: bool, output: Output
 ) -> list[dict[str, Json]]:
-    with open_pools(pool) as pools:
+    with open_pools(pool, target) as pools:
         found = pools.select(target)
         if not force:
             _check_unheld(found)

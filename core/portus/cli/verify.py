@@ -51,6 +51,8 @@ class Verdict:
 def run(target: str | None, pool: str | None, output: Output) -> int:
     """Verify; the exit code."""
     verdicts = []
+    if target is not None and pool is None and is_address(target):
+        target, pool = None, target
     for path, only in _chosen(target, pool):
         with bar(os.path.basename(path)) as advanced:
             verdict = _verify(path, only, advanced)

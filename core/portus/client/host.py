@@ -34,7 +34,7 @@ from portus.protocol.session import State
 from portus.spec import Extent
 from portus.transport.base import Digests, Sources, Stop, cut, unit_counts
 from portus.transport.dial import Credentials, raised
-from portus.transport.host import ROOM_S, WORK_S, HostLocks, HostMedium, Links, patience_s
+from portus.transport.host import ROOM_S, HostLocks, HostMedium, Links, patience_s
 from portus.transport.local import best_engine
 from portus.transport.regions import HERE, Known, Lane, Parts, Regions, StagedError, gathered
 from portus.transport.stream import Link, give
@@ -194,8 +194,9 @@ class HostDraft:
     def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
         link = self._ready(stop)
         token = before.record.info.token
+        message = said.Share(token, packed_column(indices))
         with link.under(stop):
-            answer = self._ask(link, said.Share(token, packed_column(indices)), WORK_S)
+            answer = self._pool.links.ask_for_work(link, message)
         if not isinstance(answer, said.Shared):
             raise raised(answer)
         if answer.same:
@@ -214,12 +215,12 @@ class HostDraft:
             retire=packed_column(sorted(retire)),
         )
         try:
-            answer = link.ask(confirm, WORK_S)
+            answer = self._pool.links.ask_for_work(link, confirm)
             if isinstance(answer, said.Missing):
                 whole = said.Confirm(
                     confirm.digests, _NO_TOKEN, labels.layout, labels.tree, confirm.retire
                 )
-                answer = link.ask(whole, WORK_S)
+                answer = self._pool.links.ask_for_work(link, whole)
         except TransportError as error:
             record = self._outcome(labels.token, error)
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from typing import Final
 
@@ -21,13 +22,14 @@ def tell(level: int, event: str, message: str, /, **fields: str | float | None) 
 
 
 class Lines(logging.Formatter):
-    """One JSON object for each line."""
+    """One JSON object for each line. What was not told as an event is the event ``log``."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
             "level": record.levelname.lower(),
             "logger": record.name,
+            "event": "log",
             "message": record.getMessage(),
             **getattr(record, _FIELDS, {}),
         }
@@ -37,9 +39,16 @@ class Lines(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Send what Portus logs to stderr, as lines of JSON."""
+    """Send what Portus logs to stderr, as lines of JSON; and what ends a thread."""
     handler = logging.StreamHandler()
     handler.setFormatter(Lines())
     logger = logging.getLogger("portus")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    threading.excepthook = _note_end
+
+
+def _note_end(ended: threading.ExceptHookArgs) -> None:
+    name = "" if ended.thread is None else ended.thread.name
+    why = ended.exc_value or ended.exc_type()
+    _log.critical("%s ended by a mistake of portus: %r", name, why, exc_info=why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -116,6 +117,10 @@ def publish(house: House, connections: Callable[[], int], port: int, host: str) 
 
 class _Pages(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a reader who hung up
+            raise
 
 
 class _Pages6(_Pages):

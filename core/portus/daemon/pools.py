@@ -29,6 +29,8 @@ from portus.protocol.address import TENANT, is_address
 
 MEMORY: Final = "memory:"
 TENANTS_MAX: Final = 1024
+BUSY_S: Final = 10.0
+"""The longest wait for another writer to let go of a pool."""
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -145,7 +147,7 @@ class Pools:
         if not os.path.exists(path):
             make_directory(os.path.dirname(path))
             create_pool(path, files)
-        return open_writer(path, files, max_bytes=self._quota)
+        return open_writer(path, files, timeout_s=BUSY_S, max_bytes=self._quota)
 
     def _path(self, tenant: str) -> str:
         place = os.path.abspath(self.place)

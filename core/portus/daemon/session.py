@@ -65,6 +65,9 @@ GREETING_S: Final = 10.0
 """The longest that a stranger may take for each word of the greeting."""
 
 REGIONS_MAX: Final = said.STORAGES_MAX
+PINS_MAX: Final = said.IDS_MAX
+CLAIMS_MAX: Final = 64
+"""Of one connection, each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +296,8 @@ class _Requests:
     def _claim(self, message: said.Claim) -> Said:
         if message.model in self._claimed:
             raise UsageError(f"model {message.model!r} is claimed here already")
+        if len(self._claimed) >= CLAIMS_MAX:
+            raise UsageError(f"more than {CLAIMS_MAX} models")
         self._hosted.claim(message.model, message.client, self._patience.claim_s)
         self._claimed.append(message.model)
         return said.Done()
@@ -551,6 +556,8 @@ class _Requests:
             raise UsageError(f"ranges: the pool has {size} bytes")
 
     def _pin(self, message: said.Pin) -> Said:
+        if len(self._pins) >= PINS_MAX:
+            raise UsageError(f"more than {PINS_MAX} versions are pinned")
         self._writer.locks.pin(message.version)
         self._pins[message.version] += 1
         return said.Done()
@@ -560,6 +567,8 @@ class _Requests:
             raise UsageError(f"version {message.version} is not pinned")
         self._writer.locks.unpin(message.version)
         self._pins[message.version] -= 1
+        if not self._pins[message.version]:
+            del self._pins[message.version]
         return said.Done()
 
     # The pool.

@@ -51,8 +51,9 @@ SILENCE_S: Final = 30.0
 """The longest that a host may say nothing in the middle of a request."""
 
 WORK_S: Final = 600.0
-"""The longest that it may work on an answer: persist, or hash. A host that vanished meanwhile is
-noticed by keepalive."""
+"""The longest that it may work on an answer: persist, or hash. Meanwhile it is asked whether it
+still lives: a thread of a host works, the others answer. One that vanished is noticed by keepalive.
+"""
 
 ROOM_S: Final = 60.0
 """The same for room: a training may be waiting."""
@@ -190,6 +191,16 @@ class Links:
         refused."""
         with self.borrowed() as link:
             return _answered(link, message, silence_s or self.answer_s)
+
+    def ask_for_work(self, link: Link, message: Said) -> Said:
+        """The answer to what may take long: the host is waited for, ``WORK_S`` at most, as long as
+        it answers a question over another connection now and then. Raises ``TransportError``."""
+        link.send(message)
+        for _ in range(max(1, int(WORK_S / self.silence_s))):
+            if not link.is_silent(self.silence_s):
+                break
+            self.ask(said.Status())
+        return link.hear()
 
     def close(self) -> None:
         """Let go of all that are not in use, and of the device. A second call does nothing."""
@@ -343,7 +354,8 @@ class HostMedium:
         self._pins.check()
         ranges = _interleaved(sources.extent_offset.tolist(), sources.extent_length.tolist())
         with self._links.borrowed() as link, link.under(stop):
-            answer = _answered(link, said.Check(packed_column(sources.length), ranges), WORK_S)
+            message = said.Check(packed_column(sources.length), ranges)
+            answer = self._links.ask_for_work(link, message)
         if not isinstance(answer, said.Checked):
             raise raised(answer)
         stop.add(sources.size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import select
 import socket
@@ -51,7 +52,12 @@ _SMALL: Final = 64 << 10
 """Bytes of a segment, on the average, below which it is short."""
 
 _POLL_S: Final = 0.2
-_KEEPALIVE: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
+_KEEPALIVE: Final = {
+    "TCP_KEEPIDLE": 20,
+    "TCP_KEEPINTVL": 20,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 80_000,  # ms; nothing is asked while something sent is not acknowledged
+}
 """A peer that vanished is noticed within 80 s."""
 
 
@@ -257,12 +263,26 @@ class Link:
         """True if nobody on the way can read it: TLS."""
         return isinstance(self._socket, ssl.SSLSocket)
 
-    def has_word(self) -> bool:
+    def has_word(self, timeout_s: float = 0.0) -> bool:
         """True if the other side said something, or hung up. Takes nothing of it."""
         with self._or_end():
+            number = self._socket.fileno()
+            if number < 0:
+                raise EndedError(f"{self.name}: the connection was closed")
             asking = select.poll()
-            asking.register(self._socket, select.POLLIN)
-            return bool(asking.poll(0))
+            asking.register(number, select.POLLIN)
+            return bool(asking.poll(timeout_s * 1000))
+
+    def is_silent(self, limit_s: float) -> bool:
+        """True if the other side says nothing for so long. Takes nothing of what it says. Raises
+        as ``send``."""
+        since_s = time.monotonic()
+        while not self.has_word(_POLL_S):
+            if time.monotonic() - since_s > limit_s:
+                return True
+            with self._or_end():
+                self.pause(since_s, math.inf)
+        return False
 
     def is_alive(self) -> bool:
         """False if the other side hung up meanwhile. Only while nothing is due from it."""

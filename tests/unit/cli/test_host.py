@@ -51,6 +51,16 @@ def test_verify_reads_every_byte_and_finds_damage(address: str, tmp_path: Path) 
     assert not portus_json("verify", "run", "--pool", address, code=1)["healthy"]
 
 
+def test_an_address_alone_is_all_that_the_host_has_or_is_told_apart_from_a_model(
+    address: str,
+) -> None:
+    assert portus_json("verify", address)["pools"][0]["versions"] == 3
+    for command in (["show", address], ["rm", address], ["export", address, "out.pt"]):
+        refused = portus(*command)
+        assert refused.code == 2
+        assert f"say what of it, and --pool {address}" in refused.err
+
+
 def test_export_writes_a_file_here(address: str, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     assert portus("export", "run@2", str(out), "--pool", address).code == 0

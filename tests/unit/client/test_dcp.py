@@ -754,6 +754,31 @@ def test_old_groups_go_once_newer_ones_are_complete(place: str, tmp_path: Path) 
     assert [group.step for group in groups(place)] == [3, 4, 5]
 
 
+def test_while_the_parts_of_others_cannot_be_read_nothing_goes_and_saves_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connections that there are go on; the one for that look cannot be made."""
+    monkeypatch.chdir(tmp_path)
+    with serving(tmp_path / "host") as server:
+        writer = PortusStorageWriter(url(server), "run", keep=1)
+
+        def commit(*steps: int) -> None:
+            for step in steps:
+                save(writer, step, {"t": torch.full((9,), float(step))})
+                assert writer.last is not None
+                writer.last.wait(60)
+            writer.wait()
+
+        commit(1, 2, 3)
+        monkeypatch.setenv("PORTUS_SECRET_FILE", str(tmp_path / "gone"))
+        commit(4, 5)
+        monkeypatch.delenv("PORTUS_SECRET_FILE")
+        assert [group.step for group in groups(url(server))] == [2, 3, 4, 5]
+        commit(6)
+        assert [group.step for group in groups(url(server))] == [5, 6]
+        writer.close()
+
+
 def test_a_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
     writer = PortusStorageWriter(tmp_path, "run")
     save(writer, 1, {"t": torch.zeros(4, 4)})

@@ -10,7 +10,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +396,42 @@ def test_a_host_that_hangs_is_not_waited_for_as_one_that_works(
             with pytest.raises(TransportError, match=r"no progress for|no storage host answers"):
                 handle.wait(60)
         saved_at_last(checkpointer, 9)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_host_is_waited_for_in_a_commit_as_long_as_it_answers_others(
+    server: Server, link: LossyLink, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who works says as little as who hangs."""
+    writer = server._house.pools.of("default").writer
+    writer.ensure(64 << 20)
+    with Checkpointer(address(link)) as checkpointer:
+        checkpointer.save(state(0), 0).wait(60)
+        checkpointer.wait(60)
+        pool, _ = checkpointer._open_or_create()
+        assert isinstance(pool, HostPool)
+        monkeypatch.setattr(pool.links, "silence_s", 0.1)
+        with writer._committing:
+            handle = checkpointer.save(state(1), 1)
+            until(lambda: writer._line.waiting == 1)
+            before = link.relayed
+            until(lambda: link.relayed > before + 60)  # it is asked
+            assert not handle.done
+            if hangs:
+                monkeypatch.setattr("portus.transport.dial.GREETING_S", 0.3)
+                monkeypatch.setattr("portus.client.host._OUTCOME_S", 0.1)
+                monkeypatch.setattr(pool.links, "answer_s", 0.3)
+                link.stalled = True
+                with pytest.raises(TransportError, match="It may be there"):
+                    handle.wait(60)
+        assert hangs or handle.wait(60).step == 1
+
+
+def until(truth: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not truth():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def test_a_host_that_is_not_there_at_the_start_raises(tmp_path: Path) -> None:

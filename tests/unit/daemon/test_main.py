@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import urllib.request
@@ -20,7 +21,8 @@ from portus.daemon.counters import TIMED
 from portus.daemon.main import Wish, heard, prepared
 from portus.daemon.pools import parse_size
 from portus.daemon.server import _answers, open_door
-from portus.errors import MediumError, UsageError
+from portus.errors import BusyError, MediumError, UsageError
+from portus.index.directory import open_reader
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, parse
 from portus.transport.dial import Credentials, dial
@@ -81,19 +83,14 @@ def test_a_host_needs_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
 
 
-def test_a_pool_that_somebody_writes_is_not_served(tmp_path: Path) -> None:
+def test_a_pool_that_somebody_writes_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.pools.BUSY_S", 0.1)
     with portus.Checkpointer(tmp_path / "one.portus") as checkpointer:
         checkpointer.save(STATE, 1).wait()
-        command = [sys.executable, "-m", "portus.cli.main", "serve"]
-        done = subprocess.run(
-            [*command, str(tmp_path / "one.portus"), "--listen", "127.0.0.1:0"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert done.returncode == 75
-    assert "another writer has held it" in done.stderr
+        with pytest.raises(BusyError, match="another writer has held it"):
+            prepared(Wish(place=str(tmp_path / "one.portus"), listen=["127.0.0.1:0"]))
 
 
 def test_systemd_is_told_when_it_is_ready_and_when_it_ends(
@@ -197,7 +194,7 @@ def logged(host: Host) -> dict[str, list[Event]]:
     found: dict[str, list[Event]] = {}
     for line in host.log.splitlines():
         event = json.loads(line)
-        assert event.keys() > {"time", "level", "logger", "message"}
+        assert event.keys() >= {"time", "level", "logger", "event", "message"}
         found.setdefault(event["event"], []).append(event)
     return found
 
@@ -257,6 +254,51 @@ def test_the_log_has_fields_for_who_came_what_was_saved_and_why_not(
     assert {name for name in {*found, *fields} if f"`{name}`" not in page} == set()
 
 
+def test_what_the_floors_below_log_is_an_event_too(tmp_path: Path) -> None:
+    path = tmp_path / "one.portus"
+    saved(str(path))
+    with contextlib.closing(open_reader(str(path))) as pool:
+        [entry] = pool.catalogue().entries()
+    data = bytearray(path.read_bytes())
+    data[entry.pointer.extent.offset] ^= 1
+    path.write_bytes(data)
+    with Host(path) as host:
+        host.stop()
+    [lost] = logged(host)["log"]
+    assert (lost["level"], lost["logger"]) == ("error", "portus")
+    assert "version 1 is lost" in str(lost["message"])
+
+
+def test_who_hangs_up_on_the_metrics_is_no_news(tmp_path: Path) -> None:
+    port = free_port()
+    with Host("memory:1M", "--metrics", str(port)) as host:
+        for request in (b"GET / HTTP/1.1\r\n\r\n", b"GET /metrics HTTP/1.0\r\n\r\n", b"\0") * 5:
+            with socket.create_connection(("127.0.0.1", port)) as reader:
+                reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                reader.sendall(request)
+        assert scraped(port)["portus_connections_total"] == 0
+        host.stop()
+    assert logged(host).keys() == {"serving", "ending"}
+
+
+def test_what_ends_a_thread_of_the_host_is_a_line_too() -> None:
+    program = (
+        "import threading\n"
+        "from portus.daemon.events import log_to_stderr\n"
+        "log_to_stderr()\n"
+        "thread = threading.Thread(target=[].pop, name='portus-session')\n"
+        "thread.start(); thread.join()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    [line] = done.stderr.splitlines()
+    event = json.loads(line)
+    assert (event["event"], event["level"]) == ("log", "critical")
+    assert "portus-session ended by a mistake of portus: IndexError" in event["message"]
+    assert event["exception"].startswith("Traceback")
+
+
 def certificate(folder: Path) -> tuple[str, str]:
     """A certificate for 127.0.0.1 that signed itself, and its key."""
     tool = shutil.which("openssl")
@@ -286,6 +328,26 @@ def test_tls_is_spoken_and_strangers_are_not_believed(
             loaded = pool.load()
         assert isinstance(loaded, dict)
         assert torch.equal(loaded["x"], STATE["x"])
+
+
+def test_who_begins_no_tls_is_ended_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.server.GREETING_S", 0.2)
+    cert, key = certificate(tmp_path)
+    wish = Wish(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
+    server = prepared(wish)
+    server.start()
+    try:
+        for said_first in (b"", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain:
+                plain.settimeout(60)
+                plain.sendall(said_first)
+                with contextlib.suppress(ConnectionError):
+                    while plain.recv(100):
+                        pass
+    finally:
+        assert server.stop()
 
 
 def test_a_host_without_tls_says_how_it_is_reached(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from portus.errors import (
 )
 from portus.format.checksum import UNIT, digest
 from portus.index.check import check
-from portus.index.directory import create_pool, open_writer
+from portus.index.directory import create_pool, open_reader, open_writer
+from portus.index.pool import PoolWriter
 from portus.media.local import LocalFiles
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, Transport, parse
@@ -553,32 +554,45 @@ def test_tenants_see_their_own_pools_alone(guarded: Server) -> None:
     assert versions(guarded) == 1
 
 
-def test_a_tenant_whose_pool_cannot_be_opened_is_told_and_others_do_not_wait(
-    guarded: Server, tmp_path: Path
+@pytest.fixture
+def busy(guarded: Server, tmp_path: Path) -> Iterator[PoolWriter]:
+    """Somebody else who writes the pool of the default tenant."""
+    path = str(tmp_path / "pools" / "default.portus")
+    create_pool(path, LocalFiles())
+    with contextlib.closing(open_writer(path, LocalFiles())) as holder:
+        yield holder
+
+
+def test_a_tenant_whose_pool_cannot_be_opened_is_told(
+    guarded: Server, busy: PoolWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    busy = tmp_path / "pools" / "default.portus"
-    busy.parent.mkdir(exist_ok=True)
-    create_pool(str(busy), LocalFiles())
-    holder = open_writer(str(busy), LocalFiles())
-    told: list[PortusError] = []
+    monkeypatch.setattr("portus.daemon.pools.BUSY_S", 0.1)
+    with pytest.raises(BusyError, match="another writer"), client(guarded, secret=SECRET):
+        pass
+    busy.close()
+    with client(guarded, secret=SECRET) as link:
+        confirmed(link)
+
+
+def test_while_a_pool_is_waited_for_other_tenants_are_served(
+    guarded: Server, busy: PoolWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.pools.BUSY_S", 60.0)
+    served: list[said.Committed] = []
 
     def come() -> None:
-        try:
-            with client(guarded, secret=SECRET):
-                pass
-        except PortusError as error:
-            told.append(error)
+        with client(guarded, secret=SECRET) as link:
+            served.append(confirmed(link))
 
     waiting = threading.Thread(target=come)
     waiting.start()
-    settled(guarded, lambda: guarded.connections() == 1)
+    settled(guarded, lambda: "default" in guarded._house.pools._opening)
     with client(guarded, "other", SECRET[::-1]) as link:
         confirmed(link)
+    assert served == []
+    busy.close()
     waiting.join()
-    holder.close()
-    assert isinstance(told[0], BusyError)
-    with client(guarded, secret=SECRET) as link:
-        confirmed(link)
+    assert len(served) == 1
 
 
 def test_a_model_has_one_client_at_a_time(server: Server) -> None:
@@ -717,6 +731,25 @@ def test_a_client_has_so_many_regions_at_most(
             asked(link, said.Register(3, packed_column([1])), said.Done)
 
 
+def test_a_client_has_so_many_pins_and_claims_at_most(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.daemon.session.PINS_MAX", 2)
+    monkeypatch.setattr("portus.daemon.session.CLAIMS_MAX", 2)
+    with client(server) as link:
+        for version in range(1, 6):  # those that were taken back do not count
+            asked(link, said.Pin(version), said.Done)
+            asked(link, said.Unpin(version), said.Done)
+        for version in (1, 2):
+            asked(link, said.Pin(version), said.Done)
+        with pytest.raises(UsageError, match="more than 2 versions"):
+            asked(link, said.Pin(3), said.Done)
+        asked(link, said.Claim("n", b"c" * 16), said.Done)
+        with pytest.raises(UsageError, match="more than 2 models"):
+            asked(link, said.Claim("o", b"c" * 16), said.Done)
+        confirmed(link)
+
+
 def test_both_ends_ask_after_a_peer_that_vanished(server: Server) -> None:
     with client(server) as link:
         for each in (link, *server._links.values()):
@@ -726,6 +759,8 @@ def test_both_ends_ask_after_a_peer_that_vanished(server: Server) -> None:
                 for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
             ]
             assert told[0] + told[1] * told[2] <= 80, "docs/deploying.md says so"
+            unacknowledged_ms = each._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert 0 < unacknowledged_ms <= 80_000, "of what was said to it no less"
 
 
 # --- what fails on the host ---
@@ -816,6 +851,44 @@ def test_the_end_does_not_wait_for_those_who_wait(tmp_path: Path) -> None:
             settled(server, lambda: server.connections() == 2)
             assert server.stop(), "it waited for another client's model"
         waiting.join()
+
+
+@contextlib.contextmanager
+def in_a_commit(server: Server) -> Iterator[None]:
+    """A client has confirmed, and its commit waits for the end of this."""
+    writer = server._house.pools.of("default").writer
+    with client(server) as link:
+        pulled(link)
+        with writer._committing:
+            link.send(said.Confirm(units(), bytes(16), b"[]", b"{}", b""))
+            settled(server, lambda: writer._line.waiting == 1)
+            yield
+
+
+def test_the_end_waits_for_a_commit_that_is_under_way(tmp_path: Path) -> None:
+    ends: list[bool] = []
+    with serving(tmp_path / "pools") as server:
+        ending = threading.Thread(target=lambda: ends.append(server.stop(60)))
+        with in_a_commit(server):
+            ending.start()
+            settled(server, server._ending.is_set)
+            assert ends == []
+        ending.join()
+        assert ends == [True]
+    with contextlib.closing(open_reader(str(tmp_path / "pools/default.portus"))) as pool:
+        assert len(pool.catalogue().ids()) == 1
+        assert check(pool) == []
+
+
+def test_an_end_that_is_not_clean_in_time_is_said_and_closes_no_pool(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(tmp_path / "pools") as server:
+        with in_a_commit(server):
+            assert not server.stop(0.1)
+            assert "connections did not end within 0.1 s" in caplog.text
+        settled(server, lambda: server.connections() == 0)
+        assert versions(server) == 1, "the pool was still there to commit to"
 
 
 def test_a_secret_that_could_be_guessed_is_none(tmp_path: Path) -> None:

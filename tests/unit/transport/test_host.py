@@ -11,9 +11,9 @@ import pytest
 from portus.errors import TransportError
 from portus.protocol.address import parse
 from portus.testing.lossy import LossyLink
-from portus.transport.dial import Credentials
+from portus.transport.dial import GREETING_S, Credentials, dial
 from portus.transport.host import Links
-from tests.hosts import serving
+from tests.hosts import serving, url
 
 
 class Clock:
@@ -59,3 +59,12 @@ def test_a_host_that_is_down_is_tried_now_and_then_and_more_rarely(
                 links.give_back(each)
             assert caplog.text.count("connected again") == 1
             caplog.clear()
+
+
+def test_who_was_let_in_waits_for_the_host_as_long_as_was_said(tmp_path: Path) -> None:
+    """Not as long as for each word of the greeting."""
+    with serving(tmp_path / "pools") as server:
+        for silence_s in (GREETING_S / 2, GREETING_S * 2):
+            link, _ = dial(parse(url(server)), Credentials(), silence_s)
+            with contextlib.closing(link):
+                assert link.silence_s == silence_s
