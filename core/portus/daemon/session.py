@@ -336,6 +336,7 @@ class _Requests:
             raise MediumError(
                 28, f"a version of {int(lengths.sum())} bytes: the quota is {size_max} bytes"
             )
+        self._refuse_known(message.token)
         self._draft = _Draft(PoolDraft(self._writer, lengths), lengths, message)
         self._hosted.began()
         return said.Begun()
@@ -454,6 +455,7 @@ class _Requests:
         begin = draft.begin
         labels = Labels(model=begin.model, step=begin.step, token=begin.token, layout=b"", tree=b"")
         retire = set(column(message.retire, "retire").tolist())
+        self._refuse_known(begin.token)
         record = draft.pool.commit_rows(rows, labels, *known, retire)
         self._draft = None
         self._hosted.ended()
@@ -501,6 +503,10 @@ class _Requests:
     def _drafted(self) -> _Draft:
         assert self._draft is not None, "the table lets no such message through"
         return self._draft
+
+    def _refuse_known(self, token: bytes) -> None:
+        if self._find(token) is not None:
+            raise UsageError(f"token {token.hex()} is that of a version that is there")
 
     def _find(self, token: bytes) -> VersionEntry | None:
         entries = self._writer.catalogue().entries()

@@ -110,12 +110,16 @@ def pulled(link: Link) -> None:
     assert answer.digests == units()
 
 
-def confirmed(link: Link, digests: bytes | None = None) -> said.Committed:
-    pulled(link)
-    confirm = said.Confirm(digests or units(), bytes(16), b"[]", b"{}", b"")
-    answer = asked(link, confirm, said.Committed)
+def confirm(link: Link, digests: bytes | None = None) -> said.Committed:
+    message = said.Confirm(digests or units(), bytes(16), b"[]", b"{}", b"")
+    answer = asked(link, message, said.Committed)
     assert isinstance(answer, said.Committed)
     return answer
+
+
+def confirmed(link: Link, digests: bytes | None = None) -> said.Committed:
+    pulled(link)
+    return confirm(link, digests)
 
 
 STATES: list[Callable[[Link], object]] = [registered, begun, offered, half_sent, pulled]
@@ -233,8 +237,8 @@ def test_a_storage_that_has_a_place_already_is_refused(server: Server) -> None:
 
 
 def test_a_confirmation_of_what_was_not_pulled_is_refused(server: Server) -> None:
-    confirm = (said.Confirm(units(), bytes(16), b"[]", b"{}", b""), said.Committed)
-    refused(server, UsageError, "3 storages were neither", REGISTER, BEGIN, confirm)
+    message = (said.Confirm(units(), bytes(16), b"[]", b"{}", b""), said.Committed)
+    refused(server, UsageError, "3 storages were neither", REGISTER, BEGIN, message)
 
 
 @pytest.mark.parametrize(
@@ -300,6 +304,18 @@ def test_other_digests_than_the_hosts_make_no_version(server: Server) -> None:
             confirmed(link, bytes(len(units())))
         assert link.connection.state is State.READY
     assert versions(server) == 0
+
+
+def test_a_token_that_a_version_has_makes_no_other(server: Server) -> None:
+    with client(server) as link, client(server) as late:
+        pulled(late)
+        confirmed(link)
+        with pytest.raises(UsageError, match="is that of a version that is there"):
+            confirm(late)
+        with pytest.raises(UsageError, match="is that of a version that is there"):
+            asked(link, BEGIN[0], said.Begun)
+    assert versions(server) == 1
+    assert check(server._house.pools.of("default").writer) == []
 
 
 def test_ten_terabytes_are_refused_and_others_save(tmp_path: Path) -> None:
@@ -707,7 +723,7 @@ def test_no_more_are_let_in_than_the_most(server: Server, monkeypatch: pytest.Mo
         confirmed(link)
     settled(server, lambda: server.connections() == 0)
     with client(server) as link:
-        confirmed(link)
+        asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
 
 
 def test_a_host_has_so_many_tenants_at_most(
