@@ -17,15 +17,15 @@ _FLAG = "PORTUS_ACCELERATE"
 
 def allow_references() -> None:
     """Let ``torch.load`` read reference files."""
-    _try("portus._autoload", "torch.load cannot read reference files")
+    _register("portus._autoload", "torch.load cannot read reference files")
 
 
 def follow_the_flag() -> None:
     """Turn Portus on in Accelerate, where the environment says so."""
-    _try("portus_accelerate", "the flag for Accelerate has no effect")
+    _register("portus_accelerate", "the flag for Accelerate has no effect")
 
 
-def _try(module: str, else_: str) -> None:
+def _register(module: str, without: str) -> None:
     try:
         importlib.import_module(module).register()
     except KeyboardInterrupt:
@@ -33,4 +33,4 @@ def _try(module: str, else_: str) -> None:
     except BaseException as error:
         if os.environ.get(_FLAG):
             with contextlib.suppress(Exception):  # stderr may be closed, or not be there
-                sys.stderr.write(f"portus: {else_}: {error!r}\n")
+                sys.stderr.write(f"portus: {without}: {error!r}\n")

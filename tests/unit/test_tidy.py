@@ -16,8 +16,7 @@ FORBIDDEN_STEMS = {"utils", "util", "helpers", "helper", "common", "manager", "m
 
 # Where a broad except is right, as "file: function", and why.
 BROAD_EXCEPT = {
-    "core/portus_in_torch.py: allow_references": "an error would break import torch for everybody",
-    "core/portus_in_torch.py: follow_the_flag": "the same; it is said where the flag is on",
+    "core/portus_in_torch.py: _register": "an error would break import torch for everybody",
     "core/portus/cli/doctor.py: adapters": "an adapter that is broken is a finding, not an end",
     "core/portus/client/fence.py: _settle": "inside the user's step; ours must not end training",
     "core/portus/client/planned.py: _is_same": "other ranks wait; torch meets it again and tells",
