@@ -44,7 +44,7 @@ $(STAMP)/pins: $(STAMP)/torch requirements/dev.txt
 	@touch $@
 
 # Not isolated: hatchling is among the pins, so this step downloads nothing.
-$(STAMP)/portus: $(STAMP)/pins pyproject.toml $(wildcard core/build_native.py core/portus/transport/*.c)
+$(STAMP)/portus: $(STAMP)/pins pyproject.toml $(wildcard core/build_native.py core/portus_in_torch.py core/portus/transport/*.c)
 	@echo "setup: portus, from this tree"
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@

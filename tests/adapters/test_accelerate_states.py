@@ -113,11 +113,12 @@ def closed() -> Iterator[None]:
         state._reset_state()
 
 
-def test_all_comes_back_and_is_in_one_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize("safe", [True, False])
+def test_all_comes_back_and_is_in_one_version(tmp_path: Path, safe: bool) -> None:
     scene = Scene(tmp_path)
     scene.step()
     home = tmp_path / "step_12"
-    assert scene.accelerator.save_state(str(home)) == home
+    assert scene.accelerator.save_state(str(home), safe_serialization=safe) == home
     then, drawn = scene.facts(), torch.rand(1)
     assert sorted(os.listdir(home)) == FILES
     scene.step()
