@@ -35,7 +35,9 @@ from portus.errors import (
     TransportError,
     UsageError,
 )
-from portus.index.records import Pointer, VersionEntry, encode_version
+from portus.index.check_version import check_layout, read_layout
+from portus.index.findings import Findings
+from portus.index.records import Pointer, Rows, VersionEntry, encode_version
 from portus.pipeline.draft import Labels, PoolDraft
 from portus.pipeline.parts import Group, sources
 from portus.protocol import messages as said
@@ -456,6 +458,8 @@ class _Requests:
         labels = Labels(model=begin.model, step=begin.step, token=begin.token, layout=b"", tree=b"")
         retire = set(column(message.retire, "retire").tolist())
         self._refuse_known(begin.token)
+        if message.layout is not None:
+            _refuse_nonsense(message.layout, rows[0])
         record = draft.pool.commit_rows(rows, labels, *known, retire)
         self._draft = None
         self._hosted.ended()
@@ -482,13 +486,16 @@ class _Requests:
         return said.Committed(encode_version(record))
 
     def _known(self, draft: _Draft, message: said.Confirm) -> _Known | None:
-        """Layout and tree, as they are or by the version before; None if that is gone."""
+        """Layout and tree, as they are or by the version before; None if that is gone, or if its
+        layout was not for storages as long as these."""
         layout, tree = message.layout, message.tree
         if layout is not None and tree is not None:
             return layout, tree
         entry = self._find(message.before)
         record = None if entry is None else self._writer.record(entry)
         if record is None:
+            return None
+        if layout is None and not np.array_equal(record.storages["length"], draft.lengths):
             return None
         old_layout = draft.pool.known(record, record.layout) if layout is None else layout
         old_tree = draft.pool.known(record, record.tree) if tree is None else tree
@@ -631,6 +638,16 @@ class _Draft:
             raise UsageError("storages that are not there, come twice, or have a place already")
         self.claimed[indices] = True
         return indices
+
+
+def _refuse_nonsense(layout: bytes, storages: Rows) -> None:
+    """Raise ``UsageError`` for a layout that is none, or not one of these storages."""
+    findings = Findings()
+    read = read_layout(findings, "layout", memoryview(layout))
+    if read is not None:
+        check_layout(findings, "layout", read, storages)
+    if findings.all:
+        raise UsageError(f"confirmation: {findings.all[0]}")
 
 
 def _why_not(hello: said.Hello) -> str:

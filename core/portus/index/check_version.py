@@ -17,6 +17,7 @@ from portus.format.checksum import UNIT, digest, storage_digest
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import DATA_START, UNIT_DIGEST, VERSION_HEAD, Kind
 from portus.index.check_catalogue import Bounds, Framed, Reached, Standing, Subject, framed
+from portus.index.findings import Findings
 from portus.index.records import (
     Pointer,
     Rows,
@@ -66,8 +67,8 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """``needed``: of each storage, the bytes needed, and by which tensor."""
+class Layout:
+    """A layout, read. ``needed``: of each storage, the bytes needed, and by which tensor."""
 
     tensors: tuple[TensorSpec, ...]
     needed: dict[int, tuple[int, str]]
@@ -80,7 +81,7 @@ class Versions:
         self._subject: Final = subject
         self._findings: Final = subject.findings
         self._standing: Final = standing
-        self._layouts: Final[dict[Pointer, tuple[Framed, _Layout | None] | None]] = {}
+        self._layouts: Final[dict[Pointer, tuple[Framed, Layout | None] | None]] = {}
         self._trees: Final[dict[Pointer, tuple[Framed, Counter[int] | None] | None]] = {}
 
     def look(self, entry: VersionEntry) -> Seen | None:
@@ -153,10 +154,10 @@ class Versions:
         return sound
 
     def _check_shape(self, where: str, record: VersionRecord, bounds: Bounds) -> list[Reached]:
-        layout = self._once(self._layouts, record.layout, Kind.LAYOUT, bounds, self._read_layout)
+        layout = self._once(self._layouts, record.layout, Kind.LAYOUT, bounds, self._layout_at)
         tree = self._once(self._trees, record.tree, Kind.TREE, bounds, self._read_tree)
         if layout is not None and layout[1] is not None:
-            self._check_layout(where, layout[1], record.storages)
+            check_layout(self._findings, where, layout[1], record.storages)
             if tree is not None and tree[1] is not None:
                 self._check_tree(where, tree[1], len(layout[1].tensors))
         both = (("layout", record.layout, layout), ("tree", record.tree, tree))
@@ -181,32 +182,8 @@ class Versions:
             known[pointer] = None if found is None else (found, parse(where, found.payload))
         return known[pointer]
 
-    def _read_layout(self, where: str, payload: memoryview) -> _Layout | None:
-        try:
-            tensors = decode_layout(payload)
-        except CorruptionError as error:
-            self._findings.error("F14", where, "a layout", str(error))
-            return None
-        names = [spec.name for spec in tensors]
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        self._findings.require(not twice, "F14", where, "unique names", f"twice: {twice!r:.200}")
-        needed: dict[int, tuple[int, str]] = {}
-        for spec in tensors:
-            size = bytes_needed(spec)
-            if size is None or spec.storage < -1:
-                self._findings.error("F14", where, "tensors that make sense", f"{spec!r:.300}")
-            elif spec.storage >= 0 and size >= needed.get(spec.storage, (0, ""))[0]:
-                needed[spec.storage] = size, spec.name
-        return _Layout(tensors, needed)
-
-    def _check_layout(self, where: str, layout: _Layout, storages: Rows) -> None:
-        for index, (size, name) in layout.needed.items():
-            if index >= len(storages):
-                found = f"{name!r} in storage {index}"
-                self._findings.error("F14", where, f"{len(storages)} storages", found)
-            elif size > int(storages["length"][index]):
-                held = f"{storages['length'][index]} bytes in storage {index}"
-                self._findings.error("F14", where, f"{size} bytes for {name!r}", held)
+    def _layout_at(self, where: str, payload: memoryview) -> Layout | None:
+        return read_layout(self._findings, where, payload)
 
     def _read_tree(self, where: str, payload: memoryview) -> Counter[int] | None:
         try:
@@ -224,6 +201,37 @@ class Versions:
                 "F15", f"tree of {where}", f"each of {count} tensors once",
                 f"otherwise for {odd!r:.100}",
             )  # fmt: skip
+
+
+def read_layout(findings: Findings, where: str, payload: memoryview) -> Layout | None:
+    """F14, the first half: what a layout says by itself; None if it is none."""
+    try:
+        tensors = decode_layout(payload)
+    except CorruptionError as error:
+        findings.error("F14", where, "a layout", str(error))
+        return None
+    names = [spec.name for spec in tensors]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    findings.require(not twice, "F14", where, "unique names", f"twice: {twice!r:.200}")
+    needed: dict[int, tuple[int, str]] = {}
+    for spec in tensors:
+        size = bytes_needed(spec)
+        if size is None or spec.storage < -1:
+            findings.error("F14", where, "tensors that make sense", f"{spec!r:.300}")
+        elif spec.storage >= 0 and size >= needed.get(spec.storage, (0, ""))[0]:
+            needed[spec.storage] = size, spec.name
+    return Layout(tensors, needed)
+
+
+def check_layout(findings: Findings, where: str, layout: Layout, storages: Rows) -> None:
+    """F14, the second half: its tensors lie within ``storages``."""
+    for index, (size, name) in layout.needed.items():
+        if index >= len(storages):
+            found = f"{name!r} in storage {index}"
+            findings.error("F14", where, f"{len(storages)} storages", found)
+        elif size > int(storages["length"][index]):
+            held = f"{storages['length'][index]} bytes in storage {index}"
+            findings.error("F14", where, f"{size} bytes for {name!r}", held)
 
 
 def bytes_needed(spec: TensorSpec) -> int | None:

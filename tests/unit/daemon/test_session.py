@@ -29,6 +29,7 @@ from portus.format.checksum import UNIT, digest
 from portus.index.check import check
 from portus.index.directory import create_pool, open_reader, open_writer
 from portus.index.pool import PoolWriter
+from portus.index.records import encode_layout
 from portus.media.local import LocalFiles
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, Transport, parse
@@ -36,6 +37,7 @@ from portus.protocol.connection import HEADER
 from portus.protocol.messages import Kind, Said, packed_column, packed_handles
 from portus.protocol.proof import proof_of_client, proof_of_host
 from portus.protocol.session import State
+from portus.spec import TensorSpec
 from portus.transport.dial import Credentials, dial, raised, read_secret
 from portus.transport.stream import BIG, Budget, Link
 from tests.hosts import serving, url
@@ -239,6 +241,51 @@ def test_a_storage_that_has_a_place_already_is_refused(server: Server) -> None:
 def test_a_confirmation_of_what_was_not_pulled_is_refused(server: Server) -> None:
     message = (said.Confirm(units(), bytes(16), b"[]", b"{}", b""), said.Committed)
     refused(server, UsageError, "3 storages were neither", REGISTER, BEGIN, message)
+
+
+def spec(name: str, storage: int, size: int) -> TensorSpec:
+    return TensorSpec(name, "uint8", (size,), (1,), storage, 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "match"),
+    [
+        (b"no JSON", "F14: layout: expected a layout"),
+        (b"{}", "F14: layout: expected a layout"),
+        (encode_layout([spec("a", 3, 1)]), "expected 3 storages, found 'a' in storage 3"),
+        (encode_layout([spec("a", 2, 5001)]), "expected 5001 bytes for 'a', found 5000 bytes"),
+        (encode_layout([spec("a", 0, 1), spec("a", 2, 1)]), "expected unique names"),
+        (encode_layout([spec("a", -2, 1)]), "expected tensors that make sense"),
+    ],
+)
+def test_a_layout_that_is_none_of_these_storages_is_not_committed(
+    server: Server, layout: bytes, match: str
+) -> None:
+    with client(server) as link:
+        pulled(link)
+        with pytest.raises(UsageError, match=match):
+            asked(link, said.Confirm(units(), bytes(16), layout, b"{}", b""), said.Committed)
+    assert versions(server) == 0
+
+
+def test_a_layout_of_longer_storages_is_not_taken_over_from_the_version_before(
+    server: Server,
+) -> None:
+    with client(server) as link:
+        pulled(link)
+        whole = encode_layout([spec("a", 2, 5000)])
+        asked(link, said.Confirm(units(), bytes(16), whole, b"{}", b""), said.Committed)
+        asked(link, said.Register(7, packed_column([4999])), said.Done)
+        shorter = packed_column([100_000, 0, 4999])
+        asked(link, said.Begin("m", 2, b"u" * 16, shorter), said.Begun)
+        asked(link, said.Share(TOKEN, packed_column([0, 1])), said.Shared)
+        asked(link, said.Offer(packed_column([2]), packed_column([7])), said.Pull)
+        link.send_payload(Kind.DATA, memoryview(DATA[2][:4999]), None)
+        answer = link.hear()
+        assert isinstance(answer, said.Pulled)
+        digests = units([*DATA[:2], DATA[2][:4999]])
+        asked(link, said.Confirm(digests, TOKEN, None, b"{}", b""), said.Missing)
+    assert versions(server) == 1
 
 
 @pytest.mark.parametrize(
