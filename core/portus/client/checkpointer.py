@@ -33,6 +33,7 @@ from portus.errors import (
     UsageError,
 )
 from portus.format.layout import Kind
+from portus.format.reference import Reference
 from portus.index.directory import place_named
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
@@ -404,12 +405,13 @@ class Checkpointer:
         replaced = {path: references[path] for path in references if path not in placed}
         tensors = flat.tensors  # the policy outlives the copy, so it must not hold the storages
         known = weakref.ref(job)  # the save must not hold itself
+        made: dict[str, Reference] = {}
         policy = Policy(
             retire=lambda: self._surplus(writer, keeper, known()),
             describe=lambda index: name_of(tensors, index),
             audit=self._audited,
             publishing=lambda: keeper.settle(placed),
-            committed=lambda version, steady: self._committed(version, steady, replaced),
+            committed=lambda version, steady: self._committed(version, steady, replaced, made),
             guilty=self._snapshots.accuse,
         )
         save = job.save = Save(snapshot, self._home.draft(snapshot), lambda: self._before, policy)
@@ -418,7 +420,7 @@ class Checkpointer:
             save.copy_now()
             last = self._last if self._last is not None and not self._last.over else None
             for path, part in placed.items():
-                keeper.place(path, snapshot.token, wanted.step, self.model, part, last)
+                made[path] = keeper.place(path, snapshot.token, wanted.step, self.model, part, last)
             self._fence.guard(save)
         except (MediumError, TransportError) as error:
             save.fail(error)
@@ -465,13 +467,21 @@ class Checkpointer:
         free = [entry.info.id for entry in found.versions if entry.info.id not in held]
         return free[: max(0, len(free) - (self._keep - 1))]
 
-    def _committed(self, version: Before, steady: Flags, replaced: References) -> None:
-        """On the worker, right after a commit. ``replaced``: files to replace now."""
+    def _committed(
+        self,
+        version: Before,
+        steady: Flags,
+        replaced: References,
+        placed: Mapping[str, Reference],
+    ) -> None:
+        """On the worker, right after a commit. ``replaced``: files to replace now. ``placed``:
+        files that are there; what they lead to may be another pool than the host has by now."""
         self._before = version
         self._snapshots.learn(steady)
         self._audited += 1
         assert self._keeper is not None
-        for path, part in replaced.items():
+        astray = {p: each.part for p, each in placed.items() if not self._keeper.is_here(each)}
+        for path, part in {**replaced, **astray}.items():
             # What others have a say about goes by a commit, not because its file was replaced.
             self._keeper.replace(path, version.record.info, part, retire=self.surplus is None)
 

@@ -135,8 +135,8 @@ class Keeper:
         while True:  # ends: each turn but the last something was decided about versions that go
             decisions, going = self._decisions, self._going
             others = [each for each in going if not each[0].over and each[0].token != token]
-            fallback = self._newest(model, token)
-            made = self._reference(path, token, step, model, part)  # of the pool that was looked at
+            fallback = self._newest(model, token) if part is None else None
+            made = self._reference(path, token, step, model, part)
             if part is None:
                 made = _falling_back(made, fallback, in_flight, others)
             with self._guard:
@@ -168,6 +168,10 @@ class Keeper:
             written_ns=time.time_ns(),
             part=part,
         )
+
+    def is_here(self, reference: Reference) -> bool:
+        """True if it leads to this pool; a host that is started again may have another."""
+        return reference.pool == self._writer.superblock.uuid.hex()
 
     def settle(self, paths: Iterable[str]) -> None:
         """Return when the references at ``paths`` survive power loss."""
@@ -289,8 +293,8 @@ class Keeper:
             ) from error
 
     def _let_go(self, old: Reference, *, retire: bool = True) -> None:
-        if old.pool != self._writer.superblock.uuid.hex():
-            return  # another pool's: its own writer finds the link without a file
+        if not self.is_here(old):
+            return  # its own writer finds the link without a file
         if files_of.state_of(old, self._directory, self._files) is State.ALIVE:
             return  # a copy was removed, not the file itself
         catalogue = self._writer.catalogue()
