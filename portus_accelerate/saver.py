@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import shutil
@@ -353,6 +354,7 @@ class Saver:
                 snapshot=self._settings.snapshot,
                 fence_timeout=self._settings.fence_timeout,
                 max_bytes=self._settings.max_bytes,
+                links=self._home_of(directory),
             )
             self._shards.prepare(0)  # so that what this rank did not commit can be told from lost
             self._stop_watching()
@@ -463,6 +465,7 @@ class Saver:
             snapshot=settings.snapshot,
             fence_timeout=settings.fence_timeout,
             max_bytes=settings.max_bytes,
+            links=self._home_of(directory),
         )
 
     def _save_stock(
@@ -491,8 +494,9 @@ class Saver:
     def _load(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
         if directory is None:
             return stock(directory)
-        pool, _ = self._pool_of(os.path.abspath(directory))
-        self._mend([pool], [], uncommitted=False)
+        directory = os.path.abspath(directory)
+        pool, _ = self._pool_of(directory)
+        self._mend([pool], [self._home_of(directory)], uncommitted=False)
         if not self._is_sharded():
             return stock(directory)
         with sharded.reading(directory):
@@ -519,9 +523,10 @@ class Saver:
 
     def _mend(self, pools: list[str], homes: list[str], *, uncommitted: bool) -> None:
         """On the process that saves, while the others wait."""
-        for pool in pools if self._peers.is_writer else ():
+        pairs = itertools.product(pools, homes)  # a home has links, if the pool is on a host
+        for pool, home in pairs if self._peers.is_writer else ():
             try:
-                removed = portus.mend(pool, uncommitted=uncommitted)
+                removed = portus.mend(pool, uncommitted=uncommitted, links=home)
             except portus.PortusError as error:
                 _log.warning("Portus: %s was not put in order: %s", pool, error)
                 continue

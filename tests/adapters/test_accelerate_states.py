@@ -25,6 +25,7 @@ import portus_accelerate
 from portus.index.pool import PoolWriter
 from portus_accelerate import capture, launching, patch, peers, settings
 from portus_accelerate import saver as saver_module
+from tests.hosts import serving, url
 
 FILES = [
     "custom_checkpoint_0.pkl",
@@ -574,6 +575,29 @@ def test_of_a_run_the_last_save_that_was_cut_off_is_kept_and_older_ones_go(
         Scene(tmp_path)
         (kept,) = (tmp_path / ".portus").glob("incomplete-*/mine.pt")
         assert kept.read_text() == f"a hook's, of {number}"
+
+
+def test_on_a_host_a_run_from_another_working_directory_keeps_what_was_saved_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    then: dict[int, list[torch.Tensor]] = {}
+    run = tmp_path / "run"
+    with serving(tmp_path / "host") as server:
+        monkeypatch.setenv("PORTUS_POOL", url(server))
+        for number in (1, 2, 3):
+            start = tmp_path / f"start {number}"
+            start.mkdir()
+            monkeypatch.chdir(start)
+            scene = Scene(run)
+            scene.step()
+            scene.accelerator.save_state(str(run / f"step_{number}"))
+            scene.checkpointer.wait()
+            then[number] = scene.facts()
+            scene.checkpointer.close()
+        scene = Scene(run)
+        for number, facts in then.items():
+            scene.accelerator.load_state(str(run / f"step_{number}"))
+            assert same(scene.facts(), facts)
 
 
 class Strange:
