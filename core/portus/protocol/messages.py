@@ -125,7 +125,7 @@ Handles = Annotated[bytes, Meta(max_length=HANDLE_SIZE * STORAGES_MAX)]
 class Hello(msgspec.Struct, frozen=True, array_like=True):
     """The client's first words; ``magic`` and ``version`` stay where they are in every version."""
 
-    kind: ClassVar = Kind.HELLO
+    kind: ClassVar[Kind] = Kind.HELLO
     magic: Annotated[str, Meta(max_length=16)]
     version: Number
     tenant: Annotated[str, Meta(min_length=1, max_length=TENANT_SIZE_MAX)]
@@ -141,7 +141,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class Challenge(Message, frozen=True):
     """``secret``: the host wants a proof."""
 
-    kind: ClassVar = Kind.CHALLENGE
+    kind: ClassVar[Kind] = Kind.CHALLENGE
     version: Number
     nonce: Nonce
     secret: bool
@@ -150,7 +150,7 @@ class Challenge(Message, frozen=True):
 class ProofGiven(Message, frozen=True):
     """Empty where no secret is shared."""
 
-    kind: ClassVar = Kind.PROOF
+    kind: ClassVar[Kind] = Kind.PROOF
     proof: Proof
 
 
@@ -158,7 +158,7 @@ class Welcome(Message, frozen=True):
     """The host's own proof; the pool of the tenant: its identity, name and bytes. ``verbs``: the
     host reaches memory of this client by itself, if it is connected (``Connect``)."""
 
-    kind: ClassVar = Kind.WELCOME
+    kind: ClassVar[Kind] = Kind.WELCOME
     proof: Proof
     uuid: Token
     name: Text
@@ -183,20 +183,20 @@ class _QueuePair(Message, frozen=True):
 class Connect(_QueuePair, frozen=True):
     """The client's queue pair for this connection; one before it is gone."""
 
-    kind: ClassVar = Kind.CONNECT
+    kind: ClassVar[Kind] = Kind.CONNECT
 
 
 class Connected(_QueuePair, frozen=True):
     """The host's, which is ready."""
 
-    kind: ClassVar = Kind.CONNECTED
+    kind: ClassVar[Kind] = Kind.CONNECTED
 
 
 class Claim(Message, frozen=True):
     """This client, who says the same 16 bytes on all its connections, is the one that saves
     ``model``, as long as one of them lives."""
 
-    kind: ClassVar = Kind.CLAIM
+    kind: ClassVar[Kind] = Kind.CLAIM
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     client: Token
 
@@ -205,7 +205,7 @@ class Register(Message, frozen=True):
     """Regions of the client's memory, from number ``first`` on: their lengths, and what a transport
     needs to reach them by itself (``handles``, one of each; empty on a stream)."""
 
-    kind: ClassVar = Kind.REGISTER
+    kind: ClassVar[Kind] = Kind.REGISTER
     first: Number
     lengths: Indices
     handles: Handles = b""
@@ -214,14 +214,14 @@ class Register(Message, frozen=True):
 class Forget(Message, frozen=True):
     """These regions are revoked, and are not reached any more."""
 
-    kind: ClassVar = Kind.FORGET
+    kind: ClassVar[Kind] = Kind.FORGET
     regions: Indices
 
 
 class Begin(Message, frozen=True):
     """A save of storages of these lengths."""
 
-    kind: ClassVar = Kind.BEGIN
+    kind: ClassVar[Kind] = Kind.BEGIN
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     step: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
     token: Token
@@ -231,7 +231,7 @@ class Begin(Message, frozen=True):
 class Offer(Message, frozen=True):
     """These storages may be pulled now, from these regions."""
 
-    kind: ClassVar = Kind.OFFER
+    kind: ClassVar[Kind] = Kind.OFFER
     indices: Indices
     regions: Indices
 
@@ -239,7 +239,7 @@ class Offer(Message, frozen=True):
 class Pull(Message, frozen=True):
     """On a stream: send the storages of the offer, end to end. ``size``: bytes of all."""
 
-    kind: ClassVar = Kind.PULL
+    kind: ClassVar[Kind] = Kind.PULL
     size: Number
 
 
@@ -247,7 +247,7 @@ class Pulled(Message, frozen=True):
     """All of the offer is stored; the digests of its units, as the host found them. ``bounced``:
     bytes that did not come straight into the pool, but through a buffer of the host."""
 
-    kind: ClassVar = Kind.PULLED
+    kind: ClassVar[Kind] = Kind.PULLED
     digests: Digests
     bounced: Number
 
@@ -255,7 +255,7 @@ class Pulled(Message, frozen=True):
 class Share(Message, frozen=True):
     """These storages equal those of the version ``before``, a token, by the client's digests."""
 
-    kind: ClassVar = Kind.SHARE
+    kind: ClassVar[Kind] = Kind.SHARE
     before: Token
     indices: Indices
 
@@ -263,7 +263,7 @@ class Share(Message, frozen=True):
 class Shared(Message, frozen=True):
     """``same``: the host still has those bytes, and the version reaches them."""
 
-    kind: ClassVar = Kind.SHARED
+    kind: ClassVar[Kind] = Kind.SHARED
     same: bool
 
 
@@ -272,7 +272,7 @@ class Confirm(Message, frozen=True):
     ``digests``: commit. Layout and tree are those of ``before``, a token, where they are None.
     ``retire``: ids of versions to let go of in the same commit."""
 
-    kind: ClassVar = Kind.CONFIRM
+    kind: ClassVar[Kind] = Kind.CONFIRM
     digests: Digests
     before: Token
     layout: Annotated[bytes, Meta(max_length=LAYOUT_SIZE_MAX)] | None
@@ -283,39 +283,39 @@ class Confirm(Message, frozen=True):
 class Committed(Message, frozen=True):
     """It is durable. ``record``: the payload of its version record."""
 
-    kind: ClassVar = Kind.COMMITTED
+    kind: ClassVar[Kind] = Kind.COMMITTED
     record: Annotated[bytes, Meta(max_length=1 << 30)]
 
 
 class Missing(Message, frozen=True):
     """Version ``before`` of the confirmation is gone: confirm again, with layout and tree."""
 
-    kind: ClassVar = Kind.MISSING
+    kind: ClassVar[Kind] = Kind.MISSING
 
 
 class Abandon(Message, frozen=True):
     """The save is given up. Nothing of it is reached any more."""
 
-    kind: ClassVar = Kind.ABANDON
+    kind: ClassVar[Kind] = Kind.ABANDON
 
 
 class Abandoned(Message, frozen=True):
     """Nothing of it is kept."""
 
-    kind: ClassVar = Kind.ABANDONED
+    kind: ClassVar[Kind] = Kind.ABANDONED
 
 
 class Read(Message, frozen=True):
     """Bytes of the pool, as pairs of offset and length."""
 
-    kind: ClassVar = Kind.READ
+    kind: ClassVar[Kind] = Kind.READ
     ranges: Ranges
 
 
 class Check(Message, frozen=True):
     """The host is to hash storages of ``lengths`` that lie in ``ranges``, end to end."""
 
-    kind: ClassVar = Kind.CHECK
+    kind: ClassVar[Kind] = Kind.CHECK
     lengths: Indices
     ranges: Ranges
 
@@ -323,7 +323,7 @@ class Check(Message, frozen=True):
 class Checked(Message, frozen=True):
     """Digests of their units."""
 
-    kind: ClassVar = Kind.CHECKED
+    kind: ClassVar[Kind] = Kind.CHECKED
     digests: Digests
 
 
@@ -331,7 +331,7 @@ class Push(Message, frozen=True):
     """Write what the ranges hold, storages of these lengths end to end, into the client's memory,
     one handle for each."""
 
-    kind: ClassVar = Kind.PUSH
+    kind: ClassVar[Kind] = Kind.PUSH
     lengths: Indices
     ranges: Ranges
     handles: Handles
@@ -340,7 +340,7 @@ class Push(Message, frozen=True):
 class Pushed(Message, frozen=True):
     """It is written; the digests of its units, as the host found them. ``bounced``: as above."""
 
-    kind: ClassVar = Kind.PUSHED
+    kind: ClassVar[Kind] = Kind.PUSHED
     digests: Digests
     bounced: Number
 
@@ -348,41 +348,41 @@ class Pushed(Message, frozen=True):
 class Pin(Message, frozen=True):
     """Keep the space of a version from reuse, as long as this connection lives."""
 
-    kind: ClassVar = Kind.PIN
+    kind: ClassVar[Kind] = Kind.PIN
     version: Number
 
 
 class Unpin(Message, frozen=True):
     """Take one pin back."""
 
-    kind: ClassVar = Kind.UNPIN
+    kind: ClassVar[Kind] = Kind.UNPIN
     version: Number
 
 
 class Room(Message, frozen=True):
     """Make sure that so many bytes can be saved."""
 
-    kind: ClassVar = Kind.ROOM
+    kind: ClassVar[Kind] = Kind.ROOM
     size: Number
 
 
 class Retire(Message, frozen=True):
     """Let go of versions, by id."""
 
-    kind: ClassVar = Kind.RETIRE
+    kind: ClassVar[Kind] = Kind.RETIRE
     versions: Ids
 
 
 class Status(Message, frozen=True):
     """How is the pool?"""
 
-    kind: ClassVar = Kind.STATUS
+    kind: ClassVar[Kind] = Kind.STATUS
 
 
 class Standing(Message, frozen=True):
     """Bytes of the pool, those free, and how many saves are under way."""
 
-    kind: ClassVar = Kind.STATE
+    kind: ClassVar[Kind] = Kind.STATE
     size: Number
     free: Number
     saves: Number
@@ -391,19 +391,19 @@ class Standing(Message, frozen=True):
 class Done(Message, frozen=True):
     """It is done."""
 
-    kind: ClassVar = Kind.DONE
+    kind: ClassVar[Kind] = Kind.DONE
 
 
 class Begun(Message, frozen=True):
     """Offers may come."""
 
-    kind: ClassVar = Kind.BEGUN
+    kind: ClassVar[Kind] = Kind.BEGUN
 
 
 class Refused(Message, frozen=True):
     """The request was refused, and with it the save that it was part of."""
 
-    kind: ClassVar = Kind.REFUSED
+    kind: ClassVar[Kind] = Kind.REFUSED
     fault: Fault
     errno: Number
     text: Text
@@ -412,7 +412,7 @@ class Refused(Message, frozen=True):
 class Bye(Message, frozen=True):
     """The client has nothing more to say."""
 
-    kind: ClassVar = Kind.BYE
+    kind: ClassVar[Kind] = Kind.BYE
 
 
 Said = Hello | Message
