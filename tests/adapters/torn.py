@@ -15,7 +15,7 @@ from portus.client.checkpointer import Checkpointer
 from portus.client.fence import Fence
 from portus.client.state import flatten
 from portus.client.writers import Stability
-from portus.errors import CorruptionError, PortusError
+from portus.errors import PortusError
 from portus.pipeline.handle import SaveHandle
 from portus.pipeline.run import Stage
 
@@ -90,17 +90,12 @@ class SlowSaves:
                 save.wait(FENCE_S_MAX)
 
     def torn(self) -> set[str]:
-        """Key paths of tensors that a committed version holds otherwise than the state did; the
-        message of a version that does not verify (written between its hash and its copy)."""
+        """Key paths of tensors that a committed version holds otherwise than the state did."""
         self.finish()
         found: set[str] = set()
         for step in self.checkpointer.steps():
-            try:
-                held = contents(self.checkpointer.load(step))
-            except CorruptionError as error:
-                found.add(str(error))
-            else:
-                found |= {name for name in held if held[name] != self._wanted[step][name]}
+            held = contents(self.checkpointer.load(step))
+            found |= {name for name in held if held[name] != self._wanted[step][name]}
         return found
 
     def voided(self) -> int:

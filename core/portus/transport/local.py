@@ -4,10 +4,10 @@ Two engines do the innermost loop: the helper in C (``native``) where it is ther
 Both give the same bytes and the same digests. A call works through batches, so that a mapped
 medium starts to write back early, a ``Stop`` is seen, and Python's signals are handled.
 
-What is promised: when a call returns, its digests are of the bytes of the sources, as they were
-at some moment during the call; a copy of what changed meanwhile may differ from its digest (the
-fence prevents that, and the audit finds it). When a call raises, the extents (``copy``) or the
-targets (``fetch``) hold anything.
+What is promised: when a call returns, its digests are of the bytes that it left where they were
+to go, also if a source changed meanwhile, so what is committed loads (V2). Whether these are what
+the source held at one moment is for the fence and the guard. When a call raises, the extents
+(``copy``) or the targets (``fetch``) hold anything.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ __all__ = [
 BATCH: Final = 128 << 20
 """Bytes for one call of an engine, at most (one unit at least); then write-back may begin."""
 
-PIECE: Final = 4 << 20
-"""Bytes that pure Python hashes, and then copies, in one step. Smaller pieces stay warmer, but each
+PIECE: Final = 2 << 20
+"""Bytes that pure Python copies, and then hashes, in one step. Smaller pieces stay warmer, but each
 step takes Python's lock from the training."""
 
 SCRATCH: Final = 4 << 20
@@ -68,6 +68,9 @@ SCRATCH: Final = 4 << 20
 
 LOAD: Final = 1 << 20
 """Bytes of one load of a big source."""
+
+STORE: Final = 512 << 10
+"""Bytes of one store of a big source."""
 
 TWO_THREADS_MIN: Final = 64 << 20
 """Bytes from which a second thread is worth its start."""
@@ -80,8 +83,9 @@ class Engine(Protocol):
     """The innermost loops."""
 
     def move(self, segments: Segments, target: Column | None, digests: Digests, stop: Stop) -> None:
-        """Hash ``segments`` (whole units) into their rows of ``digests``, and copy each to its
-        address in ``target`` (None: only hash). Counts on ``stop``, and raises ``StoppedError``."""
+        """Copy each of ``segments`` (whole units) to its address in ``target``, and note in
+        ``digests`` what is there then (None: only hash). Counts on ``stop``, and raises
+        ``StoppedError``."""
 
     def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
         """True if each segment has the bytes at its address in ``target``.
@@ -104,9 +108,9 @@ class PurePython:
                 for start in range(0, length, PIECE):
                     stop.check()
                     step = min(PIECE, length - start)
-                    hasher.update(_view(source_start + start, step))
                     if target is not None:
                         ctypes.memmove(target_start + start, source_start + start, step)
+                    hasher.update(_view(target_start + start, step))
                     stop.add(step)
             digests[row] = np.frombuffer(hasher.digest(), np.uint8)
 
@@ -261,18 +265,27 @@ def _scratch(segments: Segments) -> Buffer:
 
 
 def _copy_stored(call: _Call, batch: Segments, scratch: Buffer) -> None:
-    """A big unit is stored from where it lies; small ones are gathered first, for few stores."""
+    """A big unit is stored piece by piece; small ones are gathered first, for few stores."""
     if batch.size > SCRATCH:
-        call.engine.move(batch, None, call.digests, call.stop)
-        for address, offset, length in _rows(batch):
-            call.stop.check()
-            call.medium.store(offset, _view(address, length))
+        _store_unit(call, batch, scratch)
         return
     runs = batch.runs(gap=1)
     call.engine.move(batch, _places(batch, runs, scratch), call.digests, call.stop)
     for run, place in _laid(runs, scratch):
         call.stop.check()
         call.medium.store(run.offset, place)
+
+
+def _store_unit(call: _Call, unit: Segments, scratch: Buffer) -> None:
+    """One big unit, from where it cannot change any more."""
+    hasher = xxhash.xxh3_128()
+    for address, offset, length in _rows(unit.pieces(STORE)):
+        call.stop.check()
+        ctypes.memmove(scratch.ctypes.data, address, length)
+        hasher.update(scratch.data[:length])
+        call.medium.store(offset, scratch.data[:length])
+        call.stop.add(length)
+    call.digests[unit.row[0]] = np.frombuffer(hasher.digest(), np.uint8)
 
 
 def _arrive(call: _Call, segments: Segments, *, keep: bool) -> None:

@@ -4,10 +4,10 @@
    already, so both sides compute with the same code. Built by core/build_native.py; loaded,
    checked and described by native.py.
 
-   A piece is hashed first and copied right after, from the cache, into which the hash has brought
-   it. So what an unknown writer changes in between is not what was hashed, and the audit, which
-   hashes the source once more, finds it. The copy goes around the cache (non-temporal stores):
-   the target is not read before it is written.
+   A source may change at any moment, and a digest must be that of the bytes that were stored. So
+   each byte of a source is loaded once: the same registers go to the target and to a buffer that
+   stays in the cache, and that buffer is hashed. The stores to the target go around the cache
+   (non-temporal): the target is not read before it is written.
 
    While nobody waits, a long list is worked on by a thread of low priority: it is welcome to a
    processor that idles, and takes little from a training that fills them all. It rests a part of
@@ -19,6 +19,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <time.h>
@@ -26,7 +27,7 @@
 #include <emmintrin.h>
 #endif
 
-#define ABI 5           /* grows with every change of a signature or a struct below */
+#define ABI 6           /* grows with every change of a signature or a struct below */
 #define LINE 64         /* bytes of a line of the cache */
 #define STREAM_MIN 1024 /* bytes from which going around the cache pays */
 #define GRAIN (1 << 20) /* bytes that a thread takes at a time, or else one unit */
@@ -75,17 +76,25 @@ static void put_canonical(uint8_t *target, hash128 hash) {
     }
 }
 
+/* Copies through the buffer: the target gets what the buffer has, whatever the source does. */
+static void copy_twice(char *target, char *buffer, const char *source, size_t length) {
+    memcpy(buffer, source, length);
+    __asm__ volatile("" ::: "memory"); /* or a compiler may copy to the target from the source */
+    memcpy(target, buffer, length);
+}
+
 #ifdef __SSE2__
 
-static void copy(char *target, const char *source, size_t length) {
+/* Copies to both places; each byte of the source is loaded once. */
+static void copy(char *target, char *buffer, const char *source, size_t length) {
     size_t head = -(uintptr_t)target % LINE;
     if (length < STREAM_MIN) {
-        memcpy(target, source, length);
+        copy_twice(target, buffer, source, length);
         return;
     }
-    memcpy(target, source, head);
-    for (target += head, source += head, length -= head; length >= LINE;
-         target += LINE, source += LINE, length -= LINE) {
+    copy_twice(target, buffer, source, head);
+    for (target += head, buffer += head, source += head, length -= head; length >= LINE;
+         target += LINE, buffer += LINE, source += LINE, length -= LINE) {
         __m128i a = _mm_loadu_si128((const __m128i *)source);
         __m128i b = _mm_loadu_si128((const __m128i *)source + 1);
         __m128i c = _mm_loadu_si128((const __m128i *)source + 2);
@@ -94,8 +103,12 @@ static void copy(char *target, const char *source, size_t length) {
         _mm_stream_si128((__m128i *)target + 1, b);
         _mm_stream_si128((__m128i *)target + 2, c);
         _mm_stream_si128((__m128i *)target + 3, d);
+        _mm_storeu_si128((__m128i *)buffer, a);
+        _mm_storeu_si128((__m128i *)buffer + 1, b);
+        _mm_storeu_si128((__m128i *)buffer + 2, c);
+        _mm_storeu_si128((__m128i *)buffer + 3, d);
     }
-    memcpy(target, source, length);
+    copy_twice(target, buffer, source, length);
 }
 
 /* Orders the stores of copy before everything that the caller does next. */
@@ -103,8 +116,8 @@ static void fence(void) { _mm_sfence(); }
 
 #else
 
-static void copy(char *target, const char *source, size_t length) {
-    memcpy(target, source, length);
+static void copy(char *target, char *buffer, const char *source, size_t length) {
+    copy_twice(target, buffer, source, length);
 }
 
 static void fence(void) {}
@@ -143,6 +156,7 @@ struct place {
     int64_t i, end;
     int64_t moved; /* bytes of segment i */
     void *state;   /* the hash of its unit so far */
+    char *buffer;  /* of a piece */
 };
 
 /* What a thread is for. A patient one leaves as soon as somebody waits. */
@@ -171,6 +185,14 @@ static void rest(struct task *task) {
     task->since_ns = now_ns();
 }
 
+/* Copies up to a piece. Returns where the bytes are that it copied; the source, if it does not. */
+static const char *move(const struct place *place, char *target, const char *source,
+                        size_t length) {
+    if (!target) return source;
+    copy(target, place->buffer, source, length);
+    return place->buffer;
+}
+
 /* The rest of one segment of a unit, by pieces. Returns 0 if the thread leaves before the end. */
 static int move_segment(struct task *task) {
     const struct list *list = task->list;
@@ -181,8 +203,9 @@ static int move_segment(struct task *task) {
     while (place->moved < length) {
         if (leaves(task)) return 0;
         int64_t step = length - place->moved < list->piece ? length - place->moved : list->piece;
-        list->hash->update(place->state, source + place->moved, (size_t)step);
-        if (target) copy(target + place->moved, source + place->moved, (size_t)step);
+        const char *moved = move(place, target ? target + place->moved : NULL,
+                                 source + place->moved, (size_t)step);
+        list->hash->update(place->state, moved, (size_t)step);
         place->moved += step;
         count(list->shared, step);
         rest(task);
@@ -192,11 +215,12 @@ static int move_segment(struct task *task) {
 }
 
 /* A unit that is one piece: no state is needed. */
-static void move_piece(const struct list *list, int64_t i) {
+static void move_piece(const struct list *list, const struct place *place, int64_t i) {
     const char *source = (const char *)(intptr_t)list->source[i];
+    char *target = list->target ? (char *)(intptr_t)list->target[i] : NULL;
     size_t length = (size_t)list->length[i];
-    put_canonical(list->digests + 16 * list->row[i], list->hash->once(source, length));
-    if (list->target) copy((char *)(intptr_t)list->target[i], source, length);
+    const char *moved = move(place, target, source, length);
+    put_canonical(list->digests + 16 * list->row[i], list->hash->once(moved, length));
     count(list->shared, list->length[i]);
 }
 
@@ -218,7 +242,7 @@ static int work(struct task *task, pthread_t *thread, struct task *second) {
         int first = i == 0 || list->row[i - 1] != list->row[i];
         int last = i + 1 == list->segments || list->row[i + 1] != list->row[i];
         if (first && last && list->length[i] <= list->piece) {
-            move_piece(list, i);
+            move_piece(list, place, i);
             rest(task);
         } else {
             if (first && !place->moved) list->hash->reset(place->state);
@@ -256,11 +280,12 @@ int64_t portus_move(const struct hash *hash, int64_t segments, const int64_t *so
                     const int64_t *target, const int64_t *length, const int64_t *row,
                     int64_t piece, int64_t threads, uint8_t *digests, struct shared *shared) {
     struct list list = {hash, segments, source, target, length, row, piece, digests, shared, 0};
-    struct place own = {.state = hash->create()}, other = {.state = hash->create()};
+    struct place own = {.state = hash->create(), .buffer = malloc(piece)},
+                 other = {.state = hash->create(), .buffer = malloc(piece)};
     struct task patient = {&list, &own, 1, PATIENT, 0}, lead = {&list, &own, 0, 0, 0},
                 second = {&list, &other, 0, SECOND, 0};
     int64_t result = -1;
-    if (own.state && other.state) {
+    if (own.state && other.state && own.buffer && other.buffer) {
         pthread_t thread;
         if (threads > 0 && !awaited(shared) && start(&thread, &patient)) pthread_join(thread, NULL);
         if (work(&lead, &thread, threads > 1 ? &second : NULL)) pthread_join(thread, NULL);
@@ -268,6 +293,8 @@ int64_t portus_move(const struct hash *hash, int64_t segments, const int64_t *so
     }
     if (own.state) hash->destroy(own.state);
     if (other.state) hash->destroy(other.state);
+    free(own.buffer);
+    free(other.buffer);
     return result;
 }
 

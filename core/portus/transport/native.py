@@ -21,11 +21,11 @@ from portus.transport.base import Column, Digests, Segments, Stop
 
 PATH: Final = os.path.join(os.path.dirname(__file__), "_native.so")
 
-ABI: Final = 5
+ABI: Final = 6
 """The same numbers as in ``native.c``."""
 
-PIECE: Final = 256 << 10
-"""Bytes that are hashed and then copied while the cache still holds them."""
+PIECE: Final = 16 << 10
+"""Bytes that are copied, and then hashed while the smallest cache still holds them."""
 
 PATIENT_THREAD_MIN: Final = 1 << 20
 """Bytes from which a thread of low priority is worth its start, while nobody waits."""

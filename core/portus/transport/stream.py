@@ -4,7 +4,8 @@ A ``Link`` belongs to one thread at a time. Its waits are short ones in a row: i
 whether the caller's ``Stop`` is set, and whether the other side has been silent for too long. An
 error, and a stop in the middle of a frame, end the link: what was being said is void for both.
 
-Payload is hashed piece by piece, before it is sent and after it arrived, while the cache has it.
+Payload is hashed piece by piece, before it is sent and after it arrived, while the cache has it;
+what is sent is a copy, for its source may change meanwhile.
 """
 
 from __future__ import annotations
@@ -198,12 +199,17 @@ class Link:
         return event
 
     def send_payload(self, kind: Kind, data: memoryview, hasher: xxhash.xxh3_128 | None) -> None:
-        """One frame of plain bytes, hashed on the way."""
+        """One frame of plain bytes. Hashed on the way, it may change meanwhile: what is sent is
+        what was hashed."""
         with self._or_end():
             self._put(memoryview(self.connection.send_payload(kind, len(data))))
+            warm = memoryview(bytearray(min(len(data), PIECE) if hasher is not None else 0))
             for start in range(0, len(data), PIECE):
                 piece = data[start : start + PIECE]
-                self._hash(piece, hasher)
+                if hasher is not None:
+                    warm[: len(piece)] = piece
+                    piece = warm[: len(piece)]
+                    self._hash(piece, hasher)
                 self._put(piece)
                 self.connection.sent(len(piece))
 

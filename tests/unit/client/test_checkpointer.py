@@ -745,6 +745,39 @@ def test_saves_from_several_threads_are_all_kept(pool: Path) -> None:
         assert sorted(checkpointer.steps()) == expected
 
 
+ACTOR = """
+import numpy as np, sys
+memory = np.memmap(sys.argv[1], np.uint64, "r+")
+print("begun", flush=True)
+while True:
+    memory += 1
+"""
+
+
+@pytest.fixture
+def replay(tmp_path: Path) -> Iterator[torch.Tensor]:
+    """A replay buffer, which an actor process writes all the time."""
+    path = tmp_path / "replay"
+    shared = torch.from_file(str(path), shared=True, size=1 << 19, dtype=torch.int64).zero_()
+    command = [sys.executable, "-c", ACTOR, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as actor:
+        assert actor.stdout is not None
+        actor.stdout.readline()
+        yield shared
+        actor.kill()
+
+
+def test_every_version_of_what_another_process_writes_all_the_time_loads(
+    checkpointer: Checkpointer, replay: torch.Tensor, training: Training
+) -> None:
+    for step in range(20):
+        training.step()
+        checkpointer.save({**training.state(), "replay": replay}, step).wait()
+        held: Any = checkpointer.load(step)
+        assert same(held["model"], training.model.state_dict())
+    assert not same(held["replay"], replay), "nobody wrote"
+
+
 def test_states_that_threads_save_at_once_keep_their_own_layouts(pool: Path) -> None:
     (moment,) = [
         each for each in Snapshots._layout_of.__code__.co_consts if isinstance(each, CodeType)

@@ -22,6 +22,7 @@ from portus.media.memory import Memory
 from portus.spec import PAGE, Extent
 from portus.transport import local, native
 from portus.transport.base import Segments, Source, Sources, Stop, StoppedError
+from portus.transport.base import memory as _view
 from portus.transport.local import Engine, check, copy, fetch, hash_sources, same_bytes
 
 Buffer = NDArray[np.uint8]
@@ -149,6 +150,59 @@ def test_random_sources_go_to_the_pool_and_come_back(
         back = case.elsewhere()
         assert rows(fetch(medium, back.sources, Stop(), engine=engine)) == case.expected
         assert np.array_equal(back.memory, case.only_sources())  # nothing else was touched
+
+
+Busy = Callable[[Buffer], threading.Event]
+
+
+@pytest.fixture
+def busy() -> Iterator[Busy]:
+    """Writes an array over and over, in another thread. The event is set each time."""
+    done = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def write(memory: Buffer) -> threading.Event:
+        wrote = threading.Event()
+
+        def over_and_over() -> None:
+            while not done.is_set():
+                np.add(memory, 1, out=memory)
+                wrote.set()
+
+        threads.append(threading.Thread(target=over_and_over))
+        threads[-1].start()
+        return wrote
+
+    yield write
+    done.set()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("size", [1 << 20, UNIT // 2], ids=["gathered", "big"])
+def test_the_digest_is_of_what_was_stored_though_the_source_changes_meanwhile(
+    engine: Engine, medium: Medium, size: int, busy: Busy
+) -> None:
+    case = big_case(size + 7)
+    wrote = busy(case.memory)
+    for _ in range(10):
+        wrote.clear()
+        wrote.wait()
+        stored = rows(copy(medium, case.sources, Stop(), engine=engine))
+        assert rows(check(medium, case.sources, Stop(), engine=engine)) == stored
+
+
+def test_what_is_fetched_is_hashed_where_it_arrived(engine: Engine, busy: Busy) -> None:
+    """Memory that another process has as well may change while it is read."""
+    case, medium = big_case(UNIT // 2), Memory(UNIT)
+    there = np.frombuffer(_view(medium.address(Extent(0, UNIT)), UNIT), np.uint8)
+    wrote = busy(there)
+    back = case.elsewhere()
+    for _ in range(10):
+        wrote.clear()
+        wrote.wait()
+        arrived = rows(fetch(medium, back.sources, Stop(), engine=engine))
+        assert arrived == back.expected
 
 
 def test_every_flipped_bit_is_seen(engine: Engine, medium: Medium, seed: int) -> None:
