@@ -184,7 +184,7 @@ def test_a_pool_that_cannot_be_opened_ends_the_run_before_its_first_step(tmp_pat
     assert not threads()
 
 
-def test_a_pool_that_is_deleted_under_a_training_is_said_and_training_goes_on(
+def test_a_pool_that_is_deleted_under_a_training_is_said_and_saves_go_on_in_a_successor(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Deletes(Callback):
@@ -197,6 +197,8 @@ def test_a_pool_that_is_deleted_under_a_training_is_said_and_training_goes_on(
         net = fit(tmp_path, tmp_path / "run.portus", Deletes())
     assert len(net.seen) == BATCHES
     assert "the file was deleted" in caplog.text
+    newest = max(tmp_path.rglob("*.ckpt"), key=os.path.getmtime)
+    assert torch.load(newest, weights_only=False)["global_step"] == BATCHES
 
 
 @contextlib.contextmanager

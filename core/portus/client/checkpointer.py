@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal
@@ -19,7 +19,7 @@ from typing import Final, Literal
 from portus.client import restore, view
 from portus.client.fence import Fence, before_write, steps_seen
 from portus.client.home import Home, Pool, home_of
-from portus.client.keeper import Keeper
+from portus.client.keeper import Keeper, held_in
 from portus.client.resolve import POOLS
 from portus.client.restore import Patterns, Rename, Restored
 from portus.client.snapshot import SnapshotMode, Snapshots, name_of
@@ -35,6 +35,7 @@ from portus.errors import (
 from portus.format.layout import Kind
 from portus.format.reference import Reference
 from portus.index.directory import place_named
+from portus.index.pool import PoolReader
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.queue import Place, Queue
@@ -108,8 +109,6 @@ class Checkpointer:
         )
         self.model: Final = model
         self._home: Final[Home] = home_of(pool, model, max_bytes, links)
-        self.path: Final = self._home.path
-        """The pool file, made by the first save; or the address of the storage host."""
         self.surplus: Callable[[Sequence[VersionInfo]], Collection[int]] | None = None
         """In place of ``keep``: which versions, by id, the next commit retires, if no reference
         file holds them. For parts of groups, where others have a say. Runs on the worker."""
@@ -130,6 +129,11 @@ class Checkpointer:
         self._removals: Final[list[_Removal]] = []
         self._closed = False
         self._created = False
+        self._looking: Final = threading.RLock()
+        self._lookers = 0
+        """Threads that look at all pools now."""
+        self._let_go: frozenset[int] = frozenset()
+        """Versions that are surplus once the commit is made that is being made."""
         self._steps_at_last = -1
         self._fence: Final = Fence(fence_timeout)
         POOLS.allow(self._home.allowed)
@@ -240,10 +244,11 @@ class Checkpointer:
         a pattern, ``CorruptionError`` if none verifies. If the newest does not verify, the newest
         that does is returned, with an error in the log.
         """
-        pool = self._pool_to_read()
-        return view.again(
-            lambda: view.file_load(pool, self.model, step, names, verify=self._verify)
-        )
+        self._settle_to_read()
+        with self._pools() as pools:
+            return view.again(
+                lambda: view.load_from(pools, self.model, step, names, verify=self._verify)
+            )
 
     def restore_into(
         self,
@@ -265,27 +270,32 @@ class Checkpointer:
         Raises as ``load``.
         """
         before_write()  # other Checkpointers of this process may be saving these tensors
-        pool = self._pool_to_read()
-        return view.again(
-            lambda: view.file_restore(
-                pool, state, self.model, step, strict=strict, names=names, rename=rename,
-                verify=self._verify,
-            )
-        )  # fmt: skip
+        self._settle_to_read()
+        with self._pools() as pools:
+            return view.again(
+                lambda: view.restore_from(
+                    pools, state, self.model, step, strict=strict, names=names, rename=rename,
+                    verify=self._verify,
+                )
+            )  # fmt: skip
 
     def load_version(self, token: bytes, part: str | None = None) -> object:
         """The verified state of the version that reference files call ``token``, or the value of
         its key ``part``. Waits for saves in flight if it is not there: else one of those might
         retire it meanwhile."""
         self._check_usable()
-        if self._writer is not None:
-            with contextlib.suppress(StaleError):
-                return self._load_version(self._writer, token, part)
-        return self._load_version(self._pool_to_read(), token, part)
+        with contextlib.suppress(StaleError):
+            return self._load_version(token, part)
+        self._settle_to_read()
+        return self._load_version(token, part)
 
-    def _load_version(self, pool: Pool, token: bytes, part: str | None) -> object:
-        entry = view.of_token(pool.catalogue(), token)
-        return restore.load_part(pool, entry, part, verify=self._verify)
+    def _load_version(self, token: bytes, part: str | None) -> object:
+        with self._pools() as pools:
+            for pool in reversed(pools):
+                with contextlib.suppress(StaleError):
+                    entry = view.of_token(pool.catalogue(), token)
+                    return restore.load_part(pool, entry, part, verify=self._verify)
+        raise StaleError(f"version {token.hex()} is not in {self.path} (any more)")
 
     def steps(self) -> list[int]:
         """Steps of the committed versions, oldest commit first. A step may come twice."""
@@ -294,8 +304,7 @@ class Checkpointer:
     def versions(self) -> list[VersionInfo]:
         """The committed versions of this model, oldest commit first."""
         self._check_usable()
-        found = self._writer.catalogue().models.get(self.model) if self._writer else None
-        return [entry.info for entry in found.versions] if found else []
+        return self._versions()
 
     def remove(self, path: str | os.PathLike[str], *, after: SaveHandle | None = None) -> None:
         """Remove a reference file, or a directory with all that is in it, and then the versions
@@ -346,6 +355,12 @@ class Checkpointer:
             POOLS.closed(self)
             self._home.close(made=self._created)
         self._report()
+
+    @property
+    def path(self) -> str:
+        """The pool file, made by the first save; or the address of the storage host. Once a pool
+        file takes no stores any more, that of its successor."""
+        return self._home.path
 
     @property
     def last_stats(self) -> SaveStats | None:
@@ -411,7 +426,9 @@ class Checkpointer:
             describe=lambda index: name_of(tensors, index),
             audit=self._audited,
             publishing=lambda: keeper.settle(placed),
-            committed=lambda version, steady: self._committed(version, steady, replaced, made),
+            committed=lambda version, steady: self._committed(
+                keeper, version, steady, replaced, made
+            ),
             guilty=self._snapshots.accuse,
         )
         save = job.save = Save(snapshot, self._home.draft(snapshot), lambda: self._before, policy)
@@ -446,29 +463,52 @@ class Checkpointer:
                 f"room for {count} more (those kept and the one in flight): {error.strerror}",
             ) from error
 
+    def _versions(self) -> list[VersionInfo]:
+        with self._pools() as pools:
+            models = [pool.catalogue().models.get(self.model) for pool in pools]
+        return [entry.info for found in models if found for entry in found.versions]
+
     def _versions_to_come(self) -> int:
         """For how many more versions there has to be room: those kept and the one in flight."""
-        kept = len(self.versions()) if self._keep else 0
+        found = self._writer.catalogue().models.get(self.model) if self._writer else None
+        kept = len(found.versions) if found and self._keep else 0
         return 1 + max(1, (self._keep or 1) - kept)
 
     def _surplus(self, writer: Pool, keeper: Keeper, job: _Job | None) -> list[int]:
         """Versions beyond ``keep`` once ``job`` is committed, held by no reference file."""
         assert job is not None
         coming = job.save
-        found = writer.catalogue().models.get(self.model)
-        if found is not None and self.surplus is not None:
-            keeper.deleted()  # other ranks remove reference files too: look at them now
-            held = keeper.held(writer.catalogue(), coming)
-            chosen = self.surplus([entry.info for entry in found.versions])
-            return [version for version in chosen if version not in held]
-        if self._keep is None or found is None:
+        infos = self._versions()
+        if not infos or (self.surplus is None and self._keep is None):
             return []
-        held = keeper.held(writer.catalogue(), coming)
-        free = [entry.info.id for entry in found.versions if entry.info.id not in held]
-        return free[: max(0, len(free) - (self._keep - 1))]
+        if self.surplus is not None:
+            keeper.deleted()  # other ranks remove reference files too: look at them now
+        held = keeper.held(writer.catalogue(), coming) | self._held_in_older()
+        if self.surplus is not None:
+            surplus = [version for version in self.surplus(infos) if version not in held]
+        else:
+            assert self._keep is not None
+            free = [info.id for info in infos if info.id not in held]
+            surplus = free[: max(0, len(free) - (self._keep - 1))]
+        self._let_go = frozenset(surplus)
+        return surplus
+
+    def _held_in_older(self) -> set[int]:
+        """Versions of older pools that reference files lead to. Ids are unique in all pools."""
+        held = [held_in(path, pool.catalogue()) for pool, path in self._home.older().items()]
+        return set[int]().union(*held)
+
+    def _drop_older(self) -> None:
+        """On the worker: take older pools away of which the last commit let go as a whole."""
+        with self._looking:
+            older = [] if self._lookers else list(self._home.older())
+            for pool in older:  # while somebody looks, all stay: the next commit will do
+                if pool.catalogue().ids() <= self._let_go:
+                    self._home.drop(pool)
 
     def _committed(
         self,
+        keeper: Keeper,
         version: Before,
         steady: Flags,
         replaced: References,
@@ -476,14 +516,14 @@ class Checkpointer:
     ) -> None:
         """On the worker, right after a commit. ``replaced``: files to replace now. ``placed``:
         files that are there; what they lead to may be another pool than the host has by now."""
-        self._before = version
+        if keeper is self._keeper:  # else there is a successor of its pool by now
+            self._before = version
         self._snapshots.learn(steady)
         self._audited += 1
-        assert self._keeper is not None
-        astray = {p: each.part for p, each in placed.items() if not self._keeper.is_here(each)}
+        astray = {p: each.part for p, each in placed.items() if not keeper.is_here(each)}
         for path, part in {**replaced, **astray}.items():
             # What others have a say about goes by a commit, not because its file was replaced.
-            self._keeper.replace(path, version.record.info, part, retire=self.surplus is None)
+            keeper.replace(path, version.record.info, part, retire=self.surplus is None)
 
     def _after(self, save: Save) -> None:
         """On the worker, when nobody waits any more."""
@@ -491,6 +531,7 @@ class Checkpointer:
             self._note_failed(save)
             return
         assert self._writer is not None
+        self._drop_older()
         self._make_room(save.stats.copied_bytes + _RECORDS)
 
     def _make_room(self, size: int) -> None:
@@ -550,6 +591,9 @@ class Checkpointer:
 
     def _open_or_create(self) -> tuple[Pool, Keeper]:
         with self._opening:
+            with self._looking:
+                if self._home.succeed():
+                    self._open()
             while self._writer is None or self._keeper is None:  # ends: others took theirs away
                 self._home.create()
                 self._open_if_there()
@@ -573,6 +617,7 @@ class Checkpointer:
             raise
         writer.deleted = keeper.deleted
         self._writer, self._keeper = writer, keeper
+        POOLS.closed(self)
         POOLS.opened(self)
 
     def _newest_of(self, writer: Pool) -> Before | None:
@@ -588,13 +633,26 @@ class Checkpointer:
             _log.warning("%s: the newest version is damaged: %s", self.path, error)
             return None
 
-    def _pool_to_read(self) -> Pool:
+    @contextlib.contextmanager
+    def _pools(self) -> Iterator[list[PoolReader]]:
+        """The open pool, last, and those that it is a successor of; all stay meanwhile."""
+        with self._looking:
+            self._lookers += 1
+            pools: list[PoolReader] = list(self._home.older())
+            if self._writer is not None:
+                pools.append(self._writer)
+        try:
+            yield pools
+        finally:
+            with self._looking:
+                self._lookers -= 1
+
+    def _settle_to_read(self) -> None:
         self._check_usable()
         if self._writer is None:
             raise UsageError(f"{self.path}: there is no pool yet; nothing was saved")
         if not self._queue.on_worker():
             self._queue.catch_up()
-        return self._writer
 
 
 @dataclass(frozen=True, slots=True)

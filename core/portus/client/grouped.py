@@ -23,7 +23,7 @@ from portus.client.resolve import AWAITED_S_MAX, POOLS, pool_of
 from portus.client.view import PoolFile
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.format.reference import Reference
-from portus.index.directory import place_named, pool_file
+from portus.index.directory import newest_generation, place_named, pool_file
 from portus.index.groups import ID_SIZE, Group, groups_of, part_model, part_of
 from portus.protocol.address import is_address, parse
 from portus.spec import VersionInfo
@@ -62,7 +62,7 @@ def place_of(pool: str | os.PathLike[str] | None) -> str:
 
 def pool_of_part(place: str, part: str) -> str:
     """The pool that holds the part of a rank: a file of its own, or the host's."""
-    return place if is_address(place) else pool_file(place, part)
+    return place if is_address(place) else newest_generation(pool_file(place, part))[1]
 
 
 def census(place: str, model: str | None = None) -> Census:

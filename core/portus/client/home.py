@@ -6,21 +6,26 @@ Both are opened, saved to and let go of by the same calls; what differs is below
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import urllib.parse
 from typing import Final, Protocol
 
 from portus.client.host import HostPool
-from portus.client.keeper import Keeper, keeper_of
+from portus.client.keeper import Keeper, forget_deleted, keeper_of
 from portus.client.reference import links_directory
-from portus.errors import MediumError
+from portus.errors import MediumError, PortusError
+from portus.format.layout import DATA_START
 from portus.index.directory import (
     DEFAULT_DIRECTORY,
     SUFFIX,
     WRITERS,
     create_pool,
+    generation_of,
+    generations,
     has_pool,
     make_directory,
+    newest_generation,
     open_reader,
     place_named,
     pool_file,
@@ -33,6 +38,8 @@ from portus.media.local import LocalFiles
 from portus.pipeline.draft import Draft, PoolDraft
 from portus.pipeline.plan import Snapshot
 from portus.protocol.address import is_address, parse
+
+_log: Final = logging.getLogger("portus")
 
 Pool = PoolWriter | HostPool
 """A pool that can be saved to."""
@@ -58,6 +65,16 @@ class Home(Protocol):
     def open(self) -> Pool:
         """The pool, and its reference files. Raises what opening raises."""
 
+    def older(self) -> dict[PoolReader, str]:
+        """Pools that it is a successor of, and where they are; the oldest first."""
+
+    def succeed(self) -> bool:
+        """If the pool takes no stores any more, make a successor, for ``open`` to give; True if
+        that was done. What was open becomes one of ``older``. Raises ``MediumError``."""
+
+    def drop(self, pool: PoolReader) -> None:
+        """Remove one of ``older``: nothing leads there any more."""
+
     def keeper(self, pool: Pool) -> Keeper:
         """Its reference files."""
 
@@ -69,18 +86,20 @@ class Home(Protocol):
 
 
 class FileHome:
-    """A pool file of this machine."""
+    """A pool file of this machine; or, once that takes no stores any more, its successor."""
 
     def __init__(
         self, pool: str | os.PathLike[str] | None, model: str, max_bytes: int | None
     ) -> None:
-        self.path: Final = pool_file(pool, model)
+        self._first: Final = pool_file(pool, model)
+        self._generation, self.path = newest_generation(self._first)
         in_directory = pool is None and not is_device(self.path)
         self.allowed: Final = (
             os.path.dirname(self.path) if in_directory else place_named(pool or self.path)
         )
         self._max_bytes: Final = max_bytes
         self._writer: PoolWriter | None = None
+        self._older: dict[PoolReader, str] = {}
 
     def exists(self) -> bool:
         return has_pool(self.path)
@@ -97,8 +116,80 @@ class FileHome:
                     raise  # else the directory went with the pool of another, who never saved
 
     def open(self) -> PoolWriter:
-        self._writer = WRITERS.open(self.path, max_bytes=self._max_bytes)
-        return self._writer
+        writer = WRITERS.open(self.path, max_bytes=self._room())
+        while self._go_on():  # whoever had it went on in a successor meanwhile
+            WRITERS.close(writer)
+            writer = WRITERS.open(self.path, max_bytes=self._room())
+        self._writer = writer
+        self._open_older()
+        return writer
+
+    def _go_on(self) -> bool:
+        """Go on to the newest generation; False if it is this one."""
+        newest = newest_generation(self._first)
+        if newest[0] <= self._generation:
+            return False
+        self._generation, self.path = newest
+        return True
+
+    def _open_older(self) -> None:
+        known = set(self._older.values())
+        for number, path in generations(self._first).items():
+            if number < self._generation and path not in known:
+                try:
+                    self._older[open_reader(path)] = path
+                except PortusError as error:
+                    _log.warning("what was saved before %s cannot be read: %s", self.path, error)
+
+    def _room(self) -> int | None:
+        """The bytes that this generation may have, if there is a bound for all together."""
+        if self._max_bytes is None:
+            return None
+        others = [each for each in generations(self._first).values() if each != self.path]
+        sizes = [found.size for each in others if (found := LocalFiles().status(each))]
+        return max(DATA_START, self._max_bytes - sum(sizes))
+
+    def older(self) -> dict[PoolReader, str]:
+        return dict(self._older)
+
+    def succeed(self) -> bool:
+        writer, before = self._writer, self.path
+        if writer is None or not writer.medium.poisoned or is_device(before):
+            return False
+        if newest_generation(self._first)[0] <= self._generation:  # else another one has made it
+            if any(isinstance(each, PoolWriter) for each in self._older):
+                return False  # this is the successor: the machine has to be looked at
+            make_directory(os.path.dirname(before))
+            successor = generation_of(self._first, self._generation + 1)
+            create_pool(successor, LocalFiles(), after=writer.catalogue().root)
+        self._go_on()
+        self._older[writer] = before
+        self._writer = None
+        _log.error(
+            "portus: %s takes no stores any more. Saves go on in %s. What was committed before "
+            "stays where it is, and is loaded from there as long as it can be read",
+            before,
+            self.path,
+        )
+        return True
+
+    def drop(self, pool: PoolReader) -> None:
+        path = self._older.pop(pool)
+        if isinstance(pool, PoolWriter):
+            writer = pool
+        else:
+            pool.close()
+            try:
+                writer = WRITERS.open(path, timeout_s=0)
+            except PortusError as error:
+                _log.warning("%s is not needed any more, and stays: %s", path, error)
+                return
+
+        def take_away() -> None:
+            forget_deleted(path)
+            remove_pool(path, LocalFiles())
+
+        WRITERS.close(writer, last=take_away)
 
     def keeper(self, pool: Pool) -> Keeper:
         return keeper_of(self.path, pool)
@@ -109,11 +200,19 @@ class FileHome:
 
     def close(self, *, made: bool) -> None:
         writer, self._writer = self._writer, None
+        succeeded = False
+        for pool in self.older():
+            del self._older[pool]
+            if isinstance(pool, PoolWriter):
+                succeeded = True
+                WRITERS.close(pool)
+            else:
+                pool.close()
         if writer is None:
             return
 
         def take_away() -> None:
-            if made and writer.catalogue().root.sequence == 0:
+            if (made or succeeded) and writer.catalogue().root.is_first:
                 remove_pool(self.path, LocalFiles())
 
         WRITERS.close(writer, last=take_away)
@@ -147,6 +246,15 @@ class HostHome:
     def draft(self, snapshot: Snapshot) -> Draft:
         assert self._pool is not None
         return self._pool.draft(snapshot)
+
+    def older(self) -> dict[PoolReader, str]:
+        return {}
+
+    def succeed(self) -> bool:
+        return False  # the host decides where its pools are
+
+    def drop(self, pool: PoolReader) -> None:
+        raise AssertionError("it has no older pools")
 
     def close(self, *, made: bool) -> None:
         pool, self._pool = self._pool, None

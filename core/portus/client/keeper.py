@@ -388,6 +388,24 @@ def unheld(links: Sequence[Link], catalogue: Catalogue, states: Collection[State
     return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in gone}
 
 
+def held_in(path: str, catalogue: Catalogue) -> set[int]:
+    """Versions of the pool file at ``path`` that reference files lead to, by its links."""
+    files = LocalFiles()
+    found = files_of.links(files_of.links_directory(path), files, adopt=False)
+    gone = gone_for_good(found, {State.DELETED}, files)
+    alive = [each.reference for each in found if each.reference not in gone]
+    tokens = _led_to(alive, catalogue)
+    return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in tokens}
+
+
+def forget_deleted(path: str) -> None:
+    """Remove the links of deleted reference files from those of the pool file at ``path``."""
+    files, directory = LocalFiles(), files_of.links_directory(path)
+    for each in files_of.links(directory, files, adopt=False):
+        if each.state is State.DELETED:
+            files_of.forget(each.reference, directory, files)
+
+
 def gone_for_good(
     links: Sequence[Link], states: Collection[State], files: files_of.FileSystem
 ) -> list[Reference]:

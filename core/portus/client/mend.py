@@ -15,7 +15,7 @@ from portus.client.reference import links as links_in
 from portus.client.reference import links_directory
 from portus.client.resolve import POOLS
 from portus.errors import BusyError, UsageError
-from portus.index.directory import WRITERS, pool_file, pool_files
+from portus.index.directory import WRITERS, pool_files
 from portus.index.groups import Group, part_model
 from portus.media.local import LocalFiles
 from portus.protocol.address import is_address
@@ -128,7 +128,7 @@ def _is_idle(place: str, part: str) -> bool:
                 return True
         except BusyError:
             return False
-    path = pool_file(place, part)
+    path = pool_of_part(place, part)
     return os.path.isfile(path) and not has_writer(path)
 
 

@@ -43,7 +43,7 @@ from portus.errors import (
     UsageError,
 )
 from portus.format.reference import Reference, decode_text
-from portus.index.directory import place_named
+from portus.index.directory import generations, place_named
 from portus.index.roots import read_superblock
 from portus.media.local import LocalFiles
 from portus.protocol.address import is_address
@@ -369,9 +369,10 @@ def _upwards(directory: str) -> Iterator[str]:
 
 
 def _pool_files(place: str, name: str) -> Iterator[str]:
-    """``place`` if it is a file; the files in it, one called ``name`` first, if a directory."""
+    """``place`` if it is a file, and its successors; the files in it, one called ``name`` first,
+    if a directory."""
     if not os.path.isdir(place):
-        yield place
+        yield from generations(place).values()
         return
     yield os.path.join(place, name)
     with contextlib.suppress(OSError), os.scandir(place) as entries:

@@ -121,15 +121,17 @@ def matcher(names: Patterns) -> _Matcher | None:
 
 
 def newest_first(
-    pool: PoolReader, entries: Iterable[VersionEntry], use: Callable[[VersionEntry], Result]
+    found: Iterable[tuple[PoolReader, VersionEntry]],
+    use: Callable[[PoolReader, VersionEntry], Result],
 ) -> Result:
     """``use`` of the newest version that verifies; older ones only with an error in the log (V4).
+    found: some versions at least, newest last, each with its pool.
 
-    Raises ``CorruptionError`` if there are versions and none verifies, ``StaleError`` if all are
-    gone meanwhile (ask again).
+    Raises ``CorruptionError`` if none verifies, ``StaleError`` if all are gone meanwhile (ask
+    again).
     """
     failure: CorruptionError | StaleError | None = None
-    for entry in sorted(entries, key=lambda entry: (-entry.info.commit, -entry.info.id)):
+    for pool, entry in reversed(list(found)):
         if failure is not None:
             _log.error(
                 "%s: %s; FALLING BACK to step %d (commit %d)",
@@ -139,10 +141,11 @@ def newest_first(
                 entry.info.commit,
             )
         try:
-            return use(entry)
+            return use(pool, entry)
         except (CorruptionError, StaleError) as error:
             failure = failure if isinstance(failure, CorruptionError) else error
-    raise failure or StaleError(f"{pool.medium.info.name}: there is no version to load")
+    assert failure is not None, "there was no version to load"
+    raise failure
 
 
 def load(

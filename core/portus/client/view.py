@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Final, TypeVar
 
@@ -24,19 +24,26 @@ _TRIES: Final = 5
 Result = TypeVar("Result")
 
 
-def chosen(catalogue: Catalogue, model: str, step: int | None) -> list[VersionEntry]:
-    """The versions of a model, of one step or of any. Raises ``UsageError`` if there is none."""
-    found = catalogue.models.get(model)
-    entries = list(found.versions) if found else []
-    if step is not None:
-        entries = [entry for entry in entries if entry.info.step == step]
+Found = list[tuple[PoolReader, VersionEntry]]
+"""Versions, newest last, each with the pool that it is in."""
+
+
+def chosen(pools: Iterable[PoolReader], model: str, step: int | None) -> Found:
+    """The versions of a model, of one step or of any, in some pools: of each the oldest commit
+    first. Raises ``UsageError`` if there is none."""
+    catalogues = [(pool, pool.catalogue()) for pool in pools]
+    every: Found = [
+        (pool, entry)
+        for pool, catalogue in catalogues
+        if (found := catalogue.models.get(model))
+        for entry in found.versions
+    ]
+    entries = [each for each in every if step in (None, each[1].info.step)]
     if not entries:
-        steps = [entry.info.step for entry in found.versions] if found else []
-        have = (
-            f"there are steps {steps[-20:]}"
-            if steps
-            else (f"there is no such model; there are {sorted(catalogue.models)[:20]}")
-        )
+        steps = [entry.info.step for _, entry in every]
+        models = sorted({name for _, catalogue in catalogues for name in catalogue.models})
+        have = f"there are steps {steps[-20:]}"
+        have = have if steps else f"there is no such model; there are {models[:20]}"
         raise UsageError(f"model {model!r}, step {'newest' if step is None else step}: {have}")
     return entries
 
@@ -135,8 +142,8 @@ class PoolView:
         such version, ``CorruptionError`` if none verifies; a newest one that does not verify is
         passed over with an error in the log.
         """
-        file = self._file_of(model)
-        return again(lambda: file_load(file.reader, model, step, names))
+        pools = self._pools_of(model)
+        return again(lambda: load_from(pools, model, step, names))
 
     def restore_into(
         self,
@@ -150,10 +157,10 @@ class PoolView:
     ) -> Restored:
         """See ``Checkpointer.restore_into``."""
         before_write()  # a Checkpointer of this process may be saving these tensors
-        file = self._file_of(model)
+        pools = self._pools_of(model)
         return again(
-            lambda: file_restore(
-                file.reader, state, model, step, strict=strict, names=names, rename=rename
+            lambda: restore_from(
+                pools, state, model, step, strict=strict, names=names, rename=rename
             )
         )
 
@@ -185,31 +192,38 @@ class PoolView:
     ) -> None:
         self.close()
 
-    def _file_of(self, model: str) -> PoolFile:
-        """The file with the newest version of the model, by time."""
+    def _pools_of(self, model: str) -> list[PoolReader]:
+        """The files that have versions of the model, that with the newest one, by time, last."""
         newest = [
-            (infos[-1].time_ns, file) for file in self._files if (infos := file.versions(model))
+            (infos[-1].time_ns, file.reader)
+            for file in self._files
+            if (infos := file.versions(model))
         ]
         if not newest:
             raise UsageError(
                 f"there is no model {model!r} in {', '.join(self.paths) or 'an empty directory'}; "
                 f"there are {self.models()[:20]}"
             )
-        return max(newest, key=lambda pair: pair[0])[1]
+        return [pool for _, pool in sorted(newest, key=lambda pair: pair[0])]
 
 
-def file_load(
-    pool: PoolReader, model: str, step: int | None, names: Patterns, *, verify: bool = True
+def load_from(
+    pools: Sequence[PoolReader],
+    model: str,
+    step: int | None,
+    names: Patterns,
+    *,
+    verify: bool = True,
 ) -> object:
-    """Load from one pool file; the newest that verifies."""
-    entries: Iterable[VersionEntry] = chosen(pool.catalogue(), model, step)
+    """Load from some pools, the newest of them last; the newest version that verifies."""
     return restore.newest_first(
-        pool, entries, lambda entry: restore.load(pool, entry, names, verify=verify)
+        chosen(pools, model, step),
+        lambda pool, entry: restore.load(pool, entry, names, verify=verify),
     )
 
 
-def file_restore(
-    pool: PoolReader,
+def restore_from(
+    pools: Sequence[PoolReader],
     state: object,
     model: str,
     step: int | None,
@@ -219,11 +233,10 @@ def file_restore(
     rename: Rename,
     verify: bool = True,
 ) -> Restored:
-    """Restore from one pool file; the newest that verifies."""
+    """Restore from some pools, the newest of them last; the newest version that verifies."""
     return restore.newest_first(
-        pool,
-        chosen(pool.catalogue(), model, step),
-        lambda entry: restore.restore_into(
+        chosen(pools, model, step),
+        lambda pool, entry: restore.restore_into(
             pool, entry, state, strict=strict, names=names, rename=rename, verify=verify
         ),
     )

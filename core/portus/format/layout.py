@@ -70,7 +70,12 @@ SLOT: Final = Record(
     (
         Field("magic", "4s", "`ROOT`"),
         Field("reserved", "4s", "zero"),
-        Field("sequence", "Q", "the commit number; 0 = formatted, nothing committed"),
+        Field(
+            "sequence",
+            "Q",
+            "the commit number; of a pool to which nothing was committed 0, or, if it goes on from "
+            "another pool, an even number above that one's commits",
+        ),
         Field("next_version", "Q", "the id that the next version gets; over every id below"),
         Field("size", "Q", "bytes of the pool that this root may reach into"),
         Field("uuid", "16s", "that of the superblock"),

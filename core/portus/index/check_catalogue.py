@@ -174,7 +174,7 @@ def _check_slots(subject: Subject, standing: Standing) -> None:
     findings = subject.findings
     torn = [_check_slot(subject, index, slot) for index, slot in enumerate(_split(standing.slots))]
     standing.roots = read_roots(subject.medium, subject.uuid)
-    first_commit_to_come = [root.sequence for root in standing.roots] == [0]
+    first_commit_to_come = [root.is_first for root in standing.roots] == [True]
     if all(torn) and not standing.roots:
         findings.error("F3", "root slots", "one whole one at least", "both torn")
         return

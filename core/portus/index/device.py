@@ -51,7 +51,7 @@ def is_blank(medium: Medium) -> bool:
     if first is not None:
         return False
     if second is not None:
-        return all(root.sequence == 0 for root in read_roots(medium, second.uuid))
+        return all(root.is_first for root in read_roots(medium, second.uuid))
     header = bytearray(DATA_START)
     medium.load(0, memoryview(header))
     header[_SECOND:_SECOND_END] = bytes(SUPERBLOCK.size)  # may be torn

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import threading
 import urllib.parse
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from portus.errors import BusyError, MediumError, UsageError
 from portus.format.layout import DATA_START
 from portus.index import device
 from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder
+from portus.index.roots import Root
 from portus.media.base import Files, FileStatus, Locks, MediumKind, Names
 from portus.media.dax import is_device
 from portus.media.local import LocalFiles
@@ -72,7 +74,7 @@ def pool_file(pool: str | os.PathLike[str] | None, name: str) -> str:
 
 
 def pool_files(pool: str | os.PathLike[str] | None) -> list[str]:
-    """The pool files there are: ``pool`` itself, or those of the pool directory.
+    """The pool files there are: ``pool`` itself and its successors, or those of the directory.
 
     Raises ``UsageError`` if there is nothing of that name.
     """
@@ -81,9 +83,38 @@ def pool_files(pool: str | os.PathLike[str] | None) -> list[str]:
         names = sorted(name for name in os.listdir(place) if name.endswith(SUFFIX))
         paths = [os.path.join(place, name) for name in names]
         return [path for path in paths if os.path.isfile(path)]
-    if not os.path.exists(place):
+    found = generations(place)
+    if not found:
         raise UsageError(f"{place}: there is no pool, and no pool directory, of this name")
-    return [place]
+    return list(found.values())
+
+
+def generations(path: str) -> dict[int, str]:
+    """The pool file at ``path`` (1) and its successors, ``<stem>+2.portus`` (2) and so on: those
+    that are there, oldest first. A run goes on in a successor when a pool file takes no stores any
+    more; a device has none. Raises ``MediumError``."""
+    if is_device(path):
+        return {1: path}
+    directory, name = os.path.split(path)
+    stem, suffix = os.path.splitext(name)
+    pattern = re.compile(re.escape(stem) + r"\+([0-9]+)" + re.escape(suffix))
+    found = {1: path} if os.path.exists(path) else {}
+    for entry in LocalFiles().entries(directory):
+        match = pattern.fullmatch(entry)  # no name of a model: there a plus is quoted
+        if match:
+            found[int(match[1])] = os.path.join(directory, entry)
+    return dict(sorted(found.items()))
+
+
+def newest_generation(path: str) -> tuple[int, str]:
+    """The last of ``generations``; ``path`` if there is none."""
+    return max(generations(path).items(), default=(1, path))
+
+
+def generation_of(path: str, number: int) -> str:
+    """The path of a generation of the pool file at ``path``, which may not be there yet."""
+    stem, suffix = os.path.splitext(path)
+    return path if number == 1 else f"{stem}+{number}{suffix}"
 
 
 def make_directory(directory: str) -> None:
@@ -120,8 +151,9 @@ _unfinished: Final[set[str]] = set()
 """What the threads of this process are making."""
 
 
-def create_pool(path: str, files: FileSystem) -> None:
+def create_pool(path: str, files: FileSystem, after: Root | None = None) -> None:
     """Make an empty pool file at ``path``, durable with its name; nothing if one is there.
+    after: the newest root of the pool that it is a successor of.
 
     Its directory exists. Raises ``MediumError``; then there is no pool, and nothing half-made.
     On a DAX device the pool is made in place, if it is blank.
@@ -137,7 +169,7 @@ def create_pool(path: str, files: FileSystem) -> None:
     try:
         medium = files.create(fresh, DATA_START)
         try:
-            format_pool(medium)
+            format_pool(medium, after)
         finally:
             medium.close()
         _publish(fresh, path, files)

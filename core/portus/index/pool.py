@@ -55,6 +55,7 @@ from portus.index.records import (
     read,
 )
 from portus.index.roots import (
+    Root,
     Superblock,
     clear_slot,
     format_superblock,
@@ -113,9 +114,10 @@ class Change:
     retire: Collection[int] = ()
 
 
-def format_pool(medium: Medium) -> None:
-    """Make an empty pool of a new medium of at least ``DATA_START`` bytes, durable on return."""
-    format_superblock(medium)
+def format_pool(medium: Medium, after: Root | None = None) -> None:
+    """Make an empty pool of a new medium of at least ``DATA_START`` bytes, durable on return.
+    after: see ``format_superblock``."""
+    format_superblock(medium, after=after)
     medium.persist([Extent(0, DATA_START)])
 
 
@@ -361,7 +363,7 @@ class PoolWriter(PoolReader):
         # Read on after the writer before us retired them: where they are is not known (V1).
         self._strangers = self.locks.pins() - self._reach.keys()
         self._strange = runs_of([DATA_START], [self.medium.size - DATA_START])
-        if len(self._roots) == 1 and current.root.sequence:
+        if len(self._roots) == 1 and not current.root.is_first:
             # The other slot is torn. If only caches say so (its writer was killed in the middle
             # of the store), then on the medium it may still reach an older catalogue (V1).
             self._commit_again()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Final, cast
 
 from portus.errors import CorruptionError, UsageError
 from portus.format.checksum import digest
@@ -51,21 +51,43 @@ class Root:
     table: Pointer
 
     @property
+    def is_first(self) -> bool:
+        """True while nothing was committed to the pool."""
+        return self.table == NOWHERE
+
+    @property
     def slot(self) -> int:
         """Which of the two slots it belongs in."""
         return self.sequence % 2
 
 
-FIRST_ROOT = Root(sequence=0, next_version=1, size=DATA_START, table=NOWHERE)
+_TRIED_MAX: Final = 1 << 16
+"""No commit makes as many versions."""
+
+FIRST_ROOT: Final = Root(sequence=0, next_version=1, size=DATA_START, table=NOWHERE)
 
 
-def format_superblock(medium: Medium, uuid: bytes | None = None) -> Superblock:
-    """Store (not persist) the superblock, twice, and the first root. For a new medium only."""
+def format_superblock(
+    medium: Medium, uuid: bytes | None = None, after: Root | None = None
+) -> Superblock:
+    """Store (not persist) the superblock, twice, and the first root. For a new medium only.
+
+    after: the newest root of the pool that this one goes on from. Commits and ids of versions are
+    numbered on from there, also past a commit that failed: it may be there all the same.
+    """
     block = Superblock(uuid or os.urandom(16), time.time_ns(), True)
     for offset in SUPERBLOCK_OFFSETS:
         store_superblock(medium, block, offset)
-    store_root(medium, block.uuid, FIRST_ROOT)
+    store_root(medium, block.uuid, FIRST_ROOT if after is None else _first_after(after))
     return block
+
+
+def _first_after(root: Root) -> Root:
+    return replace(
+        FIRST_ROOT,
+        sequence=root.sequence + 2 + root.sequence % 2,  # that of slot 0
+        next_version=root.next_version + _TRIED_MAX,
+    )
 
 
 def store_superblock(medium: Medium, block: Superblock, offset: int) -> Extent:

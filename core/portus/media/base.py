@@ -60,6 +60,10 @@ class Medium(Protocol):
     def size(self) -> int:
         """Bytes that can be addressed now. A reader sees growth by another process."""
 
+    @property
+    def poisoned(self) -> bool:
+        """True once it takes no stores any more; see 4."""
+
     def grow(self, size: int) -> None:
         """Make the medium ``size`` bytes long, allocated and durable; never shrinks it."""
 

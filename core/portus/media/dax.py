@@ -170,6 +170,11 @@ class SpaceMedium:
         """Bytes of it that are used."""
         return self._size
 
+    @property
+    def poisoned(self) -> bool:
+        """True since a persist failed."""
+        return bool(self._poison)
+
     def grow(self, size: int) -> None:
         """Use more of the device, cleared first. ``MediumError`` (ENOSPC) behind its end."""
         self._check_writable()

@@ -104,6 +104,11 @@ class PlainFile:
         """Bytes of the file now, also after another process made it grow."""
         return os.fstat(self._descriptor.number).st_size
 
+    @property
+    def poisoned(self) -> bool:
+        """True since a persist, or the sync of a growth, failed."""
+        return bool(self._poison)
+
     def grow(self, size: int) -> None:
         """Without space it is undone, and does not poison; a failed sync does."""
         self._check_writable()

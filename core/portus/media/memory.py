@@ -52,6 +52,11 @@ class Memory:
         """Bytes that can be addressed now."""
         return self._size
 
+    @property
+    def poisoned(self) -> bool:
+        """True since a persist failed."""
+        return bool(self._poison)
+
     def grow(self, size: int) -> None:
         """``MediumError`` if the system refuses; that does not poison."""
         self._check()

@@ -172,8 +172,10 @@ class MediumContract(abc.ABC):
         medium.persist([Extent(0, 5)])
         self.break_persist(medium)
         medium.store(5, b"newer")
+        before = medium.poisoned
         with pytest.raises(MediumError, match=medium.info.name):
             medium.persist([Extent(5, 5)])
+        assert (before, medium.poisoned) == (False, True)
         assert_raises(
             MediumError,
             lambda: medium.persist([Extent(5, 5)]),

@@ -215,6 +215,11 @@ class CrashMedium:
         """See ``Medium``."""
         return self._file().size
 
+    @property
+    def poisoned(self) -> bool:
+        """See ``Medium``."""
+        return bool(self._poison)
+
     def grow(self, size: int) -> None:
         """See ``Medium``. A failed growth changes nothing, and does not poison."""
         self._check_writable()

@@ -305,6 +305,11 @@ class HostMedium:
         assert isinstance(answer, said.Standing)
         return answer.size
 
+    @property
+    def poisoned(self) -> bool:
+        """False: what became of its medium, the host says for each save."""
+        return False
+
     def grow(self, size: int) -> None:
         raise self._refused()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -26,16 +27,24 @@ class Gate(PlainFile):
     """A file that can be written to while its gate is open; else whoever stores or persists waits.
 
     ``reached``: somebody came to the closed gate. ``used``: bytes of the pool that are taken.
+    ``broken``: the disk fails whatever is synced.
     """
 
     used: Callable[[], int]
+    broken = False
 
     def __init__(self, path: str) -> None:
         self._opened = threading.Event()
         self._opened.set()
         self.reached = threading.Event()
         descriptor = Descriptor(path, os.O_RDWR)
-        super().__init__(descriptor, FileSystem(volatile=False, early=False), writable=True)
+        file_system = FileSystem(volatile=False, early=False)
+        super().__init__(descriptor, file_system, writable=True, sync=self._to_disk)
+
+    def _to_disk(self, number: int) -> None:
+        if self.broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        os.fdatasync(number)
 
     def shut(self) -> None:
         self.reached.clear()

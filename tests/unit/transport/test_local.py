@@ -318,7 +318,7 @@ class Unmapped:
 
     def __init__(self, size: int) -> None:
         self._memory = Memory(size)
-        self.info, self.size = self._memory.info, size
+        self.info, self.size, self.poisoned = self._memory.info, size, False
         self.grow = self._memory.grow
         self.load: Callable[[int, memoryview], None] = self._memory.load
         self.persist, self.close = self._memory.persist, self._memory.close
