@@ -15,8 +15,7 @@ _log: Final = logging.getLogger("portus_lightning")
 class Copies:
     """Renews the file ``target`` at most every ``every_s`` seconds, on a thread of its own.
 
-    Holds one checkpoint in memory while it copies. What goes wrong is logged; the file that was
-    there stays.
+    What goes wrong is logged; the file that was there stays.
     """
 
     def __init__(self, target: str, every_s: float) -> None:

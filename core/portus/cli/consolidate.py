@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from portus.cli import safetensors
 from portus.cli.boxes import Target, write_box
 from portus.cli.pools import Found
 from portus.cli.progress import Progress
-from portus.cli.safetensors import Placed
-from portus.cli.tensors import Storages, tensor_bytes
+from portus.client import safetensors
+from portus.client.contents import Storages, tensor_bytes
+from portus.client.safetensors import Placed
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.dtypes import ITEM_SIZES
 from portus.index.records import VersionRecord

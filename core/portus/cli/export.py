@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from portus.cli import safetensors
 from portus.cli.consolidate import (
     Box,
     Part,
@@ -27,6 +26,7 @@ from portus.cli.grouped import FoundGroup, cuts_of, find_groups, newest_complete
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import Found, newest, open_pools, version_document
 from portus.cli.progress import bar
+from portus.client import safetensors
 from portus.client.tree import decode, distinct, leaf_nodes, tensor_index
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.layout import Kind
@@ -314,15 +314,25 @@ def _in_place(out: str) -> Iterator[str]:
 
 
 def _write_torch(found: Found, wish: Wish, temporary: str) -> Done:
-    """The state, as ``torch.save`` writes it. It is in memory once."""
-    from portus.client import restore
-    from portus.client.materialize import write_torch_file
+    """The state, as ``torch.save`` writes it. What of it is no tensor is in memory."""
+    from portus.client import torch_file
+    from portus.client.restore import matcher
 
     if wish.strip:
         raise UsageError("--strip is for .safetensors files")
-    _check_room(wish.out, found.info.size)
-    state = restore.load(found.reader, found.entry, list(wish.names) or None)
-    write_torch_file(temporary, state)
+    keep = matcher(list(wish.names) or None)
+    with open(temporary, "wb") as file:
+        torch_file.write(
+            found.reader,
+            found.entry,
+            file,
+            keep=keep,
+            fits=lambda size: _check_room(wish.out, size),
+        )
+        file.flush()
+        os.fsync(file.fileno())
+    if keep is not None:
+        keep.complain(found.info)
     with found.reader.pinned(found.info.id) as entry:
         record = found.reader.record(entry)
         tensors = _layout(found, record)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from portus.client import restore, view
 from portus.client.fence import Fence, before_write, steps_seen
@@ -36,6 +36,7 @@ from portus.format.layout import Kind
 from portus.format.reference import Reference
 from portus.index.directory import place_named
 from portus.index.pool import PoolReader
+from portus.index.records import VersionEntry
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.queue import Place, Queue
@@ -45,6 +46,8 @@ from portus.spec import VersionInfo
 _log: Final = logging.getLogger("portus")
 
 OnError = Literal["warn", "raise"]
+
+Result = TypeVar("Result")
 
 References = Mapping[str, str | None]
 """Absolute paths of reference files, and the part of the state that each leads to (None: all)."""
@@ -283,18 +286,27 @@ class Checkpointer:
         """The verified state of the version that reference files call ``token``, or the value of
         its key ``part``. Waits for saves in flight if it is not there: else one of those might
         retire it meanwhile."""
+        return self.use_version(
+            token, lambda pool, entry: restore.load_part(pool, entry, part, verify=self._verify)
+        )
+
+    def use_version(
+        self, token: bytes, use: Callable[[PoolReader, VersionEntry], Result]
+    ) -> Result:
+        """What ``use`` gives for a version; waits as ``load_version``, and calls it again then."""
         self._check_usable()
         with contextlib.suppress(StaleError):
-            return self._load_version(token, part)
+            return self._use_version(token, use)
         self._settle_to_read()
-        return self._load_version(token, part)
+        return self._use_version(token, use)
 
-    def _load_version(self, token: bytes, part: str | None) -> object:
+    def _use_version(
+        self, token: bytes, use: Callable[[PoolReader, VersionEntry], Result]
+    ) -> Result:
         with self._pools() as pools:
             for pool in reversed(pools):
                 with contextlib.suppress(StaleError):
-                    entry = view.of_token(pool.catalogue(), token)
-                    return restore.load_part(pool, entry, part, verify=self._verify)
+                    return use(pool, view.of_token(pool.catalogue(), token))
         raise StaleError(f"version {token.hex()} is not in {self.path} (any more)")
 
     def steps(self) -> list[int]:

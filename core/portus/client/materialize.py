@@ -5,20 +5,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
-from collections.abc import Iterator
-from typing import Final
+import sys
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, Final
 
 import torch
 
+from portus.client import torch_file
 from portus.client.grouped import is_shard, shards_at
 from portus.client.reference import is_link, read
-from portus.client.resolve import POOLS, Pools, load_reference
-from portus.errors import MediumError, UsageError
-from portus.format.reference import Reference
+from portus.client.resolve import POOLS, Pools, use_reference
+from portus.errors import BusyError, MediumError, UsageError
+from portus.format.reference import SIZE_MAX, Reference
+from portus.index.pool import PoolReader
+from portus.index.records import VersionEntry
 
-_SLACK: Final = 16 << 20
-"""Bytes kept free beside the tensors of a checkpoint, for all that is not tensors."""
+_TEMPORARY: Final = re.compile(r"\.[0-9a-f]{32}\.portus")
+"""What a file is called while it is written."""
+
+Advanced = Callable[[int], None]
+"""Is told how many bytes were written since the last time, and may raise."""
 
 
 def materialize(
@@ -32,8 +40,9 @@ def materialize(
     to: put it here instead, in place of what is there; ``path`` is one reference file then, and
         stays.
 
-    The state is loaded, verified, written beside under a hidden name, synced, and renamed into
-    place; the time of last change and the mode stay. Holds one checkpoint in memory at a time.
+    The bytes go from the pool to a hidden file beside it, verified on the way, 16 MiB at a time;
+    then that is synced, and renamed into place. The time of last change and the mode stay. In
+    memory is what of the state is no tensor: numbers, text, arrays of numpy.
     Symbolic links below a directory are left alone; what they lead to is found where it lies.
 
     A directory of a sharded checkpoint (``portus.dcp``) becomes one that
@@ -46,15 +55,26 @@ def materialize(
     place = os.path.realpath(os.fspath(path))
     if not os.path.exists(place):
         raise UsageError(f"{place}: there is nothing to materialise")
-    if to is None and os.path.isdir(place):
-        return [e for paths in _directories(place) for e in _materialize_directory(paths, pools)]
     if to is None:
-        return [place] if _materialize_file(place, place, pools) else []
+        return list(_in_place(place, pools, lambda size: None))
     target = os.path.abspath(os.fspath(to))
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    if not _materialize_file(place, target, pools):
+    try:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+    except OSError as error:
+        raise MediumError(error.errno, f"cannot write {target}: {error.strerror}") from error
+    if not _materialize_file(place, target, pools, lambda size: None):
         raise UsageError(f"{place}: there is no Portus reference file")
     return [target]
+
+
+def _in_place(place: str, pools: Pools, advanced: Advanced) -> Iterator[str]:
+    """Real files in place of the references at ``place`` or below it: the path of each, once it is
+    one."""
+    if os.path.isdir(place):
+        for paths in _directories(place):
+            yield from _materialize_directory(paths, pools, advanced)
+    elif _materialize_file(place, place, pools, advanced):
+        yield place
 
 
 def _directories(place: str) -> Iterator[list[str]]:
@@ -64,11 +84,11 @@ def _directories(place: str) -> Iterator[list[str]]:
         yield [path for path in paths if not os.path.islink(path)]
 
 
-def _materialize_directory(paths: list[str], pools: Pools) -> Iterator[str]:
+def _materialize_directory(paths: list[str], pools: Pools, advanced: Advanced) -> Iterator[str]:
     """The files of one directory. References to shards go last: all else is a torch file then."""
     shards = [path for path in paths if is_shard(path)]
     for path in paths:
-        if path not in shards and _materialize_file(path, path, pools):
+        if path not in shards and _materialize_file(path, path, pools, advanced):
             yield path
     directory = os.path.dirname(shards[0]) if shards else ""
     if shards and shards_at(directory):
@@ -78,7 +98,7 @@ def _materialize_directory(paths: list[str], pools: Pools) -> Iterator[str]:
         remove_references(directory, shards)
 
 
-def _materialize_file(path: str, target: str, pools: Pools) -> bool:
+def _materialize_file(path: str, target: str, pools: Pools, advanced: Advanced) -> bool:
     reference = read(path)
     if reference is None or is_link(path, reference):  # a link stays what it is
         return False
@@ -87,21 +107,80 @@ def _materialize_file(path: str, target: str, pools: Pools) -> bool:
             f"{path} is a part of a sharded checkpoint, of which no one file can be made: "
             "materialise its directory, or let portus export make safetensors of its tensors"
         )
-    state = load_reference(path, pools)
-    reference = read(path)  # after the load: that waits for a save that replaces the file
-    if reference is None:
-        return False
-    _check_space(target, state)
-    temporary = os.path.join(os.path.dirname(target), f".{reference.id}.portus")
+    directory = os.path.dirname(target)
+
+    def put(pool: PoolReader, entry: VersionEntry, found: Reference) -> None:
+        temporary = os.path.join(directory, f".{found.id}.portus")
+        with _temporary(temporary) as file:
+            torch_file.write(
+                pool,
+                entry,
+                file,
+                found.part,
+                fits=lambda size: _check_space(target, size),
+                advanced=advanced,
+            )
+            _finish(file, temporary, like=path)
+            _replace(temporary, target, found if target == path else None)
+
     try:
-        _write(temporary, state, like=path)
-        _replace(temporary, target, reference if target == path else None)
+        _sweep(directory)
+        use_reference(path, put, pools)
+    except MediumError:
+        raise
     except OSError as error:
         raise MediumError(error.errno, f"cannot write {target}: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
     return True
+
+
+@contextlib.contextmanager
+def _temporary(path: str) -> Iterator[BinaryIO]:
+    """A new file, locked as long as somebody writes it, and gone at the end unless it was renamed.
+
+    Raises ``BusyError`` if another process is writing it.
+    """
+    with contextlib.suppress(OSError):
+        _remove_unlocked(path)
+    try:
+        file = open(path, "xb")  # noqa: SIM115
+    except FileExistsError:
+        raise BusyError(
+            errno.EAGAIN, f"{path}: another process is writing it; if none is, remove it"
+        ) from None
+    try:
+        with file:
+            with contextlib.suppress(OSError):
+                _lock(file)
+            yield file
+    finally:
+        with contextlib.suppress(OSError):  # hidden, and the next try removes it
+            os.unlink(path)
+
+
+def _sweep(directory: str) -> None:
+    """Remove what processes left in ``directory`` that were killed while they wrote: it may hold
+    the very room that is needed now. What is as small as a reference may be one on its way."""
+    for name in os.listdir(directory):
+        path = os.path.join(directory, name)
+        with contextlib.suppress(OSError):
+            if _TEMPORARY.fullmatch(name) and os.stat(path).st_size > SIZE_MAX:
+                _remove_unlocked(path)
+
+
+def _remove_unlocked(path: str) -> None:
+    """Remove a file, unless another process has locked it or there are no locks: ``OSError``."""
+    with open(path, "rb") as file:
+        _lock(file)
+        os.unlink(path)
+
+
+def _lock(file: BinaryIO) -> None:
+    """Raises ``OSError`` where another process has locked it, or where there are no such locks."""
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, "no locks of files here")
+    import fcntl
+
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_torch_file(path: str, state: object) -> None:
@@ -116,11 +195,12 @@ def write_torch_file(path: str, state: object) -> None:
         raise MediumError(error.errno, f"cannot write {path}: {error.strerror}") from error
 
 
-def _write(temporary: str, state: object, *, like: str) -> None:
+def _finish(file: BinaryIO, path: str, *, like: str) -> None:
     before = os.stat(like)
-    write_torch_file(temporary, state)
-    os.chmod(temporary, before.st_mode & 0o7777)
-    os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns))
+    file.flush()
+    os.fsync(file.fileno())
+    os.chmod(path, before.st_mode & 0o7777)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def _replace(temporary: str, path: str, expected: Reference | None) -> None:
@@ -136,25 +216,9 @@ def _replace(temporary: str, path: str, expected: Reference | None) -> None:
             os.close(directory)
 
 
-def _check_space(path: str, state: object) -> None:
-    needed = sum(_storages(state, {}).values()) + _SLACK
+def _check_space(path: str, needed: int) -> None:
     free = shutil.disk_usage(os.path.dirname(path)).free
     if needed > free:
         raise MediumError(
             errno.ENOSPC, f"cannot materialise {path}: {needed} bytes needed, {free} bytes free"
         )
-
-
-def _storages(value: object, found: dict[int, int]) -> dict[int, int]:
-    """Bytes of each distinct storage, by its address; those of exotic tensors do not count."""
-    if isinstance(value, torch.Tensor):
-        with contextlib.suppress(NotImplementedError, RuntimeError):
-            storage = value.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    elif isinstance(value, dict):
-        for each in value.values():
-            _storages(each, found)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for each in value:
-            _storages(each, found)
-    return found

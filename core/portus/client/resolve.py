@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from portus.client.reference import is_linked, links_directory, read
 from portus.errors import (
@@ -48,6 +48,12 @@ from portus.index.roots import read_superblock
 from portus.media.local import LocalFiles
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
+
+if TYPE_CHECKING:
+    from portus.index.pool import PoolReader
+    from portus.index.records import VersionEntry
+
+Result = TypeVar("Result")
 
 _log: Final = logging.getLogger("portus")
 
@@ -74,6 +80,12 @@ class ReadablePool(Protocol):
     def load_version(self, token: bytes, part: str | None = None) -> object:
         """The verified state of a version, or the value of its key ``part``; ``StaleError`` if
         the pool does not hold it."""
+
+    def use_version(
+        self, token: bytes, use: Callable[[PoolReader, VersionEntry], Result]
+    ) -> Result:
+        """What ``use`` gives for a version; ``StaleError`` if the pool does not hold it. ``use``
+        may be called twice, if the version is about to be there."""
 
 
 class OpenPool(ReadablePool, Protocol):
@@ -200,6 +212,25 @@ def load_reference(path: str | os.PathLike[str], pools: Pools = POOLS) -> object
     return _load(reference, absolute, pools)
 
 
+def use_reference(
+    path: str | os.PathLike[str],
+    use: Callable[[PoolReader, VersionEntry, Reference], Result],
+    pools: Pools = POOLS,
+) -> Result:
+    """What ``use`` gives for the version that the reference file at ``path`` leads to, and for what
+    that file says. Called again if the file is replaced meanwhile. Raises as ``load_reference``.
+    """
+    absolute = os.path.abspath(os.fspath(path))
+    reference = read(absolute)
+    if reference is None:
+        raise UsageError(f"{absolute}: there is no Portus reference file")
+
+    def from_pool(pool: ReadablePool, token: bytes, found: Reference) -> Result:
+        return pool.use_version(token, lambda reader, entry: use(reader, entry, found))
+
+    return _use(reference, absolute, pools, from_pool)
+
+
 def pool_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> str:
     """The pool file that the reference file at ``path`` leads to, if it may be opened; or the
     address of the storage host.
@@ -226,15 +257,29 @@ def pool_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> str:
 
 
 def _load(reference: Reference, path: str | None, pools: Pools) -> object:
+    return _use(
+        reference,
+        path,
+        pools,
+        lambda pool, token, found: pool.load_version(token, found.part),
+    )
+
+
+def _use(
+    reference: Reference,
+    path: str | None,
+    pools: Pools,
+    use: Callable[[ReadablePool, bytes, Reference], Result],
+) -> Result:
     for _ in range(_TRIES):
         reference = _settled(reference, path, pools)
         with _pool_of(reference, path, pools) as pool:
             try:
-                return pool.load_version(bytes.fromhex(reference.token), reference.part)
+                return use(pool, bytes.fromhex(reference.token), reference)
             except StaleError:
                 newer = read(path) if path else None  # replaced since it was read?
                 if newer is None or newer.id == reference.id:
-                    return _fall_back(reference, path, pool)
+                    return _fall_back(reference, path, pool, use)
         reference = newer
     raise StaleError(f"{path} was replaced {_TRIES} times while it was loaded; load again")
 
@@ -249,7 +294,12 @@ def _settled(reference: Reference, path: str | None, pools: Pools) -> Reference:
     return reference
 
 
-def _fall_back(reference: Reference, path: str | None, pool: ReadablePool) -> object:
+def _fall_back(
+    reference: Reference,
+    path: str | None,
+    pool: ReadablePool,
+    use: Callable[[ReadablePool, bytes, Reference], Result],
+) -> Result:
     what = f"{path or 'this reference'}: step {reference.step} of model {reference.model!r}"
     if not reference.instead:
         raise UsageError(
@@ -259,7 +309,7 @@ def _fall_back(reference: Reference, path: str | None, pool: ReadablePool) -> ob
         )
     for token, step in 2 * reference.instead:  # a commit between the first two retires the second
         try:
-            state = pool.load_version(bytes.fromhex(token), reference.part)
+            result = use(pool, bytes.fromhex(token), reference)
         except StaleError:
             continue
         _log.warning(
@@ -268,7 +318,7 @@ def _fall_back(reference: Reference, path: str | None, pool: ReadablePool) -> ob
             what,
             step,
         )
-        return state
+        return result
     raise UsageError(
         f"{what} was never committed, or was retired since, and so was step "
         f"{reference.instead[-1][1]}, the one before it. `portus ls {reference.pool_path}` "

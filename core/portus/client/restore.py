@@ -8,13 +8,14 @@ hashing again: if no version verifies, the tensors are untouched.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import fnmatch
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -24,6 +25,7 @@ import torch
 from portus.client.classes import fields_of
 from portus.client.leaves import PLAIN
 from portus.client.state import flatten, unflatten
+from portus.client.tree import decode, leaf_nodes, tensor_index
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.format.checksum import UNIT
 from portus.format.layout import Kind
@@ -165,6 +167,48 @@ def load(
     return state
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A state whose tensors have memory that holds nothing. ``indices``: of storages of the
+    version, by the address (``_cdata``) of the storage of a tensor."""
+
+    state: object
+    indices: Mapping[int, int]
+    record: VersionRecord
+    tensors: tuple[TensorSpec, ...]
+
+    def name(self, index: int) -> str:
+        """What errors call a storage."""
+        return f"{_where(self.record.info)}: {_names(self.tensors, index)}"
+
+
+@contextlib.contextmanager
+def outlined(
+    pool: PoolReader,
+    entry: VersionEntry,
+    part: str | None = None,
+    keep: Callable[[str], bool] | None = None,
+) -> Iterator[Outline]:
+    """A version, or the value of its key ``part``, or what has key paths to ``keep``, without the
+    bytes of its tensors: memory is set aside for them, which nobody touches and so nobody has. All
+    else, arrays too, is loaded and verified. The version is pinned inside.
+
+    Raises as ``load_part``.
+    """
+    wanted = _within(part) if keep is None else keep
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, True)
+        lengths = opened.record.storages["length"]
+        needed = _storages_of(opened, wanted)
+        read = np.intersect1d(needed, _of_arrays(opened))
+        storages = _fetch(opened, read)
+        for index in np.setdiff1d(needed, read).tolist():
+            storages[index] = torch.UntypedStorage(int(lengths[index]))
+        state = _part(_assembled(opened, storages, wanted), opened, part)
+        places = {each._cdata: index for index, each in enumerate(storages) if each is not None}
+        yield Outline(state, places, opened.record, opened.tensors)
+
+
 def load_where(pool: PoolReader, entry: VersionEntry, keep: Callable[[str], bool]) -> object:
     """The part of a version at the key paths to ``keep``. Raises as ``load``."""
     return _load(pool, entry, keep, True)
@@ -185,12 +229,11 @@ def load_part(
 
     Raises as ``load``, and ``CorruptionError`` if there is no such key.
     """
-    if part is None:
-        return load(pool, entry, verify=verify)
-    state = _load(pool, entry, lambda path: path == part or path.startswith(f"{part}."), verify)
-    if not isinstance(state, dict) or part not in state:
-        raise CorruptionError(f"{_where(entry.info)}: its state has no part {part!r}")
-    return state[part]
+    with pool.pinned(entry.info.id) as current:
+        opened = _open(pool, current, verify)
+        keep = _within(part)
+        state = _assembled(opened, _fetch(opened, _storages_of(opened, keep)), keep)
+    return _part(state, opened, part)
 
 
 def verify(
@@ -302,11 +345,45 @@ def _load(
 ) -> object:
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, verify)
-        storages = _fetch(opened, _storages_of(opened, keep))
+        return _assembled(opened, _fetch(opened, _storages_of(opened, keep)), keep)
+
+
+def _assembled(
+    opened: _Opened,
+    storages: list[torch.UntypedStorage | None],
+    keep: Callable[[str], bool] | None,
+) -> object:
     try:
         return unflatten(opened.tree, opened.tensors, storages, keep)
     except CorruptionError as error:
-        raise CorruptionError(f"{_where(entry.info)}: {error}") from error
+        raise CorruptionError(f"{_where(opened.record.info)}: {error}") from error
+
+
+def _within(part: str | None) -> Callable[[str], bool] | None:
+    """Which key paths are of the part; None if all are."""
+    if part is None:
+        return None
+    return lambda path: path == part or path.startswith(f"{part}.")
+
+
+def _part(state: object, opened: _Opened, part: str | None) -> object:
+    if part is None:
+        return state
+    if not isinstance(state, dict) or part not in state:
+        raise CorruptionError(f"{_where(opened.record.info)}: its state has no part {part!r}")
+    return state[part]
+
+
+def _of_arrays(opened: _Opened) -> Column:
+    """Indices of the storages that hold arrays and bytes, which are read when they are made."""
+    indices = [
+        tensor_index(node)
+        for _, node in leaf_nodes(decode(opened.tree))
+        if isinstance(node, dict) and "$tensor" not in node
+    ]
+    count = len(opened.tensors)
+    found = {opened.tensors[each].storage for each in indices if each is not None and each < count}
+    return np.array(sorted(found), np.int64)
 
 
 def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _Opened:
@@ -368,9 +445,8 @@ def _compare(opened: _Opened, wanted: Column, found: Digests, expected: Digests)
     position = int(np.searchsorted(np.cumsum(units), bad[0], side="right"))
     offset = int(bad[0] - (np.cumsum(units) - units)[position]) * UNIT
     index = int(wanted[position])
-    names = [spec.name for spec in opened.tensors if spec.storage == index]
     raise CorruptionError(
-        f"{_where(opened.record.info)}: {' = '.join(names) or 'an array'} is damaged within 16 MiB "
+        f"{_where(opened.record.info)}: {_names(opened.tensors, index)} is damaged within 16 MiB "
         f"from byte {offset} of its storage: expected digest {expected[bad[0]].tobytes().hex()}, "
         f"found {found[bad[0]].tobytes().hex()}"
     )
@@ -504,6 +580,11 @@ def _renamed(name: str, rename: Rename) -> str:
     if rename is None:
         return name
     return rename(name) if callable(rename) else rename.get(name, name)
+
+
+def _names(tensors: Sequence[TensorSpec], index: int) -> str:
+    """What a storage is called: the tensors that use it."""
+    return " = ".join(spec.name for spec in tensors if spec.storage == index) or "an array"
 
 
 def _where(info: VersionInfo) -> str:

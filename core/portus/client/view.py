@@ -90,7 +90,13 @@ class PoolFile:
     def load_version(self, token: bytes, part: str | None = None) -> object:
         """The verified state of a version, or the value of its key ``part``; ``StaleError`` if
         the pool does not hold it."""
-        return restore.load_part(self.reader, of_token(self.reader.catalogue(), token), part)
+        return self.use_version(token, lambda pool, entry: restore.load_part(pool, entry, part))
+
+    def use_version(
+        self, token: bytes, use: Callable[[PoolReader, VersionEntry], Result]
+    ) -> Result:
+        """What ``use`` gives for a version; ``StaleError`` if the pool does not hold it."""
+        return use(self.reader, of_token(self.reader.catalogue(), token))
 
     def close(self) -> None:
         """Let go of the pool. Loaded states stay."""

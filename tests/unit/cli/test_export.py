@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from portus.cli.output import size_text
-from portus.cli.safetensors import DTYPES
 from portus.client.checkpointer import Checkpointer
+from portus.client.safetensors import DTYPES
 from portus.format.checksum import UNIT
 from tests.golden.make import scattered
 from tests.unit.cli.scene import Run, portus, portus_json

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from portus.cli import consolidate
-from portus.cli import safetensors as files
 from portus.cli.boxes import Target, runs, write_box
+from portus.client import safetensors as files
 from portus.client.checkpointer import Checkpointer
 from portus.client.cuts import Placed, encode
 from portus.errors import CorruptionError, MediumError

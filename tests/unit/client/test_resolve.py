@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 import pytest
@@ -67,6 +68,9 @@ class OneView:
             raise StaleError(f"no version {token.hex()}")
         return self.content.versions[token]
 
+    def use_version(self, token: bytes, use: Callable[[Any, Any], Any]) -> Any:
+        raise AssertionError("whoever only loads has no use for it")
+
     def close(self) -> None:
         self.closed = True
 
@@ -82,6 +86,9 @@ class Saving:
 
     def load_version(self, token: bytes, part: str | None = None) -> object:
         return self._view.load_version(token, part)
+
+    def use_version(self, token: bytes, use: Callable[[Any, Any], Any]) -> Any:
+        return self._view.use_version(token, use)
 
     def settle(self, path: str | None, token: bytes) -> bool:
         if not self.under_way or (token != self._token and path != self._path):
@@ -534,100 +541,6 @@ def test_a_text_that_was_changed_is_damage(run_of_process: Run) -> None:
             torch.load(path, weights_only=weights_only)
     with pytest.raises(CorruptionError):
         load_text("")
-
-
-# --- materialising ---
-
-
-def tensors(run: Run, step: int) -> dict[str, object]:
-    shared = torch.arange(1000.0)
-    state = {"w": shared, "tied": shared, "view": shared[3:9], "step": step, "rng": (1, [2])}
-    run.content.versions[(4096 + step).to_bytes(16, "big")] = state
-    return state
-
-
-def same(state: object, other: object) -> bool:
-    first, second = io.BytesIO(), io.BytesIO()
-    torch.save(state, first)
-    torch.save(other, second)
-    return first.getvalue() == second.getvalue()
-
-
-def test_a_materialised_file_is_what_torch_would_have_saved(run_of_process: Run) -> None:
-    path = run_of_process.save("a.ckpt")
-    state = tensors(run_of_process, 1)
-    os.chmod(path, 0o640)
-    os.utime(path, ns=(5_000_000_000, 7_000_000_000))
-    assert portus.materialize(path) == [str(path)]
-    run_of_process.pool.unlink()
-    assert same(torch.load(path, weights_only=True), state)
-    status = path.stat()
-    assert (status.st_mode & 0o777, status.st_mtime_ns) == (0o640, 7_000_000_000)
-    assert os.listdir(run_of_process.ckpt) == ["a.ckpt"]
-    states = ref.links(ref.links_directory(str(run_of_process.pool)), FILES)
-    assert [link.state for link in states] == [ref.State.DELETED]
-
-
-def test_materialising_a_directory_replaces_references_and_nothing_else(
-    run_of_process: Run,
-) -> None:
-    for step, name in enumerate(["a.ckpt", "b.ckpt"], 1):
-        run_of_process.save(name)
-        tensors(run_of_process, step)
-    (run_of_process.ckpt / "0-last.ckpt").symlink_to("b.ckpt")
-    real = run_of_process.ckpt / "real.ckpt"
-    torch.save({"a": 1}, real)
-    before = real.stat().st_mtime_ns, real.stat().st_ino
-    done = portus.materialize(run_of_process.ckpt)
-    assert [os.path.basename(path) for path in done] == ["a.ckpt", "b.ckpt"]
-    assert (real.stat().st_mtime_ns, real.stat().st_ino) == before
-    assert (run_of_process.ckpt / "0-last.ckpt").is_symlink()
-    assert torch.load(run_of_process.ckpt / "0-last.ckpt")["step"] == 2
-    assert portus.materialize(run_of_process.ckpt) == []
-    assert len(os.listdir(run_of_process.ckpt)) == 4
-
-
-def test_materialising_a_link_replaces_what_it_leads_to(run_of_process: Run) -> None:
-    path = run_of_process.save("a.ckpt")
-    tensors(run_of_process, 1)
-    (run_of_process.ckpt / "last.ckpt").symlink_to("a.ckpt")
-    assert portus.materialize(run_of_process.ckpt / "last.ckpt") == [str(path)]
-    assert (run_of_process.ckpt / "last.ckpt").is_symlink()
-    assert not portus.is_reference(path)
-
-
-def test_a_reference_is_copied_out_and_stays(run_of_process: Run) -> None:
-    path = run_of_process.save("a.ckpt")
-    state = tensors(run_of_process, 1)
-    target = run_of_process.home / "durable" / "newest.ckpt"
-    for _ in range(2):
-        assert portus.materialize(path, to=target) == [str(target)]
-        assert same(torch.load(target), state)
-    assert portus.is_reference(path)
-    assert os.listdir(target.parent) == ["newest.ckpt"]
-    with pytest.raises(UsageError, match="no Portus reference"):
-        portus.materialize(target, to=path)
-
-
-def test_without_room_nothing_is_written(run_of_process: Run) -> None:
-    path = run_of_process.save("a.ckpt")
-    huge = torch.empty(1 << 50, dtype=torch.uint8, device="meta")
-    run_of_process.content.versions[(4097).to_bytes(16, "big")] = {"w": [huge]}
-    with pytest.raises(portus.MediumError, match="bytes needed"):
-        portus.materialize(path)
-    assert portus.is_reference(path)
-    assert os.listdir(run_of_process.ckpt) == ["a.ckpt"]
-
-
-def test_a_failed_write_leaves_the_reference_and_nothing_beside_it(run_of_process: Run) -> None:
-    path = run_of_process.save("a.ckpt")
-    run_of_process.content.versions[(4097).to_bytes(16, "big")] = {"f": lambda: None}
-    with pytest.raises(AttributeError):
-        portus.materialize(path)
-    assert portus.is_reference(path)
-    assert os.listdir(run_of_process.ckpt) == ["a.ckpt"]
-    with pytest.raises(UsageError, match="nothing to materialise"):
-        portus.materialize(path.parent / "missing")
 
 
 # --- where Portus is not imported, or not there ---
