@@ -255,8 +255,8 @@ class Saver:
     def _save(self, capture: Capture, directory: str, limit: int | None) -> None:
         received = self._exchange(capture, directory)
         if self._peers.is_writer:
-            handle = self._store(capture, received, directory)
-            self._rotate(directory, limit, handle)
+            self._store(capture, received, directory)
+            self._rotate(directory, limit)
             if self._over:
                 self.finish()
 
@@ -484,10 +484,10 @@ class Saver:
             torch.save(parts[name], os.path.join(directory, name))
         _sync(directory)  # older checkpoints may go once this is there
 
-    def _rotate(self, directory: str, limit: int | None, handle: portus.SaveHandle | None) -> None:
+    def _rotate(self, directory: str, limit: int | None) -> None:
         """``total_limit``: older checkpoints go once the new one is committed."""
         for old in place.surplus(directory, limit):
-            self._open(directory).remove(old, after=handle)
+            self._open(directory).remove(old)
 
     # Loading.
 

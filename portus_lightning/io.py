@@ -83,6 +83,7 @@ class PortusIO(CheckpointIO):
     """
 
     _newest: str | None
+    _last: portus.SaveHandle | None
     _shards: PortusStorageWriter | None
 
     def __init__(
@@ -139,7 +140,7 @@ class PortusIO(CheckpointIO):
         handle = self._save(checkpoint, local)
         if handle is not None:
             self._handles.append(handle)
-            self._newest = local
+            self._newest, self._last = local, handle
             if self.materialize == "all":
                 self.put_real_files([local])
             elif self._copies is not None:
@@ -166,7 +167,8 @@ class PortusIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the checkpoint at ``path``, after the saves that were asked for before."""
+        """Remove the checkpoint at ``path``, once the newest save that was asked for before is
+        committed, or a later one. It stays if none is."""
         local = stock.local_path(path)
         if local is not None and self._shards is not None and os.path.isdir(local):
             self._shards.remove(local)
@@ -177,6 +179,8 @@ class PortusIO(CheckpointIO):
         checkpointer = self._mine()
         if checkpointer is not None:
             checkpointer.remove(local)
+        elif self._last is not None and not self._last.committed:
+            _log.warning("Portus: %s stays: the save that was to replace it failed", local)
         else:
             # Nothing is in flight. The pool sees by its link that the file was deleted.
             with contextlib.suppress(FileNotFoundError):
@@ -236,7 +240,7 @@ class PortusIO(CheckpointIO):
         """A Trainer starts: saves are in the background. ``root``: its directory, if local."""
         self._root = root
         self._over = False
-        self._newest = None
+        self._newest = self._last = None
         self._copies = Copies(self._copy_to, self._copy_every_s) if self._copy_to else None
         self._number = 1
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
 from portus.client.checkpointer import Checkpointer
@@ -70,11 +73,18 @@ def _newest(trainer: Trainer) -> str:
     return str(getattr(callback, "_last_checkpoint_saved"))  # noqa: B009
 
 
-def fit(root: Path, pool: Path | None, *callbacks: Callback, **settings: Any) -> Net:
-    """Train for one epoch and save every step; the trained network."""
-    net = Net(WIDTH)
+def fit(
+    root: Path,
+    pool: Path | None,
+    *callbacks: Callback,
+    saves: ModelCheckpoint | None = None,
+    width: int = WIDTH,
+    **settings: Any,
+) -> Net:
+    """Train for one epoch and save every step, or as ``saves`` says; the trained network."""
+    net = Net(width)
     plugin = PortusIO(pool=pool, materialize="none", **settings)
-    made = trainer(root, plugin=plugin, callbacks=[*callbacks, every_step(root)])
+    made = trainer(root, plugin=plugin, callbacks=[*callbacks, saves or every_step(root)])
     made.fit(net, loader())
     made.strategy.teardown()
     return net
@@ -115,6 +125,110 @@ def test_a_tmpfs_that_fills_up_in_training_costs_the_saves_and_not_the_run(
                 continue
     assert loaded[0] == 1
     assert not threads()
+
+
+def newest_step(root: Path) -> int:
+    """The newest step that a checkpoint file leads to by itself, not as a way out."""
+    found = [0]
+    for path in (root / "ckpt").iterdir():
+        with contextlib.suppress(portus.PortusError):
+            reference, state = portus.read_reference(path), portus.load_reference(path)
+            assert reference is not None
+            assert isinstance(state, dict)
+            if state["global_step"] == reference.step:
+                found.append(reference.step)
+    return max(found)
+
+
+class Grows(Callback):
+    """From step 3 on, what is saved takes more space than there is in the pool."""
+
+    def on_save_checkpoint(self, trainer: Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
+        if trainer.global_step > 2:
+            checkpoint["more"] = torch.zeros(MOUNT_BYTES, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_full_disk_never_empties_the_checkpoint_directory(
+    tmp_path: Path, small: Path, top_k: int
+) -> None:
+    saves = every_step(tmp_path, monitor="step", mode="max", save_top_k=top_k)
+    fills = FillsUp(small, 3)
+    fit(tmp_path, small / "pool", fills, Grows(), saves=saves, width=WIDTH // 2)
+    assert newest_step(tmp_path) == 2
+
+
+def test_a_pool_that_may_not_grow_never_empties_the_checkpoint_directory(tmp_path: Path) -> None:
+    saves = every_step(tmp_path, monitor="step", mode="max", save_top_k=2)
+    fit(tmp_path, tmp_path / "pool", Grows(), saves=saves, max_bytes=2 * MOUNT_BYTES)
+    assert newest_step(tmp_path) == 2
+
+
+FDATASYNC = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+int fails;  /* which of the next calls for a pool file: the first is 1 */
+
+int fdatasync(int number) {
+    int (*real)(int) = (int (*)(int))dlsym(RTLD_NEXT, "fdatasync");
+    char link[64], path[4096] = "";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", number);
+    if (readlink(link, path, sizeof path - 1) > 0 && strstr(path, ".portus") && fails > 0
+        && --fails == 0) {
+        errno = EIO;
+        return -1;
+    }
+    return real(number);
+}
+"""
+
+TRAINS = """
+import ctypes, os, signal, sys
+from pathlib import Path
+from lightning.pytorch import Callback
+from portus_lightning import PortusIO
+from tests.adapters.tiny import Net, every_step, loader, trainer
+
+root, shim = Path(sys.argv[1]), ctypes.CDLL(sys.argv[2])
+
+class Breaks(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2:
+            path = trainer.checkpoint_callback._last_checkpoint_saved
+            trainer.strategy.checkpoint_io.load_checkpoint(path)  # saves are over
+            ctypes.c_int.in_dll(shim, "fails").value = 3  # of last.ckpt, not of step=2.ckpt
+        if trainer.global_step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+saves = every_step(root, monitor="step", mode="max", save_top_k=2, save_last=True)
+plugin = PortusIO(pool=root / "pools")
+trainer(root, plugin=plugin, callbacks=[Breaks(), saves]).fit(Net(), loader())
+"""
+
+
+def test_one_failed_sync_and_a_kill_leave_the_newest_checkpoint_that_was_told(
+    tmp_path: Path,
+) -> None:
+    source, shim = tmp_path / "shim.c", tmp_path / "shim.so"
+    source.write_text(FDATASYNC)
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", TRAINS, str(tmp_path), str(shim)],
+        env={**os.environ, "LD_PRELOAD": str(shim)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert "persist failed" in ended.stderr
+    assert newest_step(tmp_path) >= 2
 
 
 def test_a_failed_save_ends_the_training_if_asked_to(tmp_path: Path, small: Path) -> None:

@@ -20,6 +20,7 @@ from portus.client import restore, view
 from portus.client.fence import Fence, before_write, steps_seen
 from portus.client.home import Home, Pool, home_of
 from portus.client.keeper import Keeper, held_in
+from portus.client.removals import Removal, Removals
 from portus.client.resolve import POOLS
 from portus.client.restore import Patterns, Rename, Restored
 from portus.client.snapshot import SnapshotMode, Snapshots, name_of
@@ -128,8 +129,9 @@ class Checkpointer:
         self._before: Before | None = None
         self._failed: Final[deque[Save | RefusedSave]] = deque()
         self._last: Save | None = None
+        self._asked: Save | RefusedSave | None = None
         self._audited = 0
-        self._removals: Final[list[_Removal]] = []
+        self._removals: Final = Removals()
         self._closed = False
         self._created = False
         self._looking: Final = threading.RLock()
@@ -222,7 +224,7 @@ class Checkpointer:
             if self._queue.dismiss(place):
                 job.give_up(error)
             raise
-        self._last = save
+        self._last = self._asked = save
         if synchronous:
             self._queue.catch_up()
         save.stats.call_s = time.perf_counter() - start
@@ -320,18 +322,21 @@ class Checkpointer:
 
     def remove(self, path: str | os.PathLike[str], *, after: SaveHandle | None = None) -> None:
         """Remove a reference file, or a directory with all that is in it, and then the versions
-        that were led to from there alone.
+        that were led to from there alone. Returns at once.
 
-        after: only if this save is committed by then (V5). Queued behind the saves asked for
-        before; returns at once. A file that is no reference is removed too. What goes wrong is
-        reported as for a save. A save that is asked for after it puts a file there, or below it,
-        at its commit.
+        It is removed once the newest save that was asked for before is committed, or one after it
+        (V5): if no save is, it stays, which ``close`` says. Where saves fail for lack of space, the
+        first of those that wait goes all the same, if a newer version with a file remains.
+        after: only if this save is committed, which is what the file stands in the way of.
+        A file that is no reference is removed too. What goes wrong is logged. A save that is asked
+        for after it puts a file there, or below it, at its commit.
         """
         self._check_usable()
         self._open_or_create()
-        removal = _Removal(self, os.path.abspath(os.fspath(path)), after)
-        self._removals.append(removal)
-        self._queue.put(removal)
+        awaited = self._asked if after is None else after.of
+        removal = Removal(os.path.abspath(os.fspath(path)), awaited, strictly=after is not None)
+        self._removals.ask(removal)
+        self._queue.put(_Removing(self, removal))
 
     def fence(self) -> None:
         """Return when no save in flight reads the caller's tensors any more."""
@@ -363,6 +368,7 @@ class Checkpointer:
             _OPEN.add(self)
             raise
         self._fence.close()
+        self._removals.say_left()
         if self._writer is not None:
             POOLS.closed(self)
             self._home.close(made=self._created)
@@ -443,6 +449,7 @@ class Checkpointer:
             ),
             guilty=self._snapshots.accuse,
         )
+        job.paths = references.keys()
         save = job.save = Save(snapshot, self._home.draft(snapshot), lambda: self._before, policy)
         try:
             self._check_room(writer, snapshot)
@@ -458,7 +465,7 @@ class Checkpointer:
     def _is_free(self, path: str, keeper: Keeper) -> bool:
         """True if a file may be put at ``path`` now: nothing is there, and what was asked to be
         removed before is not to be removed with it."""
-        return keeper.is_new(path) and not any(each.takes(path) for each in list(self._removals))
+        return keeper.is_new(path) and not self._removals.takes(path)
 
     def _check_room(self, writer: Pool, snapshot: Snapshot) -> None:
         """Say before it hurts what a run of such saves needs: room for those kept and one more."""
@@ -537,13 +544,16 @@ class Checkpointer:
             # What others have a say about goes by a commit, not because its file was replaced.
             keeper.replace(path, version.record.info, part, retire=self.surplus is None)
 
-    def _after(self, save: Save) -> None:
-        """On the worker, when nobody waits any more."""
+    def _after(self, save: Save, paths: Collection[str]) -> None:
+        """On the worker, when nobody waits any more. ``paths``: those of its reference files."""
+        assert self._writer is not None
+        assert self._keeper is not None
         if save.error is not None:
             self._note_failed(save)
+            self._removals.failed(save, self._keeper)
             return
-        assert self._writer is not None
         self._drop_older()
+        self._removals.committed(paths, self._keeper)
         self._make_room(save.stats.copied_bytes + _RECORDS)
 
     def _make_room(self, size: int) -> None:
@@ -573,7 +583,7 @@ class Checkpointer:
             f"save of step {step} given up: two saves before it were not over after "
             f"{waited_s:.1f} s (fence_timeout). Save less often, or look at {self.path}"
         )
-        refused = RefusedSave(error, SaveStats(call_s=waited_s, queue_s=waited_s))
+        refused = self._asked = RefusedSave(error, SaveStats(call_s=waited_s, queue_s=waited_s))
         self._note_failed(refused)
         return refused
 
@@ -683,12 +693,13 @@ class _Job:
     def __init__(self, owner: Checkpointer) -> None:
         self._owner: Final = owner
         self.save: Save | None = None
+        self.paths: Collection[str] = ()
 
     def run(self) -> None:
         assert self.save is not None
         self.save.run()
         time.sleep(0)  # whoever waited for it goes on first
-        self._owner._after(self.save)
+        self._owner._after(self.save, self.paths)
 
     def fail(self, error: BaseException) -> None:
         if self.save is not None and not self.save.over:
@@ -732,37 +743,16 @@ class _Preparation(_Chore):
             _log.warning("%s: the first save is not prepared for: %s", self._owner.path, error)
 
 
-class _Removal(_Chore):
+class _Removing(_Chore):
     """A removal in the queue."""
 
-    def __init__(self, owner: Checkpointer, path: str, after: SaveHandle | None) -> None:
+    def __init__(self, owner: Checkpointer, removal: Removal) -> None:
         super().__init__(owner)
-        self._path: Final = path
-        self._after: Final = after
-
-    def takes(self, path: str) -> bool:
-        """True if it removes ``path``."""
-        return path == self._path or path.startswith(self._path + os.sep)
+        self._removal: Final = removal
 
     def run(self) -> None:
-        try:
-            self._remove()
-        finally:
-            self._owner._removals.remove(self)
-
-    def _remove(self) -> None:
-        keeper = self._owner._keeper
-        assert keeper is not None
-        if self._after is not None and not self._after.committed:
-            _log.warning("portus: %s stays: the save that was to replace it failed", self._path)
-            return
-        try:
-            if os.path.isdir(self._path) and not os.path.islink(self._path):
-                keeper.remove_directory(self._path)
-            else:
-                keeper.remove(self._path)
-        except PortusError as error:
-            _log.warning("portus: %s was not removed: %s", self._path, error)
+        assert self._owner._keeper is not None
+        self._owner._removals.reached(self._removal, self._owner._keeper)
 
 
 _OPEN: Final[weakref.WeakSet[Checkpointer]] = weakref.WeakSet()

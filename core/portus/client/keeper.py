@@ -212,6 +212,48 @@ class Keeper:
         for old in led:
             self._let_go(old)
 
+    def is_spare(self, path: str) -> bool:
+        """True if nothing is lost when ``path`` is removed: all that is there are reference files,
+        and each version that they lead to has another file of its own, or there is none."""
+        found, others = self._found_at(path)
+        led = _led_to(found, self._writer.catalogue())
+        are_here = all(map(self.is_here, found))
+        return are_here and not others and led <= self._held_elsewhere(found, led)
+
+    def is_outlived(self, path: str) -> bool:
+        """True if a version newer than all that the reference files at ``path`` lead to has a file
+        of its own elsewhere."""
+        found, _ = self._found_at(path)
+        catalogue = self._writer.catalogue()
+        commits = {entry.info.token.hex(): entry.info.commit for entry in catalogue.entries()}
+        newest = max((commits[token] for token in _led_to(found, catalogue)), default=None)
+        if newest is None or not all(map(self.is_here, found)):
+            return False  # not known to be older than anything
+        newer = {token for token, commit in commits.items() if commit > newest}
+        return bool(self._held_elsewhere(found, newer))
+
+    def _found_at(self, path: str) -> tuple[list[Reference], int]:
+        """The reference files at ``path``, or in that directory, and how many other files. A
+        symbolic link is nothing: what it leads to stays."""
+        paths = [] if os.path.islink(path) or self._files.status(path) is None else [path]
+        if paths and os.path.isdir(path):
+            paths = [os.path.join(home, name) for home, _, names in os.walk(path) for name in names]
+        read = [files_of.read_through(each, self._files) for each in paths]
+        found = [each for each in read if each is not None]
+        return found, len(paths) - len(found)
+
+    def _held_elsewhere(self, but: Sequence[Reference], tokens: Collection[str]) -> set[str]:
+        """Those of ``tokens``, of versions, for which other files were written that are there."""
+        ids = {each.id for each in but}
+        with self._guard:
+            others = [each for each in self._known.values() if each.id not in ids]
+        return {
+            each.token
+            for each in others
+            if each.token in tokens
+            and files_of.state_of(each, self._directory, self._files) is State.ALIVE
+        }
+
     def mend(self, *, uncommitted: bool, cut_off: Collection[bytes] = ()) -> list[str]:
         """Undo what the death of a process left half done; the paths of files that are gone.
 

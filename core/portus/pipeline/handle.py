@@ -76,6 +76,11 @@ class SaveHandle:
     def __init__(self, save: SavePending) -> None:
         self._save = save
 
+    @property
+    def of(self) -> SavePending:
+        """The save. For Portus itself."""
+        return self._save
+
     def wait(self, timeout: float | None = None) -> VersionInfo:
         """Return when the version is durable; what it is.
 
