@@ -29,8 +29,8 @@ _SUFFIX: Final = ".saving"
 _WRITER: Final = "writer"
 _OTHER: Final = "other"
 
-_own: Final[set[str]] = set()
-"""The notes of this process: it would be let in by its own locks."""
+_own: Final[dict[str, str]] = {}
+"""The notes of this process, which would be let in by its own locks; and what each is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Note:
 
     def drop(self) -> None:
         """What is in the directory is whole, or leads to a version that tells."""
-        _own.discard(self.path)
+        _own.pop(self.path, None)
         with contextlib.suppress(OSError):
             os.unlink(self.path)
         os.close(self.descriptor)
@@ -62,7 +62,7 @@ def note(home: str, directory: str, *, is_writer: bool) -> Note | None:
         descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError:
         return None
-    _own.add(path)
+    _own[path] = directory
     made = Note(path, descriptor)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,6 +74,14 @@ def note(home: str, directory: str, *, is_writer: bool) -> Note | None:
         made.drop()
         return None
     return made
+
+
+def take_back(directory: str) -> None:
+    """All in ``directory`` is whole: no note of this process says that it is being made."""
+    for path, noted in list(_own.items()):
+        if noted == directory:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def cut_off(home: str) -> Iterator[str]:

@@ -100,6 +100,13 @@ class Saver:
             return stock()  # Accelerate says what is wrong
         directory = os.path.abspath(directory)
         limit, project.total_limit = project.total_limit, None
+        if portus.is_nested():
+            try:
+                return self._save_nested(
+                    stock, directory, lambda capture: self._exchange(capture, directory)
+                )
+            finally:
+                project.total_limit = limit
         with self._noted(directory, fills=False):
             try:
                 with capturing() as capture, self._collecting() as shards:
@@ -118,16 +125,25 @@ class Saver:
         """As ``save_state``, for a checkpoint that every process writes by ``stock``, some files of
         it into the pool. What it asks to be done after the commit waits for ``run_deferred``."""
         directory = os.path.abspath(directory)
+
+        def exchange(capture: Capture) -> dict[str, Any]:
+            return self._peers.exchange(directory, dict(capture.parts), all_come=True)
+
+        if portus.is_nested():
+            self._save_nested(stock, directory, exchange, accepts)
+            return
         with self._noted(directory, fills=True) as after_commit:
             with capturing(accepts) as capture:
                 stock()
-            received = self._peers.exchange(directory, dict(capture.parts), all_come=True)
+            received = exchange(capture)
             if self._peers.is_writer:
                 handle = self._store(capture, received, directory)
                 self._deferred += [(handle, [*capture.deferred, *after_commit])]
 
     def run_deferred(self) -> None:
         """Do what waited for commits, of the saves that were committed."""
+        if portus.is_nested():
+            return  # the next save does it
         waiting, self._deferred = self._deferred, []
         for handle, actions in waiting:
             if handle is not None:
@@ -246,6 +262,36 @@ class Saver:
             _put_real_files(newest)
 
     # Saving.
+
+    def _save_nested(
+        self,
+        stock: Callable[[], Any],
+        directory: str,
+        exchange: Callable[[Capture], dict[str, Any]],
+        accepts: Callable[[str], bool] = lambda name: True,
+    ) -> Any:
+        """A signal handler interrupted Portus: real files, durable when this returns. Shards are
+        written by ``stock``."""
+        with capturing(accepts) as capture:
+            result = stock()
+        if self._is_sharded():
+            own = self._random_states(capture)
+            parts = capture.parts if self._peers.is_writer else own
+        else:
+            received = exchange(capture)
+            parts = {**received, **capture.parts} if self._peers.is_writer else {}
+        for name, part in parts.items():
+            portus.write_file(part, os.path.join(directory, name))
+        for name in os.listdir(directory):
+            if name.endswith(".safetensors") and _is_replaced(name, parts):
+                os.unlink(os.path.join(directory, name))
+        portus.note_written(directory)
+        _sync(directory)
+        intent.take_back(directory)
+        for action in capture.deferred:
+            action()
+        self._newest, self._handle = directory, None
+        return result
 
     def _stop_watching(self) -> None:
         watch, self._watch = self._watch, None
@@ -568,8 +614,8 @@ def _when(name: str) -> int:
 
 
 def _sync(directory: str) -> None:
-    """Return when the files in a directory, and their names, survive power loss."""
-    for entry in (*os.scandir(directory), directory):
+    """Return when the files in a directory, their names and its own survive power loss."""
+    for entry in (*os.scandir(directory), directory, os.path.dirname(directory)):
         descriptor = os.open(entry, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -130,12 +130,16 @@ class PortusIO(CheckpointIO):
         """Start to save ``checkpoint``; its file is at ``path`` when this returns.
 
         What cannot be stored in a pool (a URL, an object of an unknown class) is saved by
-        Lightning's own code. Raises ``BusyError``, ``MediumError`` and the like if the pool cannot
-        be opened.
+        Lightning's own code. In a signal handler that interrupted Portus, as Lightning's for SLURM
+        does, a real torch file is put at ``path``, durably. Raises ``BusyError``, ``MediumError``
+        and the like if the pool cannot be opened.
         """
         local = stock.local_path(path)
         if local is None or storage_options is not None or not self.is_on():
             stock.torch_io().save_checkpoint(checkpoint, path, storage_options)
+            return
+        if portus.is_nested():
+            portus.write_file(checkpoint, local)
             return
         handle = self._save(checkpoint, local)
         if handle is not None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, Literal
+
+import portus
+
+_CORE = os.path.dirname(portus.__file__) + os.sep
 
 
 @contextlib.contextmanager
@@ -32,3 +37,30 @@ def at(
     finally:
         sys.setprofile(None)
     assert over, f"{code.co_name} was not called"
+
+
+class Lines:
+    """Counts the lines of the core that this thread runs inside a ``with``. ``act`` runs before
+    line ``number`` of them, and may give another number."""
+
+    def __init__(self, number: int = -1, act: Callable[[], object] = lambda: None) -> None:
+        self.number = number
+        self.count = 0
+        self._act = act
+
+    def __enter__(self) -> Lines:
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, _: object) -> Any:
+        return self._ran if frame.f_code.co_filename.startswith(_CORE) else None
+
+    def _ran(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            self.count += 1
+            if self.count - 1 == self.number:
+                self._act()
+        return self._ran

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from portus.client.checkpointer import Checkpointer as Checkpointer
     from portus.client.materialize import materialize as materialize
     from portus.client.mend import mend as mend
+    from portus.client.nested import note_written as note_written
+    from portus.client.nested import write_file as write_file
     from portus.client.pack import pack as pack
     from portus.client.pack import unpack as unpack
     from portus.client.resolve import allow as allow
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from portus.errors import UsageError as UsageError
     from portus.index.check import check as check
     from portus.index.findings import Finding as Finding
+    from portus.media.calls import is_nested as is_nested
     from portus.pipeline.handle import SaveHandle as SaveHandle
     from portus.pipeline.handle import SaveStats as SaveStats
     from portus.spec import VersionInfo as VersionInfo
@@ -61,16 +64,19 @@ _MODULE_OF: Final = {
     "VersionInfo": "portus.spec",
     "allow": "portus.client.resolve",
     "check": "portus.index.check",
+    "is_nested": "portus.media.calls",
     "is_reference": "portus.client.resolve",
     "load_reference": "portus.client.resolve",
     "materialize": "portus.client.materialize",
     "mend": "portus.client.mend",
+    "note_written": "portus.client.nested",
     "open": "portus.client.view:PoolView",
     "pack": "portus.client.pack",
     "read_reference": "portus.client.resolve",
     "register_reference_loader": "portus._autoload",
     "this_is_a_reference_run_portus_materialize": "portus._autoload",
     "unpack": "portus.client.pack",
+    "write_file": "portus.client.nested",
 }
 
 

@@ -349,11 +349,11 @@ def keeping(keeper: type[Keeper]) -> type[Trainer]:
 class RetiredBeforeRemoved(CrashKeeper):
     """The version goes first, and the file that leads to it after."""
 
-    def remove(self, path: str) -> None:
+    def remove(self, path: str, *, asked: int | None = None) -> None:
         tokens = {each.token for each in self._known.values() if each.written_path == path}
         entries = self._writer.catalogue().entries()
         self._writer.retire([e.info.id for e in entries if e.info.token.hex() in tokens])
-        super().remove(path)
+        super().remove(path, asked=asked)
 
 
 class RemovalNotSynced(CrashKeeper):

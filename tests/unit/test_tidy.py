@@ -27,7 +27,7 @@ BROAD_EXCEPT = {
 
 # Who may unpickle or write a pickle, and why. Nothing read from a pool ever is (V6).
 PICKLE = {
-    "core/portus/client/materialize.py": "writes a torch file from a state that was verified",
+    "core/portus/client/nested.py": "writes a torch file where no pool can be saved to",
     "core/portus/client/torch_file.py": "writes what torch.save would, from what is verified",
     "core/portus/client/materialize_shards.py": "writes torch's files from what was verified",
     "core/portus/client/dcp_reader.py": "hands torch's planner objects, in memory alone",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, TypeVar
 
-from portus.client import restore, view
+from portus.client import nested, order, restore, view
 from portus.client.fence import Fence, before_write, steps_seen
 from portus.client.home import Home, Pool, home_of
 from portus.client.keeper import Keeper, held_in
@@ -38,6 +38,7 @@ from portus.format.reference import Reference
 from portus.index.directory import place_named
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
+from portus.media import calls
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.queue import Place, Queue
@@ -87,8 +88,13 @@ class Checkpointer:
     A pool file has one writer process: an existing one is locked here. Raises ``BusyError`` naming
     the holder, ``MediumError``, ``CorruptionError``, ``UsageError``. Threads may share it; a
     forked child may not use it.
+
+    A signal handler may have interrupted a call of Portus in its own thread. In there ``save``
+    writes a real torch file at ``reference``, durable when it returns; loads find what is committed
+    by then; a removal is queued; what would have to wait raises ``UsageError``.
     """
 
+    @calls.entry
     def __init__(
         self,
         pool: str | os.PathLike[str] | None = None,
@@ -129,9 +135,11 @@ class Checkpointer:
         self._before: Before | None = None
         self._failed: Final[deque[Save | RefusedSave]] = deque()
         self._last: Save | None = None
-        self._asked: Save | RefusedSave | None = None
+        self._asked: Save | RefusedSave | nested.WrittenSave | None = None
         self._audited = 0
         self._removals: Final = Removals()
+        self._newest_is_file = False
+        """True if the newest save is a torch file, written in a signal handler."""
         self._closed = False
         self._created = False
         self._looking: Final = threading.RLock()
@@ -177,6 +185,24 @@ class Checkpointer:
         if max_bytes is not None and not (isinstance(max_bytes, int) and max_bytes > 0):
             raise UsageError(f"max_bytes: expected bytes, or None, found {max_bytes!r}")
 
+    def _save_nested(
+        self,
+        state: object,
+        step: int,
+        *,
+        reference: str | os.PathLike[str] | Mapping[str, str] | None = None,
+        synchronous: bool = False,
+        token: bytes | None = None,
+    ) -> SaveHandle:
+        self._check_usable()
+        if token is not None:
+            raise calls.refused(f"save of step {step} under a token, perhaps as a part of a group")
+        files = _references(reference, state)
+        save = nested.WrittenSave(self.model, _checked_step(step), state, files)
+        self._newest_is_file, self._asked = True, save
+        return SaveHandle(save)
+
+    @calls.entry_or(_save_nested)
     def save(
         self,
         state: object,
@@ -206,6 +232,7 @@ class Checkpointer:
         self._report()
         step = _checked_step(step)
         place, job = Place(), _Job(self)
+        self._newest_is_file = False
         try:
             admitted = self._queue.admit(place, None if synchronous else self._fence_timeout)
             queue_s = time.perf_counter() - start
@@ -230,6 +257,7 @@ class Checkpointer:
         save.stats.call_s = time.perf_counter() - start
         return SaveHandle(save)
 
+    @calls.entry
     def prepare(self, size: int) -> None:
         """Make the pool, and room in it for states of ``size`` bytes, in the background.
 
@@ -241,6 +269,20 @@ class Checkpointer:
         self._open_or_create()
         self._queue.put(_Preparation(self, size))
 
+    @contextlib.contextmanager
+    def _pools_nested(self) -> Iterator[list[PoolReader]]:
+        """All pools of this one, opened anew: nothing that somebody may hold a lock of."""
+        self._check_usable()
+        paths = [] if self._writer is None else [*self._home.older().values(), self.path]
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(contextlib.closing(view.PoolFile(p))) for p in paths]
+            yield [file.reader for file in files]
+
+    def _load_nested(self, step: int | None = None, names: Patterns = None) -> object:
+        with self._pools_nested() as pools:
+            return view.load_from(pools, self.model, step, names, verify=self._verify)
+
+    @calls.entry_or(_load_nested)
     def load(self, step: int | None = None, names: Patterns = None) -> object:
         """The verified state of a step, or of the newest version, on the CPU.
 
@@ -255,6 +297,7 @@ class Checkpointer:
                 lambda: view.load_from(pools, self.model, step, names, verify=self._verify)
             )
 
+    @calls.entry
     def restore_into(
         self,
         state: object,
@@ -292,6 +335,7 @@ class Checkpointer:
             token, lambda pool, entry: restore.load_part(pool, entry, part, verify=self._verify)
         )
 
+    @calls.marked
     def use_version(
         self, token: bytes, use: Callable[[PoolReader, VersionEntry], Result]
     ) -> Result:
@@ -315,11 +359,25 @@ class Checkpointer:
         """Steps of the committed versions, oldest commit first. A step may come twice."""
         return [info.step for info in self.versions()]
 
+    def _versions_nested(self) -> list[VersionInfo]:
+        with self._pools_nested() as pools:
+            return self._versions_in(pools)
+
+    @calls.entry_or(_versions_nested)
     def versions(self) -> list[VersionInfo]:
         """The committed versions of this model, oldest commit first."""
         self._check_usable()
         return self._versions()
 
+    def _remove_nested(
+        self, path: str | os.PathLike[str], *, after: SaveHandle | None = None
+    ) -> None:
+        self._check_usable()
+        if self._keeper is None:
+            raise calls.refused(f"removal of {os.fspath(path)} from a pool that is not open yet")
+        self._put_removal(path, after)
+
+    @calls.entry_or(_remove_nested)
     def remove(self, path: str | os.PathLike[str], *, after: SaveHandle | None = None) -> None:
         """Remove a reference file, or a directory with all that is in it, and then the versions
         that were led to from there alone. Returns at once.
@@ -333,27 +391,42 @@ class Checkpointer:
         """
         self._check_usable()
         self._open_or_create()
+        self._put_removal(path, after)
+
+    def _put_removal(self, path: str | os.PathLike[str], after: SaveHandle | None) -> None:
         awaited = self._asked if after is None else after.of
         removal = Removal(os.path.abspath(os.fspath(path)), awaited, strictly=after is not None)
         self._removals.ask(removal)
         self._queue.put(_Removing(self, removal))
 
+    @calls.entry
     def fence(self) -> None:
         """Return when no save in flight reads the caller's tensors any more."""
         self._fence.wait()
 
+    def _wait_nested(self, timeout: float | None = None) -> None:
+        self._check_usable()
+        if not self._newest_is_file:
+            raise calls.refused("wait")
+
+    @calls.entry_or(_wait_nested)
     def wait(self, timeout: float | None = None) -> None:
         """Return when every save so far is over; failures are reported as ``on_error`` says.
 
-        Raises ``TimeoutError`` after ``timeout`` seconds.
+        Raises ``TimeoutError`` after ``timeout`` seconds. Where ``save`` writes files, in a signal
+        handler that interrupted Portus, only the newest save is looked at.
         """
         self._check_usable()
         if not self._queue.drain(timeout):
             raise TimeoutError(f"saves to {self.path} are not over after {timeout:g} s")
         self._report()
 
+    @calls.entry
     def close(self) -> None:
         """Finish what is in flight and let go of the pool. A second call does nothing."""
+        self._close()
+
+    def _close(self) -> None:
         if self._process != os.getpid():
             return  # a forked child: everything is the parent's
         with self._opening:
@@ -390,6 +463,7 @@ class Checkpointer:
         """The pool's identity, 16 bytes; empty before the first save of a new pool."""
         return self._writer.superblock.uuid if self._writer else b""
 
+    @calls.marked
     def settle(self, path: str | None, token: bytes) -> bool:
         """Wait for what is in flight, before somebody in this process loads from the pool (V11).
         True if there was anything. Never raises for a save that failed."""
@@ -402,7 +476,7 @@ class Checkpointer:
         if getattr(self, "_closed", True):  # or it was never made
             return
         with contextlib.suppress(PortusError):
-            self.close()
+            self._close()  # it has no pool, or POOLS would hold it
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -439,13 +513,14 @@ class Checkpointer:
         tensors = flat.tensors  # the policy outlives the copy, so it must not hold the storages
         known = weakref.ref(job)  # the save must not hold itself
         made: dict[str, Reference] = {}
+        asked = job.asked
         policy = Policy(
             retire=lambda: self._surplus(writer, keeper, known()),
             describe=lambda index: name_of(tensors, index),
             audit=self._audited,
             publishing=lambda: keeper.settle(placed),
             committed=lambda version, steady: self._committed(
-                keeper, version, steady, replaced, made
+                keeper, version, steady, replaced, made, asked
             ),
             guilty=self._snapshots.accuse,
         )
@@ -456,7 +531,9 @@ class Checkpointer:
             save.copy_now()
             last = self._last if self._last is not None and not self._last.over else None
             for path, part in placed.items():
-                made[path] = keeper.place(path, snapshot.token, wanted.step, self.model, part, last)
+                made[path] = keeper.place(
+                    path, snapshot.token, wanted.step, self.model, part, last, asked
+                )
             self._fence.guard(save)
         except (MediumError, TransportError) as error:
             save.fail(error)
@@ -484,7 +561,10 @@ class Checkpointer:
 
     def _versions(self) -> list[VersionInfo]:
         with self._pools() as pools:
-            models = [pool.catalogue().models.get(self.model) for pool in pools]
+            return self._versions_in(pools)
+
+    def _versions_in(self, pools: Sequence[PoolReader]) -> list[VersionInfo]:
+        models = [pool.catalogue().models.get(self.model) for pool in pools]
         return [entry.info for found in models if found for entry in found.versions]
 
     def _versions_to_come(self) -> int:
@@ -532,17 +612,22 @@ class Checkpointer:
         steady: Flags,
         replaced: References,
         placed: Mapping[str, Reference],
+        asked: int,
     ) -> None:
         """On the worker, right after a commit. ``replaced``: files to replace now. ``placed``:
-        files that are there; what they lead to may be another pool than the host has by now."""
+        files that are there; what they lead to may be another pool than the host has by now.
+        ``asked``: when the save was asked for; what was written since is newer."""
         if keeper is self._keeper:  # else there is a successor of its pool by now
             self._before = version
         self._snapshots.learn(steady)
         self._audited += 1
         astray = {p: each.part for p, each in placed.items() if not keeper.is_here(each)}
+        retire = self.surplus is None  # what others have a say about goes by a commit alone
         for path, part in {**replaced, **astray}.items():
-            # What others have a say about goes by a commit, not because its file was replaced.
-            keeper.replace(path, version.record.info, part, retire=self.surplus is None)
+            if not order.is_newer(path, asked):
+                keeper.replace(path, version.record.info, part, retire=retire, asked=asked)
+        for old in nested.take_displaced(keeper.is_here):
+            keeper.let_go(old, retire=retire)
 
     def _after(self, save: Save, paths: Collection[str]) -> None:
         """On the worker, when nobody waits any more. ``paths``: those of its reference files."""
@@ -692,6 +777,7 @@ class _Job:
 
     def __init__(self, owner: Checkpointer) -> None:
         self._owner: Final = owner
+        self.asked: Final = order.asked()
         self.save: Save | None = None
         self.paths: Collection[str] = ()
 

@@ -133,8 +133,7 @@ class PortusStorageWriter(StorageWriter):
         self._is_coordinator = False
         self._wanted: _Wanted | None = None
         self._made: Final[deque[bytes]] = deque(maxlen=_MADE_MAX)
-        self._condemned: list[tuple[str, bytes]] = []
-        self._sweeping: Final = threading.RLock()
+        self._condemned: Final[deque[tuple[str, bytes]]] = deque()
         self._handle: SaveHandle | None = None
         self._is_sent = False
         self._planned: Planned | None = None
@@ -380,19 +379,18 @@ class PortusStorageWriter(StorageWriter):
     # Directories that wait to be removed.
 
     def _condemn(self, paths: Sequence[str]) -> None:
-        with self._sweeping:
-            self._condemned += [(path, self._group) for path in paths]
+        self._condemned.extend((path, self._group) for path in paths)
 
     def _sweep(self, known: Collection[Group]) -> None:
-        """Remove those whose successor, or a group after it, is complete."""
-        with self._sweeping:
-            self._sweep_now(known)
-
-    def _sweep_now(self, known: Collection[Group]) -> None:
-        waiting, self._condemned = self._condemned, []
+        """Remove those whose successor, or a group after it, is complete. Without a lock: the
+        worker does it too, and the thread that saves may stand still in a signal handler."""
         complete = {group.id for group in known if group.is_complete}
         made = list(self._made)
-        for path, successor in waiting:
+        for _ in range(len(self._condemned)):
+            try:
+                path, successor = self._condemned.popleft()
+            except IndexError:
+                return  # another thread has them
             first = made.index(successor) if successor in made else 0
             if successor and complete.isdisjoint(made[first:]):
                 self._condemned.append((path, successor))

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from portus.client import writers
 from portus.client.guards import Guards, Written
+from portus.media.calls import is_nested, marked
 
 _log: Final = logging.getLogger("portus")
 
@@ -103,8 +104,11 @@ class Fence:
                 self._settle(save, start)
         self._note(start)
 
+    @marked
     def _settle(self, save: Save, start: float) -> None:
-        remaining = self._timeout_s - (time.perf_counter() - start)
+        # In a signal handler the copy may be waiting for what the call below holds: no time left.
+        patience_s = 0.0 if is_nested() else self._timeout_s
+        remaining = patience_s - (time.perf_counter() - start)
         try:
             save.release(max(0.0, remaining))
         except Exception:

@@ -25,6 +25,7 @@ from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.format.reference import Reference
 from portus.index.directory import newest_generation, place_named, pool_file
 from portus.index.groups import ID_SIZE, Group, groups_of, part_model, part_of
+from portus.media.calls import is_nested
 from portus.protocol.address import is_address, parse
 from portus.spec import VersionInfo
 
@@ -290,7 +291,7 @@ def _await(directory: Directory, count: int, written_ns: int) -> None:
         missing = groups[0].missing if groups else list(range(count))
         parts = [part_model(directory.model, each, count) for each in missing]
         paths = {pool_of_part(directory.place, part) for part in parts}
-        if not any(map(has_writer, paths)):
+        if not any(map(has_writer, paths)) or is_nested():
             return
         time.sleep(_POLL_S)
 

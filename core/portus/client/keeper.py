@@ -123,6 +123,7 @@ class Keeper:
         model: str,
         part: str | None = None,
         in_flight: InFlight | None = None,
+        asked: int | None = None,
     ) -> Reference:
         """Put a reference to the version ``token``, to come or committed, at ``path``; or to the
         ``part`` of its state that has this key. A part falls back to nothing: other files of its
@@ -130,6 +131,7 @@ class Keeper:
 
         in_flight: a save of the model that may not be over yet. Its commit may retire the version
         to fall back to, so it is fallen back to first; or another one that is on record.
+        asked: when this was asked for; what is at ``path`` and is newer stays (see ``order``).
         """
         self._make_directories(path)
         while True:  # ends: each turn but the last something was decided about versions that go
@@ -143,13 +145,14 @@ class Keeper:
                 if decisions == self._decisions:
                     self._known[made.id] = made  # from here on it holds what it leads to
                     break
+        placed = False
         try:
             with self._placing:
-                files_of.place(path, made, self._files, self._directory)
-        except BaseException:
-            with self._guard:
-                self._known.pop(made.id, None)
-            raise
+                placed = files_of.place(path, made, self._files, self._directory, asked)
+        finally:
+            if not placed:
+                with self._guard:
+                    self._known.pop(made.id, None)
         return made
 
     def _reference(
@@ -179,22 +182,30 @@ class Keeper:
             files_of.settle(path, self._files, self._directory)
 
     def replace(
-        self, path: str, info: VersionInfo, part: str | None = None, *, retire: bool = True
+        self,
+        path: str,
+        info: VersionInfo,
+        part: str | None = None,
+        *,
+        retire: bool = True,
+        asked: int | None = None,
     ) -> None:
         """Put a reference to a committed version in place of what is at ``path``, durably, and
-        let go of the version that was led to from there. retire: False leaves it to a commit."""
+        let go of the version that was led to from there. retire: False leaves it to a commit.
+        asked: as for ``place``."""
         old = files_of.read_through(path, self._files)
-        self.place(path, info.token, info.step, info.model, part)
+        self.place(path, info.token, info.step, info.model, part, asked=asked)
         self.settle([path])
         if old is not None:
-            self._let_go(old, retire=retire)
+            self.let_go(old, retire=retire)
 
-    def remove(self, path: str) -> None:
-        """Remove the file at ``path``, durably, and then what it alone led to."""
+    def remove(self, path: str, *, asked: int | None = None) -> None:
+        """Remove the file at ``path``, durably, and then what it alone led to. asked: as for
+        ``place``."""
         old = files_of.read_through(path, self._files)
-        files_of.take_away(path, self._files)
+        files_of.take_away(path, self._files, asked)
         if old is not None:
-            self._let_go(old)
+            self.let_go(old)
 
     def remove_directory(self, path: str) -> None:
         """Remove a directory, durably, and then what its files alone led to."""
@@ -210,7 +221,7 @@ class Keeper:
             raise MediumError(error.errno, f"cannot remove {path}: {error.strerror}") from error
         files_of.settle_removals(os.path.dirname(path), self._files)
         for old in led:
-            self._let_go(old)
+            self.let_go(old)
 
     def is_spare(self, path: str) -> bool:
         """True if nothing is lost when ``path`` is removed: all that is there are reference files,
@@ -334,7 +345,8 @@ class Keeper:
                 error.errno, f"{directory}: cannot be made for a reference file: {error.strerror}"
             ) from error
 
-    def _let_go(self, old: Reference, *, retire: bool = True) -> None:
+    def let_go(self, old: Reference, *, retire: bool = True) -> None:
+        """The file of ``old`` was removed or replaced, durably: retire what it alone led to."""
         if not self.is_here(old):
             return  # its own writer finds the link without a file
         if files_of.state_of(old, self._directory, self._files) is State.ALIVE:

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, Final
 
-import torch
-
 from portus.client import torch_file
 from portus.client.grouped import is_shard, shards_at
 from portus.client.reference import is_link, read
@@ -21,6 +19,7 @@ from portus.errors import BusyError, MediumError, UsageError
 from portus.format.reference import SIZE_MAX, Reference
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
+from portus.media.calls import is_nested, refused
 
 _TEMPORARY: Final = re.compile(r"\.[0-9a-f]{32}\.portus")
 """What a file is called while it is written."""
@@ -50,8 +49,11 @@ def materialize(
 
     Returns the paths of the new files; a file that is no reference is left as it is.
     Raises ``MediumError`` (ENOSPC before anything is written, when there is no room), and what
-    loads raise; the file at hand is then untouched and earlier ones are done.
+    loads raise; the file at hand is then untouched and earlier ones are done. ``UsageError`` in a
+    signal handler that interrupted a call of Portus.
     """
+    if is_nested():
+        raise refused("materialize")
     place = os.path.realpath(os.fspath(path))
     if not os.path.exists(place):
         raise UsageError(f"{place}: there is nothing to materialise")
@@ -111,7 +113,7 @@ def _materialize_file(path: str, target: str, pools: Pools, advanced: Advanced) 
 
     def put(pool: PoolReader, entry: VersionEntry, found: Reference) -> None:
         temporary = os.path.join(directory, f".{found.id}.portus")
-        with _temporary(temporary) as file:
+        with temporary_file(temporary) as file:
             torch_file.write(
                 pool,
                 entry,
@@ -134,8 +136,9 @@ def _materialize_file(path: str, target: str, pools: Pools, advanced: Advanced) 
 
 
 @contextlib.contextmanager
-def _temporary(path: str) -> Iterator[BinaryIO]:
+def temporary_file(path: str) -> Iterator[BinaryIO]:
     """A new file, locked as long as somebody writes it, and gone at the end unless it was renamed.
+    Its name is ``.<32 hexadecimal digits>.portus``: what a killed process leaves goes later.
 
     Raises ``BusyError`` if another process is writing it.
     """
@@ -183,18 +186,6 @@ def _lock(file: BinaryIO) -> None:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def write_torch_file(path: str, state: object) -> None:
-    """Write ``state`` to ``path`` as a torch file, and sync it. Raises ``MediumError``; then part
-    of the file may be there."""
-    try:
-        with open(path, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise MediumError(error.errno, f"cannot write {path}: {error.strerror}") from error
-
-
 def _finish(file: BinaryIO, path: str, *, like: str) -> None:
     before = os.stat(like)
     file.flush()
@@ -208,12 +199,18 @@ def _replace(temporary: str, path: str, expected: Reference | None) -> None:
     if expected is not None and read(path) != expected:
         raise UsageError(f"{path} was replaced while it was materialised: try again")
     os.replace(temporary, path)
-    if os.name == "posix":
-        directory = os.open(os.path.dirname(path), os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+    sync_directory(os.path.dirname(path))
+
+
+def sync_directory(path: str) -> None:
+    """Return when the names in a directory survive power loss. Raises ``OSError``."""
+    if os.name != "posix":
+        return
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def _check_space(path: str, needed: int) -> None:

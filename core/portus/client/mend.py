@@ -17,6 +17,7 @@ from portus.client.resolve import POOLS
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS, pool_files
 from portus.index.groups import Group, part_model
+from portus.media import calls
 from portus.media.local import LocalFiles
 from portus.protocol.address import is_address
 
@@ -24,6 +25,7 @@ _CLAIM_S: Final = 2.0
 """The longest wait for a model on a storage host: whoever saved it may have just died."""
 
 
+@calls.entry
 def mend(
     pool: str | os.PathLike[str], *, uncommitted: bool = False, links: str | None = None
 ) -> list[str]:

@@ -36,6 +36,7 @@ import stat
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from portus.client import order
 from portus.errors import CorruptionError, MediumError
 from portus.format.reference import SIZE_MAX, Reference, decode, encode
 from portus.index.directory import open_reader
@@ -116,20 +117,26 @@ def read(path: str | os.PathLike[str]) -> Reference | None:
         raise CorruptionError(f"{os.fspath(path)}: {error}") from error
 
 
-def place(path: str, reference: Reference, files: FileSystem, directory: str) -> None:
+def place(
+    path: str, reference: Reference, files: FileSystem, directory: str, asked: int | None = None
+) -> bool:
     """Put ``reference`` at ``path``, atomically in place of what is there; durable by ``settle``.
 
-    ``directory`` is the links directory; it and that of ``path`` exist. Raises ``MediumError``;
+    ``directory`` is the links directory; it and that of ``path`` exist. asked: False, and nothing
+    is changed, if what is at ``path`` is newer than that (see ``order``). Raises ``MediumError``;
     then ``path`` is as it was, or holds the new reference.
     """
     link = os.path.join(directory, reference.id)
     _store(link, encode(reference), files)
     try:
-        _link_into_place(link, path, files, directory)
+        placed = _link_into_place(link, path, files, directory, asked)
     except MediumError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        _copy_into_place(link, path, reference, files, directory)
+        placed = _copy_into_place(link, path, reference, files, directory, asked)
+    if not placed:
+        forget(reference, directory, files)
+    return placed
 
 
 def settle(path: str, files: FileSystem, directory: str) -> None:
@@ -141,9 +148,12 @@ def settle(path: str, files: FileSystem, directory: str) -> None:
     settle_removals(os.path.dirname(path), files)
 
 
-def take_away(path: str, files: FileSystem) -> None:
-    """Remove the name ``path``, durably. Nothing there is no error. Raises ``MediumError``."""
-    files.remove(path)
+def take_away(path: str, files: FileSystem, asked: int | None = None) -> None:
+    """Remove the name ``path``, durably; asked: not if what is there is newer (see ``order``).
+    Nothing there is no error. Raises ``MediumError``."""
+    with order.turn:
+        if asked is None or not order.is_newer(path, asked):
+            files.remove(path)
     files.sync(os.path.dirname(path))
 
 
@@ -225,9 +235,12 @@ def _store(path: str, data: bytes, files: FileSystem) -> None:
         medium.close()
 
 
-def _link_into_place(link: str, path: str, files: FileSystem, directory: str) -> None:
+def _link_into_place(
+    link: str, path: str, files: FileSystem, directory: str, asked: int | None
+) -> bool:
     try:
         files.link(link, path)
+        return True
     except MediumError as error:
         if error.errno != errno.EEXIST:
             raise
@@ -236,25 +249,40 @@ def _link_into_place(link: str, path: str, files: FileSystem, directory: str) ->
         files.link(link, second)
         files.sync(directory)
         try:
-            files.replace(second, path)
+            return _replace(second, path, files, asked)
         except MediumError:
             files.remove(second)
             raise
 
 
 def _copy_into_place(
-    link: str, path: str, reference: Reference, files: FileSystem, directory: str
-) -> None:
+    link: str,
+    path: str,
+    reference: Reference,
+    files: FileSystem,
+    directory: str,
+    asked: int | None,
+) -> bool:
     copy, temporary = f"{link}.copy", _temporary(path, reference)
     files.replace(link, copy)
     files.sync(directory)
     try:
         _store(temporary, encode(reference), files)
-        files.replace(temporary, path)
+        return _replace(temporary, path, files, asked)
     except MediumError:
         files.remove(temporary)
         files.remove(copy)
         raise
+
+
+def _replace(source: str, path: str, files: FileSystem, asked: int | None) -> bool:
+    """Rename ``source`` to ``path``; False, and it is removed, if what is there is newer."""
+    with order.turn:
+        if asked is None or not order.is_newer(path, asked):
+            files.replace(source, path)
+            return True
+    files.remove(source)
+    return False
 
 
 def _temporary(path: str, reference: Reference) -> str:

@@ -19,6 +19,7 @@ import os
 from collections.abc import Collection
 from typing import Final, Protocol
 
+from portus.client import order
 from portus.client.keeper import Keeper
 from portus.errors import PortusError
 
@@ -50,6 +51,7 @@ class Removal:
         self.path: Final = path
         self.after: Final = after
         self.strictly: Final = strictly
+        self.asked: Final = order.asked()
 
     def takes(self, path: str) -> bool:
         """True if it removes ``path``."""
@@ -146,9 +148,10 @@ class Removals:
     def _make(self, removal: Removal, keeper: Keeper) -> None:
         try:
             if os.path.isdir(removal.path) and not os.path.islink(removal.path):
-                keeper.remove_directory(removal.path)
+                if not order.is_newer(removal.path, removal.asked):
+                    keeper.remove_directory(removal.path)
             else:
-                keeper.remove(removal.path)
+                keeper.remove(removal.path, asked=removal.asked)
         except PortusError as error:
             _log.warning("portus: %s was not removed: %s", removal.path, error)
         finally:

@@ -45,6 +45,7 @@ from portus.errors import (
 from portus.format.reference import Reference, decode_text
 from portus.index.directory import generations, place_named
 from portus.index.roots import read_superblock
+from portus.media.calls import is_nested, refused
 from portus.media.local import LocalFiles
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
@@ -120,7 +121,7 @@ class Pools:
 
     def __init__(self, opener: Callable[[str], View]) -> None:
         self.opener = opener
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._open: list[OpenPool] = []
         self._allowed: list[str] = []
         if hasattr(os, "register_at_fork"):
@@ -143,7 +144,10 @@ class Pools:
                 self._allowed.append(path)
 
     def open_ones(self) -> list[OpenPool]:
-        """A snapshot, newest first."""
+        """A snapshot, newest first. None in a signal handler that interrupted a call of theirs:
+        pools are opened anew then, for reading."""
+        if is_nested():
+            return []
         with self._guard:
             return self._open[::-1]
 
@@ -155,7 +159,7 @@ class Pools:
 
     def _forget_open(self) -> None:
         # In a forked child the pools belong to the parent, and its lock may be taken for ever.
-        self._guard, self._open = threading.Lock(), []
+        self._guard, self._open = threading.RLock(), []
 
 
 def _open_view(path: str) -> View:
@@ -301,6 +305,8 @@ def _fall_back(
     use: Callable[[ReadablePool, bytes, Reference], Result],
 ) -> Result:
     what = f"{path or 'this reference'}: step {reference.step} of model {reference.model!r}"
+    if is_nested():
+        raise refused(f"{what} is not there, and may be being saved")
     if not reference.instead:
         raise UsageError(
             f"{what} was never committed (its save failed or was cut off), or was retired since; "
@@ -381,7 +387,7 @@ def _await(view: View, reference: Reference) -> None:
     token = bytes.fromhex(reference.token)
     while all(info.token != token for info in view.versions()):
         age_s = time.time() - reference.written_ns / 1e9
-        if not 0 <= age_s < AWAITED_S_MAX or not view.has_writer():
+        if not 0 <= age_s < AWAITED_S_MAX or not view.has_writer() or is_nested():
             return
         time.sleep(_POLL_S)
 

@@ -16,6 +16,7 @@ from portus.errors import StaleError, TransportError, UsageError
 from portus.index.catalogue import Catalogue
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
+from portus.media import calls
 from portus.spec import VersionInfo
 
 _TRIES: Final = 5
@@ -151,6 +152,7 @@ class PoolView:
         pools = self._pools_of(model)
         return again(lambda: load_from(pools, model, step, names))
 
+    @calls.entry
     def restore_into(
         self,
         state: object,

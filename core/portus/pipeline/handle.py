@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from portus.errors import PortusError
+from portus.media import calls
 from portus.spec import VersionInfo
 
 
@@ -81,11 +82,18 @@ class SaveHandle:
         """The save. For Portus itself."""
         return self._save
 
+    def _wait_nested(self, timeout: float | None = None) -> VersionInfo:
+        if not self._save.over:
+            raise calls.refused("wait for a save")
+        return self._save.result(0)
+
+    @calls.entry_or(_wait_nested)
     def wait(self, timeout: float | None = None) -> VersionInfo:
         """Return when the version is durable; what it is.
 
         timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out, and what
         made the save fail: ``MediumError``, ``AbandonedError``...; older versions stay loadable.
+        In a signal handler that interrupted Portus, ``UsageError`` if the save is not over.
         """
         return self._save.result(timeout)
 

@@ -1,0 +1,106 @@
+"""A signal handler has Accelerate save while Portus is saving: real files, there when it returns,
+which what was asked for before leaves alone (V5, V8)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import portus
+import portus_accelerate
+from portus.client.keeper import Keeper
+from portus.client.snapshot import Snapshots
+from tests.adapters.test_accelerate_states import FILES, Scene, closed, same
+from tests.moments import at
+
+__all__ = ["closed"]
+
+MOMENTS = [Snapshots.take, Keeper.is_new]
+
+
+def interrupted(scene: Scene, moment: Any, directory: Path, inner: Path) -> list[torch.Tensor]:
+    """``save_state`` to ``directory``, and within it a signal whose handler saves to ``inner``."""
+    scene.step()
+    facts = scene.facts()
+
+    def handle(*_: object) -> None:
+        assert portus.is_nested()
+        scene.accelerator.save_state(str(inner))
+        portus_accelerate.wait(scene.accelerator)
+        assert not any(portus.is_reference(path) for path in inner.iterdir())
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with at("call", moment, lambda: signal.raise_signal(signal.SIGUSR1)):
+            scene.accelerator.save_state(str(directory))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    return facts
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__qualname__)
+def test_a_save_within_a_save_is_a_directory_of_real_files(tmp_path: Path, moment: Any) -> None:
+    scene = Scene(tmp_path)
+    outer, inner = tmp_path / "step_1", tmp_path / "signal"
+    facts = interrupted(scene, moment, outer, inner)
+    assert sorted(os.listdir(inner)) == FILES
+    for directory in (inner, outer):
+        scene.step()
+        scene.accelerator.load_state(str(directory))
+        assert same(scene.facts(), facts)
+    assert scene.checkpointer.steps() == [1]
+    scene.accelerator.end_training()
+    again = Scene(tmp_path)
+    again.accelerator.load_state(str(inner))
+    assert same(again.facts(), facts)
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__qualname__)
+@pytest.mark.parametrize("there", [True, False], ids=["there", "new"])
+def test_a_save_within_a_save_to_the_same_directory_is_what_stays(
+    tmp_path: Path, moment: Any, there: bool
+) -> None:
+    scene = Scene(tmp_path)
+    latest = tmp_path / "latest"
+    if there:
+        scene.accelerator.save_state(str(latest))
+    facts = interrupted(scene, moment, latest, latest)
+    scene.checkpointer.wait()
+    assert sorted(os.listdir(latest)) == FILES
+    assert not any(portus.is_reference(path) for path in latest.iterdir())
+    again = Scene(tmp_path)  # as after a kill: nothing was closed, and nothing is put aside
+    again.accelerator.load_state(str(latest))
+    assert same(again.facts(), facts)
+    scene.step()
+    scene.accelerator.save_state(str(latest))
+    scene.checkpointer.wait()
+    assert all(portus.is_reference(path) for path in latest.iterdir())
+
+
+def test_a_run_that_is_killed_within_the_save_finds_what_its_handler_saved(tmp_path: Path) -> None:
+    latest = tmp_path / "latest"
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)
+            scene = Scene(tmp_path)
+            scene.step()
+
+            def handle(*_: object) -> None:
+                scene.accelerator.save_state(str(latest))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            signal.signal(signal.SIGUSR1, handle)
+            with at("call", Snapshots.take, lambda: signal.raise_signal(signal.SIGUSR1)):
+                scene.accelerator.save_state(str(latest))
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    scene = Scene(tmp_path)
+    scene.accelerator.load_state(str(latest))
+    assert scene.counter.count == 1
