@@ -172,7 +172,7 @@ def lead(files: CrashFiles, path: str, pool: PoolReader | None) -> int | None:
     token = reference.leads_to(steps)
     if token is not None:
         return steps[token]
-    is_linked = files.status(f"{LINKS}/{reference.id}") is not None
+    is_linked = any(name.startswith(reference.id) for name in files.entries(LINKS))
     # Without a durable link its version was never committed, and it holds nothing.
     assert reference.fallback is None or not is_linked, f"{path} leads nowhere, fallback too"
     return PENDING

@@ -23,6 +23,7 @@ from portus.cli.pools import (
     link_text,
     version_document,
 )
+from portus.client.keeper import missing
 from portus.client.reference import Link
 from portus.errors import MediumError
 from portus.index.catalogue import Catalogue
@@ -51,6 +52,7 @@ def run(pool: str | None, every: bool, output: Output) -> int:
             count = count_text(len(catalogue.ids()), "version")
             output.line(f"{path}: {count}, file of {size_text(size)}")
             _say(catalogue, held, every, output)
+            _say_missing(catalogue, held, document, output)
             infos += [(path, entry.info) for entry in catalogue.entries()]
         for path, error in pools.failed.items():
             documents.append({"path": path, "error": error_document(error)})
@@ -101,6 +103,22 @@ def _say(catalogue: Catalogue, held: Holders, every: bool, output: Output) -> No
         rows += [_row(info, held) for info in infos[left_out:]]
     if rows:
         output.table(("MODEL", ">STEP", "SAVED", ">SIZE", "REFERENCES"), rows)
+
+
+def _say_missing(
+    catalogue: Catalogue, held: Holders, document: dict[str, Json], output: Output
+) -> None:
+    """What is held for files of which it is not known where they are."""
+    found = missing([link for links in held.values() for link in links], catalogue)
+    size = sum(info.size for info, _ in found)
+    document["missing"] = {"versions": len(found), "size": size}
+    if found:
+        info, reference = found[-1]
+        output.line(
+            f"{count_text(len(found), 'version')}, {size_text(size)}, held for files that are not "
+            f"where they were; the newest, {age_text(info.time_ns)}, at {reference.written_path}. "
+            f"If they are gone: portus gc --missing"
+        )
 
 
 def _say_groups(groups: list[Group], every: bool, output: Output) -> None:

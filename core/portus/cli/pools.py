@@ -210,20 +210,17 @@ def holders(path: str, catalogue: Catalogue) -> dict[bytes, list[Link]]:
 
 def link_text(link: Link) -> str:
     """A reference file, for people."""
-    path = os.path.relpath(link.reference.written_path)
-    path = min(path, link.reference.written_path, key=len)
+    known = link.path if link.state is State.ALIVE and link.path else link.reference.written_path
+    path = min(os.path.relpath(known), known, key=len)
     if link.state is State.ALIVE:
-        try:
-            here = files_of.read(link.reference.written_path)
-        except PortusError:
-            here = None
-        return path if here is not None and here.id == link.reference.id else f"{path} (moved)"
+        return path if link.path else f"{path} (moved)"
     return f"{path} ({'deleted' if link.state is State.DELETED else 'missing'})"
 
 
 def link_document(link: Link) -> dict[str, Json]:
     """A reference file, for machines."""
-    return {"path": link.reference.written_path, "state": link.state.value}
+    known = link.path if link.state is State.ALIVE and link.path else link.reference.written_path
+    return {"path": known, "state": link.state.value}
 
 
 def version_document(info: VersionInfo) -> dict[str, Json]:

@@ -722,7 +722,7 @@ class Checkpointer:
         except BaseException:
             self._home.close(made=False)
             raise
-        writer.deleted = keeper.deleted
+        writer.deleted, writer.advice = keeper.deleted, keeper.advice
         self._writer, self._keeper = writer, keeper
         POOLS.closed(self)
         POOLS.opened(self)

@@ -62,6 +62,8 @@ class HostPool(PoolReader):
         self.links: Final = Links(parse(address), credentials, model=model, claim_s=claim_s)
         self.deleted: Callable[[], Collection[int]] = tuple
         """Asked for versions whose reference files are gone, when space is short."""
+        self.advice: Callable[[], str] = str
+        """Asked for what else can be done then."""
         self._known: tuple[bytes, Catalogue | None] = b"", None
         try:
             pins = HostLocks(self.links)
@@ -96,10 +98,10 @@ class HostPool(PoolReader):
         self.links.ask(said.Status())  # one that hangs is not waited for as one that works
         try:
             self.links.ask(said.Room(free), ROOM_S)
-        except MediumError:
+        except MediumError as error:
             gone = self.catalogue().ids().intersection(self.deleted())
             if not gone:
-                raise
+                raise MediumError(error.errno, f"{error.strerror}{self.advice()}") from error
             self.retire(gone)
             self.links.ask(said.Room(free), ROOM_S)
         return Extent(0, 0)

@@ -18,11 +18,14 @@ from typing import Final, Protocol
 
 from portus.client import reference as files_of
 from portus.client.reference import Link, State
+from portus.client.survey import Survey, survey_of
 from portus.errors import MediumError
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
 from portus.index.directory import make_directory
 from portus.index.roots import Superblock
+from portus.media.base import Medium
+from portus.media.file import PlainFile
 from portus.media.local import LocalFiles
 from portus.spec import VersionInfo
 
@@ -31,6 +34,10 @@ _log: Final = logging.getLogger("portus")
 
 class HeldPool(Protocol):
     """What a keeper needs of a pool."""
+
+    @property
+    def medium(self) -> Medium:
+        """What it is on."""
 
     @property
     def superblock(self) -> Superblock:
@@ -88,9 +95,10 @@ class Keeper:
     ) -> None:
         """path: of the pool file; for a pool on a host, its ``address`` being given, the path
         that its links directory is named after. files: those of this machine if not given."""
-        self._path: Final = path
+        self._path = path
         self._address: Final = address
-        self._directory: Final = files_of.links_directory(path)
+        self._directory = files_of.links_directory(path)
+        self._survey = survey_of(self._directory)
         self._files: Final = files or LocalFiles()
         self._pool: Final = weakref.ref(writer)  # it is the key of the table of keepers
         self._guard: Final = threading.Lock()
@@ -102,8 +110,11 @@ class Keeper:
         self._going: tuple[Going, ...] = ()
         self._leaving: set[str] = set()
         """Tokens of versions that are being retired, or were."""
+        self._seen: list[Link] = []
+        """The links when they were looked at last."""
         files_of.tidy(self._directory, self._files)
         self._read_links()
+        self._read_strays()
 
     @property
     def _writer(self) -> HeldPool:
@@ -133,6 +144,7 @@ class Keeper:
         to fall back to, so it is fallen back to first; or another one that is on record.
         asked: when this was asked for; what is at ``path`` and is newer stays (see ``order``).
         """
+        self._follow()
         self._make_directories(path)
         while True:  # ends: each turn but the last something was decided about versions that go
             decisions, going = self._decisions, self._going
@@ -275,30 +287,30 @@ class Keeper:
         group are not. Files that lead to another pool, which was here once, are left alone.
         """
         uuid = self._writer.superblock.uuid.hex()
-        alive = [each for each in self._read_links()[0] if each.pool == uuid]
+        self._read_links()
+        placed = {
+            link.path: link.reference
+            for link in self._links()
+            if link.state is State.ALIVE and link.path and link.reference.pool == uuid
+        }  # what was moved is left alone: who did it may know why
         infos = [entry.info for entry in self._writer.catalogue().entries()]
         committed = {info.token.hex(): info for info in infos if info.token not in cut_off}
         newest: dict[str, VersionInfo] = {}
-        for each in alive:
+        for path, each in placed.items():
             info = committed.get(each.token)
             if info is not None and each.part is not None:
-                home = _home(each)
+                home = os.path.dirname(path)
                 newest[home] = max(newest.get(home, info), info, key=lambda info: info.commit)
         removed = []
-        for each in alive:
+        for path, each in placed.items():
             info = committed.get(each.token)
-            best = newest.get(_home(each)) if each.part else None
-            if not self._is_where_written(each):
-                continue  # somebody moved it, and may know why
+            best = newest.get(os.path.dirname(path)) if each.part else None
             if info is None and uncommitted:
-                self.remove(each.written_path)
-                removed.append(each.written_path)
+                self.remove(path)
+                removed.append(path)
             elif info is not None and best is not None and info.commit < best.commit:
-                self.replace(each.written_path, best, each.part)
+                self.replace(path, best, each.part)
         return removed
-
-    def _is_where_written(self, reference: Reference) -> bool:
-        return files_of.read_through(reference.written_path, self._files) == reference
 
     def held(self, catalogue: Catalogue, coming: InFlight | None = None) -> set[int]:
         """Versions that reference files lead to, as far as is known without looking. ``coming``:
@@ -317,15 +329,18 @@ class Keeper:
 
     def deleted(self) -> set[int]:
         """Versions all of whose reference files were deleted, durably. Looks at every link."""
-        alive, dead = self._read_links()
+        dead = self._read_links()
         catalogue = self._writer.catalogue()
-        gone = {reference.token for reference in dead} - _led_to(alive, catalogue)
+        with self._guard:
+            led = _led_to(list(self._known.values()), catalogue)
+        gone = {reference.token for reference in dead} - led
         return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in gone}
 
     def collect(self, states: Collection[State]) -> set[int]:
         """Retire the versions that only reference files of ``states`` lead to, and forget those
-        files; the ids. DELETED: those that ``deleted`` names; UNKNOWN: see ``reference``."""
-        found = self._links()
+        files; the ids. DELETED: those that ``deleted`` names; UNKNOWN: see ``reference``. However
+        long it takes to look for copies."""
+        found = self._links(survey_of(self._directory, None))
         gone = unheld(found, self._writer.catalogue(), states)
         lost = gone_for_good(found, states, self._files)
         self._writer.retire(gone)
@@ -334,6 +349,23 @@ class Keeper:
             if reference.token not in there:
                 files_of.forget(reference, self._directory, self._files)
         return gone
+
+    def _follow(self) -> None:
+        """The pool may have been renamed since it was opened, or a directory above it. Its links
+        are beside it; what is placed from now on says where it is."""
+        medium = self._writer.medium
+        if not isinstance(medium, PlainFile) or medium.is_at(self._path):
+            return
+        path = medium.path_now()
+        if path != self._path:
+            _log.warning(
+                "%s was moved to %s while it is saved to; saves go on there, and the files that "
+                "are made from now on lead there",
+                self._path,
+                path,
+            )
+            self._path, self._directory = path, files_of.links_directory(path)
+            self._survey = survey_of(self._directory)
 
     def _make_directories(self, path: str) -> None:
         make_directory(self._directory)
@@ -349,8 +381,9 @@ class Keeper:
         """The file of ``old`` was removed or replaced, durably: retire what it alone led to."""
         if not self.is_here(old):
             return  # its own writer finds the link without a file
-        if files_of.state_of(old, self._directory, self._files) is State.ALIVE:
-            return  # a copy was removed, not the file itself
+        self._follow()
+        if files_of.state_of(old, self._directory, self._files, self._survey) is State.ALIVE:
+            return  # a copy was removed, not the file itself, or there is one
         catalogue = self._writer.catalogue()
         there = {entry.info.token.hex(): entry.info.id for entry in catalogue.entries()}
         with self._guard:
@@ -371,34 +404,65 @@ class Keeper:
         others = [i for i in infos if i.token != but and i.token.hex() not in self._leaving]
         return others[-1] if others else None
 
-    def _read_links(self) -> tuple[list[Reference], list[Reference]]:
-        """Living and deleted references; links of versions long gone are removed.
+    def _read_links(self) -> list[Reference]:
+        """The deleted references; all others are known from now on. Links that lead to nothing
+        any more are removed.
 
         Deleted is what survives power loss so: a name that was removed or replaced, by a process
         that was killed or by a user, and not synced, comes back. Its version must be there then,
         or the one that it falls back to.
         """
         found = self._links()
-        gone = [each.reference for each in found if each.state is State.DELETED]
-        settled = {home: self._is_settled(home) for home in set(map(_home, gone))}
-        gone = [each for each in gone if settled[_home(each)]]
+        lost = [each for each in found if each.state is State.DELETED]
+        settled = {home: self._is_settled(home) for home in set(map(_home, lost))}
+        gone = [each.reference for each in lost if settled[_home(each)]]
         ids = {each.id for each in gone}
-        alive = [each.reference for each in found if each.reference.id not in ids]
-        tokens = {entry.info.token.hex() for entry in self._writer.catalogue().entries()}
-        dead = [each for each in gone if each.token in tokens]
+        there = {entry.info.token.hex() for entry in self._writer.catalogue().entries()}
+        dead = [each for each in gone if each.token in there]
         for each in gone:
-            if each.token not in tokens:
+            if each.token not in there:
                 files_of.forget(each, self._directory, self._files)
         with self._guard:
-            for each in alive:
-                self._known.setdefault(each.id, each)
+            for link in found:
+                if link.reference.id not in ids:
+                    self._known.setdefault(link.reference.id, link.reference)
             for each in gone:
                 self._known.pop(each.id, None)
-        return alive, dead
+        self._seen = found
+        return dead
 
-    def _links(self) -> list[Link]:
+    def advice(self) -> str:
+        """What can be done where space is short, as the end of a message: versions are held for
+        files of which nobody knows where they are. Nothing if there are none."""
+        infos = [info for info, _ in missing(self._seen, self._writer.catalogue())]
+        if not infos:
+            return ""
+        return (
+            f"; {sum(info.size for info in infos)} bytes are {len(infos)} versions whose files "
+            f"are not where they were: portus gc --missing lets go of them"
+        )
+
+    def _read_strays(self) -> None:
+        """Where links got lost that there must have been: find the files of this run."""
+        if self._survey.root is None:
+            return
+        catalogue = self._writer.catalogue()
+        there = {entry.info.token.hex() for entry in catalogue.entries()}
+        is_lost = there and not os.path.isdir(self._directory)
+        if not is_lost and (
+            not self._known or there <= _led_to([*self._known.values()], catalogue)
+        ):
+            return
+        uuid = self._writer.superblock.uuid.hex()
+        make_directory(self._directory)
+        self._survey.renew()
+        for each in files_of.strays(self._directory, self._files, uuid, self._survey):
+            if each.leads_to(there):
+                self._known[each.id] = each
+
+    def _links(self, survey: Survey | None = None) -> list[Link]:
         with self._placing:
-            return files_of.links(self._directory, self._files)
+            return files_of.links(self._directory, self._files, survey=survey or self._survey)
 
     def _is_settled(self, directory: str) -> bool:
         """True once what was removed from ``directory`` stays removed."""
@@ -429,9 +493,22 @@ def _falling_back(
     )
 
 
-def _home(reference: Reference) -> str:
-    """The directory that the reference was written to."""
-    return os.path.dirname(reference.written_path)
+def _home(link: Link) -> str:
+    """The directory that the reference is missing in."""
+    return os.path.dirname(link.path or link.reference.written_path)
+
+
+def missing(links: Sequence[Link], catalogue: Catalogue) -> list[tuple[VersionInfo, Reference]]:
+    """The versions that are held for files of which it is not known where they are, and for no
+    other; oldest first, each with the file that was written last."""
+    lost = unheld(links, catalogue, (State.UNKNOWN, State.DELETED))
+    there = {entry.info.token.hex(): entry.info for entry in catalogue.entries()}
+    found: dict[int, tuple[VersionInfo, Reference]] = {}
+    for link in sorted(links, key=lambda link: link.reference.written_ns):
+        token = link.reference.leads_to(there)
+        if link.state is State.UNKNOWN and token is not None and there[token].id in lost:
+            found[there[token].id] = there[token], link.reference
+    return sorted(found.values(), key=lambda each: each[0].commit)
 
 
 def unheld(links: Sequence[Link], catalogue: Catalogue, states: Collection[State]) -> set[int]:
@@ -465,10 +542,10 @@ def gone_for_good(
 ) -> list[Reference]:
     """The reference files of ``states``, once they stay gone: a power cut would bring back a name
     that was not. Raises ``MediumError``."""
-    lost = [each.reference for each in links if each.state in states]
+    lost = [each for each in links if each.state in states]
     for directory in set(map(_home, lost)):
         files_of.settle_removals(directory, files)
-    return lost
+    return [each.reference for each in lost]
 
 
 def _led_to(references: list[Reference], catalogue: Catalogue, coming: bytes = b"") -> set[str]:

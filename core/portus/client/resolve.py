@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, runtime_checkable
 
 from portus.client.reference import is_linked, links_directory, read
 from portus.errors import (
@@ -100,6 +100,7 @@ class OpenPool(ReadablePool, Protocol):
         """
 
 
+@runtime_checkable
 class View(ReadablePool, Protocol):
     """A pool opened only for this load."""
 
@@ -277,13 +278,20 @@ def _use(
 ) -> Result:
     for _ in range(_TRIES):
         reference = _settled(reference, path, pools)
-        with _pool_of(reference, path, pools) as pool:
-            try:
-                return use(pool, bytes.fromhex(reference.token), reference)
-            except StaleError:
-                newer = read(path) if path else None  # replaced since it was read?
-                if newer is None or newer.id == reference.id:
-                    return _fall_back(reference, path, pool, use)
+        token = bytes.fromhex(reference.token)
+        with contextlib.ExitStack() as stack:
+            found: list[ReadablePool] = []
+            for pool in _pools_of(reference, path, pools, stack):
+                found.append(pool)
+                with contextlib.suppress(StaleError):
+                    return use(pool, token, reference)
+            for pool in found:
+                with contextlib.suppress(StaleError):
+                    if _await(pool, reference):
+                        return use(pool, token, reference)
+            newer = read(path) if path else None  # replaced since it was read?
+            if newer is None or newer.id == reference.id:
+                return _fall_back(reference, path, found, use)
         reference = newer
     raise StaleError(f"{path} was replaced {_TRIES} times while it was loaded; load again")
 
@@ -301,7 +309,7 @@ def _settled(reference: Reference, path: str | None, pools: Pools) -> Reference:
 def _fall_back(
     reference: Reference,
     path: str | None,
-    pool: ReadablePool,
+    pools: list[ReadablePool],
     use: Callable[[ReadablePool, bytes, Reference], Result],
 ) -> Result:
     what = f"{path or 'this reference'}: step {reference.step} of model {reference.model!r}"
@@ -313,7 +321,8 @@ def _fall_back(
             f"there is no earlier version to fall back to. `portus ls {reference.pool_path}` "
             f"lists what the pool holds"
         )
-    for token, step in 2 * reference.instead:  # a commit between the first two retires the second
+    # Twice: a commit between the first two retires the second.
+    for (token, step), pool in itertools.product(2 * reference.instead, pools):
         try:
             result = use(pool, bytes.fromhex(token), reference)
         except StaleError:
@@ -332,27 +341,30 @@ def _fall_back(
     )
 
 
-@contextlib.contextmanager
-def _pool_of(reference: Reference, path: str | None, pools: Pools) -> Iterator[ReadablePool]:
+def _pools_of(
+    reference: Reference, path: str | None, pools: Pools, stack: contextlib.ExitStack
+) -> Iterator[ReadablePool]:
+    """The pools of that identity that may be opened, those first that this process has open. There
+    are several where a run was copied, and each has versions of its own."""
     uuid = bytes.fromhex(reference.pool)
+    is_there, others = False, []
     for pool in pools.open_ones():
         if pool.uuid == uuid:
+            is_there = True
             yield pool
-            return
-    others = []
-    for candidate in _candidates(reference, path, pools):
+    for candidate in dict.fromkeys(_candidates(reference, path, pools)):
         if is_address(candidate) or _uuid(candidate) == uuid:
             view = _opened(candidate, pools)
             if view is None:
                 continue
-            with contextlib.closing(view):
-                if view.uuid != uuid:
-                    others.append(candidate)
-                    continue
-                _await(view, reference)
+            stack.enter_context(contextlib.closing(view))
+            if view.uuid == uuid:
+                is_there = True
                 yield view
-            return
-    raise _not_allowed(reference, path, others)
+            else:
+                others.append(candidate)
+    if not is_there:
+        raise _not_allowed(reference, path, others)
 
 
 def _not_allowed(reference: Reference, path: str | None, others: list[str]) -> UsageError:
@@ -382,14 +394,19 @@ def _opened(candidate: str, pools: Pools) -> View | None:
         return None
 
 
-def _await(view: View, reference: Reference) -> None:
-    """Wait while another process may still commit the version of a young reference."""
+def _await(pool: ReadablePool, reference: Reference) -> bool:
+    """Wait while another process may still commit the version of a young reference. True if it is
+    there now."""
+    if not isinstance(pool, View):
+        return False
     token = bytes.fromhex(reference.token)
-    while all(info.token != token for info in view.versions()):
+    while all(info.token != token for info in pool.versions()):
         age_s = time.time() - reference.written_ns / 1e9
-        if not 0 <= age_s < AWAITED_S_MAX or not view.has_writer() or is_nested():
-            return
+        is_young = 0 <= age_s < AWAITED_S_MAX
+        if not is_young or not pool.has_writer() or is_nested():
+            return False
         time.sleep(_POLL_S)
+    return True
 
 
 def _candidates(reference: Reference, path: str | None, pools: Pools) -> Iterator[str]:

@@ -32,6 +32,9 @@ GLOBAL_NAME: Final = "this_is_a_reference_run_portus_materialize"
 SIZE_MAX: Final = 128 << 10
 """Bytes. A longer file is no reference."""
 
+HEAD_SIZE: Final = 256
+"""Bytes; a reference is longer, and says within them that it is one."""
+
 PATH_MAX: Final = 4096
 NAME_MAX: Final = 4096
 FORMAT: Final = 3
@@ -108,13 +111,18 @@ def encode(reference: Reference) -> bytes:
     return data
 
 
+def may_begin(head: bytes) -> bool:
+    """False if ``head``, ``HEAD_SIZE`` bytes, is not how a reference begins."""
+    return _HEAD_MARK in head
+
+
 def decode(data: bytes) -> Reference | None:
     """What the file with the bytes ``data`` (all of them) says; None if it is no reference.
 
     Raises ``CorruptionError`` for a damaged reference and ``UsageError`` for one that a newer
     Portus wrote.
     """
-    if len(data) > SIZE_MAX or not (_HEAD_MARK in data[:256] or _TAIL_MARK in data):
+    if len(data) > SIZE_MAX or not (may_begin(data[:HEAD_SIZE]) or _TAIL_MARK in data):
         return None
     text = _find_text(data)
     reference = decode_text(text)

@@ -13,6 +13,7 @@ holds it, and no reservation in progress holds it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import platform
@@ -198,6 +199,8 @@ class PoolWriter(PoolReader):
         self.max_bytes: Final = max_bytes
         self.deleted: Callable[[], Collection[int]] = lambda: ()
         """Asked for versions whose reference files are gone, when space is short."""
+        self.advice: Callable[[], str] = str
+        """Asked for the end of the message when there is none even so."""
         self._committing: Final = threading.RLock()
         self._line: Final = Line(self._committing, self.commit_together, _model_of)
         self.persist_s = 0.0
@@ -475,8 +478,16 @@ class PoolWriter(PoolReader):
         if self.max_bytes is not None:
             size = min(size, self.max_bytes - self.max_bytes % PAGE)
             if size < self.medium.size + pages * PAGE:
-                raise MediumError(28, self._full(pages, f"max_bytes is {self.max_bytes}"))
-        self.medium.grow(size)
+                raise MediumError(
+                    errno.ENOSPC,
+                    self._full(pages, f"max_bytes is {self.max_bytes}") + self.advice(),
+                )
+        try:
+            self.medium.grow(size)
+        except MediumError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise MediumError(error.errno, f"{error.strerror}{self.advice()}") from error
 
     def _full(self, pages: int, why: str) -> str:
         versions = list(self._reach)  # at once: a reservation in another thread forgets some

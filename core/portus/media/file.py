@@ -94,6 +94,24 @@ class PlainFile:
         """The name it was opened by."""
         return self._descriptor.path
 
+    def path_now(self) -> str:
+        """A name that it has now: it may have been renamed, or a directory above it. The name that
+        it was opened by if it has none, or if this platform does not say."""
+        if self.is_at(self.path):
+            return self.path
+        try:
+            now = os.readlink(f"/proc/self/fd/{self._descriptor.number}")
+        except OSError:
+            return self.path
+        return now if self.is_at(now) else self.path
+
+    def is_at(self, path: str) -> bool:
+        """True if ``path`` leads to this file now."""
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self._descriptor.number))
+        except OSError:
+            return False
+
     @property
     def info(self) -> MediumInfo:
         """Its granularity is a sector of the disk."""
