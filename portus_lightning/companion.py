@@ -7,7 +7,8 @@ Lightning adds it to every Trainer by its entry point; it acts only where the Tr
   go through the plugin at all;
 - makes resume exact: the random number generators of all ranks are part of the checkpoint;
 - hands the statistics of saves to the loggers;
-- puts real torch files in place of the best and last references at the normal end.
+- puts real torch files in place of references at the end, before other callbacks and loggers copy
+  or upload what is there.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ class CompanionHooks:
 
     def __init__(self) -> None:
         self._generators: torch.Tensor | None = None
+        self._place: int | None = None
+        self._ended = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Tell the plugin where the run is; say what it cannot do."""
         io = plugin_of(trainer)
         if io is None or not _is_first(self, trainer):
             return
+        self._ended = False
         io.begin(stock.local_path(trainer.default_root_dir))
         if _knows_shards(trainer.strategy):
             from portus_lightning import sharded  # it needs much of torch.distributed
@@ -76,8 +80,10 @@ class CompanionHooks:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the generators back: after the iterators were made, before anything is drawn. And
-        make room for the first save."""
+        make room for the first save. From now on this callback is the first one: at the end, real
+        files are there before others look."""
         _make_room(trainer, pl_module)
+        self._go_first(trainer)
         generators, self._generators = self._generators, None
         if generators is None:
             return
@@ -88,21 +94,54 @@ class CompanionHooks:
         """Log what saves cost, as soon as they are over."""
         self._log_stats(trainer)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """After the last batch: the last statistics, and real files. What is saved later is real
+        by itself."""
+        self._end(trainer)
+
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """After the normal end: the last statistics, and real files for the best and the last."""
+        """The same, if there was nothing to train."""
+        self._end(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Training stops here. What other callbacks save now, or somebody later, is a real file;
+        what was saved before stays as it is, and that is said."""
         io = plugin_of(trainer)
-        if io is None:
+        if io is None or not io.is_on() or trainer.state.fn != "fit":
             return
-        io.teardown()  # some strategies forget it
-        self._log_stats(trainer)
-        if io.is_on() and io.materialize == "end" and trainer.is_global_zero:
-            io.put_real_files(best_and_last(trainer))
+        try:
+            io.teardown()
+        except portus.PortusError as error:
+            stock.say_once(f"Portus: a save failed: {error}")  # the exception matters more
+        if io.materialize != "none" and trainer.is_global_zero and not self._ended:
+            io.say_what_stays(checkpoints_of(trainer, io))
+        self._ended = True
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Finish saves also under strategies that do not tell their plugin about the end."""
         io = plugin_of(trainer)
         if io is not None:
             io.teardown()
+        if self._place is not None:
+            others = [each for each in trainer.callbacks if each is not self]
+            trainer.callbacks = [*others[: self._place], self, *others[self._place :]]
+            self._place = None
+
+    def _go_first(self, trainer: Any) -> None:
+        """A new list: Lightning is walking through the old one."""
+        if plugin_of(trainer) is not None and _is_first(self, trainer):
+            self._place = trainer.callbacks.index(self)
+            trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+
+    def _end(self, trainer: Any) -> None:
+        io = plugin_of(trainer)
+        if io is None or self._ended or not _is_first(self, trainer):
+            return
+        self._ended = True
+        io.teardown()  # some strategies forget it
+        self._log_stats(trainer)
+        if io.is_on() and io.materialize != "none" and trainer.is_global_zero:
+            io.put_real_files(checkpoints_of(trainer, io))
 
     def _log_stats(self, trainer: Any) -> None:
         io = plugin_of(trainer)
@@ -172,16 +211,21 @@ def metrics_of(stats: portus.SaveStats) -> dict[str, float]:
     }
 
 
-def best_and_last(trainer: Any) -> list[str]:
-    """The files of the best and the last checkpoint of each ``ModelCheckpoint``, no link twice."""
-    found: dict[str, None] = {}
-    for callback in trainer.checkpoint_callbacks:
-        for name in ("best_model_path", "last_model_path"):
-            path = getattr(callback, name, "") or ""
-            local = stock.local_path(path) if path else None
-            if local and os.path.isfile(local) and portus.is_reference(local):
-                found[os.path.realpath(local)] = None
-    return list(found)
+def checkpoints_of(trainer: Any, io: PortusIO) -> list[str]:
+    """The checkpoint files of a run: for each ``ModelCheckpoint`` the best, then the last, then
+    all others. They may be links to each other."""
+    callbacks = trainer.checkpoint_callbacks
+    paths = [getattr(each, "best_model_path", "") for each in callbacks]
+    paths += [getattr(each, "last_model_path", "") for each in callbacks]
+    paths += [path for each in callbacks for path in getattr(each, "best_k_models", ())]
+    local = [stock.local_path(path) for path in paths if path]
+    directories = [stock.local_path(each.dirpath) for each in callbacks if _directory(each)]
+    found = [*filter(None, local), *io.saved_in(filter(None, directories))]
+    return [path for path in dict.fromkeys(found) if os.path.isfile(path)]
+
+
+def _directory(callback: Any) -> Any:
+    return getattr(callback, "dirpath", None)
 
 
 def warnings_for(trainer: Any, io: PortusIO) -> list[str]:
@@ -198,7 +242,7 @@ def warnings_for(trainer: Any, io: PortusIO) -> list[str]:
             f"sharded checkpoints stay in the pool, materialize={io.materialize!r} does not reach "
             "them. Before you copy or upload one: portus export"
         )
-    uploads = [type(logger).__name__ for logger in trainer.loggers if _uploads_each(logger)]
+    uploads = [type(each).__name__ for each in trainer.loggers if _uploads_each(each, trainer)]
     if uploads and io.materialize != "all":
         io.materialize = "all"
         found.append(
@@ -242,12 +286,26 @@ def _saves_shards(strategy: Any) -> bool:
     return sharded.is_sharded(strategy)
 
 
-# Compared with values: Lightning's DummyLogger (lr_find uses it) has a method of every name.
+def _uploads_each(logger: Any, trainer: Any) -> bool:
+    """True for a logger that is told of each checkpoint, and may look at its file then."""
+    kinds = (b for b in type(logger).__mro__ if "after_save_checkpoint" in vars(b))
+    owner = next(kinds, None)
+    if owner is None or owner.__name__ == "Logger":  # it does nothing with them
+        return False
+    if owner.__module__.partition(".loggers.")[0] not in _PACKAGES:
+        return True  # somebody else's: what it does is not known
+    # Compared with values: Lightning's DummyLogger (lr_find uses it) has a method of every name.
+    wish = getattr(logger, "_log_model", False)
+    each = getattr(logger, "_log_model_checkpoints", False) is True or wish == "all"
+    return each or (wish is True and any(map(_keeps_all, trainer.checkpoint_callbacks)))
 
 
-def _uploads_each(logger: Any) -> bool:
-    each = getattr(logger, "_log_model_checkpoints", False) is True
-    return each or getattr(logger, "_log_model", False) == "all"
+_PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
+"""Whose loggers are known."""
+
+
+def _keeps_all(callback: Any) -> bool:
+    return getattr(callback, "save_top_k", None) == -1
 
 
 def _uploads_at_end(logger: Any) -> bool:

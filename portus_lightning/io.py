@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import torch
@@ -40,6 +40,7 @@ _NAME_MAX: Final = 120
 
 _KEPT: Final = (
     "materialize",
+    "materialize_within",
     "prepare",
     "_pool",
     "_model",
@@ -69,9 +70,12 @@ class PortusIO(CheckpointIO):
         snapshot: "auto" copies what optimizers write in the background and the rest at once;
             "sync" copies all at once; "device" clones GPU memory on the GPU first, if it fits.
         verify: Whether loads compare checksums.
-        materialize: When real torch files are put in place of the small ones: "end" does it for
-            the best and the last checkpoint at the normal end of training, "all" for each at
-            once, "none" never.
+        materialize: When real torch files are put in place of the small ones: "end" does it at
+            the normal end of training, for the best, the last, and then the other checkpoints;
+            "all" for each at once, "none" never. Unless "none", what is saved after the end of
+            training, normal or not, is a real file at once.
+        materialize_within: The longest, in seconds, that the end of training waits for that. What
+            there is no time or no room for stays as it is, and is listed.
         copy_to: A real torch file that is renewed from the newest checkpoint now and then and at
             the end, on a file system that outlives this machine. By default there is none.
         copy_every_minutes: How often.
@@ -82,8 +86,10 @@ class PortusIO(CheckpointIO):
             the first save is as fast as later ones. Room that no save used is given back.
     """
 
+    _name: str | None
     _newest: str | None
     _last: portus.SaveHandle | None
+    _saved: dict[str, None]
     _shards: PortusStorageWriter | None
 
     def __init__(
@@ -95,6 +101,7 @@ class PortusIO(CheckpointIO):
         snapshot: Literal["auto", "sync", "device"] = "auto",
         verify: bool = True,
         materialize: Literal["end", "all", "none"] = "end",
+        materialize_within: float = 600.0,
         copy_to: str | os.PathLike[str] | None = None,
         copy_every_minutes: float = 30.0,
         fence_timeout: float = 60.0,
@@ -105,7 +112,12 @@ class PortusIO(CheckpointIO):
             raise portus.UsageError(
                 f"materialize: expected 'end', 'all' or 'none', found {materialize!r}"
             )
+        if not (isinstance(materialize_within, int | float) and materialize_within >= 0):
+            raise portus.UsageError(
+                f"materialize_within: expected seconds, 0 or more, found {materialize_within!r}"
+            )
         self.materialize: Literal["end", "all", "none"] = materialize
+        self.materialize_within: Final = materialize_within
         self.prepare: bool = prepare
         self._pool: Final = None if pool is None else os.path.expanduser(os.fspath(pool))
         self._model: Final = model
@@ -138,13 +150,14 @@ class PortusIO(CheckpointIO):
         if local is None or storage_options is not None or not self.is_on():
             stock.torch_io().save_checkpoint(checkpoint, path, storage_options)
             return
-        if portus.is_nested():
-            portus.write_file(checkpoint, local)
+        if portus.is_nested() or (self._over and self.materialize != "none"):
+            portus.write_file(checkpoint, local)  # nobody would make a real file of it later
             return
         handle = self._save(checkpoint, local)
         if handle is not None:
             self._handles.append(handle)
             self._newest, self._last = local, handle
+            self._saved[local] = None
             if self.materialize == "all":
                 self.put_real_files([local])
             elif self._copies is not None:
@@ -174,6 +187,7 @@ class PortusIO(CheckpointIO):
         """Remove the checkpoint at ``path``, once the newest save that was asked for before is
         committed, or a later one. It stays if none is."""
         local = stock.local_path(path)
+        self._saved.pop(local or "", None)
         if local is not None and self._shards is not None and os.path.isdir(local):
             self._shards.remove(local)
             return
@@ -245,6 +259,7 @@ class PortusIO(CheckpointIO):
         self._root = root
         self._over = False
         self._newest = self._last = None
+        self._saved = {}
         self._copies = Copies(self._copy_to, self._copy_every_s) if self._copy_to else None
         self._number = 1
 
@@ -275,19 +290,37 @@ class PortusIO(CheckpointIO):
             ended.append(self._handles.popleft().stats)
         return ended
 
-    def put_real_files(self, paths: list[str]) -> None:
-        """Materialise these files; what stands in the way is said, with what to do."""
-        for path in paths:
-            try:
-                portus.materialize(path)
-            except portus.PortusError as error:
-                _log.warning(
-                    "Portus: %s stays a reference into the pool: %s. Before you copy or upload "
-                    "it: portus materialize %s",
-                    path,
-                    error,
-                    path,
-                )
+    def put_real_files(self, paths: Iterable[str]) -> None:
+        """Materialise these files, in this order; what stays a reference is said, with what to do
+        about it."""
+        self._say(portus.materialize_in_turn(paths, within_s=self.materialize_within))
+
+    def say_what_stays(self, paths: Iterable[str]) -> None:
+        """Say which of these files stay references, since training did not come to its end."""
+        self._say(portus.remaining_references(paths, "training did not come to its end"))
+
+    def _say(self, remaining: list[portus.Remaining]) -> None:
+        if remaining:
+            _log.warning(
+                "Portus: these stay references into the pool; before you copy or upload one:\n%s",
+                "\n".join(map(str, remaining)),
+            )
+
+    def saved_in(self, directories: Iterable[str]) -> list[str]:
+        """The files that this run saved, newest first, and those in ``directories`` that it saved
+        before it was resumed."""
+        found = dict.fromkeys(reversed(self._saved))
+        for directory in directories:
+            with contextlib.suppress(OSError):
+                paths = [entry.path for entry in os.scandir(directory) if entry.is_file()]
+                found.update(dict.fromkeys(filter(self._is_of_run, sorted(paths))))
+        return list(found)
+
+    def _is_of_run(self, path: str) -> bool:
+        with contextlib.suppress(portus.PortusError):
+            reference = portus.read_reference(path)
+            return reference is not None and reference.model == self._name
+        return False
 
     # One instance goes through deepcopy, pickle and fork; its pool does not.
 
@@ -302,6 +335,7 @@ class PortusIO(CheckpointIO):
     def _start(self) -> None:
         self.begin(None)
         self._checkpointer: portus.Checkpointer | None = None
+        self._name = None
         self._shards = None
         self._process = 0
         self._guard = threading.RLock()
@@ -376,6 +410,7 @@ class PortusIO(CheckpointIO):
         place, name, links = self._place_of(os.path.dirname(path))
         if self._number > 1:
             name = f"{name}~{self._number}"
+        self._name = name
         return portus.Checkpointer(place, name, keep=1, links=links, **self._settings)
 
     def _place_of(self, directory: str) -> tuple[str, str, str]:

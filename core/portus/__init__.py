@@ -15,6 +15,9 @@ if TYPE_CHECKING:
         this_is_a_reference_run_portus_materialize as this_is_a_reference_run_portus_materialize,
     )
     from portus.client.checkpointer import Checkpointer as Checkpointer
+    from portus.client.in_turn import Remaining as Remaining
+    from portus.client.in_turn import materialize_in_turn as materialize_in_turn
+    from portus.client.in_turn import remaining_references as remaining_references
     from portus.client.materialize import materialize as materialize
     from portus.client.mend import mend as mend
     from portus.client.nested import note_written as note_written
@@ -56,6 +59,7 @@ _MODULE_OF: Final = {
     "MediumError": "portus.errors",
     "PoolView": "portus.client.view",
     "PortusError": "portus.errors",
+    "Remaining": "portus.client.in_turn",
     "SaveHandle": "portus.pipeline.handle",
     "SaveStats": "portus.pipeline.handle",
     "StaleError": "portus.errors",
@@ -68,12 +72,14 @@ _MODULE_OF: Final = {
     "is_reference": "portus.client.resolve",
     "load_reference": "portus.client.resolve",
     "materialize": "portus.client.materialize",
+    "materialize_in_turn": "portus.client.in_turn",
     "mend": "portus.client.mend",
     "note_written": "portus.client.nested",
     "open": "portus.client.view:PoolView",
     "pack": "portus.client.pack",
     "read_reference": "portus.client.resolve",
     "register_reference_loader": "portus._autoload",
+    "remaining_references": "portus.client.in_turn",
     "this_is_a_reference_run_portus_materialize": "portus._autoload",
     "unpack": "portus.client.pack",
     "write_file": "portus.client.nested",

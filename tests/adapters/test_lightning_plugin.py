@@ -15,6 +15,7 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
 from portus_lightning import PortusIO, stock
@@ -340,6 +341,7 @@ class Fake:
 
     def __init__(self, strategy: object, *loggers: object) -> None:
         self.strategy, self.loggers = strategy, loggers
+        self.checkpoint_callbacks: list[object] = []
 
 
 def named(name: str, *bases: type, **attributes: object) -> Any:
@@ -406,14 +408,50 @@ def test_strategies_that_save_in_shards_go_through_a_pool_directory_or_a_host(
     assert any("portus export" in each for each in said) == is_sharded
 
 
+def logger(name: str, **attributes: object) -> Any:
+    """A logger of Lightning, of which nothing was set up."""
+    loggers = importlib.import_module("lightning.pytorch.loggers")
+    return _with(object.__new__(getattr(loggers, name)), attributes)
+
+
 def test_loggers_that_upload_get_real_files() -> None:
     plain = named("DDPStrategy", Strategy)
     io = PortusIO()
-    assert "WandbLogger" in warnings_for(Fake(plain, named("WandbLogger", _log_model="all")), io)[0]
+    assert (
+        "WandbLogger" in warnings_for(Fake(plain, logger("WandbLogger", _log_model="all")), io)[0]
+    )
     assert io.materialize == "all"
-    assert warnings_for(Fake(plain, named("WandbLogger", _log_model=True)), PortusIO()) == []
+    at_end = logger("WandbLogger", _log_model=True)
+    assert warnings_for(Fake(plain, at_end), PortusIO()) == []
     never = PortusIO(materialize="none")
-    assert "1 KB" in warnings_for(Fake(plain, named("MLFlowLogger", _log_model=True)), never)[0]
+    assert "1 KB" in warnings_for(Fake(plain, logger("MLFlowLogger", _log_model=True)), never)[0]
+
+
+def test_a_logger_that_uploads_each_where_all_are_kept_is_known() -> None:
+    """As WandbLogger and MLFlowLogger say it: at the end, unless ``save_top_k`` is -1."""
+    plain = named("DDPStrategy", Strategy)
+    for top_k, then in ((3, "end"), (-1, "all")):
+        io = PortusIO()
+        fake = Fake(plain, logger("WandbLogger", _log_model=True))
+        fake.checkpoint_callbacks = [ModelCheckpoint(monitor="loss", save_top_k=top_k)]
+        warnings_for(fake, io)
+        assert io.materialize == then
+
+
+@pytest.mark.parametrize(
+    ("base", "looks", "then"),
+    [("Logger", False, "end"), ("Logger", True, "all"), ("TensorBoardLogger", False, "end")],
+)
+def test_a_logger_that_nobody_knows_and_that_looks_at_checkpoints_gets_real_ones(
+    base: str, looks: bool, then: str
+) -> None:
+    loggers = importlib.import_module("lightning.pytorch.loggers")
+    methods = {"after_save_checkpoint": lambda self, callback: None} if looks else {}
+    mine = type("Mine", (getattr(loggers, base),), methods)
+    setattr(mine, "__abstractmethods__", frozenset())  # noqa: B010  # it is never used
+    io = PortusIO()
+    warnings_for(Fake(named("DDPStrategy", Strategy), object.__new__(mine)), io)
+    assert io.materialize == then
 
 
 def test_metrics_have_units_in_their_names() -> None:

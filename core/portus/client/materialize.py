@@ -13,10 +13,12 @@ from typing import BinaryIO, Final
 
 from portus.client import torch_file
 from portus.client.grouped import is_shard, shards_at
-from portus.client.reference import is_link, read
+from portus.client.keeper import keeper_of
+from portus.client.reference import State, is_link, read
 from portus.client.resolve import POOLS, Pools, use_reference
-from portus.errors import BusyError, MediumError, UsageError
+from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.format.reference import SIZE_MAX, Reference
+from portus.index.directory import WRITERS
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
 from portus.media.calls import is_nested, refused
@@ -58,7 +60,7 @@ def materialize(
     if not os.path.exists(place):
         raise UsageError(f"{place}: there is nothing to materialise")
     if to is None:
-        return list(_in_place(place, pools, lambda size: None))
+        return list(in_place(place, pools, lambda size: None))
     target = os.path.abspath(os.fspath(to))
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -69,9 +71,10 @@ def materialize(
     return [target]
 
 
-def _in_place(place: str, pools: Pools, advanced: Advanced) -> Iterator[str]:
-    """Real files in place of the references at ``place`` or below it: the path of each, once it is
-    one."""
+def in_place(place: str, pools: Pools, advanced: Advanced) -> Iterator[str]:
+    """Real files in place of the references at ``place``, without symbolic links, or below it: the
+    path of each, once it is one. ``advanced`` may end it. Raises as ``materialize``."""
+    advanced(0)
     if os.path.isdir(place):
         for paths in _directories(place):
             yield from _materialize_directory(paths, pools, advanced)
@@ -119,7 +122,7 @@ def _materialize_file(path: str, target: str, pools: Pools, advanced: Advanced) 
                 entry,
                 file,
                 found.part,
-                fits=lambda size: _check_space(target, size),
+                fits=lambda size: _check_space(target, size, pool.medium.info.name),
                 advanced=advanced,
             )
             _finish(file, temporary, like=path)
@@ -213,9 +216,31 @@ def sync_directory(path: str) -> None:
         os.close(directory)
 
 
-def _check_space(path: str, needed: int) -> None:
-    free = shutil.disk_usage(os.path.dirname(path)).free
+def _check_space(path: str, needed: int, pool: str) -> None:
+    """Raises ``MediumError`` where there is no room, also after the pool gave some back."""
+    directory = os.path.dirname(path)
+    free = shutil.disk_usage(directory).free
+    if needed > free and _is_beside(pool, directory):
+        _give_back(pool)
+        free = shutil.disk_usage(directory).free
     if needed > free:
         raise MediumError(
             errno.ENOSPC, f"cannot materialise {path}: {needed} bytes needed, {free} bytes free"
         )
+
+
+def _is_beside(pool: str, directory: str) -> bool:
+    """True for a pool file on the file system of ``directory``."""
+    try:
+        return os.stat(pool).st_dev == os.stat(directory).st_dev
+    except OSError:
+        return False
+
+
+def _give_back(pool: str) -> None:
+    """Let the pool file go of what nothing leads to any more, such as what was materialised before,
+    and give its space back. Not while another process saves to it: that one uses the space."""
+    with contextlib.suppress(PortusError), contextlib.ExitStack() as undo:
+        writer = WRITERS.open(pool, timeout_s=0)
+        undo.callback(WRITERS.close, writer)
+        keeper_of(pool, writer).collect({State.DELETED})

@@ -1,0 +1,86 @@
+"""Many checkpoints made real files, one after another, in the room and the time that there is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from portus.client.materialize import in_place
+from portus.client.reference import read
+from portus.client.resolve import POOLS, Pools, use_reference
+from portus.errors import AbandonedError, PortusError
+
+
+@dataclass(frozen=True, slots=True)
+class Remaining:
+    """What stayed a reference: the file or directory, the bytes that it leads to (None: they
+    cannot be told), and why. As text: the command that makes it real, and the rest."""
+
+    path: str
+    size: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        size = "" if self.size is None else f"{self.size} bytes; "
+        return f"portus materialize {shlex.quote(self.path)}  # {size}{self.reason}"
+
+
+def materialize_in_turn(
+    paths: Iterable[str | os.PathLike[str]], pools: Pools = POOLS, *, within_s: float
+) -> list[Remaining]:
+    """Put real files in place of the references at ``paths``, or below them, as ``materialize``
+    does, in this order. What there is no room for stays, and all that is left after ``within_s``
+    seconds.
+
+    Returns what stayed, and why. Raises none of our errors: they are reasons.
+    """
+    end = time.monotonic() + within_s
+
+    def advanced(size: int) -> None:
+        if time.monotonic() >= end:
+            raise AbandonedError(f"it was not done within {within_s:g} s")
+
+    left = []
+    for path in dict.fromkeys(os.path.realpath(os.fspath(each)) for each in paths):
+        try:
+            list(in_place(path, pools, advanced))
+        except PortusError as error:
+            left.append(Remaining(path, _size(path, pools), str(error)))
+    return left
+
+
+def remaining_references(
+    paths: Iterable[str | os.PathLike[str]], reason: str, pools: Pools = POOLS
+) -> list[Remaining]:
+    """Those of ``paths`` that are reference files, or have some below them, as what remains."""
+    found = dict.fromkeys(os.path.realpath(os.fspath(each)) for each in paths)
+    return [Remaining(path, _size(path, pools), reason) for path in found if _references(path)]
+
+
+def _size(path: str, pools: Pools) -> int | None:
+    """Bytes of the tensors of the versions that are led to from ``path``."""
+    sizes = {}
+    for each in _references(path):
+        with contextlib.suppress(PortusError):
+            info = use_reference(each, lambda pool, entry, reference: entry.info, pools)
+            sizes[info.token] = info.size
+    return sum(sizes.values()) if sizes else None
+
+
+def _references(path: str) -> list[str]:
+    """The reference files at ``path``, or below it; a damaged one is one."""
+    if not os.path.isdir(path):
+        return [path] if _is_reference(path) else []
+    files = [os.path.join(above, name) for above, _, names in os.walk(path) for name in names]
+    return [each for each in files if not os.path.islink(each) and _is_reference(each)]
+
+
+def _is_reference(path: str) -> bool:
+    try:
+        return read(path) is not None
+    except PortusError:
+        return True
