@@ -205,9 +205,12 @@ def _end_training(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def end_training(self: Any) -> Any:
         saver = _saver_of(self)
-        if saver is not None:
-            saver.finish()
-        return stock(self)
+        try:
+            if saver is not None:
+                saver.finish()
+        finally:
+            result = stock(self)
+        return result
 
     return end_training
 

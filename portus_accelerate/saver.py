@@ -147,8 +147,7 @@ class Saver:
         waiting, self._deferred = self._deferred, []
         for handle, actions in waiting:
             if handle is not None:
-                with contextlib.suppress(portus.PortusError):  # it is reported where saves are
-                    handle.wait()
+                self._await(handle)
             for action in actions if handle is None or handle.committed else ():
                 action()
 
@@ -193,17 +192,24 @@ class Saver:
         return is_alone or os.path.exists(own) or bool(self._aside(directory, any_step=True))
 
     def wait(self) -> None:
-        """Return when all saves are committed, or failed, which is reported as ``on_error`` says.
-        Unlike ``_drain``, not for the room that is then made for the next save."""
+        """Return when all saves are committed, or failed: see ``_await``. Unlike ``_drain``, not
+        for the room that is then made for the next save."""
         if self._handle is not None:
-            try:
-                self._handle.wait()
-            except portus.PortusError as error:
-                if self._settings.on_error == "raise":
-                    raise
-                _log.warning("Portus: a save failed; training goes on: %s", error)
+            self._await(self._handle)
         if self._shards is not None:
             self._shards.wait()
+
+    def _await(self, handle: portus.SaveHandle) -> None:
+        """Return when it is over; a failure is reported as ``on_error`` says. As long as nothing
+        was committed, the next save raises it, or the end."""
+        handle.join()
+        if self._settings.on_error == "raise":
+            handle.wait()
+        elif self._checkpointer is not None and self._checkpointer.has_committed:
+            try:
+                handle.wait()
+            except portus.PortusError as error:
+                _log.warning("Portus: a save failed; training goes on: %s", error)
 
     def _drain(self) -> None:
         if self._checkpointer is not None:

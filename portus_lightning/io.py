@@ -66,7 +66,8 @@ class PortusIO(CheckpointIO):
             under the Trainer's ``default_root_dir``.
         model: The name of this run in the pool. By default from the checkpoint directory.
         on_error: What the next save does after one failed: "warn" logs it and training goes on,
-            "raise" raises it. A pool that cannot be opened at the start raises always.
+            "raise" raises it. Until the first checkpoint is committed it is raised in any case,
+            at the end of training too. A pool that cannot be opened at the start raises always.
         snapshot: "auto" copies what optimizers write in the background and the rest at once;
             "sync" copies all at once; "device" clones GPU memory on the GPU first, if it fits.
         verify: Whether loads compare checksums.
@@ -205,12 +206,22 @@ class PortusIO(CheckpointIO):
                 os.unlink(local)
 
     def teardown(self) -> None:
-        """Finish what is in flight and let go of the pool. Later saves return when durable."""
+        """Finish what is in flight and let go of the pool. Later saves return when durable.
+
+        Raises, as ``on_error`` says, what made saves fail; not while another error is on its way,
+        which matters more.
+        """
         self._over = True
         if self._copies is not None:
             self._copies.finish(self._newest)
             self._newest = None
-        self._close()
+        ends_with_error = sys.exc_info()[0] is not None
+        try:
+            self._close()
+        except portus.PortusError as error:
+            if not ends_with_error:
+                raise
+            _log.error("Portus: a save failed: %s", error)
 
     # For strategies that save in shards.
 

@@ -57,14 +57,22 @@ class Scene:
     """Two models, two optimizers, a schedule, a counter; ``on``: with Portus."""
 
     def __init__(
-        self, root: Path, *, on: bool = True, on_error: Any = "warn", **project: Any
+        self,
+        root: Path,
+        *,
+        on: bool = True,
+        on_error: Any = "warn",
+        max_bytes: int | None = None,
+        **project: Any,
     ) -> None:
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state()
         configuration = ProjectConfiguration(project_dir=str(root), **project)
         self.accelerator = Accelerator(cpu=True, project_config=configuration)
         if on:
-            portus_accelerate.enable(self.accelerator, model="net", on_error=on_error)
+            portus_accelerate.enable(
+                self.accelerator, model="net", on_error=on_error, max_bytes=max_bytes
+            )
         self.models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)]
         self.optimizers: Any = [torch.optim.AdamW(model.parameters()) for model in self.models]
         self.schedule: Any = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 1)
@@ -381,6 +389,18 @@ def test_who_waits_hears_of_a_failed_save_as_on_error_says(
         portus_accelerate.wait(scene.accelerator)
         assert "a save failed; training goes on" in caplog.text
     assert scene.checkpointer.steps() == [1]
+
+
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_a_training_that_commits_nothing_ends_as_a_failure(
+    tmp_path: Path, is_waited_for: bool
+) -> None:
+    scene = Scene(tmp_path, max_bytes=64 << 10)
+    scene.accelerator.save_state(str(tmp_path / "step_1"))
+    if is_waited_for:
+        portus_accelerate.wait(scene.accelerator)
+    with pytest.raises(portus.MediumError, match="max_bytes"):
+        scene.accelerator.end_training()
 
 
 def test_what_waits_for_a_commit_is_not_done_where_the_save_failed(tmp_path: Path) -> None:

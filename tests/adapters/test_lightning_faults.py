@@ -94,17 +94,38 @@ def threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("portus")]
 
 
-def test_a_state_that_does_not_fit_is_said_at_the_first_save_and_training_goes_on(
-    tmp_path: Path, small: Path, caplog: pytest.LogCaptureFixture
+def test_a_state_that_never_fits_ends_the_training_at_the_next_call(
+    tmp_path: Path, small: Path
+) -> None:
+    """Six epochs, exit 0 and nothing saved: nobody would look."""
+    (small / "full").write_bytes(bytes(MOUNT_BYTES - (6 << 20)))
+    with pytest.raises(MediumError, match=r"the pool needs room for .* No space left on device"):
+        fit(tmp_path, small / "pool")
+    assert not threads()
+
+
+def test_one_save_at_the_end_that_fails_ends_the_training_as_a_failure(
+    tmp_path: Path, small: Path
 ) -> None:
     (small / "full").write_bytes(bytes(MOUNT_BYTES - (6 << 20)))
-    with caplog.at_level(logging.WARNING, "portus"):
-        net = fit(tmp_path, small / "pool")
-    assert len(net.seen) == BATCHES
-    said = "\n".join(caplog.messages)
-    assert "a save failed; training goes on" in said
-    assert "and the pool needs room for" in said
-    assert "No space left on device" in said
+    saves = every_step(tmp_path, every_n_train_steps=BATCHES)
+    with pytest.raises(MediumError, match="No space left on device"):
+        fit(tmp_path, small / "pool", saves=saves)
+    assert not threads()
+
+
+def test_an_error_of_the_training_is_not_hidden_by_a_save_that_failed(
+    tmp_path: Path, small: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Breaks(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                raise ZeroDivisionError("mine")
+
+    (small / "full").write_bytes(bytes(MOUNT_BYTES - (6 << 20)))
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        fit(tmp_path, small / "pool", Breaks())
+    assert "Portus: a save failed" in caplog.text
     assert not threads()
 
 

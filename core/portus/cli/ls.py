@@ -28,6 +28,7 @@ from portus.client.reference import Link
 from portus.errors import MediumError
 from portus.index.catalogue import Catalogue
 from portus.index.groups import Group, groups_of
+from portus.index.pool import read_failure
 from portus.spec import VersionInfo
 
 NEWEST: Final = 10
@@ -44,8 +45,10 @@ def run(pool: str | None, every: bool, output: Output) -> int:
         for path, reader, catalogue in pools.catalogues():
             held = _holders(path, catalogue, output)
             size = reader.medium.size
+            failure = read_failure(reader.medium)
             document = _document(catalogue, held)
             document.update(path=path, size=size, uuid=reader.superblock.uuid.hex())
+            document.update(failure=failure or None)
             if documents:
                 output.line()
             documents.append(document)
@@ -53,6 +56,8 @@ def run(pool: str | None, every: bool, output: Output) -> int:
             output.line(f"{path}: {count}, file of {size_text(size)}")
             _say(catalogue, held, every, output)
             _say_missing(catalogue, held, document, output)
+            if failure:
+                output.line(f"the last save that failed: {failure}")
             infos += [(path, entry.info) for entry in catalogue.entries()]
         for path, error in pools.failed.items():
             documents.append({"path": path, "error": error_document(error)})

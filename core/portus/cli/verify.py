@@ -21,7 +21,7 @@ from portus.cli.output import (
 from portus.cli.pools import find_pool, open_pools
 from portus.cli.progress import Progress, bar
 from portus.client.home import open_place, pool_places
-from portus.errors import PortusError
+from portus.errors import PortusError, UsageError
 from portus.index.check import RULES, Finding, Severity, check
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
@@ -59,7 +59,7 @@ def run(target: str | None, pool: str | None, output: Output) -> int:
         verdicts.append(verdict)
         _say(verdict, output)
     if not verdicts:
-        output.line("no pools")
+        raise UsageError(f"{find_pool(pool)}: there is no pool to verify; nothing was saved there")
     healthy = all(verdict.healthy for verdict in verdicts)
     output.document({"healthy": healthy, "pools": [_document(each) for each in verdicts]})
     failures = [exit_code(each.error) for each in verdicts if each.error is not None]

@@ -73,8 +73,11 @@ class Checkpointer:
     model: a name for the run (or for this rank's part of it).
     keep: newest versions kept; older ones are retired by the commit that makes them surplus. A
         version that a reference file leads to is kept besides. None keeps all.
-    on_error: what the next call does after a save failed: "warn" logs it, "raise" raises it. A
-        pool that cannot be opened at the start raises always.
+    on_error: what the next call does after a save failed: "warn" logs it, "raise" raises it. Until
+        a first save is committed it is raised in any case, and by ``close`` at the latest: a run
+        that saves nothing must not look like one that did. (One that was given up, see
+        ``AbandonedError``, is only logged by ``save``: the next one may come through.) A pool that
+        cannot be opened at the start raises always.
     snapshot: "auto" copies what the fence guards in the background and the rest at once; "sync"
         copies all at once; "device" clones device memory on the device first, if it fits.
     verify: False loads without comparing checksums, on your own account.
@@ -134,6 +137,8 @@ class Checkpointer:
         self._keeper: Keeper | None = None
         self._before: Before | None = None
         self._failed: Final[deque[Save | RefusedSave]] = deque()
+        self._given_up: AbandonedError | None = None
+        """The first save that was given up, if none was committed before it was logged."""
         self._last: Save | None = None
         self._asked: Save | RefusedSave | nested.WrittenSave | None = None
         self._audited = 0
@@ -229,7 +234,7 @@ class Checkpointer:
         """
         start = time.perf_counter()
         self._check_usable()
-        self._report()
+        self._report(is_save=True)
         step = _checked_step(step)
         place, job = Place(), _Job(self)
         self._newest_is_file = False
@@ -244,7 +249,7 @@ class Checkpointer:
             save.stats.queue_s = queue_s
             if save.over:
                 self._queue.dismiss(place)
-                self._note_failed(save)
+                self._note_failed(save, step)
             else:
                 self._queue.put(job, place)
         except BaseException as error:  # Ctrl-C too: what nobody runs, nobody may wait for
@@ -423,7 +428,8 @@ class Checkpointer:
 
     @calls.entry
     def close(self) -> None:
-        """Finish what is in flight and let go of the pool. A second call does nothing."""
+        """Finish what is in flight and let go of the pool. A second call does nothing. Failures
+        that nobody heard of are reported as ``on_error`` says."""
         self._close()
 
     def _close(self) -> None:
@@ -462,6 +468,11 @@ class Checkpointer:
     def uuid(self) -> bytes:
         """The pool's identity, 16 bytes; empty before the first save of a new pool."""
         return self._writer.superblock.uuid if self._writer else b""
+
+    @property
+    def has_committed(self) -> bool:
+        """True once a save of this object was committed."""
+        return self._audited > 0
 
     @calls.marked
     def settle(self, path: str | None, token: bytes) -> bool:
@@ -634,7 +645,7 @@ class Checkpointer:
         assert self._writer is not None
         assert self._keeper is not None
         if save.error is not None:
-            self._note_failed(save)
+            self._note_failed(save, save.step)
             self._removals.failed(save, self._keeper)
             return
         self._drop_older()
@@ -659,8 +670,10 @@ class Checkpointer:
 
     # Errors.
 
-    def _note_failed(self, save: Save | RefusedSave) -> None:
+    def _note_failed(self, save: Save | RefusedSave, step: int) -> None:
         self._failed.append(save)
+        when = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        self._queue.put(_Note(self, f"{self.model}@{step} at {when}: {save.error}"))
 
     def _refuse(self, step: int, waited_s: float) -> RefusedSave:
         """Give a save up before it began: training waited long enough for a place in the queue."""
@@ -669,10 +682,10 @@ class Checkpointer:
             f"{waited_s:.1f} s (fence_timeout). Save less often, or look at {self.path}"
         )
         refused = self._asked = RefusedSave(error, SaveStats(call_s=waited_s, queue_s=waited_s))
-        self._note_failed(refused)
+        self._note_failed(refused, step)
         return refused
 
-    def _report(self) -> None:
+    def _report(self, *, is_save: bool = False) -> None:
         """Report failed saves that nobody heard of, each once: the first of them, if it is raised;
         the next call has the next one."""
         with contextlib.suppress(IndexError):
@@ -681,9 +694,16 @@ class Checkpointer:
                 error = save.error
                 if error is None or save.reported:
                     continue
-                if self._on_error == "raise":
+                goes_on = self.has_committed or (is_save and isinstance(error, AbandonedError))
+                if self._on_error == "raise" or not goes_on:
                     raise error
+                if isinstance(error, AbandonedError) and not self.has_committed:
+                    self._given_up = self._given_up or error
                 _log.warning("portus: a save failed; training goes on: %s", error)
+        given_up = None if is_save or self.has_committed else self._given_up
+        if given_up is not None:
+            self._given_up = None
+            raise given_up
 
     def _check_usable(self) -> None:
         if self._process != os.getpid():
@@ -790,7 +810,7 @@ class _Job:
     def fail(self, error: BaseException) -> None:
         if self.save is not None and not self.save.over:
             self.save.fail(error)
-            self._owner._note_failed(self.save)
+            self._owner._note_failed(self.save, self.save.step)
 
     def hurry(self) -> None:
         if self.save is not None:
@@ -827,6 +847,17 @@ class _Preparation(_Chore):
             self._owner._make_room(self._owner._versions_to_come() * (self._size + _RECORDS))
         except PortusError as error:
             _log.warning("%s: the first save is not prepared for: %s", self._owner.path, error)
+
+
+class _Note(_Chore):
+    """A save failed, and others may ask: on the worker, since a medium that hangs holds this up."""
+
+    def __init__(self, owner: Checkpointer, text: str) -> None:
+        super().__init__(owner)
+        self._text: Final = text
+
+    def run(self) -> None:
+        self._owner._home.note_failure(self._text)
 
 
 class _Removing(_Chore):

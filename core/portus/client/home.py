@@ -5,6 +5,7 @@ Both are opened, saved to and let go of by the same calls; what differs is below
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -32,7 +33,7 @@ from portus.index.directory import (
     pool_files,
     remove_pool,
 )
-from portus.index.pool import PoolReader, PoolWriter
+from portus.index.pool import PoolReader, PoolWriter, store_failure
 from portus.media.dax import is_device
 from portus.media.local import LocalFiles
 from portus.pipeline.draft import Draft, PoolDraft
@@ -80,6 +81,10 @@ class Home(Protocol):
 
     def draft(self, snapshot: Snapshot) -> Draft:
         """Where a save of ``snapshot`` goes; the pool is open."""
+
+    def note_failure(self, text: str) -> None:
+        """Put on record, where ``portus ls`` finds it, which save failed. Raises nothing: it is a
+        message, and no more."""
 
     def close(self, *, made: bool) -> None:
         """Let go. made: this one made the pool, which goes away again if nothing was ever saved."""
@@ -198,6 +203,13 @@ class FileHome:
         assert self._writer is not None
         return PoolDraft(self._writer, snapshot.length)
 
+    def note_failure(self, text: str) -> None:
+        # Opened anew: what is open may take no stores any more, and that is what is to be said.
+        with contextlib.suppress(PortusError):
+            medium = LocalFiles(mapped=False).open(self.path, writable=True)
+            with contextlib.closing(medium):
+                store_failure(medium, text)
+
     def close(self, *, made: bool) -> None:
         writer, self._writer = self._writer, None
         succeeded = False
@@ -255,6 +267,9 @@ class HostHome:
 
     def drop(self, pool: PoolReader) -> None:
         raise AssertionError("it has no older pools")
+
+    def note_failure(self, text: str) -> None:
+        """The host says it in its log."""
 
     def close(self, *, made: bool) -> None:
         pool, self._pool = self._pool, None

@@ -106,6 +106,9 @@ class WrittenSave:
         )
         self._info: Final = VersionInfo(model, 0, 0, step, os.urandom(16), time.time_ns(), size)
 
+    def join(self) -> None:
+        """It is over."""
+
     def result(self, timeout_s: float | None) -> VersionInfo:
         """At once."""
         return self._info

@@ -124,9 +124,32 @@ def format_pool(medium: Medium, after: Root | None = None) -> None:
 
 def read_holder(medium: Medium) -> str:
     """Who opened the pool for writing last, in words; empty if nobody did."""
+    return _messages(medium)[0]
+
+
+def read_failure(medium: Medium) -> str:
+    """Which save to the pool failed last, when and why, in words; empty if none did."""
+    return _messages(medium)[1]
+
+
+def store_failure(medium: Medium, text: str) -> None:
+    """Say which save failed. Takes no space, and is not persisted: a message, and no more."""
+    _store_messages(medium, read_holder(medium), text)
+
+
+def _messages(medium: Medium) -> tuple[str, str]:
     data = memoryview(bytearray(HOLDER_SIZE))
     medium.load(HOLDER_OFFSET, data)
-    return bytes(data).split(b"\0")[0].decode("utf-8", "replace")
+    text = bytes(data).split(b"\0")[0].decode("utf-8", "replace")
+    holder, _, failure = text.partition("\n")
+    return holder, failure
+
+
+def _store_messages(medium: Medium, holder: str, failure: str) -> None:
+    """Each is one line, and the second is cut off where there is no more room."""
+    text = "\n".join(" ".join(each.split()) for each in (holder, failure) if each)
+    data = text.encode()[: HOLDER_SIZE - 1].decode("utf-8", "ignore").encode()
+    medium.store(HOLDER_OFFSET, data.ljust(HOLDER_SIZE, b"\0"))
 
 
 class PoolReader:
@@ -393,8 +416,8 @@ class PoolWriter(PoolReader):
 
     def _store_holder(self) -> None:
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        text = f"pid {os.getpid()} on {platform.node()}, since {since}".encode()
-        self.medium.store(HOLDER_OFFSET, text[: HOLDER_SIZE - 1].ljust(HOLDER_SIZE, b"\0"))
+        holder = f"pid {os.getpid()} on {platform.node()}, since {since}"
+        _store_messages(self.medium, holder, read_failure(self.medium))
 
     def _free(self) -> Runs:
         with self._guard:

@@ -54,6 +54,8 @@ class SavePending(Protocol):
 
     def result(self, timeout_s: float | None) -> VersionInfo: ...
 
+    def join(self) -> None: ...
+
 
 class RefusedSave:
     """A save that never began. ``error`` says why."""
@@ -64,6 +66,9 @@ class RefusedSave:
         self.error: Final = error
         self.stats: Final = stats
         self.reported = False
+
+    def join(self) -> None:
+        """It is over."""
 
     def result(self, timeout_s: float | None) -> VersionInfo:
         """Raises ``error``."""
@@ -96,6 +101,11 @@ class SaveHandle:
         In a signal handler that interrupted Portus, ``UsageError`` if the save is not over.
         """
         return self._save.result(timeout)
+
+    def join(self) -> None:
+        """Return when the save is over. Raises nothing, and a failure is still to be reported:
+        ``committed`` says how it ended."""
+        self._save.join()
 
     @property
     def done(self) -> bool:

@@ -208,6 +208,12 @@ class Save:
         """Why it failed, if it did."""
         return self._error
 
+    def join(self) -> None:
+        """See ``SaveHandle.join``."""
+        with self._lock:
+            self.hurry()
+            self._changed.wait_for(lambda: self.over)
+
     def result(self, timeout_s: float | None) -> VersionInfo:
         """See ``SaveHandle.wait``."""
         with self._lock:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from portus.client.checkpointer import Checkpointer
-from tests.unit.cli.scene import Run, portus, portus_json
+from portus.spec import VersionInfo
+from tests.unit.cli.scene import Run, portus, portus_json, state
 
 
 def test_it_lists_models_steps_sizes_and_reference_files(run: Run) -> None:
@@ -79,7 +81,7 @@ def test_a_damaged_pool_does_not_hide_the_others(run: Run) -> None:
     assert "other" in said.out
     document = portus_json("ls", code=1)
     assert [sorted(pool) for pool in document["pools"]] == [
-        ["missing", "models", "path", "size", "uuid"],
+        ["failure", "missing", "models", "path", "size", "uuid"],
         ["error", "path"],
     ]
 
@@ -142,3 +144,27 @@ def test_odd_names_are_shown_as_they_are(run: Run) -> None:
         trainer.save([1], 5).wait()
     assert "[bold]a/b c[/] ä" in portus("ls").out
     assert portus("show", "[bold]a/b c[/] ä@5").code == 0
+
+
+@pytest.mark.parametrize("why", ["no space", "poisoned"])
+def test_it_tells_which_save_failed_last_and_why(run: Run, why: str) -> None:
+    assert portus_json("ls", run.net)["pools"][0]["failure"] is None
+    with Checkpointer(run.pool, "net", keep=None, max_bytes=8 << 20) as trainer:
+        trainer.save(state(30), 30).wait()
+
+        def poison(infos: Sequence[VersionInfo]) -> list[int]:
+            assert trainer._writer is not None
+            trainer._writer.medium._poison = "the disk\nis gone"  # type: ignore[attr-defined]
+            return []
+
+        if why == "poisoned":
+            trainer.surplus = poison
+            trainer.save(state(40), 40)
+        else:
+            trainer.save({"x": torch.zeros(4 << 20)}, 40)
+    with run.trainer():  # who opens it says so beside it
+        said = portus("ls", run.net).out
+    [line] = [each for each in said.splitlines() if each.startswith("the last save that failed")]
+    assert line.startswith("the last save that failed: net@40 at 20")
+    assert ("needs room for" if why == "no space" else "the disk is gone") in line
+    assert portus_json("ls", run.net)["pools"][0]["failure"] in line

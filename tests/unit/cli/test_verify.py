@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from portus.format.layout import SLOT_OFFSETS, SUPERBLOCK_OFFSETS
@@ -87,3 +89,13 @@ def test_damage_is_named_for_every_version_that_shares_the_bytes(run: Run) -> No
         "version 1 of 'net' (step 10)",
         "version 2 of 'net' (step 20)",
     ]
+
+
+def test_where_there_is_no_pool_nothing_is_called_healthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".portus").mkdir()
+    said = portus("verify")
+    assert said.code == 2
+    assert "there is no pool to verify" in said.err

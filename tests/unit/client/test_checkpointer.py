@@ -27,7 +27,7 @@ from portus.client.keeper import Keeper
 from portus.client.snapshot import SnapshotMode, Snapshots
 from portus.client.view import PoolView
 from portus.client.writers import _Cover
-from portus.errors import BusyError, CorruptionError, MediumError, UsageError
+from portus.errors import AbandonedError, BusyError, CorruptionError, MediumError, UsageError
 from portus.format.reference import Reference
 from portus.index.directory import WRITERS, make_directory, open_reader, open_writer, remove_pool
 from portus.index.pool import PoolWriter
@@ -519,6 +519,48 @@ def test_a_failed_save_is_reported_once_and_older_versions_load(
         assert (caplog.text.count("a save failed") == 1) == (on_error == "warn")
         with pytest.raises(MediumError, match="needs room for"):
             handle.wait()
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "close"])
+def test_until_a_save_is_committed_a_failure_is_raised_at_the_next_call(
+    pool: Path, call: str
+) -> None:
+    run = Checkpointer(pool, max_bytes=8 << 20)
+    run.save({"x": torch.ones(16 << 20)}, 1)
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: run.save({"x": torch.ones(10)}, 2),
+        "wait": run.wait,
+        "close": run.close,
+    }
+    with pytest.raises(MediumError, match="needs room for"):
+        calls[call]()
+    run.close()
+
+
+def test_a_first_save_that_was_given_up_ends_no_training_that_saves_later(
+    pool: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(pool) as before:
+        before.save({"x": 0}, 0).wait()
+    for is_last in (True, False):
+        run = Checkpointer(pool)
+        run.surplus = _give_up
+        run.save({"x": 1}, 1).join()
+        if is_last:
+            with pytest.raises(AbandonedError, match="somebody wrote to it"):
+                run.close()
+            continue
+        run.settle(None, b"")
+        run.surplus = None
+        run.save({"x": 2}, 2)
+        assert "a save failed; training goes on: somebody wrote to it" in caplog.text
+        run.close()
+    with portus.open(pool) as view:
+        assert view.steps() == [0, 2]
+
+
+def _give_up(infos: Sequence[VersionInfo]) -> list[int]:
+    raise AbandonedError("somebody wrote to it")
 
 
 def test_an_error_told_by_the_handle_is_not_told_again(pool: Path) -> None:
