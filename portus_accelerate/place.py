@@ -10,23 +10,30 @@ from typing import Final
 _NAME_MAX: Final = 120
 
 
-def root_of(checkpoint: str, project: str | None) -> str:
+def root_of(checkpoint: str, project: str | None, uploaded: str | None = None) -> str:
     """The directory that gets ``.portus``: on the file system of the checkpoints, not among them.
 
-    checkpoint: a checkpoint directory. project: the Accelerator's ``project_dir``.
+    checkpoint: a checkpoint directory. project: the Accelerator's ``project_dir``. uploaded: a
+    directory of which everything is uploaded: none in it.
     """
     above = os.path.dirname(checkpoint)
     for candidate in roots(project):
-        inside = os.path.commonpath([candidate, above]) == candidate
-        if inside and _device(candidate) == _device(above):
+        is_free = uploaded is None or not _is_inside(candidate, uploaded)
+        if is_free and _is_inside(above, candidate) and _device(candidate) == _device(above):
             return candidate
+    if uploaded is not None and _is_inside(above, uploaded):
+        return os.path.dirname(uploaded)
     return above
 
 
-def home_of(checkpoint: str, project: str | None) -> str:
+def _is_inside(path: str, directory: str) -> bool:
+    return os.path.commonpath([path, directory]) == directory
+
+
+def home_of(checkpoint: str, project: str | None, uploaded: str | None = None) -> str:
     """The directory for what is not in a pool: notes, and checkpoints that were cut off. It is on
     the file system of the checkpoints, wherever the pool is, and holds the pool by default."""
-    return os.path.join(root_of(checkpoint, project), ".portus")
+    return os.path.join(root_of(checkpoint, project, uploaded), ".portus")
 
 
 def roots(project: str | None) -> list[str]:

@@ -56,6 +56,7 @@ class Saver:
         self._number = 1
         self._count = 0
         self._newest: str | None = None
+        self._uploaded: str | None = None
         self._deferred: list[tuple[portus.SaveHandle | None, list[Callable[[], Any]]]] = []
         self._note: intent.Note | None = None
         self._handle: portus.SaveHandle | None = None
@@ -137,7 +138,11 @@ class Saver:
                 stock()
             received = exchange(capture)
             if self._peers.is_writer:
-                handle = self._store(capture, received, directory)
+                handle = None
+                if capture.parts or received:
+                    handle = self._store(capture, received, directory)
+                else:
+                    _sync(directory)  # older checkpoints may go once this is there
                 self._deferred += [(handle, [*capture.deferred, *after_commit])]
 
     def run_deferred(self) -> None:
@@ -150,6 +155,10 @@ class Saver:
                 self._await(handle)
             for action in actions if handle is None or handle.committed else ():
                 action()
+
+    def keep_out_of(self, directory: str) -> None:
+        """All that is in ``directory`` is uploaded: no pool in it, unless one was named."""
+        self._uploaded = os.path.abspath(directory)
 
     def begin(self, directory: str) -> None:
         """A training starts that saves beside ``directory``: put in order what is there."""
@@ -446,7 +455,7 @@ class Saver:
             note.drop()
 
     def _home_of(self, directory: str) -> str:
-        return place.home_of(directory, self._accelerator.project_dir)
+        return place.home_of(directory, self._accelerator.project_dir, self._uploaded)
 
     def _aside(self, directory: str, *, any_step: bool = False) -> list[str]:
         """What was put aside of ``directory``, or of the run that it belongs to; oldest first."""
@@ -496,7 +505,7 @@ class Saver:
     def _pool_of(self, directory: str) -> tuple[str, str]:
         """The pool for a checkpoint directory, and what the run is called in it."""
         shared = self._settings.pool or os.environ.get("PORTUS_POOL")
-        root = place.root_of(directory, self._accelerator.project_dir)
+        root = place.root_of(directory, self._accelerator.project_dir, self._uploaded)
         name = place.name_of(directory, root, is_shared=shared is not None)
         return shared or os.path.join(root, ".portus"), self._settings.model or name
 

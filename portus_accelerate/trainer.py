@@ -20,11 +20,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from portus_accelerate import capture, place
-from portus_accelerate.saver import Saver
+from portus_accelerate.saver import Saver, _say_once
 
 _log: Final = logging.getLogger("portus_accelerate")
 
 OLDEST: Final = 5
+_WHOLE: Final = ("checkpoint", "all_checkpoints")
+"""Strategies of a hub for which whole checkpoints are uploaded."""
+
 _FILES: Final = ("optimizer.pt", "scheduler.pt", "scaler.pt")
 
 
@@ -68,9 +71,28 @@ def _save_checkpoint(stock: Callable[..., None]) -> Callable[..., None]:
         saver.run_deferred()
         folder = f"checkpoint-{self.state.global_step}"
         directory = os.path.join(self._get_output_dir(trial=trial), folder)
-        saver.save_files(lambda: stock(self, model, trial), directory, is_stored)
+        accepts = _none if _pushes_all(self.args) else is_stored
+        saver.save_files(lambda: stock(self, model, trial), directory, accepts)
 
     return save
+
+
+def _none(name: str) -> bool:
+    return False
+
+
+def _pushes_all(arguments: Any) -> bool:
+    """True if whole checkpoints are uploaded, while the next steps are made: what is in them has to
+    be there then, as real files."""
+    strategy = getattr(arguments.hub_strategy, "value", arguments.hub_strategy)
+    if not arguments.push_to_hub or strategy not in _WHOLE:
+        return False
+    _say_once(
+        f"Portus: hub_strategy={strategy!r} uploads whole checkpoints, so Trainer writes all of "
+        "them itself, as real files; training waits for that. hub_strategy='every_save' uploads "
+        "weights alone, and the rest goes through Portus"
+    )
+    return True
 
 
 def _rotate(stock: Callable[..., None]) -> Callable[..., None]:
@@ -91,6 +113,8 @@ def _train(stock: Callable[..., Any]) -> Callable[..., Any]:
         saver = _saver_of(self)
         if saver is None:
             return stock(self, resume_from_checkpoint, *more, **named)
+        if self.args.push_to_hub:
+            saver.keep_out_of(self.args.output_dir)  # all that is in it is uploaded
         saver.begin(os.path.join(self.args.output_dir, "checkpoint-0"))
         chosen = _chosen(saver, self.args.output_dir, resume_from_checkpoint)
         result = stock(self, chosen, *more, **named)
