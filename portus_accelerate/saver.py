@@ -415,6 +415,7 @@ class Saver:
                 snapshot=self._settings.snapshot,
                 fence_timeout=self._settings.fence_timeout,
                 max_bytes=self._settings.max_bytes,
+                guard=self._settings.guard,
                 links=self._home_of(directory),
             )
             self._shards.prepare(0)  # so that what this rank did not commit can be told from lost
@@ -526,6 +527,7 @@ class Saver:
             snapshot=settings.snapshot,
             fence_timeout=settings.fence_timeout,
             max_bytes=settings.max_bytes,
+            guard=settings.guard,
             links=self._home_of(directory),
         )
 

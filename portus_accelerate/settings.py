@@ -32,6 +32,7 @@ class Settings:
     fence_timeout: float = 60.0
     max_bytes: int | None = None
     materialize: Literal["end", "none"] = "end"
+    guard: Literal["auto", "exact", "probe"] = "auto"
 
     def __post_init__(self) -> None:
         if self.materialize not in ("end", "none"):

@@ -85,6 +85,10 @@ class PortusIO(CheckpointIO):
         max_bytes: The pool file does not grow beyond this many bytes.
         prepare: Whether the start of training makes room in the pool, in the background, so that
             the first save is as fast as later ones. Room that no save used is given back.
+        guard: How a checkpoint is made sure of to be the state at the call: "exact" notices every
+            byte that somebody writes meanwhile, "probe" costs less and sees what changes a whole
+            tensor, "auto" is exact wherever that costs at most 5 ms, or 1 % of the time between
+            saves.
     """
 
     _name: str | None
@@ -108,6 +112,7 @@ class PortusIO(CheckpointIO):
         fence_timeout: float = 60.0,
         max_bytes: int | None = None,
         prepare: bool = True,
+        guard: Literal["auto", "exact", "probe"] = "auto",
     ) -> None:
         if materialize not in ("end", "all", "none"):
             raise portus.UsageError(
@@ -130,6 +135,7 @@ class PortusIO(CheckpointIO):
             "verify": verify,
             "fence_timeout": fence_timeout,
             "max_bytes": max_bytes,
+            "guard": guard,
         }
         portus.Checkpointer.check_settings(pool=pool, **self._settings)
         self._start()

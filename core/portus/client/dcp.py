@@ -53,6 +53,7 @@ from portus.client.grouped import (
 from portus.client.planned import Planned, agreed, all_or_none, standing, values_of
 from portus.errors import PortusError, UsageError
 from portus.index.groups import Group, new_id, part_model, part_token, surplus
+from portus.pipeline.audit import Guard
 from portus.pipeline.handle import SaveHandle
 from portus.spec import VersionInfo
 
@@ -107,6 +108,7 @@ class PortusStorageWriter(StorageWriter):
         fence_timeout: float = 60.0,
         max_bytes: int | None = None,
         links: str | None = None,
+        guard: Guard = "auto",
     ) -> None:
         super().__init__()
         self.place: Final = place_of(pool)
@@ -123,6 +125,7 @@ class PortusStorageWriter(StorageWriter):
             "fence_timeout": fence_timeout,
             "max_bytes": max_bytes,
             "links": links,
+            "guard": guard,
         }
         self._checkpointer: Checkpointer | None = None
         self._step = 0

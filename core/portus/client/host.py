@@ -205,6 +205,9 @@ class HostDraft:
             self._stored.append((indices, shared(before.record, indices).digests))
         return answer.same
 
+    def stored(self, storage: Column, offset: Column, length: Column) -> None:
+        """The host has them."""
+
     def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
         link = self._ready(Stop())
         same_layout = before is not None and before.layout == labels.layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import threading
 from collections.abc import Collection, Sequence
@@ -12,9 +13,9 @@ import numpy as np
 
 from portus.client.device import feeds_of
 from portus.client.state import FlatState, Flattener
-from portus.client.writers import classify
+from portus.client.writers import classify, with_kin
 from portus.index.records import encode_layout
-from portus.pipeline.plan import Flags, Snapshot
+from portus.pipeline.plan import Column, Flags, Snapshot
 from portus.spec import TensorSpec
 
 
@@ -27,13 +28,36 @@ class SnapshotMode(str, enum.Enum):
     DEVICE = "device"
 
 
+class Suspects:
+    """Storages that were torn, by their data pointers: they are copied at once for 1, 2, 4... saves
+    and then late again, so that one writer does not end overlap for good (V7). Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock: Final = threading.Lock()
+        self._saves = 0
+        self._span: Final[dict[int, int]] = {}
+        self._until: Final[dict[int, int]] = {}
+
+    def accuse(self, addresses: Collection[int]) -> None:
+        """These were torn: for twice as many saves as the last time they are not copied late."""
+        with self._lock:
+            for address in addresses:
+                self._span[address] = 2 * self._span.get(address, 0) or 1
+                self._until[address] = self._saves + self._span[address]
+
+    def turn(self) -> frozenset[int]:
+        """Those that the save that begins now does not copy late."""
+        with self._lock:
+            self._saves += 1
+            return frozenset(a for a, until in self._until.items() if until >= self._saves)
+
+
 class Snapshots:
     """Makes snapshots of one model's states; fast for a state that looks like the last one. What
     is kept of that is for one thread at a time: others wait."""
 
     def __init__(self, model: str, mode: SnapshotMode) -> None:
-        self.guilty: frozenset[int] = frozenset()
-        """Data pointers of storages that an audit found changed: copied at once from now on."""
+        self.suspects: Final = Suspects()
         self._turn: Final = threading.Lock()
         self._model: Final = model
         self._mode: Final = mode
@@ -64,9 +88,10 @@ class Snapshots:
             layout, has_devices = self._layout_of(flat.tensors)
         feeds, copies = feeds_of(flat.storages, clone=clone) if has_devices else ({}, set())
         owned = flat.owned | copies
+        guilty = with_kin(self.suspects.turn())
         late = np.zeros(len(flat.storages), np.bool_)
         if not synchronous:
-            late = np.frombuffer(classify(flat.storages, owned, self.guilty), np.bool_)
+            late = np.frombuffer(classify(flat.storages, owned, guilty), np.bool_)
         pointers = np.array([storage.data_ptr() for storage in flat.storages], np.int64)
         length = np.array([storage.nbytes() for storage in flat.storages], np.int64)
         here = np.ones(len(pointers), np.bool_)
@@ -85,6 +110,7 @@ class Snapshots:
             steady=self._hint(late, unchanged),
             guarded=frozenset(pointers[guarded].tolist()) - {0},
             feeds=feeds,
+            changes=functools.partial(_changes, flat),
             alive=(flat.storages, feeds),
             owners=flat.storages,
         )
@@ -92,10 +118,6 @@ class Snapshots:
     def learn(self, steady: Flags) -> None:
         """What the last save found: which storages equalled those of the version before."""
         self._steady = steady
-
-    def accuse(self, addresses: Collection[int]) -> None:
-        """Copy these at once from now on (V7)."""
-        self.guilty = self.guilty.union(addresses)  # another set: the caller's thread reads one
 
     def _layout_of(self, tensors: tuple[TensorSpec, ...]) -> tuple[bytes, bool]:
         """The layout, and whether any of it is on a device."""
@@ -111,6 +133,15 @@ class Snapshots:
         known = self._steady is not None and len(self._steady) == len(late)
         hint = self._steady if known and self._steady is not None else ~late
         return hint | late if unchanged else hint
+
+
+def _changes(flat: FlatState) -> Column:
+    """For each storage, how often torch saw the tensors over it being written."""
+    counts = np.zeros(len(flat.storages), np.int64)
+    for spec, tensor in zip(flat.tensors, flat.live, strict=True):
+        if spec.storage >= 0 and not tensor.is_inference():
+            counts[spec.storage] += tensor._version
+    return counts
 
 
 def name_of(tensors: Sequence[TensorSpec], index: int) -> str:

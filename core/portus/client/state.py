@@ -39,13 +39,14 @@ class FlatState:
     ``tree`` is tagged JSON in UTF-8, with tensors replaced by indices into ``tensors``.
     ``storages`` are the distinct ones in order of first use, so that ties stay tied. ``owned``
     are the indices of those that are private copies (of big numpy arrays and bytes): the spec
-    that uses one has the key path of the array.
+    that uses one has the key path of the array. ``live`` are the tensors of ``tensors``.
     """
 
     tree: bytes
     tensors: tuple[TensorSpec, ...]
     storages: tuple[torch.UntypedStorage, ...]
     owned: frozenset[int]
+    live: tuple[torch.Tensor, ...] = ()
 
 
 class Flattener:
@@ -66,7 +67,7 @@ class Flattener:
             tree = _encode(walk, state)
             specs, storages = self._table.describe(_names(walk, tree), walk.tensors)
             owned = frozenset(specs[index].storage for index in walk.owned)
-            return FlatState(tree, specs, storages, owned)
+            return FlatState(tree, specs, storages, owned, tuple(walk.tensors))
 
 
 def flatten(state: object) -> FlatState:

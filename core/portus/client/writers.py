@@ -13,7 +13,8 @@ are *volatile* and are copied before save returns. So a storage is stable only i
    adds no public method (schedule-free ``train`` and ``eval``, SAM's ``first_step``, Lookahead's
    ``sync``, swaps of averaged weights: all of them write parameters outside of ``step``);
 5. its step is not recorded into a CUDA graph (a replay calls no hook), nor done by DDP;
-6. no module renormalises the parameter in forward (``max_norm``), and no audit found it changed.
+6. no module renormalises the parameter in forward (``max_norm``), and no audit found it torn in
+   the last saves.
 
 What nobody can know (``p.data.clamp_()`` in a callback) is left to the audit. ``docs/writers.md``
 lists every writer, what guards it, and the test.
@@ -50,7 +51,7 @@ def classify(
 
     storages: those of a state, distinct. owned: indices of those that nobody else refers to
     (private copies): always stable. guilty: data pointers of storages that an audit found
-    changed: never stable.
+    torn: not stable.
 
     The first call after the trained parameters changed walks the objects of the process
     (``seconds_of_last_search``) for modules and optimizers that write parameters by other ways.
@@ -122,6 +123,14 @@ def owns(optimizer: Optimizer, storages: Collection[int]) -> bool:
     """True if a parameter or a state tensor of ``optimizer`` lives in one of these storages
     (data pointers). Ends at the first one found."""
     return any(pointer(tensor) in storages for tensor in _written_by(optimizer))
+
+
+def with_kin(storages: frozenset[int]) -> frozenset[int]:
+    """Storages (data pointers), and all of each optimizer that has one of them."""
+    if not storages:
+        return storages
+    every = ({pointer(each) for each in _written_by(known)} for known in known_optimizers())
+    return storages.union(*(own for own in every if not storages.isdisjoint(own))) - {0}
 
 
 def updates_after_closure(optimizer: Optimizer) -> bool:

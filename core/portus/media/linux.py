@@ -28,6 +28,7 @@ MADV_DONTNEED: Final = 4
 MADV_DONTFORK: Final = 10
 MADV_HUGEPAGE: Final = 14
 MADV_POPULATE_WRITE: Final = 23
+MADV_COLLAPSE: Final = 25
 
 EXT_TYPE: Final = 0xEF53
 XFS_TYPE: Final = 0x58465342
@@ -149,6 +150,72 @@ def may_share_blocks(descriptor: int) -> bool:
         return True
     _version, flags = _XFS_GEOMETRY.unpack(answer)
     return bool(flags & _XFS_REFLINK)
+
+
+_USERFAULTFD: Final = {"x86_64": 323, "aarch64": 282}
+"""The number of the system call, by machine."""
+
+_UFFD_API: Final = 0xAA
+_UFFD_USER_MODE_ONLY: Final = 1
+_UFFD_WP: Final = 2
+_UFFD_FEATURES: Final = 1 << 15 | 1 << 13  # WP_ASYNC, WP_UNPOPULATED
+_UFFDIO_API: Final = 3 << 30 | 24 << 16 | _UFFD_API << 8 | 0x3F
+_UFFDIO_REGISTER: Final = 3 << 30 | 32 << 16 | _UFFD_API << 8
+_UFFDIO_WRITEPROTECT: Final = 3 << 30 | 24 << 16 | _UFFD_API << 8 | 6
+_PAGEMAP_SCAN: Final = 3 << 30 | 96 << 16 | ord("f") << 8 | 16
+_PAGE_IS_WRITTEN: Final = 2
+_REGIONS: Final = 256
+"""Source: linux/userfaultfd.h and linux/fs.h."""
+
+
+def open_write_watch() -> int:
+    """userfaultfd(2) that notes writes by itself (``WP_ASYNC``, Linux 6.7) and needs no privilege.
+    Returns a descriptor, for memory of this process alone: a forked child must not use it."""
+    import fcntl
+
+    number = _USERFAULTFD.get(os.uname().machine) if sys.platform == "linux" else None
+    if number is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    descriptor = int(_libc().syscall(number, os.O_CLOEXEC | os.O_NONBLOCK | _UFFD_USER_MODE_ONLY))
+    if descriptor < 0:
+        raise _error()
+    try:
+        fcntl.ioctl(descriptor, _UFFDIO_API, struct.pack("=QQQ", _UFFD_API, _UFFD_FEATURES, 0))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def register_pages(watch: int, start: int, length: int) -> None:
+    """Let ``protect_pages`` be said of whole pages. They stay so until they are unmapped."""
+    import fcntl
+
+    fcntl.ioctl(watch, _UFFDIO_REGISTER, struct.pack("=QQQQ", start, length, _UFFD_WP, 0))
+
+
+def protect_pages(watch: int, start: int, length: int, *, on: bool) -> None:
+    """From now on writes to these pages are noted, or not. ENOENT: not registered."""
+    import fcntl
+
+    fcntl.ioctl(watch, _UFFDIO_WRITEPROTECT, struct.pack("=QQQ", start, length, int(on)))
+
+
+def written_pages(pagemap: int, start: int, length: int) -> list[tuple[int, int]]:
+    """Runs of pages (start, end) that were written since they were protected. ``pagemap``:
+    ``/proc/self/pagemap``, opened by this process."""
+    import fcntl
+
+    found: list[tuple[int, int]] = []
+    regions = (ctypes.c_uint64 * (3 * _REGIONS))()
+    end = start + length
+    while start < end:
+        wanted = (96, 0, start, end, 0, ctypes.addressof(regions), _REGIONS, 0)
+        asked = bytearray(struct.pack("=12Q", *wanted, 0, _PAGE_IS_WRITTEN, 0, _PAGE_IS_WRITTEN))
+        count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, asked)
+        found += [(regions[3 * i], regions[3 * i + 1]) for i in range(count)]
+        start = struct.unpack_from("=Q", asked, 32)[0]
+    return found
 
 
 @functools.cache

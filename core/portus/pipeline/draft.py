@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from portus.index.pool import Change, NewVersion, PoolWriter
 from portus.index.records import Pointer, Rows, VersionRecord
-from portus.pipeline.parts import Group, rows_of, shared, sources
+from portus.pipeline.parts import Group, offsets_in, rows_of, shared, sources
 from portus.pipeline.plan import Before, Column, Feed, packed, placed
 from portus.spec import Extent
 from portus.transport.base import Digests, Source, Sources, Stop
-from portus.transport.local import copy, same_bytes
+from portus.transport.local import copy, same_bytes, stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,10 @@ class Draft(Protocol):
     def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
         """Let the version reach the bytes that ``before`` has for these storages, if they are
         still there and are those at ``address``. False: nothing changed; copy them."""
+
+    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        """Bytes of storages that were copied or shared, a short piece at each offset, end to end;
+        None if they are out of sight."""
 
     def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
         """Persist and commit. ``retire``: versions to let go of in the same commit."""
@@ -145,6 +150,9 @@ class PoolDraft:
             return False
         self._groups.append(group)
         return True
+
+    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8]:
+        return stored(self._writer.medium, offsets_in(self._groups, storage, offset), length)
 
     def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
         layout: Pointer | bytes = labels.layout

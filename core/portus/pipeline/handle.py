@@ -20,6 +20,8 @@ class SaveStats:
     the commit; 0 until then. ``state_bytes``: all storages; ``copied_bytes`` of them were
     written, ``shared_bytes`` were found in an older version. ``bounced_bytes``: of those copied to
     a storage host, what went through a buffer or a socket, not straight from memory to pool.
+    ``guard``: how it was made sure that what was copied late is the state at the call: by the
+    "kernel" or a "hash", which are exact, or by a "probe"; "" if nothing was.
     """
 
     call_s: float = 0.0
@@ -33,6 +35,7 @@ class SaveStats:
     shared_bytes: int = 0
     hashed_bytes: int = 0
     bounced_bytes: int = 0
+    guard: str = ""
 
     @property
     def blocked_s(self) -> float:

@@ -53,6 +53,21 @@ def shared(record: VersionRecord, indices: Column) -> Group:
     )
 
 
+def offsets_in(groups: list[Group], storage: Column, offset: Column) -> Column:
+    """Where in the pool the byte at ``offset`` of each storage is; all of them are in groups."""
+    count = 1 + max(int(group.indices.max(initial=-1)) for group in groups)
+    extents = np.concatenate([group.extents for group in groups])
+    length = extents["length"].astype(np.int64)
+    ends = np.cumsum(length)
+    counts = np.concatenate([group.counts for group in groups])
+    first = np.zeros(count, np.int64)
+    first[np.concatenate([group.indices for group in groups])] = np.cumsum(counts) - counts
+    at = (ends - length)[np.minimum(first[storage], len(extents) - 1)] + offset
+    row = np.searchsorted(ends, at, "right")
+    found: Column = extents["offset"].astype(np.int64)[row] + at - (ends - length)[row]
+    return found
+
+
 def equal_storages(left: Digests, right: Digests, lengths: Column) -> Column:
     """Positions of the storages all of whose unit digests are equal on both sides."""
     units = unit_counts(lengths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -61,7 +61,8 @@ class Snapshot:
     version before holds, so it is hashed before anything is copied. ``guarded``: the data
     pointers of the late ones, by which a fence knows them. ``feeds``: by index, those on a
     device. ``alive``: held until the save is over, so that no address is used again. ``owners``:
-    the object of each storage whose life is that of its memory; empty: nobody says.
+    the object of each storage whose life is that of its memory; empty: nobody says. ``changes``:
+    a count for each storage, which grows with the writes to it that are counted.
     """
 
     model: str
@@ -75,6 +76,7 @@ class Snapshot:
     steady: Flags
     guarded: frozenset[int] = frozenset()
     feeds: Mapping[int, Feed] = field(default_factory=dict)
+    changes: Callable[[], Column] | None = None
     alive: object = None
     owners: Sequence[object] = ()
 

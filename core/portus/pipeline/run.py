@@ -8,10 +8,8 @@ audits, persists and commits (``run``). A fence waits for COPIED (``release``), 
 up when its time runs out: from then on the save never commits. Each change of stage is made
 under one lock, so that a save is either copied before the fence lets go or given up, never both.
 
-The audit (V7). The fence keeps known writers out while a storage is read late. Against unknown
-ones, the first and last bytes of every late storage are hashed at the call and again after the
-copy, and after the copy whole storages are hashed once more and compared with what was stored:
-all of them for the first saves, then a sample that moves on. A difference voids the save.
+The audit (V7) tells, once the copy has ended and before the fence opens, which storages were not
+stored as they were at the call. One such storage voids the save.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from portus.errors import AbandonedError, PortusError
-from portus.format.layout import EXTENT
-from portus.index.records import Rows
+from portus.pipeline.audit import NO_EXTENTS, Audit, Late, no_changes
 from portus.pipeline.draft import Draft, Labels
 from portus.pipeline.handle import SaveStats
 from portus.pipeline.parts import equal_storages, ranges, shared, sources
@@ -39,19 +37,8 @@ from portus.transport.local import hash_sources
 REFRESH_COMMITS: Final = 64
 """A shared storage is copied afresh after so many commits, so that rot cannot hide in all."""
 
-AUDITED_WHOLE: Final = 3
-"""Saves of a run that are audited whole; then a sample of each."""
-
-SAMPLE_BYTES: Final = 16 << 20
-
 _LEAVE_S: Final = 1.0
 """The longest that a writer waits, after a save was given up, for the copier to stop reading."""
-
-_EDGE: Final = 512
-"""Bytes at each end of a storage that are hashed at the call."""
-
-
-_NO_EXTENTS: Final[Rows] = np.empty(0, EXTENT.dtype)
 
 
 class Stage(enum.IntEnum):
@@ -69,16 +56,16 @@ class Policy:
     """What a save asks of whoever started it.
 
     ``retire``: versions to let go of in the same commit. ``describe``: the name of a storage,
-    for messages. ``audit``: how many saves were audited before this one (-1: no audit).
+    for messages. ``audit``: notes what is there of the late storages; None: no audit.
     ``publishing``: what must be durable before the commit is. ``committed``: told after it,
     before anybody who waits, with which storages equalled those of the version before (or the
     hint that was given, if there was none to compare with). ``guilty``: told the addresses of
-    storages that an audit found changed. Nothing here may hold on to the state.
+    storages that an audit found torn. Nothing here may hold on to the state.
     """
 
     retire: Callable[[], Collection[int]] = tuple
     describe: Callable[[int], str] = str
-    audit: int = -1
+    audit: Callable[[Late, Stop], Audit | None] = lambda late, stop: None
     publishing: Callable[[], None] = lambda: None
     committed: Callable[[Before, Flags], None] = lambda version, steady: None
     guilty: Callable[[Sequence[int]], None] = lambda indices: None
@@ -113,7 +100,7 @@ class Save:
         self._error: PortusError | None = None
         self._info: VersionInfo | None = None
         self._stored: list[tuple[Column, Digests]] = []
-        self._edges: Digests | None = None
+        self._audit: Audit | None = None
         self._born: Final = time.perf_counter()
         self.storages: Final = snapshot.guarded
 
@@ -127,7 +114,8 @@ class Save:
             self._steady = np.zeros(len(late), np.bool_)
         self._stop.awaited = True
         try:
-            self._edges = self._hash_edges()
+            self._audit = self._begin_audit()
+            self._stats.guard = self._audit.way.value if self._audit is not None else ""
             self._copy(np.flatnonzero(~late))
         except BaseException as error:
             self.fail(error)
@@ -143,7 +131,7 @@ class Save:
             self._advance(Stage.COPYING)
             try:
                 self._copy(np.flatnonzero(self._snapshot.late))
-                self._audit()
+                self._end_audit()
             finally:
                 self._stop_reading()
             self._advance(Stage.COPIED)
@@ -291,7 +279,7 @@ class Save:
         lengths = self._snapshot.length[candidates]
         address = self._snapshot.address[candidates]
         self._stats.hashed_bytes += int(lengths.sum())
-        found = hash_sources(sources(address, lengths, _NO_EXTENTS), self._stop)
+        found = hash_sources(sources(address, lengths, NO_EXTENTS), self._stop)
         equal = equal_storages(found, group.digests, lengths)
         if not len(equal):
             return equal
@@ -312,46 +300,28 @@ class Save:
 
     # The audit.
 
-    def _hash_edges(self) -> Digests | None:
+    def _begin_audit(self) -> Audit | None:
         late = self._late_here()
-        if self._policy.audit < 0 or not len(late):
-            return None
-        address, length = self._snapshot.address[late], self._snapshot.length[late]
-        edge = np.minimum(length, _EDGE)
-        both = np.concatenate([address, address + length - edge])
-        return hash_sources(sources(both, np.concatenate([edge, edge]), _NO_EXTENTS), self._stop)
+        return self._policy.audit(self._late(late), self._stop) if len(late) else None
 
-    def _audit(self) -> None:
-        """Raise ``AbandonedError`` if a late storage changed between the call and now."""
-        if self._edges is None:
+    def _end_audit(self) -> None:
+        """Raise ``AbandonedError`` if a late storage was not stored as it was at the call."""
+        if self._audit is None:
             return
         late = self._late_here()
-        edges = self._hash_edges()
-        assert edges is not None
-        changed = np.any((edges != self._edges).reshape(2, len(late), -1), axis=(0, 2))
-        guilty = set(late[changed].tolist()) | set(self._rehash(late).tolist())
-        if guilty:
-            self._policy.guilty(self._snapshot.address[sorted(guilty)].tolist())
-            raise AbandonedError(self._verdict(sorted(guilty)))
+        torn = late[self._audit.torn(_Stored(late, self._digests_of(late), self._draft))]
+        if len(torn):
+            self._policy.guilty(self._snapshot.address[torn].tolist())
+            raise AbandonedError(self._verdict(torn.tolist()))
 
-    def _rehash(self, late: Column) -> Column:
-        """Indices of sampled storages whose bytes are not those that were stored."""
-        sample = late if self._policy.audit < AUDITED_WHOLE else self._sample(late)
-        length = self._snapshot.length
-        self._stats.hashed_bytes += int(length[sample].sum())
-        found = hash_sources(
-            sources(self._snapshot.address[sample], length[sample], _NO_EXTENTS), self._stop
+    def _late(self, rows: Column) -> Late:
+        snapshot = self._snapshot
+        changes = snapshot.changes
+        return Late(
+            snapshot.address[rows],
+            snapshot.length[rows],
+            (lambda: changes()[rows]) if changes is not None else no_changes,
         )
-        stored = self._digests_of(sample)
-        same = equal_storages(found, stored, length[sample])
-        return np.setdiff1d(sample, sample[same])
-
-    def _sample(self, late: Column) -> Column:
-        """Another run of storages each time, about ``SAMPLE_BYTES`` of them, one at least."""
-        turned = np.roll(late, -(self._policy.audit * 7919) % len(late))
-        within = np.cumsum(self._snapshot.length[turned]) <= SAMPLE_BYTES
-        within[0] = self._snapshot.length[turned[0]] <= 4 * SAMPLE_BYTES
-        return np.sort(turned[within])
 
     def _digests_of(self, indices: Column) -> Digests:
         """The unit digests that were stored for late storages."""
@@ -372,8 +342,9 @@ class Save:
         more = f" and {len(guilty) - 3} more" if len(guilty) > 3 else ""
         return (
             f"save of step {self._snapshot.step} given up: {', '.join(names)}{more} changed "
-            f"while being saved, by something that no fence guards. From now on these are "
-            f"copied before save returns; older versions are untouched"
+            f"while being saved, by something that no fence guards. The next save copies these, "
+            f"and what the same optimizer has, before it returns, and later ones copy them in the "
+            f"background again; older versions are untouched"
         )
 
     # The end.
@@ -410,18 +381,33 @@ class Save:
             self._changed.notify_all()
 
     def _stop_reading(self) -> None:
+        if self._audit is not None:
+            self._audit.close()
         with self._lock:
             self._reading = False
             self._changed.notify_all()
 
     def _forget_sources(self) -> None:
         """The caller's memory is not read any more: do not keep it alive."""
-        self._snapshot = replace(self._snapshot, alive=None, owners=(), feeds={})
+        self._snapshot = replace(self._snapshot, alive=None, owners=(), feeds={}, changes=None)
 
     def _let_go(self) -> None:
         """The end of ``run``, however it ended."""
+        self._stop_reading()
         self._forget_sources()
         self._draft.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What a draft has of the late storages ``index``, as the audit wants it."""
+
+    index: Column
+    digests: Digests
+    draft: Draft
+
+    def bytes_of(self, row: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        return self.draft.stored(self.index[row], offset, length)
 
 
 def _unexpected(error: BaseException) -> PortusError:

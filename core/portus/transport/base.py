@@ -310,6 +310,20 @@ def memory(address: int, length: int) -> memoryview:
     return view
 
 
+def bytes_at(address: Column, length: Column) -> NDArray[np.uint8]:
+    """Short pieces of memory, end to end; the caller keeps them alive. Fast where pieces of one
+    length follow each other. No length is 0."""
+    found = [np.empty(0, np.uint8)]
+    for run in np.split(np.arange(len(length)), np.flatnonzero(np.diff(length)) + 1):
+        if len(run):
+            at, size = address[run], int(length[run[0]])
+            start, count = int(at.min()), int(np.ptp(at)) + 1
+            # Every byte begins a piece: nothing is copied before the right ones are taken.
+            every = np.ndarray(count, f"V{size}", memory(start, count + size - 1), strides=(1,))
+            found.append(every[at - start].view(np.uint8))
+    return np.concatenate(found)
+
+
 _WRITABLE: Final = 0x200  # PyBUF_WRITE, of CPython's object.h
 
 _memory_view: Final = ctypes.PYFUNCTYPE(

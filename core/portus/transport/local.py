@@ -37,6 +37,7 @@ from portus.transport.base import (
     Sources,
     Stop,
     StoppedError,
+    bytes_at,
     cut,
 )
 from portus.transport.base import memory as _view
@@ -54,6 +55,7 @@ __all__ = [
     "fetch",
     "hash_sources",
     "same_bytes",
+    "stored",
 ]
 
 BATCH: Final = 128 << 20
@@ -187,6 +189,21 @@ def same_bytes(
         if not engine.same(batch, _load(medium, batch, scratch, stop), stop):
             return False
     return True
+
+
+def stored(medium: Medium, offset: Column, length: Column) -> NDArray[np.uint8]:
+    """Bytes that were just stored, a short piece at each offset, end to end. Looks through a
+    mapping: it was stored through that as well. Blocks. Raises what the medium raises."""
+    if isinstance(medium, MappedMedium) and len(offset):
+        start, end = int(offset.min()), int((offset + length).max())
+        return bytes_at(medium.address(Extent(start, end - start)) + offset - start, length)
+    ends = np.cumsum(length)
+    found = np.empty(int(length.sum()), np.uint8)
+    for start, end, at in zip(
+        (ends - length).tolist(), ends.tolist(), offset.tolist(), strict=True
+    ):
+        medium.load(at, found.data[start:end])
+    return found
 
 
 def fetch(

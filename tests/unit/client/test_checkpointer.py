@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,8 +33,10 @@ from portus.format.reference import Reference
 from portus.index.directory import WRITERS, make_directory, open_reader, open_writer, remove_pool
 from portus.index.pool import PoolWriter
 from portus.media.local import LocalFiles
+from portus.pipeline.audit import Guard
 from portus.protocol.address import Address, Scheme
 from portus.spec import VersionInfo
+from tests.adapters.torn import slow_down
 from tests.hosts import serving, url
 from tests.moments import at
 
@@ -333,22 +336,53 @@ def test_frozen_weights_are_written_once(checkpointer: Checkpointer) -> None:
     assert sizes[2] <= 0.06 * sizes[0]
 
 
-def test_the_first_three_saves_of_a_run_are_audited_whole_and_later_ones_in_part(
-    pool: Path,
-) -> None:
-    weights = [torch.nn.Parameter(torch.ones(1 << 20)) for _ in range(6)]
-    optimizer = torch.optim.SGD(weights, lr=0.1)
-    hashed = []
-    with Checkpointer(pool) as checkpointer:
-        for step in range(4):
-            for weight in weights:
-                weight.grad = torch.ones_like(weight)
-            optimizer.step()
-            handle = checkpointer.save({"weights": weights}, step)
-            handle.wait()
-            hashed.append(handle.stats.hashed_bytes / handle.stats.state_bytes)
-    assert min(hashed[:3]) >= 1
-    assert 0 < hashed[3] < 0.7
+class Stepped:
+    """Weights of a size that an optimizer steps, seen doing so."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self.weights = [torch.nn.Parameter(torch.rand(size)) for _ in range(count)]
+        self.optimizer = torch.optim.SGD(self.weights, lr=0.1)
+
+    def step(self) -> None:
+        for weight in self.weights:
+            weight.grad = torch.ones_like(weight)
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("guard", ["exact", "probe"])
+def test_a_guard_may_be_chosen_and_is_told_of_in_the_statistics(pool: Path, guard: Guard) -> None:
+    run = Stepped(2, 1 << 10)
+    with Checkpointer(pool, guard=guard) as checkpointer:
+        ways = []
+        for step in range(2):
+            checkpointer.save({"weights": run.weights}, step).wait()
+            assert checkpointer.last_stats is not None
+            ways.append(checkpointer.last_stats.guard)
+            run.step()
+    assert ways == ["", "hash" if guard == "exact" else "probe"], "nothing was late before a step"
+
+
+def test_a_writer_costs_a_version_now_and_then_and_never_ends_overlap_for_good(pool: Path) -> None:
+    """The storage that was torn, and what the same optimizer has, is copied at once for 1, 2, 4...
+    saves, and then late again."""
+    run, other = Stepped(3, 1 << 10), Stepped(1, 1 << 10)
+    lost, late = [], []
+    with Checkpointer(pool, keep=None) as checkpointer:
+        for step in range(12):
+            run.step()
+            other.step()
+            written = threading.Event()
+            slow_down(checkpointer, written.wait)
+            handle = checkpointer.save({"weights": run.weights, "other": other.weights}, step)
+            late.append(len(handle._save.storages))  # type: ignore[attr-defined]
+            run.weights[1].detach().numpy()[3] = step
+            written.set()
+            try:
+                handle.wait()
+            except AbandonedError:
+                lost.append(step)
+    assert lost == [0, 2, 5, 10]
+    assert late == [4 if step in lost else 1 for step in range(12)]
 
 
 def test_two_saves_of_one_step_copy_once(checkpointer: Checkpointer, training: Training) -> None:
@@ -810,14 +844,15 @@ def replay(tmp_path: Path) -> Iterator[torch.Tensor]:
 
 
 def test_every_version_of_what_another_process_writes_all_the_time_loads(
-    checkpointer: Checkpointer, replay: torch.Tensor, training: Training
+    checkpointer: Checkpointer, replay: torch.Tensor
 ) -> None:
+    wrote = replay.clone()
     for step in range(20):
-        training.step()
-        checkpointer.save({**training.state(), "replay": replay}, step).wait()
-        held: Any = checkpointer.load(step)
-        assert same(held["model"], training.model.state_dict())
-    assert not same(held["replay"], replay), "nobody wrote"
+        checkpointer.save({"replay": replay}, step).wait()
+        assert checkpointer.load(step) is not None
+    until_s = time.monotonic() + 60
+    while torch.equal(wrote, replay):
+        assert time.monotonic() < until_s, "nobody wrote"
 
 
 def test_states_that_threads_save_at_once_keep_their_own_layouts(pool: Path) -> None:
@@ -840,11 +875,11 @@ def test_states_that_threads_save_at_once_keep_their_own_layouts(pool: Path) -> 
 
 def test_an_audit_may_find_a_change_while_the_next_state_is_looked_at() -> None:
     snapshots = Snapshots("m", SnapshotMode.AUTO)
-    snapshots.accuse([1, 2])
+    snapshots.suspects.accuse([1, 2])
     flat = snapshots.flatten({"a": torch.ones(3)})
-    with at("call", _Cover.bar, lambda: snapshots.accuse([3])):
+    with at("call", _Cover.bar, lambda: snapshots.suspects.accuse([3])):
         snapshots.take(flat, 1, synchronous=False, unchanged=False)
-    assert snapshots.guilty == {1, 2, 3}
+    assert snapshots.suspects.turn() == {3}, "1 and 2 were copied at once by the save before"
 
 
 @pytest.mark.parametrize(

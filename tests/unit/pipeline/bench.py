@@ -1,0 +1,142 @@
+"""A pool in memory, saves into it without threads, and audits of each way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from portus.format.layout import DATA_START
+from portus.index.pool import PoolWriter, format_pool
+from portus.media import written
+from portus.media.lock import LockTable, ProcessLocks
+from portus.media.memory import Memory
+from portus.pipeline.audit import WATCHED_MIN, Audit, Hashed, Late, Probed, Watched, Way
+from portus.pipeline.draft import PoolDraft
+from portus.pipeline.plan import Before, Flags, Snapshot
+from portus.pipeline.run import Policy, Save
+from portus.transport.base import Stop
+
+
+def places(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    return (
+        np.array([array.ctypes.data for array in arrays]),
+        np.array([array.nbytes for array in arrays]),
+    )
+
+
+_probe = np.zeros(1 << 20, np.uint8)
+_watch = written.watch(*places([_probe]))
+needs_kernel = pytest.mark.skipif(_watch is None, reason="this kernel does not tell of writes")
+if _watch is not None:
+    _watch.close()
+
+
+class Gate(Memory):
+    """Memory that lets nothing be copied until it is opened; ``reached``: somebody waits.
+
+    Gives no addresses, so every copy is a call of ``store``."""
+
+    address = None  # type: ignore[assignment]
+
+    def __init__(self, size: int) -> None:
+        self.opened = threading.Event()
+        self.opened.set()
+        self.reached = threading.Event()
+        self.on_store: Callable[[], None] = lambda: None
+        super().__init__(size)
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        self.reached.set()
+        self.opened.wait()
+        self.on_store()
+        super().store(offset, data)
+
+
+WAYS = [
+    pytest.param(Way.KERNEL, marks=needs_kernel),
+    Way.HASH,
+    Way.PROBE,
+]
+
+
+def audited(way: Way, late: Late, stop: Stop) -> Audit | None:
+    """An audit of that way, whatever it costs."""
+    if way is Way.NONE:
+        return None
+    if way is Way.PROBE:
+        return Probed(late)
+    if way is Way.HASH:
+        return Hashed(late, stop)
+    big = np.flatnonzero(late.length >= WATCHED_MIN)
+    watch = written.watch(late.address[big], late.length[big])
+    assert watch is not None
+    return Watched(late, stop, watch, big)
+
+
+class Bench:
+    """A pool in memory, some arrays to save, and what the saves told."""
+
+    def __init__(self, medium: Memory | None = None) -> None:
+        self.medium = medium or Memory(DATA_START)
+        format_pool(self.medium)
+        self.pool = PoolWriter(self.medium, ProcessLocks(LockTable()))
+        self.before: Before | None = None
+        self.guilty: list[int] = []
+        self.retire: list[int] = []
+        self.steady: Flags | None = None
+
+    def save(
+        self,
+        arrays: Sequence[np.ndarray],
+        step: int = 0,
+        *,
+        late: bool = True,
+        audit: Way = Way.NONE,
+    ) -> Save:
+        steady = self.steady if self.steady is not None else np.full(len(arrays), not late)
+        snapshot = Snapshot(
+            model="m",
+            step=step,
+            token=step.to_bytes(16, "little"),
+            tree=b"{}",
+            layout=b"[]",
+            address=np.array([a.ctypes.data if a.size else 0 for a in arrays], np.int64),
+            length=np.array([a.nbytes for a in arrays], np.int64),
+            late=np.full(len(arrays), late),
+            steady=steady,
+            alive=arrays,
+        )
+        policy = Policy(
+            retire=lambda: self.retire,
+            audit=lambda late, stop: audited(audit, late, stop),
+            committed=self._committed,
+            guilty=self.guilty.extend,
+        )
+        draft = PoolDraft(self.pool, snapshot.length)
+        return Save(snapshot, draft, lambda: self.before, policy)
+
+    def run(self, arrays: Sequence[np.ndarray], step: int = 0, **options: object) -> Save:
+        save = self.save(arrays, step, **options)  # type: ignore[arg-type]
+        save.copy_now()
+        save.run()
+        save.result(0)
+        return save
+
+    def holds(self, save: Save) -> list[bytes]:
+        entry = self.pool.catalogue().find(save.result(0).id)
+        assert entry is not None
+        record, found = self.pool.record(entry), []
+        for index in range(len(record.storages)):
+            data = b""
+            for extent in record.storage_extents(index):
+                part = memoryview(bytearray(extent.length))
+                self.medium.load(extent.offset, part)
+                data += part
+            found.append(data)
+        return found
+
+    def _committed(self, version: Before, steady: Flags) -> None:
+        self.before, self.steady = version, steady

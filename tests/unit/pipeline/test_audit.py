@@ -1,0 +1,192 @@
+"""Which audit a save gets, and what it costs."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from portus.media import linux, written
+from portus.pipeline.audit import Auditor, Guard, Late, Way
+from portus.transport.base import Stop
+
+
+@pytest.fixture(scope="module")
+def memory() -> np.ndarray:
+    return np.ones(16 << 20, np.uint8)
+
+
+def late_of(memory: np.ndarray, size: int) -> Late:
+    """``size`` bytes of late storages; all of them in the same memory."""
+    count = -(-size // memory.nbytes)
+    return Late(
+        np.full(count, memory.ctypes.data, np.int64),
+        np.full(count, min(size, memory.nbytes), np.int64),
+    )
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A kernel that tells nothing, as in most containers."""
+
+    def refuse() -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(linux, "open_write_watch", refuse)
+    monkeypatch.setattr(written, "_opened", None)
+    yield
+    monkeypatch.undo()
+    written._opened = None
+
+
+def ways(guard: Guard, late: Late, count: int = 2) -> list[Way]:
+    auditor, found = Auditor(guard), []
+    for _ in range(count):
+        audit = auditor.begin(late, Stop())
+        found.append(audit.way)
+        audit.close()
+        auditor.settle(lambda: True)
+    return found
+
+
+def test_what_costs_little_is_exact_however_often_it_is_saved(
+    memory: np.ndarray, refused: None
+) -> None:
+    assert ways("auto", late_of(memory, 1 << 20), 5) == [Way.HASH] * 5
+
+
+def test_frequent_saves_of_much_get_probes_and_it_is_said_once(
+    memory: np.ndarray, refused: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = late_of(memory, 1 << 30)
+    assert ways("auto", late, 4) == [Way.HASH, *[Way.PROBE] * 3]
+    assert len([each for each in caplog.records if "audited by probes" in each.message]) == 1
+
+
+def test_the_guard_may_be_said(memory: np.ndarray, refused: None) -> None:
+    late = late_of(memory, 1 << 30)
+    assert ways("exact", late) == [Way.HASH] * 2
+    assert ways("probe", late) == [Way.PROBE] * 2
+
+
+REFUSED = """
+import ctypes, os, struct
+import numpy as np
+from portus.media import linux, written
+from portus.pipeline.audit import Auditor, Late
+from portus.transport.base import Stop
+
+def ins(code, yes, no, number):
+    return struct.pack("=HBBI", code, yes, no, number)
+
+call = linux._USERFAULTFD[os.uname().machine]
+program = ins(0x20, 0, 0, 0) + ins(0x15, 0, 1, call)
+program += ins(6, 0, 0, 0x50001) + ins(6, 0, 0, 0x7FFF0000)
+text = ctypes.create_string_buffer(program, len(program))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+filters = struct.pack("@HP", 4, ctypes.addressof(text))
+assert libc.prctl(22, 2, ctypes.create_string_buffer(filters, len(filters)), 0, 0) == 0
+memory = np.ones(64 << 20, np.uint8)
+late = Late(np.array([memory.ctypes.data]), np.array([memory.nbytes]))
+print(Auditor("exact").begin(late, Stop()).way.value)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="seccomp is of Linux")
+def test_where_seccomp_refuses_the_call_hashes_tell() -> None:
+    """As in a container."""
+    ran = subprocess.run(
+        [sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.stdout, ran.stderr) == ("hash\n", "")
+
+
+# The kernel's way.
+
+
+def column(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+def watched(memory: np.ndarray) -> written.WriteWatch | None:
+    return written.watch(column(memory.ctypes.data), column(memory.nbytes))
+
+
+@pytest.fixture
+def kernel(memory: np.ndarray) -> None:
+    watch = watched(memory)
+    if watch is None:
+        pytest.skip("this kernel does not tell of writes")
+    watch.close()
+
+
+def test_every_page_that_is_written_is_told_and_no_other(
+    kernel: None, memory: np.ndarray, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        watch = watched(memory)
+        assert watch is not None
+        touched = np.unique(rng.integers(0, memory.nbytes, rng.integers(1, 2000)))
+        memory[touched] += 1
+        told = {page for start, end in watch.written().tolist() for page in pages(start, end)}
+        assert told == set(((touched + memory.ctypes.data) // written.PAGE).tolist())
+        watch.close()
+
+
+def pages(start: int, end: int) -> range:
+    return range(start // written.PAGE, end // written.PAGE)
+
+
+def test_huge_pages_are_told_of_as_small_ones(kernel: None, memory: np.ndarray) -> None:
+    place = column(memory.ctypes.data), column(memory.nbytes)
+    assert written.make_huge(*place, lambda: True)
+    assert not written.make_huge(*place, lambda: False)
+    test_every_page_that_is_written_is_told_and_no_other(None, memory, 1)
+
+
+def test_memory_of_other_processes_is_not_watched(kernel: None, tmp_path: Path) -> None:
+    with mmap.mmap(-1, 4 << 20) as shared:
+        array = np.frombuffer(shared, np.uint8)
+        assert watched(array) is None
+        del array
+    (tmp_path / "file").write_bytes(bytes(4 << 20))
+    assert watched(np.memmap(tmp_path / "file", np.uint8, "r+")) is None
+
+
+def test_a_forked_child_watches_its_own_memory_and_leaves_its_parents(
+    kernel: None, memory: np.ndarray
+) -> None:
+    watch = watched(memory)
+    assert watch is not None
+    child = os.fork()
+    if child == 0:
+        try:
+            own = np.ones(4 << 20, np.uint8)
+            mine = watched(own)
+            memory[:] += 1  # its own copy
+            own[5] = 7
+            os._exit(0 if mine is not None and len(mine.written()) == 1 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not len(watch.written())
+    memory[12345] += 1
+    assert len(watch.written()) == 1
+    watch.close()
+
+
+def test_memory_that_was_unmapped_meanwhile_is_no_error(kernel: None) -> None:
+    for _ in range(5):
+        array = np.ones(64 << 20, np.uint8)
+        watch = watched(array)
+        assert watch is not None
+        del array
+        watch.close()
