@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType
 from typing import Any, Literal
 
@@ -37,6 +38,17 @@ def at(
     finally:
         sys.setprofile(None)
     assert over, f"{code.co_name} was not called"
+
+
+def elsewhere(act: Callable[[], object]) -> Callable[[], None]:
+    """``act`` on another thread, which is over when this returns. What calls Portus on the thread
+    that it interrupts is a signal handler."""
+
+    def run() -> None:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(act).result()
+
+    return run
 
 
 class Lines:

@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from portus.client.resolve import AWAITED_S_MAX
 from portus.client.view import PoolView
 from portus.errors import StaleError, UsageError
 from tests.crash.nursery import Child, Say, nursery
@@ -23,6 +25,8 @@ READERS = 3
 SECONDS = 6.0
 LOADS_MIN = 100
 """Of all readers together; each is a whole verified state."""
+FOLLOWED = 20
+"""Loads of a file that is replaced all the time."""
 
 
 def load_for_a_while(say: Say, pool: str, seconds: float, seed: int) -> None:
@@ -76,3 +80,23 @@ def _saved(saver: Child, wanted: int, *rest: str) -> int:
     while newest < wanted:
         newest = int(saver.until("saved").split()[1])
     return newest
+
+
+def test_a_file_that_another_process_replaces_all_the_time_loads_at_once() -> None:
+    with tempfile.TemporaryDirectory(prefix="portus-readers-") as folder:
+        last = f"{folder}/last.ckpt"
+        with nursery("tests.crash.saver").start(
+            "save_with_files_for_ever", f"{folder}/.portus/run.portus", folder
+        ) as saver:
+            saver.until("saved 3")
+            start = time.monotonic()
+            steps = []
+            for _ in range(FOLLOWED):
+                state = torch.load(last)
+                assert_same(state, Training(state["step"]).state())
+                steps.append(state["step"])
+            took_s = time.monotonic() - start
+            saver.kill()
+    assert steps == sorted(steps)
+    assert steps[-1] - steps[0] >= FOLLOWED // 2, "nothing was replaced under the loads"
+    assert took_s < AWAITED_S_MAX / 2

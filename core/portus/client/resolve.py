@@ -67,8 +67,8 @@ AWAITED_S_MAX: Final = 60.0
 
 _POLL_S: Final = 0.02
 
-_TRIES: Final = 5
-"""A load starts again when its file was replaced meanwhile, this often."""
+_TRIES: Final = 100
+"""A load starts again when its file was replaced before its version was pinned, this often."""
 
 
 class ReadablePool(Protocol):
@@ -287,7 +287,7 @@ def _use(
                     return use(pool, token, reference)
             for pool in found:
                 with contextlib.suppress(StaleError):
-                    if _await(pool, reference):
+                    if _await(pool, reference, path):
                         return use(pool, token, reference)
             newer = read(path) if path else None  # replaced since it was read?
             if newer is None or newer.id == reference.id:
@@ -394,9 +394,9 @@ def _opened(candidate: str, pools: Pools) -> View | None:
         return None
 
 
-def _await(pool: ReadablePool, reference: Reference) -> bool:
-    """Wait while another process may still commit the version of a young reference. True if it is
-    there now."""
+def _await(pool: ReadablePool, reference: Reference, path: str | None) -> bool:
+    """Wait while another process may still commit the version of a young reference, and that is
+    what ``path`` leads to. True if it is there now."""
     if not isinstance(pool, View):
         return False
     token = bytes.fromhex(reference.token)
@@ -404,6 +404,9 @@ def _await(pool: ReadablePool, reference: Reference) -> bool:
         age_s = time.time() - reference.written_ns / 1e9
         is_young = 0 <= age_s < AWAITED_S_MAX
         if not is_young or not pool.has_writer() or is_nested():
+            return False
+        now = read(path) if path else reference
+        if now is None or now.id != reference.id:
             return False
         time.sleep(_POLL_S)
     return True

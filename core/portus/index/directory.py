@@ -251,12 +251,14 @@ def _publish(fresh: str, path: str, files: FileSystem) -> None:
 
 def open_reader(path: str, files: FileSystem | None = None) -> PoolReader:
     """The pool file at ``path``, for reading; somebody may be writing it."""
-    medium = (files or LocalFiles()).open(path, writable=False)
-    try:
-        return PoolReader(medium, FileLocks(path, writable=False))
-    except BaseException:
-        medium.close()
-        raise
+    with contextlib.ExitStack() as undo:
+        medium = (files or LocalFiles()).open(path, writable=False)
+        undo.callback(medium.close)
+        locks = FileLocks(path, writable=False)
+        undo.callback(locks.close)
+        reader = PoolReader(medium, locks)
+        undo.pop_all()
+        return reader
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ from portus.protocol.address import Address, Scheme
 from portus.spec import VersionInfo
 from tests.adapters.torn import slow_down
 from tests.hosts import serving, url
-from tests.moments import at
+from tests.moments import at, elsewhere
 
 
 class Training:
@@ -452,7 +452,7 @@ def test_a_pool_that_another_used_stays(pool: Path) -> None:
         second.save({"step": 1}, 1).wait()
         second.close()
 
-    with at("call", WRITERS.close, save_and_close):
+    with at("call", WRITERS.close, elsewhere(save_and_close)):
         first.close()
     assert PoolView(pool).load("second") == {"step": 1}
 
@@ -460,7 +460,7 @@ def test_a_pool_that_another_used_stays(pool: Path) -> None:
 def test_a_pool_that_goes_while_it_is_opened_is_made_anew(pool: Path) -> None:
     unused = Checkpointer(pool)
     unused.prepare(1 << 20)
-    with at("call", WRITERS.open, unused.close):
+    with at("call", WRITERS.open, elsewhere(unused.close)):
         second = Checkpointer(pool)
     with second, at("return", make_directory, lambda: shutil.rmtree(pool)):
         second.save({"step": 1}, 1).wait()

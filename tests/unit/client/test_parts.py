@@ -26,7 +26,7 @@ from portus.index.groups import new_id, part_model, part_token
 from portus.media.local import LocalFiles
 from portus.protocol.address import Address, Scheme
 from tests.hosts import serving, url
-from tests.moments import at
+from tests.moments import at, elsewhere
 
 State = dict[str, Any]
 
@@ -260,7 +260,7 @@ def test_a_part_that_is_committed_while_mend_looks_makes_its_group_whole(
         last.save({"format": 1}, 1, token=part_token(group, 1)).wait()
         last.close()
 
-    with at("return", census, commit_and_end):
+    with at("return", census, elsewhere(commit_and_end)):
         assert portus.mend(place, uncommitted=True) == []
     assert portus.mend(place, uncommitted=True) == []
     assert torch.load(path) == 1

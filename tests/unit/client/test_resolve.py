@@ -380,6 +380,21 @@ def test_a_load_waits_for_another_process_that_is_about_to_commit(run: Run) -> N
     assert len(asked) == 3
 
 
+def test_a_file_that_is_replaced_while_it_is_waited_for_is_read_again(run: Run) -> None:
+    path = run.save("a.ckpt", commit=False, written_ns=time.time_ns())
+    asked = []
+
+    def another_writes() -> bool:
+        asked.append(True)
+        if len(asked) == 3:  # what was waited for was committed, and retired again
+            run.save("a.ckpt", written_ns=time.time_ns())
+        return True
+
+    run.content.another_writes = another_writes
+    assert load_reference(path, run.pools) == {"step": 2}
+    assert len(asked) == 3
+
+
 def test_nobody_waits_for_a_writer_that_died_or_a_reference_that_is_old(run: Run) -> None:
     run.save("a.ckpt")
     fallback = {"fallback": f"{4097:032x}", "fallback_step": 1}
