@@ -26,7 +26,7 @@ from portus.format.layout import Kind
 from portus.format.reference import Reference, decode
 from portus.index.catalogue import read_catalogue
 from portus.index.check import Severity, check
-from portus.index.directory import create_pool, open_writer
+from portus.index.directory import create_pool, links_directory, open_writer
 from portus.index.pool import PoolReader, PoolWriter
 from portus.index.records import VersionEntry, VersionRecord, encode_layout
 from portus.index.roots import read_roots
@@ -40,7 +40,7 @@ from portus.testing.crash import CrashFiles, Faults
 from portus.transport.base import Stop
 
 POOL = "/pools/run.portus"
-LINKS = reference_files.links_directory(POOL)
+LINKS = links_directory(POOL)
 CHECKPOINTS = "/checkpoints"
 SMALL = 26 * PAGE
 """Bytes of a pool that has to use its space again after a few saves."""

@@ -14,9 +14,16 @@ from portus.cli.rm import writing
 from portus.client.home import host_links
 from portus.client.host import HostPool
 from portus.client.keeper import gone_for_good, unheld
-from portus.client.reference import State, links, links_directory
+from portus.client.reference import Link, State, links, read_through
 from portus.errors import PortusError, UsageError
-from portus.index.directory import DEFAULT_DIRECTORY, open_reader, pool_files, remove_pool
+from portus.format.reference import Reference
+from portus.index.directory import (
+    DEFAULT_DIRECTORY,
+    links_directory,
+    open_reader,
+    pool_files,
+    remove_pool,
+)
 from portus.media.dax import is_device
 from portus.media.local import LocalFiles
 from portus.protocol.address import is_address
@@ -99,10 +106,11 @@ def _collect(path: str, wish: Wish) -> tuple[list[VersionInfo], bool]:
 
 def _collect_from_host(place: str, wish: Wish) -> tuple[list[VersionInfo], bool]:
     """By the links that trainers of this machine keep, which may be at work: nothing of theirs is
-    changed, and a reference file that is young may be about to get its name."""
+    changed, and a reference file that is young may be about to get its name. What the host knows
+    besides was written elsewhere: whether it is there is not known here."""
     directory = wish.links or nearest(os.getcwd())
     paths = host_links(place, directory)
-    if not paths:
+    if not paths and not wish.missing:
         raise UsageError(
             f"{place}: no links to it in {directory or DEFAULT_DIRECTORY}: the machine whose "
             f"trainer wrote the reference files knows which are gone. Run this there, in the "
@@ -110,19 +118,34 @@ def _collect_from_host(place: str, wish: Wish) -> tuple[list[VersionInfo], bool]
         )
     directories = map(links_directory, paths)
     found = [each for path in directories for each in links(path, _FILES, adopt=False)]
-    before = time.time_ns() - YOUNG_S * 10**9
-    found = [
-        each if each.reference.written_ns < before else replace(each, state=State.ALIVE)
-        for each in found
-    ]
     with contextlib.closing(HostPool(place)) as host:
+        here = {each.reference.id for each in found}
+        elsewhere = [each for each in host.holds() if each.id not in here]
+        found += [_written_elsewhere(each) for each in elsewhere]
+        before = time.time_ns() - YOUNG_S * 10**9
+        found = [
+            each if each.reference.written_ns < before else replace(each, state=State.ALIVE)
+            for each in found
+        ]
         catalogue = host.catalogue()
         gone = unheld(found, catalogue, wish.states)
         infos = [entry.info for entry in catalogue.entries() if entry.info.id in gone]
         if gone and not wish.dry_run:
-            gone_for_good(found, wish.states, _FILES)
+            lost = gone_for_good(found, wish.states, _FILES)
             host.retire(gone)
+            there = {entry.info.token.hex() for entry in host.catalogue().entries()}
+            for each in lost:
+                if each.leads_to(there) is None:
+                    host.let_go(each)
     return infos, False
+
+
+def _written_elsewhere(reference: Reference) -> Link:
+    """What of a file is known that another directory of links, or another machine, knows more of:
+    it is alive if it is where it was written."""
+    there = read_through(reference.written_path, _FILES)
+    is_there = there is not None and there.id == reference.id
+    return Link(reference, State.ALIVE if is_there else State.UNKNOWN)
 
 
 def _say(path: str, infos: list[VersionInfo], removed: bool, wish: Wish, output: Output) -> None:

@@ -16,7 +16,12 @@ from portus.client.reference import Link, State
 from portus.errors import PortusError, UsageError
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
-from portus.index.directory import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, place_named
+from portus.index.directory import (
+    DEFAULT_DIRECTORY,
+    DIRECTORY_VARIABLE,
+    links_directory,
+    place_named,
+)
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
 from portus.media.local import LocalFiles
@@ -197,7 +202,7 @@ def holders(path: str, catalogue: Catalogue) -> dict[bytes, list[Link]]:
     """
     if is_address(path):
         return {}
-    links = files_of.links(files_of.links_directory(path), LocalFiles(), adopt=False)
+    links = files_of.links(links_directory(path), LocalFiles(), adopt=False)
     there = {entry.info.token.hex() for entry in catalogue.entries()}
     found: dict[bytes, list[Link]] = {}
     for link in sorted(links, key=lambda link: link.reference.written_ns):

@@ -14,7 +14,6 @@ from typing import Final, Protocol
 
 from portus.client.host import HostPool
 from portus.client.keeper import Keeper, forget_deleted, keeper_of
-from portus.client.reference import links_directory
 from portus.errors import MediumError, PortusError
 from portus.format.layout import DATA_START
 from portus.index.directory import (
@@ -25,6 +24,7 @@ from portus.index.directory import (
     generation_of,
     generations,
     has_pool,
+    links_directory,
     make_directory,
     newest_generation,
     open_reader,

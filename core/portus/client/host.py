@@ -20,6 +20,7 @@ from portus.errors import (
     UsageError,
 )
 from portus.format.checksum import DIGEST_SIZE
+from portus.format.reference import Reference, decode, encode
 from portus.index.catalogue import Catalogue, newest_catalogue
 from portus.index.pool import PoolReader
 from portus.index.records import VersionRecord, decode_version
@@ -29,7 +30,14 @@ from portus.pipeline.parts import ranges, shared
 from portus.pipeline.plan import Before, Column, Feed, Flags, Snapshot
 from portus.protocol import messages as said
 from portus.protocol.address import parse
-from portus.protocol.messages import Said, digest_rows, packed_column, packed_handles
+from portus.protocol.messages import (
+    ProtocolError,
+    Said,
+    column,
+    digest_rows,
+    packed_column,
+    packed_handles,
+)
 from portus.protocol.session import State
 from portus.spec import Extent
 from portus.transport.base import Digests, Sources, Stop, cut, unit_counts
@@ -113,6 +121,33 @@ class HostPool(PoolReader):
         """Let go of versions, by id; those that are not there are ignored."""
         if versions:
             self.links.ask(said.Retire(packed_column(sorted(versions))), self.links.silence_s)
+
+    def hold(self, reference: Reference) -> None:
+        """Have the host keep on record that a file leads there; durable when this returns."""
+        self.links.ask(said.Hold(bytes.fromhex(reference.id), encode(reference)))
+
+    def let_go(self, reference: Reference) -> None:
+        """Have the host forget it: the file is gone."""
+        self.links.ask(said.Hold(bytes.fromhex(reference.id), b""))
+
+    def holds(self) -> list[Reference]:
+        """What the host has on record, of all clients."""
+        found: list[Reference] = []
+        after = _NO_TOKEN
+        while True:  # ends: each answer begins after the last one, and there are HOLDS_MAX at most
+            answer = self.links.ask(said.Holds(after))
+            assert isinstance(answer, said.Held)
+            lengths = column(answer.lengths, "held").tolist()
+            if not lengths:
+                return found
+            start = 0
+            for length in lengths:
+                reference = decode(answer.references[start : start + length])
+                if reference is None:
+                    raise ProtocolError(f"{self.links.address}: held: no reference file")
+                found.append(reference)
+                start += length
+            after = bytes.fromhex(found[-1].id)
 
     def draft(self, snapshot: Snapshot) -> HostDraft:
         """Where a save of ``snapshot`` goes."""

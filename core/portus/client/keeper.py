@@ -17,12 +17,13 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from portus.client import reference as files_of
+from portus.client.host import HostPool
 from portus.client.reference import Link, State
 from portus.client.survey import Survey, survey_of
 from portus.errors import MediumError
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
-from portus.index.directory import make_directory
+from portus.index.directory import links_directory, make_directory
 from portus.index.roots import Superblock
 from portus.media.base import Medium
 from portus.media.file import PlainFile
@@ -97,7 +98,7 @@ class Keeper:
         that its links directory is named after. files: those of this machine if not given."""
         self._path = path
         self._address: Final = address
-        self._directory = files_of.links_directory(path)
+        self._directory = links_directory(path)
         self._survey = survey_of(self._directory)
         self._files: Final = files or LocalFiles()
         self._pool: Final = weakref.ref(writer)  # it is the key of the table of keepers
@@ -112,7 +113,10 @@ class Keeper:
         """Tokens of versions that are being retired, or were."""
         self._seen: list[Link] = []
         """The links when they were looked at last."""
+        self._untold: list[Reference] = []
+        """Files of which the storage host is to hear before what they lead to is committed."""
         files_of.tidy(self._directory, self._files)
+        self._read_holds()
         self._read_links()
         self._read_strays()
 
@@ -161,6 +165,8 @@ class Keeper:
         try:
             with self._placing:
                 placed = files_of.place(path, made, self._files, self._directory, asked)
+            if placed and self._host is not None:
+                self._untold.append(made)
         finally:
             if not placed:
                 with self._guard:
@@ -189,7 +195,11 @@ class Keeper:
         return reference.pool == self._writer.superblock.uuid.hex()
 
     def settle(self, paths: Iterable[str]) -> None:
-        """Return when the references at ``paths`` survive power loss."""
+        """Return when the references at ``paths`` survive power loss, and the host knows them."""
+        host = self._host
+        while host is not None and self._untold:
+            host.hold(self._untold[0])
+            self._untold.pop(0)
         for path in {os.path.dirname(path): path for path in paths}.values():
             files_of.settle(path, self._files, self._directory)
 
@@ -347,7 +357,7 @@ class Keeper:
         there = {entry.info.token.hex() for entry in self._writer.catalogue().entries()}
         for reference in lost:
             if reference.token not in there:
-                files_of.forget(reference, self._directory, self._files)
+                self._forget(reference)
         return gone
 
     def _follow(self) -> None:
@@ -364,7 +374,7 @@ class Keeper:
                 self._path,
                 path,
             )
-            self._path, self._directory = path, files_of.links_directory(path)
+            self._path, self._directory = path, links_directory(path)
             self._survey = survey_of(self._directory)
 
     def _make_directories(self, path: str) -> None:
@@ -396,7 +406,7 @@ class Keeper:
                 self._decisions += 1
         if goes:
             self._writer.retire([there[old.token]])
-        files_of.forget(old, self._directory, self._files)
+        self._forget(old)
 
     def _newest(self, model: str, but: bytes) -> VersionInfo | None:
         found = self._writer.catalogue().models.get(model)
@@ -421,7 +431,7 @@ class Keeper:
         dead = [each for each in gone if each.token in there]
         for each in gone:
             if each.token not in there:
-                files_of.forget(each, self._directory, self._files)
+                self._forget(each)
         with self._guard:
             for link in found:
                 if link.reference.id not in ids:
@@ -441,6 +451,28 @@ class Keeper:
             f"; {sum(info.size for info in infos)} bytes are {len(infos)} versions whose files "
             f"are not where they were: portus gc --missing lets go of them"
         )
+
+    @property
+    def _host(self) -> HostPool | None:
+        writer = self._writer
+        return writer if isinstance(writer, HostPool) else None
+
+    def _forget(self, reference: Reference) -> None:
+        """It is gone, and so is what it led to."""
+        files_of.forget(reference, self._directory, self._files)
+        if self._host is not None:
+            self._host.let_go(reference)
+
+    def _read_holds(self) -> None:
+        """What the storage host knows: files that were written from elsewhere hold too. It comes
+        to know what is here, and was written when hosts kept no record."""
+        if self._host is None:
+            return
+        held = {each.id: each for each in self._host.holds()}
+        self._known.update(held)
+        for link in self._links():
+            if link.state is State.ALIVE and link.reference.id not in held:
+                self._untold.append(link.reference)
 
     def _read_strays(self) -> None:
         """Where links got lost that there must have been: find the files of this run."""
@@ -522,7 +554,7 @@ def unheld(links: Sequence[Link], catalogue: Catalogue, states: Collection[State
 def held_in(path: str, catalogue: Catalogue) -> set[int]:
     """Versions of the pool file at ``path`` that reference files lead to, by its links."""
     files = LocalFiles()
-    found = files_of.links(files_of.links_directory(path), files, adopt=False)
+    found = files_of.links(links_directory(path), files, adopt=False)
     gone = gone_for_good(found, {State.DELETED}, files)
     alive = [each.reference for each in found if each.reference not in gone]
     tokens = _led_to(alive, catalogue)
@@ -531,7 +563,7 @@ def held_in(path: str, catalogue: Catalogue) -> set[int]:
 
 def forget_deleted(path: str) -> None:
     """Remove the links of deleted reference files from those of the pool file at ``path``."""
-    files, directory = LocalFiles(), files_of.links_directory(path)
+    files, directory = LocalFiles(), links_directory(path)
     for each in files_of.links(directory, files, adopt=False):
         if each.state is State.DELETED:
             files_of.forget(each.reference, directory, files)

@@ -12,10 +12,9 @@ from portus.client.home import host_links
 from portus.client.host import HostPool
 from portus.client.keeper import Keeper, keeper_of
 from portus.client.reference import links as links_in
-from portus.client.reference import links_directory
 from portus.client.resolve import POOLS
 from portus.errors import BusyError, UsageError
-from portus.index.directory import WRITERS, pool_files
+from portus.index.directory import WRITERS, links_directory, pool_files
 from portus.index.groups import Group, part_model
 from portus.media import calls
 from portus.media.local import LocalFiles

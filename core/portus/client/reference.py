@@ -64,9 +64,7 @@ from portus.client import order
 from portus.client.survey import Survey, survey_of
 from portus.errors import CorruptionError, MediumError
 from portus.format.reference import SIZE_MAX, Reference, decode, encode
-from portus.index.directory import open_reader
 from portus.media.base import Birth, Files, Names
-from portus.media.dax import is_device
 from portus.protocol.address import is_address
 from portus.spec import Extent
 
@@ -129,22 +127,6 @@ class _Name:
     def __str__(self) -> str:
         births = [f".{inode:x}-{born_ns:x}" for inode, born_ns in self.births or ()]
         return self.id + "".join(births) + (_COPY if self.is_copy else "")
-
-
-def links_directory(pool_path: str) -> str:
-    """Where the links of the pool at ``pool_path`` are: beside a file. Nothing lasts beside a
-    device, and its name may change: there it is ``<uuid>.references``, among what programs keep
-    for this user. Raises as opening that pool does.
-    """
-    if not is_device(pool_path):
-        return os.path.splitext(pool_path)[0] + ".references"
-    reader = open_reader(pool_path)
-    try:
-        uuid = reader.superblock.uuid.hex()
-    finally:
-        reader.close()
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return os.path.join(home, "portus", f"{uuid}.references")
 
 
 def is_link(path: str, reference: Reference) -> bool:

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, runtime_checkable
 
-from portus.client.reference import is_linked, links_directory, read
+from portus.client.reference import is_linked, read
 from portus.errors import (
     CorruptionError,
     MediumError,
@@ -43,7 +43,7 @@ from portus.errors import (
     UsageError,
 )
 from portus.format.reference import Reference, decode_text
-from portus.index.directory import generations, place_named
+from portus.index.directory import generations, links_directory, place_named
 from portus.index.roots import read_superblock
 from portus.media.calls import is_nested, refused
 from portus.media.local import LocalFiles

@@ -18,9 +18,11 @@ from portus.format.layout import DATA_START
 from portus.index.directory import (
     SUFFIX,
     create_pool,
+    links_directory,
     make_directory,
     open_writer,
 )
+from portus.index.holds import Holds
 from portus.index.pool import PoolWriter, format_pool
 from portus.media.local import LocalFiles
 from portus.media.lock import LockTable, ProcessLocks
@@ -38,9 +40,10 @@ _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 class Hosted:
     """A pool, its tenant, and what is going on in it. Thread-safe."""
 
-    def __init__(self, tenant: str, writer: PoolWriter) -> None:
+    def __init__(self, tenant: str, writer: PoolWriter, holds: Holds) -> None:
         self.tenant: Final = tenant
         self.writer: Final = writer
+        self.holds: Final = holds
         self._changed: Final = threading.Condition()
         self._claims: Final[dict[str, tuple[bytes, int]]] = {}
         self._saves = 0
@@ -120,7 +123,9 @@ class Pools:
         with opening:  # one at a time for each tenant; the others do not wait for it
             hosted = self._open.get(tenant)
             if hosted is None:
-                hosted = Hosted(tenant, self._writer(tenant))
+                directory = None if self._memory else links_directory(self._path(tenant))
+                holds = Holds(directory, LocalFiles())
+                hosted = Hosted(tenant, self._writer(tenant), holds)
                 with self._guard:
                     self._open[tenant] = hosted
             return hosted

@@ -225,6 +225,8 @@ class _Requests:
             Kind.UNPIN: self._unpin,
             Kind.ROOM: self._room,
             Kind.RETIRE: self._retire,
+            Kind.HOLD: self._hold,
+            Kind.HOLDS: self._holds,
             Kind.STATUS: self._status,
         }
 
@@ -596,6 +598,17 @@ class _Requests:
         self._writer.retire(versions)
         self._tell(logging.INFO, "retired", f"{len(versions)} versions", versions=len(versions))
         return said.Done()
+
+    def _hold(self, message: said.Hold) -> Said:
+        if message.reference:
+            self._hosted.holds.keep(message.id.hex(), message.reference)
+        else:
+            self._hosted.holds.let_go(message.id.hex())
+        return said.Done()
+
+    def _holds(self, message: said.Holds) -> Said:
+        found = self._hosted.holds.after(message.after.hex(), said.HELD_SIZE_MAX)
+        return said.Held(said.packed_column([len(each) for each in found]), b"".join(found))
 
     def _status(self, message: said.Status) -> Said:
         size = self._writer.medium.size

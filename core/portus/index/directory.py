@@ -117,6 +117,22 @@ def generation_of(path: str, number: int) -> str:
     return path if number == 1 else f"{stem}+{number}{suffix}"
 
 
+def links_directory(pool_path: str) -> str:
+    """Where the links of the pool at ``pool_path`` are: beside a file. Nothing lasts beside a
+    device, and its name may change: there it is ``<uuid>.references``, among what programs keep
+    for this user. Raises as opening that pool does.
+    """
+    if not is_device(pool_path):
+        return os.path.splitext(pool_path)[0] + ".references"
+    reader = open_reader(pool_path)
+    try:
+        uuid = reader.superblock.uuid.hex()
+    finally:
+        reader.close()
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return os.path.join(home, "portus", f"{uuid}.references")
+
+
 def make_directory(directory: str) -> None:
     """Make a pool directory if it is not there, marked so that git and backups pass it over."""
     try:

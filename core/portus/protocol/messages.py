@@ -18,7 +18,7 @@ from msgspec import Meta
 from portus.errors import TransportError
 from portus.spec import Extent
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of the protocol. A host refuses a greeting of another version, and names its own."""
 
 MAGIC: Final = "portus"
@@ -40,6 +40,9 @@ RANGES_MAX: Final = 1 << 21
 UNITS_MAX: Final = 1 << 22
 """Digests in one message: 64 TiB in units of 16 MiB."""
 IDS_MAX: Final = 1 << 16
+HOLD_SIZE_MAX: Final = 128 << 10
+"""Of one reference file."""
+HELD_SIZE_MAX: Final = 4 << 20
 LAYOUT_SIZE_MAX: Final = 256 << 20
 TREE_SIZE_MAX: Final = 1 << 30
 SIZE_MAX: Final = 1 << 62
@@ -75,6 +78,8 @@ class Kind(enum.IntEnum):
     CLAIM = 19
     CONNECT = 20
     PUSH = 21
+    HOLD = 22
+    HOLDS = 23
     CHALLENGE = 64
     WELCOME = 65
     DONE = 66
@@ -91,6 +96,7 @@ class Kind(enum.IntEnum):
     REFUSED = 77
     CONNECTED = 78
     PUSHED = 79
+    HELD = 80
 
     @property
     def from_client(self) -> bool:
@@ -373,6 +379,31 @@ class Retire(Message, frozen=True):
     versions: Ids
 
 
+class Hold(Message, frozen=True):
+    """Keep this reference file, which a file of the same id at the client says too, as long as the
+    client does not say that it is gone: by no bytes."""
+
+    kind: ClassVar[Kind] = Kind.HOLD
+    id: Token
+    reference: Annotated[bytes, Meta(max_length=HOLD_SIZE_MAX)]
+
+
+class Holds(Message, frozen=True):
+    """Which reference files are kept? Those whose id comes after this one."""
+
+    kind: ClassVar[Kind] = Kind.HOLDS
+    after: Token
+
+
+class Held(Message, frozen=True):
+    """The next of them, in the order of their ids: ``lengths`` in bytes, and the bytes, one after
+    another. Nothing if there are no more."""
+
+    kind: ClassVar[Kind] = Kind.HELD
+    lengths: Ids
+    references: Annotated[bytes, Meta(max_length=HELD_SIZE_MAX)]
+
+
 class Status(Message, frozen=True):
     """How is the pool?"""
 
@@ -437,7 +468,7 @@ _TYPES: Final[dict[Kind, type[Said]]] = {
             Pulled,
         ),
         *(Shared, Committed, Missing, Abandoned, Checked, Standing, Refused),
-        *(Connect, Connected, Push, Pushed),
+        *(Connect, Connected, Push, Pushed, Hold, Holds, Held),
     )
 }
 
@@ -458,6 +489,8 @@ _BODY_SIZE_MAX: Final[dict[Kind, int]] = {
     Kind.READ: 16 * RANGES_MAX + _SMALL,
     Kind.CHECK: 16 * RANGES_MAX + 8 * STORAGES_MAX + _SMALL,
     Kind.RETIRE: 8 * IDS_MAX + _SMALL,
+    Kind.HOLD: HOLD_SIZE_MAX + _SMALL,
+    Kind.HELD: HELD_SIZE_MAX + 8 * IDS_MAX + _SMALL,
     Kind.PUSH: 16 * RANGES_MAX + (8 + HANDLE_SIZE) * STORAGES_MAX + _SMALL,
     Kind.PUSHED: DIGEST_SIZE * UNITS_MAX + _SMALL,
     Kind.PULLED: DIGEST_SIZE * UNITS_MAX + _SMALL,

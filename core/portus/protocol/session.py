@@ -31,6 +31,7 @@ class State(enum.Enum):
     READY = "ready"
     ASKED = "asked"
     LOOKING = "looking"
+    LISTING = "listing"
     READING = "reading"
     CHECKING = "checking"
     CONNECTING = "connecting"
@@ -59,11 +60,15 @@ NEXT: Final[dict[tuple[State, Kind], State]] = {
     (State.READY, Kind.UNPIN): State.ASKED,
     (State.READY, Kind.ROOM): State.ASKED,
     (State.READY, Kind.RETIRE): State.ASKED,
+    (State.READY, Kind.HOLD): State.ASKED,
     (State.ASKED, Kind.DONE): State.READY,
     (State.ASKED, Kind.REFUSED): State.READY,
     (State.READY, Kind.STATUS): State.LOOKING,
     (State.LOOKING, Kind.STATE): State.READY,
     (State.LOOKING, Kind.REFUSED): State.READY,
+    (State.READY, Kind.HOLDS): State.LISTING,
+    (State.LISTING, Kind.HELD): State.READY,
+    (State.LISTING, Kind.REFUSED): State.READY,
     (State.READY, Kind.READ): State.READING,
     (State.READING, Kind.BYTES): State.READING,
     (State.READING, Kind.DONE): State.READY,

@@ -21,7 +21,7 @@ from portus.client import reference as ref
 from portus.client.keeper import keeper_of
 from portus.client.resolve import Pools, load_reference
 from portus.client.view import open_pool
-from portus.index.directory import WRITERS
+from portus.index.directory import WRITERS, links_directory
 from portus.media.local import LocalFiles
 
 
@@ -62,7 +62,7 @@ def gc(run: Path, *more: str) -> None:
 
 
 def states(run: Path) -> dict[int, ref.State]:
-    directory = ref.links_directory(str(run / ".portus" / "net.portus"))
+    directory = links_directory(str(run / ".portus" / "net.portus"))
     found = ref.links(directory, LocalFiles(), adopt=False)
     return {link.reference.step: link.state for link in found}
 

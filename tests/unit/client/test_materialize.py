@@ -22,6 +22,7 @@ import portus
 from portus.client import reference as ref
 from portus.client.materialize import in_place, materialize
 from portus.client.resolve import POOLS
+from portus.index.directory import links_directory
 from portus.media.local import LocalFiles
 
 Pair = namedtuple("Pair", "left right")
@@ -44,7 +45,7 @@ class Run:
         return path
 
     def links(self) -> list[ref.State]:
-        directory = ref.links_directory(str(self.pool))
+        directory = links_directory(str(self.pool))
         return [link.state for link in ref.links(directory, LocalFiles())]
 
 

@@ -12,6 +12,7 @@ import pytest
 from portus.client import reference as ref
 from portus.errors import CorruptionError, MediumError
 from portus.format.reference import Reference, encode
+from portus.index.directory import links_directory
 from portus.media.local import LocalFiles
 
 
@@ -21,7 +22,7 @@ class Run:
     def __init__(self, root: Path, files: LocalFiles | None = None) -> None:
         self.files = files or LocalFiles(mapped=False)
         self.pool = str(root / "pool.portus")
-        self.links = ref.links_directory(self.pool)
+        self.links = links_directory(self.pool)
         self.home = root / "checkpoints"
         self.home.mkdir()
         os.mkdir(self.links)

@@ -24,6 +24,7 @@ from portus.client import reference as ref
 from portus.client.resolve import POOLS, Pools, load_reference, load_text
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.format.reference import Reference, encode
+from portus.index.directory import links_directory
 from portus.index.pool import format_pool
 from portus.index.roots import read_superblock
 from portus.media.local import LocalFiles
@@ -112,7 +113,7 @@ class Run:
         self.pools = Pools(self.content.open)
         self.pool = home / "run" / ".portus" / "p.portus"
         self.ckpt = home / "run" / "ckpt"
-        for directory in (self.pool.parent, self.ckpt, Path(ref.links_directory(str(self.pool)))):
+        for directory in (self.pool.parent, self.ckpt, Path(links_directory(str(self.pool)))):
             directory.mkdir(parents=True)
         self.uuid = make_pool(self.pool)
         self.made = 0
@@ -135,7 +136,7 @@ class Run:
     def save(self, name: str, *, commit: bool = True, **changes: object) -> Path:
         path = self.ckpt / name
         made = self.reference(path, **changes)
-        ref.place(str(path), made, FILES, ref.links_directory(str(self.pool)))
+        ref.place(str(path), made, FILES, links_directory(str(self.pool)))
         if commit:
             self.commit(made)
         return path

@@ -576,8 +576,8 @@ def stranger(server: Server) -> Iterator[Link]:
     ("hello", "match"),
     [
         (said.Hello("http", said.VERSION, "default", b"n" * 16), "is not spoken here"),
-        (said.Hello("portus", 1, "default", b"n" * 16), "this host speaks 2"),
-        (said.Hello("portus", 2, "../other", b"n" * 16), "tenant"),
+        (said.Hello("portus", said.VERSION - 1, "default", b"n" * 16), "this host speaks 3"),
+        (said.Hello("portus", said.VERSION, "../other", b"n" * 16), "tenant"),
     ],
 )
 def test_a_greeting_that_is_not_ours_is_told_why(

@@ -1,0 +1,117 @@
+"""Storage hosts: what files lead to is kept, whoever looks, from whichever directory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import portus
+from portus.cli import gc
+from portus.client.host import HostPool
+from portus.daemon.server import Server
+from portus.dcp import PortusStorageWriter
+from tests.hosts import serving, url
+from tests.unit.cli.scene import portus_json
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((1000,), float(step))}
+
+
+def by_checkpointer(place: str, run: Path, step: int) -> None:
+    with portus.Checkpointer(place, "run", keep=1) as trainer:
+        trainer.save(state(step), step, reference=run / f"{step}.ckpt")
+
+
+def by_writer(place: str, run: Path, step: int) -> None:
+    writer = PortusStorageWriter(place, "run", keep=1)
+    writer.save_directory({"shards": state(step)}, run / str(step), step=step, files={"f": step})
+    writer.close()
+
+
+def start(tmp_path: Path, number: int, patch: pytest.MonkeyPatch) -> None:
+    """In a working directory of its own."""
+    home = tmp_path / f"start {number}"
+    home.mkdir()
+    patch.chdir(home)
+
+
+def steps(server: Server) -> list[int]:
+    with portus.open(url(server)) as pool:
+        return sorted(info.step for info in pool.versions())
+
+
+@pytest.mark.parametrize("save", [by_checkpointer, by_writer])
+@pytest.mark.parametrize("place", ["pools", "memory:64M"])
+def test_a_start_from_another_directory_retires_nothing_that_a_file_leads_to(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    save: Callable[[str, Path, int], None],
+    place: str,
+) -> None:
+    where = place if place.startswith("memory") else tmp_path / place
+    with serving(where) as server:
+        for number in (1, 2, 3):
+            start(tmp_path, number, monkeypatch)
+            save(url(server), tmp_path / "run", number)
+        assert steps(server) == [1, 2, 3]
+        portus.allow(url(server))
+        if save is by_checkpointer:
+            for number in (1, 2, 3):
+                found = portus.load_reference(tmp_path / f"run/{number}.ckpt")
+                assert isinstance(found, dict)
+                assert found["w"][0] == number
+
+
+def test_a_host_that_was_started_again_still_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2, 3):
+        start(tmp_path, number, monkeypatch)
+        with serving(tmp_path / "pools") as server:
+            by_checkpointer(url(server), tmp_path / "run", number)
+            assert steps(server) == list(range(1, number + 1))
+
+
+def test_what_is_removed_from_another_directory_goes_on_the_host_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path / "pools") as server:
+        for number in (1, 2, 3):
+            start(tmp_path, number, monkeypatch)
+            by_checkpointer(url(server), tmp_path / "run", number)
+        start(tmp_path, 4, monkeypatch)
+        with portus.Checkpointer(url(server), "run", keep=1) as trainer:
+            trainer.remove(tmp_path / "run/1.ckpt")
+            trainer.save(state(4), 4, reference=tmp_path / "run/2.ckpt").wait()
+            trainer.wait()
+            assert trainer.steps() == [3, 4]
+        host = HostPool(url(server))
+        assert sorted(each.step for each in host.holds()) == [3, 4]
+        host.close()
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.long)])
+def test_restarts_from_new_directories_and_then_gc_leave_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(gc, "YOUNG_S", 0)
+    with serving(tmp_path / "pools") as server:
+        for number in range(1, count + 1):
+            start(tmp_path, number, monkeypatch)
+            by_checkpointer(url(server), Path("ckpt").absolute(), number)
+            assert len(steps(server)) == number
+            if number < count:
+                monkeypatch.chdir(tmp_path)
+                shutil.rmtree(tmp_path / f"start {number}")
+        (pool,) = portus_json("gc", url(server))["pools"]
+        assert pool["retired"] == [], "nobody said that they are gone"
+        (pool,) = portus_json("gc", url(server), "--missing")["pools"]
+        assert len(pool["retired"]) == count - 1
+        assert steps(server) == [count]
