@@ -28,7 +28,7 @@ from typing import Any, Final
 
 import portus
 from portus_accelerate import capture, is_on, resume
-from portus_accelerate.saver import Saver
+from portus_accelerate.saver import Pickled, Saver
 from portus_accelerate.settings import from_environment, from_mapping
 from portus_accelerate.standing import ON, status, tell
 
@@ -127,6 +127,9 @@ def _changes() -> list[tuple[Any, str, Any]]:
 
 def _saver_of(accelerator: Any) -> Saver | None:
     found = accelerator.__dict__.get(_SAVER)
+    if isinstance(found, Pickled):
+        found = Saver(accelerator, found.settings)
+        setattr(accelerator, _SAVER, found)
     return found if isinstance(found, Saver) and found.is_on() else None
 
 

@@ -17,6 +17,7 @@ import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -44,6 +45,14 @@ _BYPASSES: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """What becomes of a ``Saver`` in a copy or a pickle of its ``Accelerator``: who uses that one
+    needs a Saver of its own, and pools go into no pickle."""
+
+    settings: Settings
+
+
 class Saver:
     """Saves and loads for one ``Accelerator``. Its methods are called on every process."""
 
@@ -69,6 +78,9 @@ class Saver:
                 # Never saves, so it makes no file: while one is open, Portus learns which
                 # optimizer steps what, and the first save too is copied in the background.
                 self._watch = portus.Checkpointer(".portus", f"watch-{os.urandom(8).hex()}")
+
+    def __reduce__(self) -> tuple[type[Pickled], tuple[Settings]]:
+        return Pickled, (self._settings,)
 
     def is_on(self) -> bool:
         """False where checkpoints are left to Accelerate."""

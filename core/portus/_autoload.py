@@ -11,7 +11,7 @@ def this_is_a_reference_run_portus_materialize(text: str) -> object:
     """What ``torch.load`` calls for a reference file; ``text`` is the string in it.
 
     Named so that a machine without Portus prints what to do. Returns the verified state, on the
-    CPU: ``map_location`` is not seen here. Raises ``PortusError``.
+    CPU or, for ``map_location="meta"``, without memory. Raises ``PortusError``.
     """
     from portus.client.resolve import load_text
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import pickle
 import shutil
 import sys
 import threading
@@ -120,6 +122,20 @@ def closed() -> Iterator[None]:
                 each.close()
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_an_accelerator_is_copied_and_pickled_as_stock_is(tmp_path: Path, copied: Any) -> None:
+    scene = Scene(tmp_path)
+    scene.accelerator.save_state(str(tmp_path / "one"))
+    made = copied(scene.accelerator)
+    made.save_state(str(tmp_path / "two"))
+    portus_accelerate.wait(made)
+    assert sorted(os.listdir(tmp_path / "two")) == FILES
+    assert portus.is_reference(tmp_path / "two" / "optimizer.bin")
+    for each in (made, scene.accelerator):
+        each.end_training()
+    assert torch.load(tmp_path / "two" / "optimizer.bin")["param_groups"]
 
 
 @pytest.mark.parametrize("safe", [True, False])

@@ -184,8 +184,31 @@ def allow(pool: str | os.PathLike[str]) -> None:
 def load_text(text: str, pools: Pools = POOLS) -> object:
     """What ``torch.load`` gets for the string in a reference file. Raises as ``load_reference``."""
     reference = decode_text(text)
-    path = _path_being_loaded(sys._getframe(1))
+    asked = _asked_of_torch(sys._getframe(1))
+    path = _path_of(asked.get("f"))
+    if asked.get("mmap"):
+        _say_once(
+            f"{path or 'what is loaded'} is a reference: mmap=True has no effect, all of its state "
+            "is read into memory. portus materialize makes a file of it that can be mapped"
+        )
+    if str(asked.get("map_location")) == "meta":
+        return _use(reference, path, pools, _load_on_meta)
     return _load(reference, path, pools)
+
+
+def _load_on_meta(pool: ReadablePool, token: bytes, found: Reference) -> object:
+    from portus.client.restore import load_on_meta
+
+    return pool.use_version(token, lambda reader, entry: load_on_meta(reader, entry, found.part))
+
+
+_said: Final[set[str]] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)
 
 
 def is_reference(path: str | os.PathLike[str]) -> bool:
@@ -490,14 +513,14 @@ def _is_near(target: str, path: str) -> bool:
     return True
 
 
-def _path_being_loaded(frame: FrameType | None) -> str | None:
-    """The absolute path that ``torch.load`` up the stack was called for; None if it had none."""
+def _asked_of_torch(frame: FrameType | None) -> dict[str, object]:
+    """What ``torch.load`` up the stack was called with; nothing if it was not called."""
     while frame is not None:
         name = frame.f_globals.get("__name__")
         if name == "torch.serialization" and frame.f_code.co_name == "load":
-            return _path_of(frame.f_locals.get("f"))
+            return frame.f_locals
         frame = frame.f_back
-    return None
+    return {}
 
 
 def _path_of(source: object) -> str | None:

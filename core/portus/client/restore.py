@@ -17,7 +17,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -188,6 +188,8 @@ def outlined(
     entry: VersionEntry,
     part: str | None = None,
     keep: Callable[[str], bool] | None = None,
+    *,
+    device: Literal["cpu", "meta"] = "cpu",
 ) -> Iterator[Outline]:
     """A version, or the value of its key ``part``, or what has key paths to ``keep``, without the
     bytes of its tensors: memory is set aside for them, which nobody touches and so nobody has. All
@@ -203,10 +205,16 @@ def outlined(
         read = np.intersect1d(needed, _of_arrays(opened))
         storages = _fetch(opened, read)
         for index in np.setdiff1d(needed, read).tolist():
-            storages[index] = torch.UntypedStorage(int(lengths[index]))
+            storages[index] = torch.UntypedStorage(int(lengths[index]), device=device)
         state = _part(_assembled(opened, storages, wanted), opened, part)
         places = {each._cdata: index for index, each in enumerate(storages) if each is not None}
         yield Outline(state, places, opened.record, opened.tensors)
+
+
+def load_on_meta(pool: PoolReader, entry: VersionEntry, part: str | None = None) -> object:
+    """As ``load_part``, with tensors on the device "meta": their bytes are not read."""
+    with outlined(pool, entry, part, device="meta") as outline:
+        return outline.state
 
 
 def load_where(pool: PoolReader, entry: VersionEntry, keep: Callable[[str], bool]) -> object:
@@ -312,9 +320,16 @@ class _Pairs:
                 continue
             if target.shape != spec.shape:
                 self._misshapen.append(
-                    f"{name}: the version has {list(spec.shape)}, the state {list(target.shape)}"
+                    f"size mismatch for {name}: the version has {list(spec.shape)}, the state "
+                    f"{list(target.shape)}"
                 )
-            self.found.append((spec, view_of(target, flat.storages[target.storage])))
+            elif not _repeated(target) <= _repeated(spec):
+                self._misshapen.append(
+                    f"{name} is expanded in the state: several of its elements are one place in "
+                    "memory, and the version has a value for each; restore into what it was "
+                    "expanded from, or into a contiguous() copy"
+                )
+            self.found.append((spec, _shown(target, flat.storages[target.storage])))
         self.missing = [
             name for name in targets if name not in seen and (keep is None or keep(name))
         ]
@@ -322,7 +337,7 @@ class _Pairs:
 
     def complain(self, strict: bool) -> None:
         """Raise ``UsageError`` if they do not fit."""
-        lines = [f"size mismatch for {line}" for line in self._misshapen]
+        lines = list(self._misshapen)
         if strict and self.missing:
             lines.append(f"missing in the version: {', '.join(self.missing)}")
         if strict and self.unexpected:
@@ -338,6 +353,19 @@ def view_of(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, spec.dtype)
     blank = torch.empty(0, dtype=dtype, device=storage.device)
     return blank.set_(storage, spec.offset, spec.shape, spec.strides)
+
+
+def _shown(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
+    """The same, with lazy bits: what is copied to it reads back as it was."""
+    tensor = view_of(spec, storage)
+    tensor = tensor.conj() if spec.conjugate else tensor
+    return torch._neg_view(tensor) if spec.negative else tensor
+
+
+def _repeated(spec: TensorSpec) -> set[int]:
+    """Dimensions along which all elements are one place in memory."""
+    rows = enumerate(zip(spec.shape, spec.strides, strict=True))
+    return {index for index, (size, stride) in rows if size > 1 and stride == 0}
 
 
 def _load(
@@ -470,7 +498,11 @@ def _fill(opened: _Opened, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> None
             storage = _fetch(opened, np.array([index], np.int64))[index]
             assert storage is not None
             for spec, target in users:
-                target.copy_(resolved(spec, view_of(spec, storage)))
+                source = resolved(spec, view_of(spec, storage))
+                for dim, stride in enumerate(target.stride()):
+                    if stride == 0 and target.shape[dim]:
+                        source, target = source.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
+                target.copy_(source)
 
 
 def resolved(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
@@ -487,7 +519,7 @@ def _is_whole(spec: TensorSpec, target: torch.Tensor, length: int) -> bool:
         and target.nbytes == length
         and tuple(target.stride()) == spec.strides
         and target.is_contiguous()
-        and not (spec.conjugate or spec.negative)
+        and not (spec.conjugate or spec.negative or target.is_conj() or target.is_neg())
     )
 
 

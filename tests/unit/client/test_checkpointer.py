@@ -242,6 +242,40 @@ def test_restore_into_by_names_leaves_the_rest_alone(
     assert target["step"] == 4
 
 
+def test_restore_into_what_has_lazy_bits_reads_back_as_saved(checkpointer: Checkpointer) -> None:
+    saved = torch.randn(4, 3, dtype=torch.complex64)
+    names = ("plain", "conjugate", "negative", "both")
+    for source in (saved, saved.conj(), torch._neg_view(saved)):
+        checkpointer.save(dict.fromkeys(names, source.clone()), 1, synchronous=True)
+        checkpointer.save(dict.fromkeys(names, source), 2, synchronous=True)
+        for step in (1, 2):
+            blank = [torch.zeros(4, 3, dtype=torch.complex64) for _ in names]
+            target = {
+                "plain": blank[0],
+                "conjugate": blank[1].conj(),
+                "negative": torch._neg_view(blank[2]),
+                "both": torch._neg_view(blank[3].conj()),
+            }
+            checkpointer.restore_into(target, step)
+            for tensor in target.values():
+                assert torch.equal(tensor, source)
+
+
+def test_restore_into_an_expanded_tensor_is_refused_before_anything_is_written(
+    checkpointer: Checkpointer,
+) -> None:
+    checkpointer.save({"a": torch.ones(3), "b": torch.arange(6.0).view(2, 3)}, 1, synchronous=True)
+    target = {"a": torch.zeros(3), "b": torch.zeros(3).expand(2, 3)}
+    with pytest.raises(UsageError, match="which is untouched: b is expanded in the state"):
+        checkpointer.restore_into(target)
+    assert not target["a"].any()
+    row = torch.arange(3.0)
+    checkpointer.save({"a": torch.ones(3), "b": row.expand(2, 3)}, 2, synchronous=True)
+    checkpointer.restore_into(target)
+    assert torch.equal(target["b"], row.expand(2, 3))
+    assert torch.equal(target["a"], torch.ones(3))
+
+
 def test_restore_into_renames(checkpointer: Checkpointer) -> None:
     checkpointer.save({"old": torch.arange(4)}, 0)
     target = {"new": torch.zeros(4, dtype=torch.int64)}

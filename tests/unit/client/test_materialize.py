@@ -313,3 +313,32 @@ def test_a_save_in_flight_is_waited_for(run: Run) -> None:
         made.save(numbers(5), 5, reference=path)
         materialize(path)
     assert torch.load(path)["step"] == 5
+
+
+# --- what torch.load is asked for ---
+
+
+def test_on_the_meta_device_tensors_have_no_memory(run: Run) -> None:
+    path = run.save("a.ckpt", everything())
+    for location in ("meta", torch.device("meta")):
+        found = torch.load(path, map_location=location, weights_only=False)
+        tensors = [found["views"][1], found["parameter"], found["conjugate"], found["large"]]
+        assert all(each.is_meta for each in tensors)
+        assert found["views"][3].stride() == (2,)
+        assert isinstance(found["parameter"], torch.nn.Parameter)
+        assert found["conjugate"].is_conj()
+        assert np.array_equal(found["array"], np.arange(40_000.0).reshape(200, 200))
+        assert found["plain"]["a"] == 1
+    assert not torch.load(path, map_location="cpu", weights_only=False)["large"].is_meta
+
+
+def test_that_nothing_is_mapped_is_said_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    path = run.save("a.ckpt", numbers())
+    for _ in range(2):
+        assert torch.load(path, mmap=True)["step"] == 1
+        torch.load(path)
+    said = [each.getMessage() for each in caplog.records if "mmap=True" in each.getMessage()]
+    assert said == [
+        f"{path} is a reference: mmap=True has no effect, all of its state is read into memory. "
+        "portus materialize makes a file of it that can be mapped"
+    ]
