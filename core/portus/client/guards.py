@@ -68,6 +68,12 @@ _LIGHTNING: Final = tuple(
     )
 )
 
+_AVERAGES: Final = tuple(
+    f"{place}.{method}"
+    for place in ("torch_ema.ema:ExponentialMovingAverage", "diffusers.training_utils:EMAModel")
+    for method in ("copy_to", "restore")
+)
+
 GUARDED: Final = (
     Guarded("torch.nn.modules.module:Module.load_state_dict", _of_module),
     Guarded("torch.nn.functional:_no_grad_embedding_renorm_", _of_tensor),
@@ -82,7 +88,7 @@ GUARDED: Final = (
     Guarded(
         "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.resolve_tensor", _of_any
     ),
-    *(Guarded(place, _of_any) for place in _LIGHTNING),
+    *(Guarded(place, _of_any) for place in (*_LIGHTNING, *_AVERAGES)),
 )
 
 Wait = Callable[[Written], None]

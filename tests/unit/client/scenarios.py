@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -416,6 +417,32 @@ def loaded_by_portus_dcp() -> Iterator[State]:
             dcp.load(into, storage_reader=reader, planner=planner, no_dist=True)
 
 
+def swapped_by_torch_ema() -> Iterator[State]:
+    from torch_ema import ExponentialMovingAverage
+
+    model = perceptron()
+    average = ExponentialMovingAverage(model.parameters(), decay=0.5)
+    for state in trained(model, torch.optim.AdamW(model.parameters())):
+        yield {**state, "average": average.state_dict()}
+        with average.average_parameters():
+            yield state
+        average.update()
+
+
+def swapped_by_diffusers() -> Iterator[State]:
+    from diffusers.training_utils import EMAModel
+
+    model = perceptron()
+    average = EMAModel(model.parameters(), decay=0.5)
+    for state in trained(model, torch.optim.AdamW(model.parameters())):
+        yield {**state, "average": average.state_dict()}
+        average.store(model.parameters())
+        average.copy_to(model.parameters())
+        yield state
+        average.restore(model.parameters())
+        average.step(model.parameters())
+
+
 OTHERS: dict[str, Scenario] = {
     "batch norm": batch_norm,
     "ema in a plain loop": ema_in_a_plain_loop,
@@ -437,4 +464,7 @@ OTHERS: dict[str, Scenario] = {
     "Lightning StochasticWeightAveraging": lightning_ends_with_stochastic_averaging,
     "torch DCP load": loaded_by_torch_dcp,
     "Portus DCP load": loaded_by_portus_dcp,
+    "torch-ema": swapped_by_torch_ema,
 }
+if sys.version_info >= (3, 11):  # as newer releases of diffusers
+    OTHERS["diffusers EMAModel"] = swapped_by_diffusers
