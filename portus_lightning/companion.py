@@ -199,6 +199,13 @@ def plugin_of(trainer: Any) -> PortusIO | None:
     return None
 
 
+def is_to_be_passed_over(trainer: Any, path: str) -> bool:
+    """True if the save of the checkpoint at ``path`` was cut off: it is put aside then. On every
+    rank, before any has its pool open."""
+    io = plugin_of(trainer)
+    return io is not None and io.is_on() and io.put_aside(path)
+
+
 def metrics_of(stats: portus.SaveStats) -> dict[str, float]:
     """What loggers get for one save. ``blocked_ms`` is all that training felt of it."""
     return {

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pytorch_lightning import Callback
 
-from portus_lightning.companion import CompanionHooks
+from portus_lightning.companion import CompanionHooks, is_to_be_passed_over
+from portus_lightning.stock import choose_again
 
 
 class PortusCompanion(CompanionHooks, Callback):
     """See ``companion``. A class of a module, so that a Trainer that holds it can be pickled."""
+
+
+choose_again("pytorch_lightning", is_to_be_passed_over)

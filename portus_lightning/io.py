@@ -37,6 +37,9 @@ _WRITERS_MAX: Final = 64
 
 _NAME_MAX: Final = 120
 
+_MENDED_S: Final = 10.0
+"""The longest wait for other ranks that put the same pool in order."""
+
 
 _KEPT: Final = (
     "materialize",
@@ -279,6 +282,18 @@ class PortusIO(CheckpointIO):
         self._saved = {}
         self._copies = Copies(self._copy_to, self._copy_every_s) if self._copy_to else None
         self._number = 1
+
+    def put_aside(self, path: str) -> bool:
+        """If the save of the file at ``path`` was cut off before it was committed, put it aside;
+        True if it is not there any more. Leaves alone what another process is saving."""
+        reference = portus.read_reference(path) if os.path.isfile(path) else None
+        if reference is None:
+            return False
+        place, _, links = self._place_of(os.path.dirname(os.path.realpath(path)))
+        gone = portus.mend(
+            place, uncommitted=True, links=links, model=reference.model, wait_s=_MENDED_S
+        )
+        return os.path.realpath(path) in map(os.path.realpath, gone) or not os.path.exists(path)
 
     def make_room(self, directory: str, size: int) -> None:
         """Training starts, and checkpoints of about ``size`` bytes will go to ``directory``.

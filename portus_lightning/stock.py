@@ -8,11 +8,13 @@ both: it is registered with the abstract base class of each copy that the progra
 from __future__ import annotations
 
 import abc
+import functools
 import importlib
 import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 _log: Final = logging.getLogger("portus_lightning")
@@ -66,6 +68,32 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
     elif "://" in text or "::" in text:
         return None
     return os.path.abspath(text)
+
+
+def choose_again(copy: str, is_to_be_passed_over: Callable[[Any, str], bool]) -> None:
+    """Where a Trainer of this copy of Lightning looks for the checkpoint to resume from: ask about
+    the one that it found, and have it look again if that is to be passed over.
+
+    A path that the user named is not asked about. Nothing happens where Lightning looks otherwise.
+    """
+    module = importlib.import_module(f"{copy}.trainer.connectors.checkpoint_connector")
+    connector = getattr(module, "_CheckpointConnector", None)
+    select = getattr(connector, "_select_ckpt_path", None)
+    if connector is None or select is None or hasattr(select, "portus_asks"):
+        return
+
+    @functools.wraps(select)
+    def selected(self: Any, state_fn: Any, ckpt_path: Any, *more: Any, **named: Any) -> Any:
+        while True:  # ends: what is passed over is not found again
+            found = select(self, state_fn, ckpt_path, *more, **named)
+            if found is None or ckpt_path not in (None, "last", "hpc"):
+                return found
+            local = local_path(found)
+            if local is None or not is_to_be_passed_over(self.trainer, local):
+                return found
+
+    selected.portus_asks = True  # type: ignore[attr-defined]
+    connector._select_ckpt_path = selected
 
 
 _said: Final[set[str]] = set()

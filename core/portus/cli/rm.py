@@ -98,6 +98,7 @@ def _remove_versions(
                 host.retire(ids)
             continue
         with writing(path) as (writer, keeper):
+            keeper.renounce(ids)
             writer.retire(ids)
             keeper.deleted()  # forgets the links of what is gone
     return [version_document(each.info) for each in found]

@@ -36,7 +36,7 @@ from portus.errors import (
 from portus.format.layout import Kind
 from portus.format.reference import Reference
 from portus.index.directory import place_named
-from portus.index.pool import PoolReader
+from portus.index.pool import PoolReader, PoolWriter
 from portus.index.records import VersionEntry
 from portus.media import calls
 from portus.pipeline.audit import GUARDS, Auditor, Guard
@@ -749,6 +749,7 @@ class Checkpointer:
         writer = self._home.open()
         try:
             keeper = self._home.keeper(writer)
+            keeper.begin(None if isinstance(writer, PoolWriter) else self.model)
             self._before = self._newest_of(writer)
         except BaseException:
             self._home.close(made=False)

@@ -6,6 +6,7 @@ all deleted behind our back goes when its space is needed. Order of changes: see
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -24,6 +25,7 @@ from portus.errors import MediumError
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
 from portus.index.directory import links_directory, make_directory
+from portus.index.groups import part_of
 from portus.index.roots import Superblock
 from portus.media.base import Medium
 from portus.media.file import PlainFile
@@ -31,6 +33,9 @@ from portus.media.local import LocalFiles
 from portus.spec import VersionInfo
 
 _log: Final = logging.getLogger("portus")
+
+ASIDE: Final = ".uncommitted"
+"""Behind the name of a reference file whose save was cut off."""
 
 
 class HeldPool(Protocol):
@@ -111,6 +116,7 @@ class Keeper:
         self._going: tuple[Going, ...] = ()
         self._leaving: set[str] = set()
         """Tokens of versions that are being retired, or were."""
+        self._begun = False
         self._seen: list[Link] = []
         """The links when they were looked at last."""
         self._untold: list[Reference] = []
@@ -287,40 +293,114 @@ class Keeper:
             and files_of.state_of(each, self._directory, self._files) is State.ALIVE
         }
 
-    def mend(self, *, uncommitted: bool, cut_off: Collection[bytes] = ()) -> list[str]:
+    def begin(self, model: str | None) -> None:
+        """A run starts, the first of this process with this pool: put aside the files that lead to
+        a state of which nothing was ever committed. Of one model, or of all."""
+        with self._guard:
+            begun, self._begun = self._begun, True
+        if begun:
+            return  # and there may be saves in flight
+        try:
+            for path, each in self._uncommitted(model, frozenset()).items():
+                if each.part is None and part_of(each.model) is None:  # others are mended as wholes
+                    self._put_aside(path, each)
+        except MediumError as error:
+            _log.warning("portus: files of saves that were cut off stay: %s", error)
+
+    def mend(
+        self, *, uncommitted: bool, cut_off: Collection[bytes] = (), model: str | None = None
+    ) -> list[str]:
         """Undo what the death of a process left half done; the paths of files that are gone.
 
         Files of one directory that lead to parts of a state come to lead to parts of the same
         version, the newest one: a save into an existing directory was cut off while it replaced
-        them. uncommitted: remove files whose version was never committed, or was retired.
+        them. uncommitted: put files aside whose save was never committed, of one model or of all.
         cut_off: tokens of versions that count as never committed, since other parts of their
         group are not. Files that lead to another pool, which was here once, are left alone.
         """
+        lost = self._uncommitted(model, cut_off) if uncommitted else {}
+        infos = [entry.info for entry in self._writer.catalogue().entries()]
+        committed = {info.token.hex(): info for info in infos if info.token not in cut_off}
+        found = {path: each for path, each in self._placed().items() if each.token in committed}
+        newest: dict[str, VersionInfo] = {}
+        for path, each in found.items():
+            if each.part is not None:
+                home, info = os.path.dirname(path), committed[each.token]
+                newest[home] = max(newest.get(home, info), info, key=lambda info: info.commit)
+        for path, each in found.items():
+            best = newest.get(os.path.dirname(path)) if each.part else None
+            if best is not None and committed[each.token].commit < best.commit:
+                self.replace(path, best, each.part)
+        for path, each in lost.items():
+            self._put_aside(path, each)
+        return list(lost)
+
+    def _placed(self) -> dict[str, Reference]:
+        """The reference files that lead to this pool, by path. What was moved is left out: who did
+        it may know why."""
         uuid = self._writer.superblock.uuid.hex()
         self._read_links()
-        placed = {
+        return {
             link.path: link.reference
             for link in self._links()
             if link.state is State.ALIVE and link.path and link.reference.pool == uuid
-        }  # what was moved is left alone: who did it may know why
+        }
+
+    def _uncommitted(self, model: str | None, cut_off: Collection[bytes]) -> dict[str, Reference]:
+        """The files that lead to what was never committed. Who retires what a file leads to
+        forgets its link first (``renounce``), so these were not retired."""
         infos = [entry.info for entry in self._writer.catalogue().entries()]
-        committed = {info.token.hex(): info for info in infos if info.token not in cut_off}
-        newest: dict[str, VersionInfo] = {}
-        for path, each in placed.items():
-            info = committed.get(each.token)
-            if info is not None and each.part is not None:
-                home = os.path.dirname(path)
-                newest[home] = max(newest.get(home, info), info, key=lambda info: info.commit)
-        removed = []
-        for path, each in placed.items():
-            info = committed.get(each.token)
-            best = newest.get(os.path.dirname(path)) if each.part else None
-            if info is None and uncommitted:
-                self.remove(path)
-                removed.append(path)
-            elif info is not None and best is not None and info.commit < best.commit:
-                self.replace(path, best, each.part)
-        return removed
+        committed = {info.token.hex() for info in infos if info.token not in cut_off}
+        return {
+            path: each
+            for path, each in self._placed().items()
+            if each.token not in committed and model in (None, each.model)
+        }
+
+    def _put_aside(self, path: str, reference: Reference) -> None:
+        """Rename a file whose save was never committed: it would be taken for a checkpoint."""
+        aside = path + ASIDE
+        for number in itertools.count(2):
+            if self._files.status(aside) is None:
+                break
+            aside = f"{path}{ASIDE}-{number}"
+        newest = self._newest_file(reference.model)
+        if newest is not None:
+            files_of.lead_links_to(newest, path)  # a last.ckpt that leads nowhere is a fresh start
+        self._files.replace(path, aside)
+        self._files.sync(os.path.dirname(path))
+        self._forget(reference)
+        with self._guard:
+            self._known.pop(reference.id, None)
+            self._untold = [each for each in self._untold if each.id != reference.id]
+        _log.warning(
+            "portus: the save of step %s to %s was cut off and never committed: the file is %s now",
+            reference.step,
+            path,
+            os.path.basename(aside),
+        )
+
+    def _newest_file(self, model: str) -> str | None:
+        """The path of a file of the newest version of ``model`` that has one."""
+        infos = [entry.info for entry in self._writer.catalogue().entries()]
+        commits = {info.token.hex(): info.commit for info in infos if info.model == model}
+        found = [
+            (commits[each.token], path)
+            for path, each in self._placed().items()
+            if each.token in commits
+        ]
+        return max(found, default=(0, None))[1]
+
+    def renounce(self, versions: Collection[int]) -> None:
+        """These are about to be retired, although files lead there: from now on those are not
+        known, and not taken for files of saves that were cut off."""
+        entries = self._writer.catalogue().entries()
+        tokens = {entry.info.token.hex() for entry in entries if entry.info.id in versions}
+        for link in self._links():
+            if link.reference.token in tokens:
+                self._forget(link.reference)
+                with self._guard:
+                    self._known.pop(link.reference.id, None)
 
     def held(self, catalogue: Catalogue, coming: InFlight | None = None) -> set[int]:
         """Versions that reference files lead to, as far as is known without looking. ``coming``:

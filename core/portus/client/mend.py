@@ -14,7 +14,7 @@ from portus.client.keeper import Keeper, keeper_of
 from portus.client.reference import links as links_in
 from portus.client.resolve import POOLS
 from portus.errors import BusyError, UsageError
-from portus.index.directory import WRITERS, links_directory, pool_files
+from portus.index.directory import WRITERS, links_directory, pool_file, pool_files
 from portus.index.groups import Group, part_model
 from portus.media import calls
 from portus.media.local import LocalFiles
@@ -26,49 +26,57 @@ _CLAIM_S: Final = 2.0
 
 @calls.entry
 def mend(
-    pool: str | os.PathLike[str], *, uncommitted: bool = False, links: str | None = None
+    pool: str | os.PathLike[str],
+    *,
+    uncommitted: bool = False,
+    links: str | None = None,
+    model: str | None = None,
+    wait_s: float = 0.0,
 ) -> list[str]:
     """Put the reference files of a pool, or of all pools in a directory, in order.
 
     For adapters whose checkpoint is a directory of reference files, before they look for the
     newest one. A save into an existing directory may have been cut off while its files were
     replaced: they come to lead to one version again, the newest. uncommitted: files that lead to
-    nothing, since their save was cut off, are removed; those to parts of a group of which other
-    ranks committed nothing count as such.
+    nothing, since their save was cut off, are renamed to ``.uncommitted``; those to parts of a
+    group of which other ranks committed nothing count as such.
+
+    model: only the files of this model, and the pool file that it has in a directory.
+    wait_s: the longest wait for another process that has a pool file open, which may be mending it.
 
     links: with a storage host, whose references the trainers of this machine know, what
     ``Checkpointer`` was given; None: ``.portus`` in the current directory.
 
-    Returns the paths of files that were removed. A pool that somebody writes is left alone, and a
-    model that somebody saves to a host; no pool is no error. Raises ``MediumError``,
+    Returns the paths at which there is no file any more. A pool that somebody writes is left
+    alone, and a model that somebody saves to a host; no pool is no error. Raises ``MediumError``,
     ``CorruptionError``; ``TransportError`` and what a host refuses.
     """
     place = place_of(pool)
     on_host = is_address(place)
-    paths = host_links(place, links) if on_host else _pool_files(place)
+    paths = host_links(place, links) if on_host else _pool_files(place, model)
     if not paths or (on_host and _is_open_here(_uuid_of(place))):
         return []  # what this process saves there it would wait for in vain
     cut_off = _cut_off(place) if uncommitted else set()
     removed = []
     for path in paths:
-        with _of_host(place, path) if on_host else _of_file(path) as keeper:
+        with _of_host(place, path) if on_host else _of_file(path, wait_s) as keeper:
             if keeper is not None:
-                removed += keeper.mend(uncommitted=uncommitted, cut_off=cut_off)
+                removed += keeper.mend(uncommitted=uncommitted, cut_off=cut_off, model=model)
     return removed
 
 
-def _pool_files(place: str) -> list[str]:
+def _pool_files(place: str, model: str | None) -> list[str]:
     try:
-        return pool_files(place)
+        return pool_files(place if model is None else pool_file(place, model))
     except UsageError:
         return []
 
 
 @contextlib.contextmanager
-def _of_file(path: str) -> Iterator[Keeper | None]:
+def _of_file(path: str, wait_s: float) -> Iterator[Keeper | None]:
     """The reference files of a pool file, which is nobody else's meanwhile; None if it is."""
     try:
-        writer = WRITERS.open(path, timeout_s=0)
+        writer = WRITERS.open(path, timeout_s=wait_s)
     except BusyError:
         yield None
         return

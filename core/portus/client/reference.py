@@ -49,6 +49,7 @@ deleted        by a user, or replaced by a process that was killed: the name may
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import itertools
@@ -250,6 +251,25 @@ def strays(directory: str, files: FileSystem, pool: str, survey: Survey) -> list
             judge.adopt(path, reference, None)
             found.append(reference)
     return found
+
+
+def lead_links_to(target: str, path: str) -> None:
+    """Let the symbolic links beside ``path`` that lead to it lead to ``target``. Each is replaced
+    atomically. Raises ``MediumError``."""
+    directory = os.path.dirname(path)
+    try:
+        for name in os.listdir(directory):
+            link = os.path.join(directory, name)
+            if os.path.islink(link) and os.path.realpath(link) == os.path.realpath(path):
+                second = os.path.join(directory, f".{name}{_NEW}")
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(second)
+                os.symlink(os.path.relpath(target, directory), second)
+                os.replace(second, link)
+    except FileNotFoundError:
+        return  # there is no such directory here
+    except OSError as error:
+        raise MediumError(error.errno, f"cannot link to {target}: {error.strerror}") from error
 
 
 def forget(reference: Reference, directory: str, files: FileSystem) -> None:

@@ -1,0 +1,105 @@
+"""Trainings that are killed in a save, and what the next one makes of the file that is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import portus
+from portus_lightning import PortusIO
+from tests.adapters.tiny import BATCHES, NO_FUSS, Net, every_step, files, loader, trainer
+
+pytestmark = [
+    *NO_FUSS,
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
+]
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from portus.client.keeper import Keeper
+from tests.adapters.test_lightning_uncommitted import fit
+
+saves = iter(range(1, 99))
+settle = Keeper.settle
+
+def die_in_save(keeper, paths):
+    if paths and next(saves) == int(sys.argv[2]):  # the file is there, and nothing is committed
+        os.kill(os.getpid(), 9)
+    settle(keeper, paths)
+
+Keeper.settle = die_in_save
+fit(Path(sys.argv[1]))
+"""
+
+
+def fit(root: Path, resume: Any = None) -> Net:
+    net = Net()
+    callbacks = [every_step(root, save_last="link")]  # last.ckpt is a symbolic link
+    made = trainer(root, plugin=PortusIO(materialize="none"), callbacks=callbacks)
+    made.fit(net, loader(), ckpt_path=resume)
+    return net
+
+
+def killed_in_save(root: Path, number: int) -> None:
+    command = [sys.executable, "-c", KILLED, str(root), str(number)]
+    ended = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+def linked(root: Path, step: int) -> None:
+    """As Lightning does right after it asked for the save; it may have been killed before."""
+    link = root / "ckpt" / "last.ckpt"
+    link.unlink(missing_ok=True)
+    link.symlink_to(f"step={step}.ckpt")
+
+
+def test_a_run_that_died_before_its_first_commit_starts_anew(tmp_path: Path) -> None:
+    killed_in_save(tmp_path, 1)
+    linked(tmp_path, 1)
+    assert "step=1.ckpt" in files(tmp_path)
+    net = fit(tmp_path, "last")
+    assert [step for step, _ in net.seen] == list(range(BATCHES))
+    assert "step=1-v1.ckpt" not in files(tmp_path)
+    assert torch.load(tmp_path / "ckpt" / "step=1.ckpt")["global_step"] == 1
+
+
+def test_each_file_of_a_run_that_was_killed_and_resumed_leads_to_its_own_step(
+    tmp_path: Path,
+) -> None:
+    killed_in_save(tmp_path, 4)
+    linked(tmp_path, 4)
+    net = fit(tmp_path, "last")
+    assert [step for step, _ in net.seen] == [3, 4, 5]
+    found = files(tmp_path)
+    assert "step=4.ckpt.uncommitted" in found
+    checkpoints = [name for name in found if name.endswith(".ckpt") and name != "last.ckpt"]
+    assert torch.load(tmp_path / "ckpt" / "last.ckpt")["global_step"] == BATCHES
+    assert checkpoints == [f"step={step}.ckpt" for step in range(1, BATCHES + 1)]
+    for step, name in enumerate(checkpoints, 1):
+        assert torch.load(tmp_path / "ckpt" / name)["global_step"] == step
+
+
+@pytest.mark.long
+def test_an_absent_pool_is_an_error_and_no_fresh_start(tmp_path: Path) -> None:
+    killed_in_save(tmp_path, 3)
+    (tmp_path / ".portus").rename(tmp_path / "elsewhere")
+    before = files(tmp_path)
+    with pytest.raises(portus.UsageError, match="not beside"):
+        fit(tmp_path, "last")
+    assert files(tmp_path) == before
+
+
+@pytest.mark.long
+def test_a_checkpoint_that_the_user_names_is_loaded_as_it_was(tmp_path: Path) -> None:
+    killed_in_save(tmp_path, 3)
+    net = fit(tmp_path, os.fspath(tmp_path / "ckpt" / "step=3.ckpt"))
+    assert net.seen[0][0] == 2

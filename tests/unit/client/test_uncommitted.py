@@ -1,0 +1,117 @@
+"""Reference files of saves that were cut off are told from checkpoints, and put aside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import portus
+from portus.cli.app import app
+
+CUT_OFF = """
+import os, sys, torch, portus
+from portus.client.keeper import Keeper
+pool, paths = sys.argv[1], sys.argv[2:]
+checkpointer = portus.Checkpointer(pool, "run", keep=1)
+for step, path in enumerate(paths[:-1]):
+    checkpointer.save({"step": step}, step, reference=path).wait()
+checkpointer._queue.catch_up()
+
+def die(*_):
+    os.kill(os.getpid(), 9)
+
+Keeper.settle = die  # when the file is at its place, and nothing is committed yet
+checkpointer.save({"step": len(paths)}, len(paths), reference=paths[-1]).wait()
+"""
+
+
+OPEN = """
+import sys, portus
+checkpointer = portus.Checkpointer(sys.argv[1], "other")  # another model: a file of its own
+held = portus.Checkpointer(sys.argv[1] + "/run.portus", "another")
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def cut_off(pool: Path, *paths: Path) -> None:
+    """Save to all of ``paths``, killed in the last save."""
+    ended = subprocess.run(
+        [sys.executable, "-c", CUT_OFF, str(pool), *map(str, paths)], check=False, timeout=60
+    )
+    assert ended.returncode == -signal.SIGKILL
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    (tmp_path / "ckpt").mkdir()
+    return [tmp_path / "ckpt" / f"step={step}.ckpt" for step in range(3)]
+
+
+def test_the_file_of_a_save_that_was_cut_off_is_renamed_when_its_run_starts(
+    tmp_path: Path, paths: list[Path]
+) -> None:
+    cut_off(tmp_path / "pools", *paths)
+    assert paths[2].exists()
+    with portus.Checkpointer(tmp_path / "pools", "run", keep=1) as checkpointer:
+        assert sorted(os.listdir(paths[0].parent)) == [
+            "step=0.ckpt",
+            "step=1.ckpt",
+            "step=2.ckpt.uncommitted",
+        ]
+        checkpointer.save({"step": 2}, 2, reference=paths[2]).wait()
+    assert [torch.load(path)["step"] for path in paths] == [0, 1, 2]
+
+
+def test_a_second_one_at_the_same_path_gets_a_name_of_its_own(
+    tmp_path: Path, paths: list[Path]
+) -> None:
+    for _ in range(2):
+        cut_off(tmp_path / "pools", paths[0])
+    with portus.Checkpointer(tmp_path / "pools", "run"):
+        names = sorted(os.listdir(paths[0].parent))
+    assert names == ["step=0.ckpt.uncommitted", "step=0.ckpt.uncommitted-2"]
+
+
+def test_nothing_is_renamed_while_another_process_has_the_pool(
+    tmp_path: Path, paths: list[Path]
+) -> None:
+    cut_off(tmp_path / "pools", *paths)
+    command = [sys.executable, "-c", OPEN, str(tmp_path / "pools")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        before = os.listdir(paths[0].parent)
+        assert portus.mend(tmp_path / "pools", uncommitted=True) == []
+        assert os.listdir(paths[0].parent) == before
+        other.kill()
+
+
+def test_a_file_whose_version_was_retired_by_hand_keeps_its_name(
+    tmp_path: Path, paths: list[Path]
+) -> None:
+    with portus.Checkpointer(tmp_path / "pools", "run", keep=1) as checkpointer:
+        for step, path in enumerate(paths):
+            checkpointer.save({"step": step}, step, reference=path).wait()
+    removed = CliRunner().invoke(app, ["rm", "run@1", "--force", "--pool", str(tmp_path / "pools")])
+    assert removed.exit_code == 0, removed.output
+    with portus.Checkpointer(tmp_path / "pools", "run", keep=1):
+        assert [path.exists() for path in paths] == [True, True, True]
+
+
+def test_a_file_that_leads_to_another_pool_keeps_its_name(
+    tmp_path: Path, paths: list[Path]
+) -> None:
+    cut_off(tmp_path / "pools", *paths)
+    (tmp_path / "pools" / "run.portus").unlink()
+    with portus.Checkpointer(tmp_path / "pools", "run") as checkpointer:
+        checkpointer.save({}, 9).wait()
+    assert [path.exists() for path in paths] == [True, True, True]
