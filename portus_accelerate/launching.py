@@ -42,8 +42,6 @@ def _tell(values: object) -> None:
         raise portus.UsageError(f"{KEY}: expected keys and values, found {values!r}")
     settings = from_mapping(values, KEY)
     if settings.pool is not None:
-        is_path = "://" not in settings.pool  # not a storage host
-        path = os.path.abspath(os.path.expanduser(settings.pool)) if is_path else settings.pool
-        os.environ["PORTUS_POOL"] = path
+        os.environ["PORTUS_POOL"] = str(settings.pool)
     os.environ[VARIABLE] = to_text(settings)
     os.environ.setdefault(FLAG, "1")

@@ -515,18 +515,19 @@ class Saver:
                 self._number += 1
         return self._checkpointer
 
-    def _pool_of(self, directory: str) -> tuple[str, str]:
+    def _pool_of(self, directory: str) -> tuple[portus.Place, str]:
         """The pool for a checkpoint directory, and what the run is called in it."""
-        shared = self._settings.pool or os.environ.get("PORTUS_POOL")
+        shared = self._settings.pool or portus.Place.by_variable()
         root = place.root_of(directory, self._accelerator.project_dir, self._uploaded)
         name = place.name_of(directory, root, is_shared=shared is not None)
-        return shared or os.path.join(root, ".portus"), self._settings.model or name
+        own = portus.Place.named(os.path.join(root, ".portus"))
+        return shared or own, self._settings.model or name
 
     def _make(self, directory: str) -> portus.Checkpointer:
         settings = self._settings
         pool, name = self._pool_of(directory)
         if self._number > 1:
-            if os.path.isfile(pool):
+            if not (pool.is_directory or pool.is_host):
                 raise portus.BusyError(
                     errno.EAGAIN, f"{pool}: another process saves to it; give a directory"
                 )
@@ -593,10 +594,11 @@ class Saver:
         homes = [
             os.path.join(root, ".portus") for root in place.roots(self._accelerator.project_dir)
         ]
-        pools = [self._settings.pool, os.environ.get("PORTUS_POOL"), *homes]
+        own = map(portus.Place.named, homes)
+        pools = [self._settings.pool, portus.Place.by_variable(), *own]
         self._mend([pool for pool in dict.fromkeys(pools) if pool], homes, uncommitted=True)
 
-    def _mend(self, pools: list[str], homes: list[str], *, uncommitted: bool) -> None:
+    def _mend(self, pools: list[portus.Place], homes: list[str], *, uncommitted: bool) -> None:
         """On the process that saves, while the others wait."""
         pairs = itertools.product(pools, homes)  # a home has links, if the pool is on a host
         for pool, home in pairs if self._peers.is_writer else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Final, Literal
 
 import portus
@@ -25,7 +25,7 @@ class Settings:
     The others are those of ``portus.Checkpointer``.
     """
 
-    pool: str | None = None
+    pool: portus.Place | None = None
     model: str | None = None
     on_error: Literal["warn", "raise"] = "warn"
     snapshot: Literal["auto", "sync", "device"] = "auto"
@@ -35,6 +35,8 @@ class Settings:
     guard: Literal["auto", "exact", "probe"] = "auto"
 
     def __post_init__(self) -> None:
+        if self.pool is not None:  # as text in YAML and JSON
+            object.__setattr__(self, "pool", portus.Place.named(self.pool))
         if self.materialize not in ("end", "none"):
             raise portus.UsageError(
                 f"materialize: expected 'end' or 'none', found {self.materialize!r}"
@@ -71,4 +73,5 @@ def from_environment() -> Settings:
 
 def to_text(settings: Settings) -> str:
     """What ``from_environment`` reads."""
-    return json.dumps({key: value for key, value in asdict(settings).items() if value is not None})
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return json.dumps({key: each for key, each in values.items() if each is not None}, default=str)

@@ -128,9 +128,9 @@ class PortusIO(CheckpointIO):
         self.materialize: Literal["end", "all", "none"] = materialize
         self.materialize_within: Final = materialize_within
         self.prepare: bool = prepare
-        self._pool: Final = None if pool is None else os.path.expanduser(os.fspath(pool))
+        self._pool: Final = None if pool is None else portus.Place.named(pool)
         self._model: Final = model
-        self._copy_to: Final = None if copy_to is None else os.fspath(copy_to)
+        self._copy_to: Final = None if copy_to is None else portus.local_path(copy_to, "copy_to")
         self._copy_every_s: Final = copy_every_minutes * 60
         self._settings: Final[dict[str, Any]] = {
             "on_error": on_error,
@@ -188,7 +188,9 @@ class PortusIO(CheckpointIO):
         """
         local = stock.local_path(path)
         if local is None or not portus.is_reference(local):
-            return stock.torch_io().load_checkpoint(path, map_location, weights_only)
+            # Lightning before 2.6 does not know the word.
+            more = {} if weights_only is None else {"weights_only": weights_only}
+            return stock.torch_io().load_checkpoint(path, map_location, **more)
         loaded = _moved(portus.load_reference(local), map_location)
         assert isinstance(loaded, dict), f"{local}: a checkpoint is a dict, found {type(loaded)}"
         return loaded
@@ -236,8 +238,8 @@ class PortusIO(CheckpointIO):
 
     def why_no_shards(self) -> str:
         """Why shards cannot go to the pool that was configured; nothing if they can."""
-        place = self._pool or os.environ.get("PORTUS_POOL") or ""
-        if os.path.exists(place) and not os.path.isdir(place):
+        place = self._shared()
+        if place is not None and not (place.is_directory or place.is_host):
             return f"every rank needs a pool file of its own, and {place} is no directory"
         return ""
 
@@ -400,8 +402,8 @@ class PortusIO(CheckpointIO):
             try:
                 return use(self._open(path))
             except portus.BusyError:
-                place = self._pool or os.environ.get("PORTUS_POOL") or ""
-                one_pool = os.path.exists(place) and not os.path.isdir(place)  # a file, or a device
+                place = self._shared()
+                one_pool = place is not None and not (place.is_directory or place.is_host)
                 if one_pool or self._model is not None or self._number >= _WRITERS_MAX:
                     raise
                 self._close()
@@ -445,13 +447,17 @@ class PortusIO(CheckpointIO):
         self._name = name
         return portus.Checkpointer(place, name, keep=1, links=links, **self._settings)
 
-    def _place_of(self, directory: str) -> tuple[str, str, str]:
+    def _shared(self) -> portus.Place | None:
+        """What the user named, which other runs may share; None: the run has a place of its own."""
+        return self._pool or portus.Place.by_variable()
+
+    def _place_of(self, directory: str) -> tuple[portus.Place, str, str]:
         """For checkpoints in ``directory``: the pool, the run's name in it, and where links are."""
         root = run_root(directory, self._root)
-        shared = self._pool or os.environ.get("PORTUS_POOL")
+        shared = self._shared()
         name = self._model or _name(directory, root, is_shared=shared is not None)
         own = os.path.join(root, ".portus")
-        return shared or own, name, own
+        return shared or portus.Place.named(own), name, own
 
     def _close(self) -> None:
         with self._guard:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from portus.errors import UsageError as UsageError
     from portus.index.check import check as check
     from portus.index.findings import Finding as Finding
+    from portus.index.place import Place as Place
+    from portus.index.place import local_path as local_path
     from portus.media.calls import is_nested as is_nested
     from portus.pipeline.handle import SaveHandle as SaveHandle
     from portus.pipeline.handle import SaveStats as SaveStats
@@ -57,6 +59,7 @@ _MODULE_OF: Final = {
     "CorruptionError": "portus.errors",
     "Finding": "portus.index.findings",
     "MediumError": "portus.errors",
+    "Place": "portus.index.place",
     "PoolView": "portus.client.view",
     "PortusError": "portus.errors",
     "Remaining": "portus.client.in_turn",
@@ -71,6 +74,7 @@ _MODULE_OF: Final = {
     "is_nested": "portus.media.calls",
     "is_reference": "portus.client.resolve",
     "load_reference": "portus.client.resolve",
+    "local_path": "portus.index.place",
     "materialize": "portus.client.materialize",
     "materialize_in_turn": "portus.client.in_turn",
     "mend": "portus.client.mend",

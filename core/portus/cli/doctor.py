@@ -19,9 +19,8 @@ from portus.cli import loopback
 from portus.cli.machine import Found, Machine
 from portus.cli.output import Json, Output, said, size_text
 from portus.errors import PortusError, UsageError
-from portus.index.directory import default_directory
+from portus.index.place import Place, PlaceKind
 from portus.media.base import Medium
-from portus.media.dax import is_device
 from portus.media.local import LocalFiles
 from portus.spec import Extent
 from portus.transport.local import Source, Stop, copy
@@ -118,7 +117,7 @@ def measure(place: str, size: int) -> Speeds:
 @contextlib.contextmanager
 def _opened(place: str, size: int) -> Iterator[Medium]:
     files = LocalFiles()
-    if is_device(place):
+    if Place.named(place).kind is PlaceKind.DEVICE:
         medium: Medium = files.open(place, writable=False)
         with contextlib.closing(medium):
             yield medium
@@ -147,7 +146,8 @@ def adapters(points: Iterable[EntryPoint]) -> Iterator[Found]:
 
 def _usual_places() -> list[str]:
     """Where pools are by default (or would be), and memory."""
-    place = os.path.abspath(default_directory())
+    pools = Place.named(None)
+    place = os.getcwd() if pools.is_host else pools.path
     while not os.path.exists(place):
         place = os.path.dirname(place)
     if os.path.isfile(place):

@@ -30,6 +30,7 @@ from portus.client import safetensors
 from portus.client.tree import decode, distinct, leaf_nodes, tensor_index
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.layout import Kind
+from portus.index.place import local_path
 from portus.index.records import VersionRecord, decode_layout
 from portus.spec import TensorSpec
 
@@ -88,6 +89,7 @@ class Job:
 
 def run(wish: Wish, pool: str | None, output: Output) -> int:
     """Export; the exit code."""
+    local_path(wish.out, "OUT")  # raises for a URL
     suffix = os.path.splitext(wish.out)[1].lower()
     if not wish.is_directory and suffix not in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX):
         known = ", ".join((SAFETENSORS_SUFFIX, *TORCH_SUFFIXES))

@@ -17,16 +17,9 @@ from portus.client.keeper import gone_for_good, unheld
 from portus.client.reference import Link, State, links, read_through
 from portus.errors import PortusError, UsageError
 from portus.format.reference import Reference
-from portus.index.directory import (
-    DEFAULT_DIRECTORY,
-    links_directory,
-    open_reader,
-    pool_files,
-    remove_pool,
-)
-from portus.media.dax import is_device
+from portus.index.directory import links_directory, open_reader, pools_at, remove_pool
+from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind
 from portus.media.local import LocalFiles
-from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
 _FILES: Final = LocalFiles()
@@ -56,10 +49,10 @@ def run(pool: str | None, wish: Wish, output: Output) -> int:
     """Collect; the exit code."""
     documents: list[Json] = []
     code = 0
-    place = find_pool(pool)
-    for path in [place] if is_address(place) else pool_files(place):
+    for each in pools_at(find_pool(pool)):
+        path = each.path
         try:
-            infos, removed = _collected(path, wish)
+            infos, removed = _collected(each, wish)
         except PortusError as error:
             documents.append({"path": path, "error": error_document(error)})
             output.note(f"portus: {said(error)}")
@@ -74,37 +67,38 @@ def run(pool: str | None, wish: Wish, output: Output) -> int:
     return code
 
 
-def _collected(path: str, wish: Wish) -> tuple[list[VersionInfo], bool]:
+def _collected(pool: Place, wish: Wish) -> tuple[list[VersionInfo], bool]:
     """The versions let go of, or that would be, and whether the pool file went too."""
-    if is_address(path):
-        return _collect_from_host(path, wish)
-    return (_look if wish.dry_run else _collect)(path, wish)
+    if pool.is_host:
+        return _collect_from_host(pool, wish)
+    return (_look if wish.dry_run else _collect)(pool, wish)
 
 
-def _look(path: str, wish: Wish) -> tuple[list[VersionInfo], bool]:
+def _look(pool: Place, wish: Wish) -> tuple[list[VersionInfo], bool]:
     """Changes nothing."""
-    reader = open_reader(path)
+    reader = open_reader(pool.path)
     try:
         catalogue = reader.catalogue()
     finally:
         reader.close()
-    found = links(links_directory(path), _FILES, adopt=False)
+    found = links(links_directory(pool.path), _FILES, adopt=False)
     gone = unheld(found, catalogue, wish.states)
     infos = [entry.info for entry in catalogue.entries() if entry.info.id in gone]
-    return infos, wish.empty and len(gone) == len(catalogue.ids()) and not is_device(path)
+    is_device = pool.kind is PlaceKind.DEVICE
+    return infos, wish.empty and len(gone) == len(catalogue.ids()) and not is_device
 
 
-def _collect(path: str, wish: Wish) -> tuple[list[VersionInfo], bool]:
-    with writing(path) as (writer, keeper):
+def _collect(pool: Place, wish: Wish) -> tuple[list[VersionInfo], bool]:
+    with writing(pool.path) as (writer, keeper):
         before = {entry.info.id: entry.info for entry in writer.catalogue().entries()}
         gone = keeper.collect(wish.states)
-        removed = wish.empty and not writer.catalogue().ids() and not is_device(path)
+        removed = wish.empty and not writer.catalogue().ids() and pool.kind is not PlaceKind.DEVICE
         if removed:  # while it is locked: whoever waits for it finds that it is gone
-            remove_pool(path, _FILES)
+            remove_pool(pool.path, _FILES)
     return [before[version] for version in sorted(gone)], removed
 
 
-def _collect_from_host(place: str, wish: Wish) -> tuple[list[VersionInfo], bool]:
+def _collect_from_host(place: Place, wish: Wish) -> tuple[list[VersionInfo], bool]:
     """By the links that trainers of this machine keep, which may be at work: nothing of theirs is
     changed, and a reference file that is young may be about to get its name. What the host knows
     besides was written elsewhere: whether it is there is not known here."""
@@ -118,7 +112,7 @@ def _collect_from_host(place: str, wish: Wish) -> tuple[list[VersionInfo], bool]
         )
     directories = map(links_directory, paths)
     found = [each for path in directories for each in links(path, _FILES, adopt=False)]
-    with contextlib.closing(HostPool(place)) as host:
+    with contextlib.closing(HostPool(place.path)) as host:
         here = {each.reference.id for each in found}
         elsewhere = [each for each in host.holds() if each.id not in here]
         found += [_written_elsewhere(each) for each in elsewhere]

@@ -31,8 +31,8 @@ class FoundGroup:
 
 def find_groups(pools: Pools, target: str) -> list[FoundGroup]:
     """The groups that ``MODEL`` or ``MODEL@STEP`` means, newest last; none if it means no group."""
-    versions = {(each.path, each.info.id): each for each in pools.versions()}
-    found = groups_of((each.path, each.info) for each in versions.values())
+    versions = {(each.pool, each.info.id): each for each in pools.versions()}
+    found = groups_of((each.pool, each.info) for each in versions.values())
     wanted = [group for group in found if group.model == target]
     model, at, step = target.rpartition("@")
     if not wanted and at and step.isdecimal():
@@ -40,7 +40,7 @@ def find_groups(pools: Pools, target: str) -> list[FoundGroup]:
     return [
         FoundGroup(
             group,
-            {rank: versions[path, info.id] for rank, (path, info) in sorted(group.parts.items())},
+            {rank: versions[pool, info.id] for rank, (pool, info) in sorted(group.parts.items())},
         )
         for group in wanted
     ]

@@ -28,6 +28,7 @@ from portus.client.reference import Link
 from portus.errors import MediumError
 from portus.index.catalogue import Catalogue
 from portus.index.groups import Group, groups_of
+from portus.index.place import Place
 from portus.index.pool import read_failure
 from portus.spec import VersionInfo
 
@@ -40,10 +41,11 @@ Holders = dict[bytes, list[Link]]
 def run(pool: str | None, every: bool, output: Output) -> int:
     """List; the exit code."""
     documents: list[Json] = []
-    infos: list[tuple[str, VersionInfo]] = []
+    infos: list[tuple[Place, VersionInfo]] = []
     with Pools(find_pool(pool)) as pools:
-        for path, reader, catalogue in pools.catalogues():
-            held = _holders(path, catalogue, output)
+        for place, reader, catalogue in pools.catalogues():
+            path = place.path
+            held = _holders(place, catalogue, output)
             size = reader.medium.size
             failure = read_failure(reader.medium)
             document = _document(catalogue, held)
@@ -58,9 +60,9 @@ def run(pool: str | None, every: bool, output: Output) -> int:
             _say_missing(catalogue, held, document, output)
             if failure:
                 output.line(f"the last save that failed: {failure}")
-            infos += [(path, entry.info) for entry in catalogue.entries()]
-        for path, error in pools.failed.items():
-            documents.append({"path": path, "error": error_document(error)})
+            infos += [(place, entry.info) for entry in catalogue.entries()]
+        for place, error in pools.failed.items():
+            documents.append({"path": place.path, "error": error_document(error)})
             output.note(f"portus: {said(error)}")
         if not documents:
             output.line(f"{pools.place}: no pools")
@@ -70,9 +72,9 @@ def run(pool: str | None, every: bool, output: Output) -> int:
         return max(map(exit_code, pools.failed.values()), default=0)
 
 
-def _holders(path: str, catalogue: Catalogue, output: Output) -> Holders:
+def _holders(pool: Place, catalogue: Catalogue, output: Output) -> Holders:
     try:
-        return holders(path, catalogue)
+        return holders(pool, catalogue)
     except MediumError as error:  # who may read a pool need not be let into its neighbour
         output.note(f"portus: reference files are not listed: {said(error)}")
         return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from portus.cli.output import Output, count_text, size_text
+from portus.index.place import Place
 
 
 def run(path: str, pool: str | None, output: Output) -> int:
@@ -13,7 +14,7 @@ def run(path: str, pool: str | None, output: Output) -> int:
     from portus.client.resolve import POOLS
 
     if pool is not None:
-        POOLS.allow(os.path.abspath(pool))
+        POOLS.allow(Place.named(pool, "--pool"))
     done = materialize(path)
     for each in done:
         output.line(f"{each}: {size_text(os.stat(each).st_size)}")

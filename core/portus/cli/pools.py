@@ -11,17 +11,13 @@ from typing import Final
 
 from portus.cli.output import Json, moment_text
 from portus.client import reference as files_of
-from portus.client.home import open_place, pool_places
+from portus.client.home import open_place
 from portus.client.reference import Link, State
 from portus.errors import PortusError, UsageError
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
-from portus.index.directory import (
-    DEFAULT_DIRECTORY,
-    DIRECTORY_VARIABLE,
-    links_directory,
-    place_named,
-)
+from portus.index.directory import links_directory, pools_at
+from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
 from portus.media.local import LocalFiles
@@ -32,16 +28,16 @@ _STEPS_MAX: Final = 20
 """Steps and models that an error lists."""
 
 
-def find_pool(pool: str | None, near: str | None = None) -> str:
+def find_pool(pool: str | None, near: str | None = None) -> Place:
     """The pool file, pool directory or storage host that is meant.
 
     That is ``pool`` if given; else ``$PORTUS_POOL``; else ``.portus`` in the current directory or
     in one above it, or in that of the reference file ``near`` or in one above that. Raises
     ``UsageError`` if there is none.
     """
-    if pool is not None or os.environ.get(DIRECTORY_VARIABLE):
-        named = place_named(pool)
-        return named if is_address(named) else os.path.abspath(named)
+    named = Place.by_variable() if pool is None else Place.named(pool, "--pool")
+    if named is not None:
+        return named
     start = os.getcwd() if near is None else os.path.dirname(os.path.abspath(near))
     place = nearest(start)
     if place is None:
@@ -49,7 +45,7 @@ def find_pool(pool: str | None, near: str | None = None) -> str:
             f"there is no {DEFAULT_DIRECTORY} in {start} or above; say where the pool is: "
             f"--pool PATH, or {DIRECTORY_VARIABLE}=PATH"
         )
-    return place
+    return Place.named(place)
 
 
 def nearest(start: str) -> str | None:
@@ -74,9 +70,14 @@ def _upwards(directory: str) -> Iterator[str]:
 class Found:
     """A version, and the pool that holds it."""
 
-    path: str
+    pool: Place
     reader: PoolReader
     entry: VersionEntry
+
+    @property
+    def path(self) -> str:
+        """Where that pool is."""
+        return self.pool.path
 
     @property
     def info(self) -> VersionInfo:
@@ -87,30 +88,30 @@ class Found:
 class Pools:
     """The pool files of a place, opened for reading. One that cannot be is in ``failed``."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: Place) -> None:
         """Raises ``UsageError`` if there is nothing at ``place``."""
         self.place: Final = place
-        self.failed: Final[dict[str, PortusError]] = {}
-        self._readers: Final[dict[str, PoolReader]] = {}
-        for path in pool_places(place):
+        self.failed: Final[dict[Place, PortusError]] = {}
+        self._readers: Final[dict[Place, PoolReader]] = {}
+        for pool in pools_at(place):
             try:
-                self._readers[path] = open_place(path)
+                self._readers[pool] = open_place(pool)
             except PortusError as error:
-                self.failed[path] = error
+                self.failed[pool] = error
 
-    def catalogues(self) -> Iterator[tuple[str, PoolReader, Catalogue]]:
+    def catalogues(self) -> Iterator[tuple[Place, PoolReader, Catalogue]]:
         """What each of them holds now."""
-        for path, reader in self._readers.items():
+        for pool, reader in self._readers.items():
             try:
-                yield path, reader, reader.catalogue()
+                yield pool, reader, reader.catalogue()
             except PortusError as error:
-                self.failed[path] = error
+                self.failed[pool] = error
 
     def versions(self) -> list[Found]:
         """All versions; by pool file, oldest commit first."""
         found = [
-            Found(path, reader, entry)
-            for path, reader, catalogue in self.catalogues()
+            Found(pool, reader, entry)
+            for pool, reader, catalogue in self.catalogues()
             for entry in catalogue.entries()
         ]
         return sorted(found, key=lambda each: (each.path, each.info.commit, each.info.id))
@@ -195,14 +196,14 @@ def _choices(target: str, versions: list[Found]) -> str:
     return f"it holds the models {', '.join(map(repr, models[:_STEPS_MAX]))}"
 
 
-def holders(path: str, catalogue: Catalogue) -> dict[bytes, list[Link]]:
+def holders(pool: Place, catalogue: Catalogue) -> dict[bytes, list[Link]]:
     """The reference files that lead to each version of a pool, by token; deleted ones too.
 
     Only looks; changes nothing. Those of a storage host's pool are known where they are, not here.
     """
-    if is_address(path):
+    if pool.is_host:
         return {}
-    links = files_of.links(links_directory(path), LocalFiles(), adopt=False)
+    links = files_of.links(links_directory(pool.path), LocalFiles(), adopt=False)
     there = {entry.info.token.hex() for entry in catalogue.entries()}
     found: dict[bytes, list[Link]] = {}
     for link in sorted(links, key=lambda link: link.reference.written_ns):

@@ -22,7 +22,6 @@ from portus.errors import UsageError
 from portus.format.reference import Reference
 from portus.index.directory import WRITERS
 from portus.index.pool import PoolWriter
-from portus.protocol.address import is_address
 
 WAIT_S = 1.0
 """How long to wait for the writer of a pool: a trainer holds it as long as it runs."""
@@ -68,12 +67,12 @@ def _remove_file(path: str, reference: Reference, pool: str | None) -> list[dict
             f"{path} leads to pool {reference.pool}, which is not in {pools.place}; it was at "
             f"{reference.pool_path}: give it with --pool"
         )
-    if is_address(holding[0]):
+    if holding[0].is_host:
         raise UsageError(
             f"{path} leads to a pool on {holding[0]}: remove the file, and then "
             f"portus rm {reference.model}@{reference.step} --force --pool {holding[0]}"
         )
-    with writing(holding[0]) as (writer, keeper):
+    with writing(holding[0].path) as (writer, keeper):
         before = {entry.info.id: entry.info for entry in writer.catalogue().entries()}
         keeper.remove(path)
         after = writer.catalogue().ids()
@@ -91,13 +90,13 @@ def _remove_versions(
     question = f"Remove {count_text(len(found), 'version')}, all of {target}?"
     if whole and not yes and not output.ask(question):
         raise UsageError(f"nothing was removed: say --yes for all of {target}, or {target}@STEP")
-    for path in dict.fromkeys(each.path for each in found):
-        ids = [each.info.id for each in found if each.path == path]
-        if is_address(path):
-            with contextlib.closing(HostPool(path)) as host:
+    for place in dict.fromkeys(each.pool for each in found):
+        ids = [each.info.id for each in found if each.pool == place]
+        if place.is_host:
+            with contextlib.closing(HostPool(place.path)) as host:
                 host.retire(ids)
             continue
-        with writing(path) as (writer, keeper):
+        with writing(place.path) as (writer, keeper):
             keeper.renounce(ids)
             writer.retire(ids)
             keeper.deleted()  # forgets the links of what is gone
@@ -106,12 +105,12 @@ def _remove_versions(
 
 def _check_unheld(found: list[Found]) -> None:
     for each in found:
-        if is_address(each.path):
+        if each.pool.is_host:
             raise UsageError(
                 f"{each.info.model}@{each.info.step}: whether reference files lead to it is known "
                 f"to the trainers that wrote them, not to the host: say --force if none does"
             )
-        links = holders(each.path, each.reader.catalogue()).get(each.info.token, [])
+        links = holders(each.pool, each.reader.catalogue()).get(each.info.token, [])
         held = [link_text(link) for link in links if link.state is not State.DELETED]
         if held:
             raise UsageError(

@@ -151,7 +151,7 @@ def _show_version(found: Found, output: Output) -> dict[str, Json]:
 
 
 def _links(found: Found) -> list[Link]:
-    return holders(found.path, found.reader.catalogue()).get(found.info.token, [])
+    return holders(found.pool, found.reader.catalogue()).get(found.info.token, [])
 
 
 def _identity(found: Found) -> dict[str, Json]:

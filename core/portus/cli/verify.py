@@ -20,9 +20,11 @@ from portus.cli.output import (
 )
 from portus.cli.pools import find_pool, open_pools
 from portus.cli.progress import Progress, bar
-from portus.client.home import open_place, pool_places
+from portus.client.home import open_place
 from portus.errors import PortusError, UsageError
 from portus.index.check import RULES, Finding, Severity, check
+from portus.index.directory import pools_at
+from portus.index.place import Place
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
@@ -53,9 +55,9 @@ def run(target: str | None, pool: str | None, output: Output) -> int:
     verdicts = []
     if target is not None and pool is None and is_address(target):
         target, pool = None, target
-    for path, only in _chosen(target, pool):
-        with bar(os.path.basename(path)) as advanced:
-            verdict = _verify(path, only, advanced)
+    for chosen, only in _chosen(target, pool):
+        with bar(os.path.basename(chosen.path)) as advanced:
+            verdict = _verify(chosen, only, advanced)
         verdicts.append(verdict)
         _say(verdict, output)
     if not verdicts:
@@ -67,22 +69,22 @@ def run(target: str | None, pool: str | None, output: Output) -> int:
     return FOUND if damaged else max(failures, default=0)
 
 
-def _chosen(target: str | None, pool: str | None) -> Iterator[tuple[str, Only | None]]:
+def _chosen(target: str | None, pool: str | None) -> Iterator[tuple[Place, Only | None]]:
     """The pool files, and what to look at in each."""
     if target is None:
-        for path in pool_places(find_pool(pool)):
-            yield path, None
+        for each in pools_at(find_pool(pool)):
+            yield each, None
         return
-    chosen: dict[str, set[int]] = {}
+    chosen: dict[Place, set[int]] = {}
     with open_pools(pool, target) as pools:
-        for each in pools.select(target):
-            chosen.setdefault(each.path, set()).add(each.info.id)
-    for path, ids in chosen.items():
-        yield path, lambda info, ids=ids: info.id in ids  # type: ignore[misc]
+        for found in pools.select(target):
+            chosen.setdefault(found.pool, set()).add(found.info.id)
+    for each, ids in chosen.items():
+        yield each, lambda info, ids=ids: info.id in ids  # type: ignore[misc]
 
 
-def _verify(path: str, only: Only | None, advanced: Progress) -> Verdict:
-    verdict, start = Verdict(path), time.monotonic()
+def _verify(pool: Place, only: Only | None, advanced: Progress) -> Verdict:
+    verdict, start = Verdict(pool.path), time.monotonic()
 
     def progress(done: int, total: int) -> None:
         verdict.size = done
@@ -94,11 +96,11 @@ def _verify(path: str, only: Only | None, advanced: Progress) -> Verdict:
         return wanted
 
     try:
-        if is_address(path):
-            with contextlib.closing(open_place(path)) as reader:
+        if pool.is_host:
+            with contextlib.closing(open_place(pool)) as reader:
                 verdict.findings = check(reader, progress=progress, only=counted)
         else:  # opened by the check: a pool whose first pages are damaged has findings too
-            verdict.findings = check(path, progress=progress, only=counted)
+            verdict.findings = check(pool.path, progress=progress, only=counted)
     except PortusError as error:
         verdict.error = error
     verdict.passed_s = time.monotonic() - start

@@ -87,6 +87,8 @@ def read_dtype(node: object) -> np.dtype[Any]:
         dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(_description(node, 0))
     except (TypeError, ValueError, OverflowError, MemoryError) as error:
         raise CorruptionError(f"not a numpy dtype: {node!r:.80} ({error})") from error
+    if isinstance(node, str) and dtype.str != node:  # numpy 1 lets sizes wrap around
+        raise CorruptionError(f"not a numpy dtype: {node!r:.80}, which is read as {dtype.str!r}")
     if dtype.hasobject:
         raise CorruptionError(f"numpy dtype of Python objects: {node!r:.80}")
     return dtype

@@ -35,14 +35,14 @@ from portus.errors import (
 )
 from portus.format.layout import Kind
 from portus.format.reference import Reference
-from portus.index.directory import place_named
+from portus.index.place import Place
 from portus.index.pool import PoolReader, PoolWriter
 from portus.index.records import VersionEntry
 from portus.media import calls
 from portus.pipeline.audit import GUARDS, Auditor, Guard
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
-from portus.pipeline.queue import Place, Queue
+from portus.pipeline.queue import Queue, Turn
 from portus.pipeline.run import Policy, Save
 from portus.spec import VersionInfo
 
@@ -127,7 +127,7 @@ class Checkpointer:
             guard=guard,
         )
         self.model: Final = model
-        self._home: Final[Home] = home_of(pool, model, max_bytes, links)
+        self._home: Final[Home] = home_of(Place.named(pool), model, max_bytes, links)
         self.surplus: Callable[[Sequence[VersionInfo]], Collection[int]] | None = None
         """In place of ``keep``: which versions, by id, the next commit retires, if no reference
         file holds them. For parts of groups, where others have a say. Runs on the worker."""
@@ -183,7 +183,7 @@ class Checkpointer:
         guard: str = "auto",
     ) -> None:
         """Raise ``UsageError`` for what the constructor refuses. Opens nothing."""
-        place_named(pool)
+        Place.named(pool)
         if keep is not None and not (isinstance(keep, int) and keep >= 1):
             raise UsageError(f"keep: expected at least 1, or None for all, found {keep!r}")
         if on_error not in ("warn", "raise"):
@@ -246,10 +246,10 @@ class Checkpointer:
         self._check_usable()
         self._report(is_save=True)
         step = _checked_step(step)
-        place, job = Place(), _Job(self)
+        turn, job = Turn(), _Job(self)
         self._newest_is_file = False
         try:
-            admitted = self._queue.admit(place, None if synchronous else self._fence_timeout)
+            admitted = self._queue.admit(turn, None if synchronous else self._fence_timeout)
             queue_s = time.perf_counter() - start
             if not admitted:
                 return SaveHandle(self._refuse(step, queue_s))
@@ -258,12 +258,12 @@ class Checkpointer:
             save = self._begin(job, flat, wanted)
             save.stats.queue_s = queue_s
             if save.over:
-                self._queue.dismiss(place)
+                self._queue.dismiss(turn)
                 self._note_failed(save, step)
             else:
-                self._queue.put(job, place)
+                self._queue.put(job, turn)
         except BaseException as error:  # Ctrl-C too: what nobody runs, nobody may wait for
-            if self._queue.dismiss(place):
+            if self._queue.dismiss(turn):
                 job.give_up(error)
             raise
         self._last = self._asked = save
@@ -290,7 +290,8 @@ class Checkpointer:
         self._check_usable()
         paths = [] if self._writer is None else [*self._home.older().values(), self.path]
         with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(contextlib.closing(view.PoolFile(p))) for p in paths]
+            opened = (view.PoolFile(Place.named(path)) for path in paths)
+            files = [stack.enter_context(contextlib.closing(file)) for file in opened]
             yield [file.reader for file in files]
 
     def _load_nested(self, step: int | None = None, names: Patterns = None) -> object:

@@ -87,15 +87,15 @@ def find(name: Name) -> object:
     if isinstance(found, staticmethod):
         found = found.__func__
     named = isinstance(found, (type, *FUNCTIONS)) and _own_name(found) == last
-    if not named or getattr(found, "__module__", None) != name.module:
+    if not named or _own_module(found) != name.module:
         raise UsageError(f"{name} is not what it was when the state was saved; it is {found!r:.80}")
     return found
 
 
 def name_of(value: object) -> Name:
     """The name under which ``find`` gives exactly ``value``. Raises ``UsageError`` if none does."""
-    module = getattr(value, "__module__", None)
-    if isinstance(module, str):
+    module = _own_module(value)
+    if module is not None:
         for qualname in (getattr(value, "__qualname__", None), _own_name(value)):
             name = Name(module, qualname) if isinstance(qualname, str) else None
             if name is not None and "<" not in name.qualname and _is_at(name, value):
@@ -242,6 +242,13 @@ def _is_in(member: enum.Enum, value: enum.Flag) -> bool:
 def _own_name(value: object) -> str | None:
     name = getattr(value, "__name__", None)
     return name if isinstance(name, str) else None
+
+
+def _own_module(value: object) -> str | None:
+    if isinstance(value, np.ufunc) and not hasattr(value, "__module__"):
+        return "numpy"  # numpy 1 does not say it of its own; ``find`` sees that it is there
+    module = getattr(value, "__module__", None)
+    return module if isinstance(module, str) else None
 
 
 def _is_at(name: Name, value: object) -> bool:

@@ -47,12 +47,12 @@ from portus.client.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, Placed, enco
 from portus.client.dcp_reader import reason_of, step_of
 from portus.client.grouped import (
     census,
-    place_of,
     shard_name,
 )
 from portus.client.planned import Planned, agreed, all_or_none, standing, values_of
 from portus.errors import PortusError, UsageError
 from portus.index.groups import Group, new_id, part_model, part_token, surplus
+from portus.index.place import Place, PlaceKind
 from portus.pipeline.audit import Guard
 from portus.pipeline.handle import SaveHandle
 from portus.spec import VersionInfo
@@ -111,8 +111,8 @@ class PortusStorageWriter(StorageWriter):
         guard: Guard = "auto",
     ) -> None:
         super().__init__()
-        self.place: Final = place_of(pool)
-        if os.path.isfile(self.place):
+        self.place: Final = Place.named(pool)
+        if self.place.kind is PlaceKind.FILE:
             raise UsageError(f"{self.place}: every rank has a file of its own; give a directory")
         if keep is not None and keep < 1:
             raise UsageError(f"keep: expected at least 1, or None for all, found {keep}")
@@ -414,7 +414,7 @@ class PortusStorageWriter(StorageWriter):
 
 
 def _sent(
-    kind: type[PortusStorageWriter], place: str, model: str, settings: dict[str, Any]
+    kind: type[PortusStorageWriter], place: Place, model: str, settings: dict[str, Any]
 ) -> PortusStorageWriter:
     writer = kind(place, model, **settings)
     writer._is_sent = True
@@ -426,7 +426,7 @@ def groups(pool: str | os.PathLike[str], model: str | None = None) -> list[Group
 
     Raises ``UsageError`` if there is no pool. A pool file that cannot be read has no parts.
     """
-    return census(place_of(pool), model).groups
+    return census(Place.named(pool), model).groups
 
 
 def _stock_files(directory: str) -> list[str]:

@@ -33,10 +33,10 @@ from portus.client.grouped import (
     directory_at,
     load_part,
     name_of,
-    place_of,
 )
 from portus.errors import CorruptionError, PortusError, StaleError, UsageError
 from portus.index.groups import Group
+from portus.index.place import Place
 
 _log: Final = logging.getLogger("portus")
 
@@ -65,7 +65,7 @@ class PortusStorageReader(StorageReader):
         step: int | None = None,
     ) -> None:
         super().__init__()
-        self.place: Final = place_of(pool)
+        self.place: Final = Place.named(pool)
         self.model: Final = model
         self._step: Final = step
         self._asked = step

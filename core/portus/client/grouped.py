@@ -18,15 +18,14 @@ from typing import Any, Final
 
 from portus.client import reference as files_of
 from portus.client import restore, view
-from portus.client.home import pool_places
 from portus.client.resolve import AWAITED_S_MAX, POOLS, pool_of
 from portus.client.view import PoolFile
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.format.reference import Reference
-from portus.index.directory import newest_generation, place_named, pool_file
+from portus.index.directory import newest_generation, pools_at
 from portus.index.groups import ID_SIZE, Group, groups_of, part_model, part_of
+from portus.index.place import Place
 from portus.media.calls import is_nested
-from portus.protocol.address import is_address, parse
 from portus.spec import VersionInfo
 
 _log: Final = logging.getLogger("portus")
@@ -49,37 +48,32 @@ class Census:
     path, why a pool file could not be read.
     """
 
-    place: str
+    place: Place
     groups: list[Group]
     held: dict[str, list[int]] = field(default_factory=dict)
     unreadable: dict[str, PortusError] = field(default_factory=dict)
 
 
-def place_of(pool: str | os.PathLike[str] | None) -> str:
-    """The pool directory, or the address of the storage host, that a user means."""
-    place = place_named(pool)
-    return str(parse(place)) if is_address(place) else os.path.abspath(place)
-
-
-def pool_of_part(place: str, part: str) -> str:
+def pool_of_part(place: Place, part: str) -> Place:
     """The pool that holds the part of a rank: a file of its own, or the host's."""
-    return place if is_address(place) else newest_generation(pool_file(place, part))[1]
+    pool = place.pool_of(part)
+    return pool if pool.is_host else Place(pool.kind, newest_generation(pool.path)[1])
 
 
-def census(place: str, model: str | None = None) -> Census:
+def census(place: Place, model: str | None = None) -> Census:
     """Look at every pool of a place. A damaged one is in ``unreadable``.
 
     Raises ``UsageError`` if there is no pool of this name, ``TransportError`` if a storage host
     does not answer.
     """
-    infos: list[tuple[str, VersionInfo]] = []
+    infos: list[tuple[Place, VersionInfo]] = []
     found = Census(place, [])
-    for path in pool_places(place):
+    for pool in pools_at(place):
         try:
-            with contextlib.closing(PoolFile(path)) as file:
-                infos += [(path, info) for info in file.versions()]
+            with contextlib.closing(PoolFile(pool)) as file:
+                infos += [(pool, info) for info in file.versions()]
         except (CorruptionError, MediumError) as error:
-            found.unreadable[path] = error
+            found.unreadable[pool.path] = error
     found.groups = groups_of(infos, model)
     for _, info in infos:
         found.held.setdefault(info.model, []).append(info.step)
@@ -142,13 +136,13 @@ def _incomplete(found: Census, group: Group, but: Collection[bytes]) -> str:
 
 def _why_missing(found: Census, group: Group, rank: int) -> str:
     part = part_model(group.model, rank, group.count)
-    path = pool_of_part(found.place, part)
+    path = pool_of_part(found.place, part).path
     if path in found.unreadable:
         return f"rank {rank}: its pool cannot be read: {found.unreadable[path]}"
     if part in found.held:
         steps = found.held[part][-_NAMED_MAX:]
         return f"rank {rank}: its pool {path} has steps {steps}, this save was not committed there"
-    if is_address(path):
+    if found.place.is_host:
         return f"rank {rank}: nothing of it is on {path}, this save was not committed there"
     if os.path.exists(path):
         return f"rank {rank}: its pool {path} is empty, this save was not committed there"
@@ -188,9 +182,9 @@ def check_part(group: Group, rank: int, keep: Callable[[str], bool]) -> None:
 
 @contextlib.contextmanager
 def _part(group: Group, rank: int) -> Iterator[tuple[PoolFile, VersionInfo]]:
-    path, info = group.parts[rank]
+    pool, info = group.parts[rank]
     try:
-        with contextlib.closing(PoolFile(path)) as file:
+        with contextlib.closing(PoolFile(pool)) as file:
             yield file, info
     except CorruptionError as error:
         raise CorruptionError(f"{name_of(group)}, the part of rank {rank}: {error}") from error
@@ -237,7 +231,7 @@ class Directory:
     """What a checkpoint directory leads to: groups of a model, by id, in a pool directory or on a
     storage host."""
 
-    place: str
+    place: Place
     model: str
     ids: tuple[bytes, ...]
 
@@ -270,14 +264,14 @@ def _part_named(path: str, reference: Reference) -> tuple[str, int, int]:
     return part
 
 
-def _place_led_to(path: str, references: list[Reference]) -> str:
+def _place_led_to(path: str, references: list[Reference]) -> Place:
     """The place of the first reference whose pool is there: one may be lost."""
     problem: UsageError | None = None
     for reference in references:
         _, rank, count = _part_named(path, reference)
         try:
             pool = pool_of(os.path.join(path, shard_name(rank, count)))
-            return pool if is_address(pool) else os.path.dirname(pool)
+            return pool if pool.is_host else Place.named(os.path.dirname(pool.path))
         except UsageError as error:
             problem = problem or error
     assert problem is not None
@@ -296,10 +290,10 @@ def _await(directory: Directory, count: int, written_ns: int) -> None:
         time.sleep(_POLL_S)
 
 
-def has_writer(path: str) -> bool:
-    """True while somebody has the pool file at ``path`` open for saving, or saves to that host."""
+def has_writer(pool: Place) -> bool:
+    """True while somebody has the pool open for saving, or saves to that host."""
     try:
-        with contextlib.closing(PoolFile(path)) as file:
+        with contextlib.closing(PoolFile(pool)) as file:
             return file.has_writer()
     except PortusError:
         return False

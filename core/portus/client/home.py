@@ -17,8 +17,6 @@ from portus.client.keeper import Keeper, forget_deleted, keeper_of
 from portus.errors import MediumError, PortusError
 from portus.format.layout import DATA_START
 from portus.index.directory import (
-    DEFAULT_DIRECTORY,
-    SUFFIX,
     WRITERS,
     create_pool,
     generation_of,
@@ -28,17 +26,13 @@ from portus.index.directory import (
     make_directory,
     newest_generation,
     open_reader,
-    place_named,
-    pool_file,
-    pool_files,
     remove_pool,
 )
+from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind, local_path
 from portus.index.pool import PoolReader, PoolWriter, store_failure
-from portus.media.dax import is_device
 from portus.media.local import LocalFiles
 from portus.pipeline.draft import Draft, PoolDraft
 from portus.pipeline.plan import Snapshot
-from portus.protocol.address import is_address, parse
 
 _log: Final = logging.getLogger("portus")
 
@@ -54,7 +48,7 @@ class Home(Protocol):
         """What a user calls it."""
 
     @property
-    def allowed(self) -> str:
+    def allowed(self) -> Place:
         """Where references may lead, if this is configured."""
 
     def exists(self) -> bool:
@@ -93,15 +87,10 @@ class Home(Protocol):
 class FileHome:
     """A pool file of this machine; or, once that takes no stores any more, its successor."""
 
-    def __init__(
-        self, pool: str | os.PathLike[str] | None, model: str, max_bytes: int | None
-    ) -> None:
-        self._first: Final = pool_file(pool, model)
+    def __init__(self, place: Place, model: str, max_bytes: int | None) -> None:
+        self.allowed: Final = place
+        self._first: Final = place.pool_of(model).path
         self._generation, self.path = newest_generation(self._first)
-        in_directory = pool is None and not is_device(self.path)
-        self.allowed: Final = (
-            os.path.dirname(self.path) if in_directory else place_named(pool or self.path)
-        )
         self._max_bytes: Final = max_bytes
         self._writer: PoolWriter | None = None
         self._older: dict[PoolReader, str] = {}
@@ -159,7 +148,7 @@ class FileHome:
 
     def succeed(self) -> bool:
         writer, before = self._writer, self.path
-        if writer is None or not writer.medium.poisoned or is_device(before):
+        if writer is None or not writer.medium.poisoned or self.allowed.kind is PlaceKind.DEVICE:
             return False
         if newest_generation(self._first)[0] <= self._generation:  # else another one has made it
             if any(isinstance(each, PoolWriter) for each in self._older):
@@ -233,13 +222,13 @@ class FileHome:
 class HostHome:
     """A pool on a storage host. Links of its reference files are kept on this machine."""
 
-    def __init__(self, pool: str, model: str, links: str | None) -> None:
+    def __init__(self, place: Place, model: str, links: str | None) -> None:
         """links: a directory for the links; None: ``.portus`` in the current one."""
         self._model: Final = model
-        self.path: Final = str(parse(pool))
-        self.allowed: Final = self.path
+        self.path: Final = place.path
+        self.allowed: Final = place
         name = _quoted(f"{model}@{self.path}") + SUFFIX
-        self._links_path: Final = os.path.join(os.path.abspath(links or DEFAULT_DIRECTORY), name)
+        self._links_path: Final = os.path.join(_links_at(links), name)
         self._pool: HostPool | None = None
 
     def exists(self) -> bool:
@@ -281,32 +270,27 @@ def _quoted(name: str) -> str:
     return urllib.parse.quote(name, safe="@")[-200:]
 
 
-def host_links(pool: str, links: str | None) -> list[str]:
+def _links_at(links: str | None) -> str:
+    return local_path(links or DEFAULT_DIRECTORY, "links")
+
+
+def host_links(host: Place, links: str | None) -> list[str]:
     """The paths that links directories are named after: those in ``links``, see ``HostHome``, of
-    trainers of this machine that saved to ``pool``, the address of a host."""
-    inside = os.path.abspath(links or DEFAULT_DIRECTORY)
-    end = os.path.basename(links_directory(_quoted(f"@{parse(pool)}") + SUFFIX))
+    trainers of this machine that saved to the storage host."""
+    inside = _links_at(links)
+    end = os.path.basename(links_directory(_quoted(f"@{host}") + SUFFIX))
     names = sorted(os.listdir(inside)) if os.path.isdir(inside) else []
     stems = [os.path.splitext(name)[0] for name in names if name.endswith(end)]
     return [os.path.join(inside, stem) + SUFFIX for stem in stems]
 
 
-def home_of(
-    pool: str | os.PathLike[str] | None, model: str, max_bytes: int | None, links: str | None
-) -> Home:
-    """What ``pool`` means for ``model``: see ``place_named``."""
-    place = place_named(pool)
-    if is_address(place):
+def home_of(place: Place, model: str, max_bytes: int | None, links: str | None) -> Home:
+    """Where the versions of ``model`` live at that place."""
+    if place.is_host:
         return HostHome(place, model, links)
-    return FileHome(pool, model, max_bytes)
+    return FileHome(place, model, max_bytes)
 
 
-def pool_places(pool: str | os.PathLike[str] | None) -> list[str]:
-    """The pool files that ``pool`` means, or the one host. Raises ``UsageError`` if none."""
-    place = place_named(pool)
-    return [str(parse(place))] if is_address(place) else pool_files(pool)
-
-
-def open_place(path: str) -> PoolReader:
-    """What ``pool_places`` gave, for reading. Raises what opening raises."""
-    return HostPool(path) if is_address(path) else open_reader(path)
+def open_place(pool: Place) -> PoolReader:
+    """One pool, for reading. Raises what opening raises."""
+    return HostPool(pool.path) if pool.is_host else open_reader(pool.path)

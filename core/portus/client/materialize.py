@@ -19,6 +19,7 @@ from portus.client.resolve import POOLS, Pools, use_reference
 from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.format.reference import SIZE_MAX, Reference
 from portus.index.directory import WRITERS
+from portus.index.place import local_path
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
 from portus.media.calls import is_nested, refused
@@ -61,7 +62,7 @@ def materialize(
         raise UsageError(f"{place}: there is nothing to materialise")
     if to is None:
         return list(in_place(place, pools, lambda size: None))
-    target = os.path.abspath(os.fspath(to))
+    target = local_path(to, "to")
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
     except OSError as error:

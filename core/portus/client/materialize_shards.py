@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -181,8 +180,7 @@ def _files(metadata: Metadata, placed: dict[MetadataIndex, Placed]) -> Iterator[
 def _items(metadata: Metadata) -> Iterator[WriteItem]:
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
-            index = MetadataIndex(name)
-            yield WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(0))
+            yield WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
             continue
         assert isinstance(entry, TensorStorageMetadata)
         for number, chunk in enumerate(entry.chunks):

@@ -7,18 +7,18 @@ import os
 from collections.abc import Iterator
 from typing import Final
 
-from portus.client.grouped import Census, census, has_writer, place_of, pool_of_part
+from portus.client.grouped import Census, census, has_writer, pool_of_part
 from portus.client.home import host_links
 from portus.client.host import HostPool
 from portus.client.keeper import Keeper, keeper_of
 from portus.client.reference import links as links_in
 from portus.client.resolve import POOLS
 from portus.errors import BusyError, UsageError
-from portus.index.directory import WRITERS, links_directory, pool_file, pool_files
+from portus.index.directory import WRITERS, links_directory, pools_at
 from portus.index.groups import Group, part_model
+from portus.index.place import Place
 from portus.media import calls
 from portus.media.local import LocalFiles
-from portus.protocol.address import is_address
 
 _CLAIM_S: Final = 2.0
 """The longest wait for a model on a storage host: whoever saved it may have just died."""
@@ -51,8 +51,8 @@ def mend(
     alone, and a model that somebody saves to a host; no pool is no error. Raises ``MediumError``,
     ``CorruptionError``; ``TransportError`` and what a host refuses.
     """
-    place = place_of(pool)
-    on_host = is_address(place)
+    place = Place.named(pool)
+    on_host = place.is_host
     paths = host_links(place, links) if on_host else _pool_files(place, model)
     if not paths or (on_host and _is_open_here(_uuid_of(place))):
         return []  # what this process saves there it would wait for in vain
@@ -65,9 +65,10 @@ def mend(
     return removed
 
 
-def _pool_files(place: str, model: str | None) -> list[str]:
+def _pool_files(place: Place, model: str | None) -> list[str]:
     try:
-        return pool_files(place if model is None else pool_file(place, model))
+        pools = pools_at(place if model is None else place.pool_of(model))
+        return [pool.path for pool in pools]
     except UsageError:
         return []
 
@@ -87,7 +88,7 @@ def _of_file(path: str, wait_s: float) -> Iterator[Keeper | None]:
 
 
 @contextlib.contextmanager
-def _of_host(place: str, path: str) -> Iterator[Keeper | None]:
+def _of_host(place: Place, path: str) -> Iterator[Keeper | None]:
     """The reference files of this machine that ``path`` is named for, likewise."""
     found = links_in(links_directory(path), LocalFiles(), adopt=False)
     with contextlib.ExitStack() as stack:
@@ -97,15 +98,15 @@ def _of_host(place: str, path: str) -> Iterator[Keeper | None]:
                 pool = stack.enter_context(_claimed(place, model))
         except BusyError:
             pool = None
-        yield None if pool is None else keeper_of(path, pool, address=place)
+        yield None if pool is None else keeper_of(path, pool, address=place.path)
 
 
-def _claimed(place: str, model: str) -> contextlib.closing[HostPool]:
-    return contextlib.closing(HostPool(place, model, claim_s=_CLAIM_S))
+def _claimed(place: Place, model: str) -> contextlib.closing[HostPool]:
+    return contextlib.closing(HostPool(place.path, model, claim_s=_CLAIM_S))
 
 
-def _uuid_of(place: str) -> bytes:
-    with contextlib.closing(HostPool(place)) as pool:
+def _uuid_of(place: Place) -> bytes:
+    with contextlib.closing(HostPool(place.path)) as pool:
         return pool.superblock.uuid
 
 
@@ -113,7 +114,7 @@ def _is_open_here(uuid: bytes) -> bool:
     return any(pool.uuid == uuid for pool in POOLS.open_ones())
 
 
-def _cut_off(place: str) -> set[bytes]:
+def _cut_off(place: Place) -> set[bytes]:
     """Tokens of the parts of groups whose other parts were never committed, and will not be."""
     parts = {part for group in census(place).groups for part in _missing(group)}
     idle = {part for part in parts if _is_idle(place, part)}
@@ -129,20 +130,20 @@ def _missing(group: Group) -> list[str]:
     return [part_model(group.model, rank, group.count) for rank in group.missing]
 
 
-def _is_idle(place: str, part: str) -> bool:
+def _is_idle(place: Place, part: str) -> bool:
     """True if nobody saves a rank's part. False for a rank whose pool file is not there (yet)."""
-    if is_address(place):
+    if place.is_host:
         try:
             with _claimed(place, part):
                 return True
         except BusyError:
             return False
-    path = pool_of_part(place, part)
-    return os.path.isfile(path) and not has_writer(path)
+    pool = pool_of_part(place, part)
+    return os.path.isfile(pool.path) and not has_writer(pool)
 
 
 def _is_known(found: Census, part: str) -> bool:
     """True if all that was saved of a rank's part is known. False for a rank whose pool file got
     lost or cannot be read."""
-    path = pool_of_part(found.place, part)
-    return is_address(path) or (os.path.isfile(path) and path not in found.unreadable)
+    path = pool_of_part(found.place, part).path
+    return found.place.is_host or (os.path.isfile(path) and path not in found.unreadable)

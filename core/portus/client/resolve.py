@@ -43,11 +43,11 @@ from portus.errors import (
     UsageError,
 )
 from portus.format.reference import Reference, decode_text
-from portus.index.directory import generations, links_directory, place_named
+from portus.index.directory import generations, links_directory
+from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind
 from portus.index.roots import read_superblock
 from portus.media.calls import is_nested, refused
 from portus.media.local import LocalFiles
-from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ Result = TypeVar("Result")
 
 _log: Final = logging.getLogger("portus")
 
-POOL_DIRECTORY: Final = ".portus"
 FILES_MAX: Final = 1024
 """Files looked at in one pool directory."""
 
@@ -120,11 +119,11 @@ class Pools:
     ``opener`` opens the pool file at a path for reading.
     """
 
-    def __init__(self, opener: Callable[[str], View]) -> None:
+    def __init__(self, opener: Callable[[Place], View]) -> None:
         self.opener = opener
         self._guard = threading.RLock()
         self._open: list[OpenPool] = []
-        self._allowed: list[str] = []
+        self._allowed: list[Place] = []
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget_open)
 
@@ -138,11 +137,11 @@ class Pools:
         with self._guard:
             self._open = [each for each in self._open if each is not pool]
 
-    def allow(self, path: str) -> None:
-        """Let references lead to the pool file, or the pools of the pool directory, at ``path``."""
+    def allow(self, place: Place) -> None:
+        """Let references lead to the pool, or the pools, at ``place``."""
         with self._guard:
-            if path not in self._allowed:
-                self._allowed.append(path)
+            if place not in self._allowed:
+                self._allowed.append(place)
 
     def open_ones(self) -> list[OpenPool]:
         """A snapshot, newest first. None in a signal handler that interrupted a call of theirs:
@@ -152,21 +151,21 @@ class Pools:
         with self._guard:
             return self._open[::-1]
 
-    def allowed_paths(self) -> list[str]:
+    def allowed(self) -> list[Place]:
         """What is configured: ``$PORTUS_POOL`` first."""
-        variable = os.environ.get("PORTUS_POOL")
+        variable = Place.by_variable()
         with self._guard:
-            return ([place_named(None)] if variable else []) + self._allowed
+            return ([variable] if variable else []) + self._allowed
 
     def _forget_open(self) -> None:
         # In a forked child the pools belong to the parent, and its lock may be taken for ever.
         self._guard, self._open = threading.RLock(), []
 
 
-def _open_view(path: str) -> View:
+def _open_view(pool: Place) -> View:
     from portus.client.view import open_pool  # it is heavy, and most programs load nothing
 
-    return open_pool(path)
+    return open_pool(pool)
 
 
 POOLS: Final = Pools(_open_view)
@@ -178,7 +177,7 @@ def allow(pool: str | os.PathLike[str]) -> None:
 
     A process that saves there, or for which ``$PORTUS_POOL`` names it, need not say so.
     """
-    POOLS.allow(place_named(pool))
+    POOLS.allow(Place.named(pool))
 
 
 def load_text(text: str, pools: Pools = POOLS) -> object:
@@ -259,7 +258,7 @@ def use_reference(
     return _use(reference, absolute, pools, from_pool)
 
 
-def pool_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> str:
+def pool_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> Place:
     """The pool file that the reference file at ``path`` leads to, if it may be opened; or the
     address of the storage host.
 
@@ -272,15 +271,15 @@ def pool_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> str:
     uuid = bytes.fromhex(reference.pool)
     others = []
     for candidate in _candidates(reference, absolute, pools):
-        if is_address(candidate):
+        if candidate.is_host:
             view = _opened(candidate, pools)
             if view is not None:
                 with contextlib.closing(view):
                     if view.uuid == uuid:
                         return candidate
                     others.append(candidate)
-        elif _uuid(candidate) == uuid:
-            return os.path.abspath(candidate)
+        elif _uuid(candidate.path) == uuid:
+            return candidate
     raise _not_allowed(reference, absolute, others)
 
 
@@ -376,7 +375,7 @@ def _pools_of(
             is_there = True
             yield pool
     for candidate in dict.fromkeys(_candidates(reference, path, pools)):
-        if is_address(candidate) or _uuid(candidate) == uuid:
+        if candidate.is_host or _uuid(candidate.path) == uuid:
             view = _opened(candidate, pools)
             if view is None:
                 continue
@@ -390,9 +389,9 @@ def _pools_of(
         raise _not_allowed(reference, path, others)
 
 
-def _not_allowed(reference: Reference, path: str | None, others: list[str]) -> UsageError:
+def _not_allowed(reference: Reference, path: str | None, others: list[Place]) -> UsageError:
     """others: storage hosts that may be asked, and have another pool."""
-    if reference.pool_path in others:
+    if reference.pool_path in map(str, others):
         return UsageError(
             f"{path or 'this reference'} leads to pool {reference.pool}, written at "
             f"{reference.pool_path}, and that storage host serves another pool now. Start "
@@ -406,12 +405,12 @@ def _not_allowed(reference: Reference, path: str | None, others: list[str]) -> U
     )
 
 
-def _opened(candidate: str, pools: Pools) -> View | None:
+def _opened(candidate: Place, pools: Pools) -> View | None:
     """None for a host that does not answer, or lets us not in: another may have the pool."""
     try:
         return pools.opener(candidate)
     except (TransportError, UsageError) as error:
-        if not is_address(candidate):
+        if not candidate.is_host:
             raise
         _log.warning("%s", error)
         return None
@@ -435,27 +434,27 @@ def _await(pool: ReadablePool, reference: Reference, path: str | None) -> bool:
     return True
 
 
-def _candidates(reference: Reference, path: str | None, pools: Pools) -> Iterator[str]:
+def _candidates(reference: Reference, path: str | None, pools: Pools) -> Iterator[Place]:
     name = os.path.basename(reference.pool_path)
-    hosts = [allowed for allowed in pools.allowed_paths() if is_address(allowed)]
-    for allowed in pools.allowed_paths():
-        if allowed not in hosts:
-            yield from _pool_files(allowed, name)
+    allowed = pools.allowed()
+    for place in allowed:
+        if not place.is_host:
+            yield from _pool_files(place.path, name)
     if path is not None:
         yield from _beside(reference, path, name)
-    yield from hosts
+    yield from (place for place in allowed if place.is_host)
 
 
-def _beside(reference: Reference, path: str, name: str) -> Iterator[str]:
+def _beside(reference: Reference, path: str, name: str) -> Iterator[Place]:
     places = dict.fromkeys((os.path.abspath(path), os.path.realpath(path)))
     for place in places:
         for directory in _upwards(os.path.dirname(place)):
-            yield from _pool_files(os.path.join(directory, POOL_DIRECTORY), name)
+            yield from _pool_files(os.path.join(directory, DEFAULT_DIRECTORY), name)
     for place in places:
         relative = os.path.join(os.path.dirname(place), *reference.pool_relative.split("/"))
         for named in (os.path.normpath(relative), reference.pool_path):
             if _is_near(named, place) and is_linked(place, reference, links_directory(named)):
-                yield named
+                yield _pool(named)
 
 
 def _upwards(directory: str) -> Iterator[str]:
@@ -467,17 +466,21 @@ def _upwards(directory: str) -> Iterator[str]:
         directory = above
 
 
-def _pool_files(place: str, name: str) -> Iterator[str]:
+def _pool(path: str) -> Place:
+    return Place(PlaceKind.FILE, os.path.abspath(path))
+
+
+def _pool_files(place: str, name: str) -> Iterator[Place]:
     """``place`` if it is a file, and its successors; the files in it, one called ``name`` first,
     if a directory."""
     if not os.path.isdir(place):
-        yield from generations(place).values()
+        yield from map(_pool, generations(place).values())
         return
-    yield os.path.join(place, name)
+    yield _pool(os.path.join(place, name))
     with contextlib.suppress(OSError), os.scandir(place) as entries:
         for entry in itertools.islice(entries, FILES_MAX):
             if entry.name != name:
-                yield entry.path
+                yield _pool(entry.path)
 
 
 def _uuid(path: str) -> bytes | None:

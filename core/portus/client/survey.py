@@ -19,7 +19,7 @@ from typing import Final
 
 from portus.errors import CorruptionError, UsageError
 from portus.format.reference import HEAD_SIZE, SIZE_MAX, Reference, decode, may_begin
-from portus.index.directory import DEFAULT_DIRECTORY
+from portus.index.place import DEFAULT_DIRECTORY
 from portus.media import linux
 from portus.media.base import Birth
 

@@ -10,10 +10,12 @@ from typing import Final, TypeVar
 
 from portus.client import restore
 from portus.client.fence import before_write
-from portus.client.home import open_place, pool_places
+from portus.client.home import open_place
 from portus.client.restore import Patterns, Rename, Restored
 from portus.errors import StaleError, TransportError, UsageError
 from portus.index.catalogue import Catalogue
+from portus.index.directory import pools_at
+from portus.index.place import Place
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
 from portus.media import calls
@@ -68,10 +70,10 @@ def again(load: Callable[[], Result]) -> Result:
 class PoolFile:
     """One pool file, for reading. Close it, or use it as a context manager."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, pool: Place) -> None:
         """Raises ``UsageError``, ``MediumError`` or ``CorruptionError`` if it cannot be read."""
-        self.path: Final = path
-        self.reader: Final[PoolReader] = open_place(path)
+        self.path: Final = pool.path
+        self.reader: Final[PoolReader] = open_place(pool)
 
     @property
     def uuid(self) -> bytes:
@@ -104,9 +106,9 @@ class PoolFile:
         self.reader.close()
 
 
-def open_pool(path: str) -> PoolFile:
-    """Open one pool file for reading."""
-    return PoolFile(path)
+def open_pool(pool: Place) -> PoolFile:
+    """Open one pool for reading."""
+    return PoolFile(pool)
 
 
 class PoolView:
@@ -118,8 +120,8 @@ class PoolView:
         there is none, and what opening raises."""
         with contextlib.ExitStack() as stack:
             self._files: Final = [
-                stack.enter_context(contextlib.closing(PoolFile(path)))
-                for path in pool_places(pool)
+                stack.enter_context(contextlib.closing(PoolFile(each)))
+                for each in pools_at(Place.named(pool))
             ]
             self._stack: Final = stack.pop_all()
 

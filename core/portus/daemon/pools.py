@@ -10,24 +10,23 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import urllib.parse
 from typing import Final
 
 from portus.errors import BusyError, MediumError, UsageError
 from portus.format.layout import DATA_START
 from portus.index.directory import (
-    SUFFIX,
     create_pool,
     links_directory,
     make_directory,
     open_writer,
 )
 from portus.index.holds import Holds
+from portus.index.place import Place
 from portus.index.pool import PoolWriter, format_pool
 from portus.media.local import LocalFiles
 from portus.media.lock import LockTable, ProcessLocks
 from portus.media.memory import Memory
-from portus.protocol.address import TENANT, is_address
+from portus.protocol.address import TENANT
 
 MEMORY: Final = "memory:"
 TENANTS_MAX: Final = 1024
@@ -95,24 +94,27 @@ class Pools:
         """place: see the module. quota: bytes of a pool, at most. Raises ``UsageError``, and what
         opening one pool, or making a directory for many, raises: that ends the start, not the
         first save."""
-        if not place or is_address(place):
+        in_memory = place.startswith(MEMORY) and not place.startswith(f"{MEMORY}//")
+        where = None if in_memory or not place else Place.named(place, "POOL")
+        if not place or (where is not None and where.is_host):
             raise UsageError(
                 f"{place!r} cannot be served: expected a directory, a pool file, a DAX device or "
                 f"{MEMORY}SIZE"
             )
         self.place: Final = place
-        self._memory: Final = parse_size(place[len(MEMORY) :]) if place.startswith(MEMORY) else 0
+        self._where: Final = where
+        self._memory: Final = 0 if where else parse_size(place.removeprefix(MEMORY))
         self._quota: Final = quota
         self._guard: Final = threading.Lock()
         self._open: dict[str, Hosted] = {}
         self._opening: Final[dict[str, threading.Lock]] = {}
-        if self._memory:
+        if self._where is None:
             if self._memory < 2 * DATA_START:
                 raise UsageError(f"{place}: expected {2 * DATA_START} bytes or more")
-        elif self._is_file():
-            self.of(TENANT)
+        elif self._where.is_directory:
+            make_directory(self._where.path)
         else:
-            make_directory(os.path.abspath(place))
+            self.of(TENANT)
 
     def of(self, tenant: str) -> Hosted:
         """The tenant's pool, made if there was none. Raises what opening raises."""
@@ -123,8 +125,9 @@ class Pools:
         with opening:  # one at a time for each tenant; the others do not wait for it
             hosted = self._open.get(tenant)
             if hosted is None:
-                directory = None if self._memory else links_directory(self._path(tenant))
-                holds = Holds(directory, LocalFiles())
+                where = self._where
+                pool = None if where is None else self._pool_of(where, tenant).path
+                holds = Holds(pool and links_directory(pool), LocalFiles())
                 hosted = Hosted(tenant, self._writer(tenant), holds)
                 with self._guard:
                     self._open[tenant] = hosted
@@ -143,30 +146,23 @@ class Pools:
             hosted.writer.close()
 
     def _writer(self, tenant: str) -> PoolWriter:
-        if self._memory:
+        if self._where is None:
             medium = Memory(DATA_START, name=f"{self.place} of {tenant}")
             format_pool(medium)
             size_max = min(self._memory, self._quota or self._memory)
             return PoolWriter(medium, ProcessLocks(LockTable()), max_bytes=size_max)
-        path, files = self._path(tenant), LocalFiles()
+        path, files = self._pool_of(self._where, tenant).path, LocalFiles()
         if not os.path.exists(path):
             make_directory(os.path.dirname(path))
             create_pool(path, files)
         return open_writer(path, files, timeout_s=BUSY_S, max_bytes=self._quota)
 
-    def _path(self, tenant: str) -> str:
-        place = os.path.abspath(self.place)
-        if not self._is_file():
-            return os.path.join(place, urllib.parse.quote(tenant, safe="") + SUFFIX)
-        if tenant != TENANT:
+    def _pool_of(self, where: Place, tenant: str) -> Place:
+        if not where.is_directory and tenant != TENANT:
             raise UsageError(
                 f"{self.place} is one pool, of tenant {TENANT!r}; serve a directory for more"
             )
-        return place
-
-    def _is_file(self) -> bool:
-        is_there = os.path.exists(self.place) and not os.path.isdir(self.place)
-        return is_there or (self.place.endswith(SUFFIX) and not os.path.isdir(self.place))
+        return where.pool_of(tenant)
 
 
 def parse_size(text: str) -> int:

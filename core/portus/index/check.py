@@ -26,15 +26,15 @@ from portus.index.check_catalogue import (
 )
 from portus.index.check_reach import check_reach
 from portus.index.check_version import Bytes, Flags, Seen, Versions
-from portus.index.directory import place_named, pool_files
+from portus.index.directory import pools_at
 from portus.index.findings import RULES, Finding, Findings, Severity
+from portus.index.place import Place
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
 from portus.index.roots import read_roots
 from portus.media.base import Locks, Medium
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
-from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
 __all__ = ["RULES", "Finding", "Severity", "check"]
@@ -65,18 +65,18 @@ def check(
     """
     if isinstance(pool, PoolReader):
         return _check(pool.medium, pool.locks, data, progress, only)
-    path = place_named(pool)
-    if is_address(path):
-        raise UsageError(f"{path}: `portus verify --pool {path}` checks what a storage host has")
-    if not os.path.isdir(path):
-        return _check_file(path, data, progress, only)
-    paths = pool_files(path)
-    if not paths:
-        raise UsageError(f"{path}: there is no pool file in this directory")
+    place = Place.named(pool)
+    if place.is_host:
+        raise UsageError(f"{place}: `portus verify --pool {place}` checks what a storage host has")
+    if not os.path.isdir(place.path):
+        return _check_file(place.path, data, progress, only)
+    found = pools_at(place)
+    if not found:
+        raise UsageError(f"{place}: there is no pool file in this directory")
     return [
         replace(finding, where=f"{each}: {finding.where}")
-        for each in paths
-        for finding in _check_file(each, data, progress, only)
+        for each in found
+        for finding in _check_file(each.path, data, progress, only)
     ]
 
 

@@ -12,7 +12,6 @@ import errno
 import os
 import re
 import threading
-import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -20,16 +19,13 @@ from typing import Final, Protocol
 from portus.errors import BusyError, MediumError, UsageError
 from portus.format.layout import DATA_START
 from portus.index import device
+from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
 from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder
 from portus.index.roots import Root
 from portus.media.base import Files, FileStatus, Locks, MediumKind, Names
 from portus.media.dax import is_device
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
-
-SUFFIX: Final = ".portus"
-DEFAULT_DIRECTORY: Final = ".portus"
-DIRECTORY_VARIABLE: Final = "PORTUS_POOL"
 
 _CACHE_TAG: Final = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
@@ -41,52 +37,19 @@ class FileSystem(Files, Names, Protocol):
     """Names that can be changed and looked at."""
 
 
-def default_directory(root: str = ".") -> str:
-    """Where pools are if nobody says: ``$PORTUS_POOL``, else ``.portus`` under ``root``."""
-    return os.environ.get(DIRECTORY_VARIABLE) or os.path.join(root, DEFAULT_DIRECTORY)
-
-
-def place_named(pool: str | os.PathLike[str] | None) -> str:
-    """The pool, pool directory or storage host that a user names. None: the default one.
-
-    ``~`` is the home directory, as in a shell. Raises ``UsageError`` for an empty name.
-    """
-    place = default_directory() if pool is None else os.fspath(pool)
-    if not place:
-        raise UsageError(
-            f"pool: expected a path or the address of a storage host, found {pool!r}; leave it "
-            f"out, and it is ${DIRECTORY_VARIABLE} or {DEFAULT_DIRECTORY}"
-        )
-    return os.path.expanduser(place)
-
-
-def pool_file(pool: str | os.PathLike[str] | None, name: str) -> str:
-    """The absolute path of the pool file that ``pool`` means for the writer called ``name``.
-
-    pool: a pool file (it exists, or ends in ``.portus``) or a DAX device; else a pool directory,
-    made later; None: the default one.
-    """
-    place = os.path.abspath(place_named(pool))
-    is_file = (os.path.exists(place) and not os.path.isdir(place)) or (
-        place.endswith(SUFFIX) and os.path.basename(place) != SUFFIX and not os.path.isdir(place)
-    )
-    return place if is_file else os.path.join(place, urllib.parse.quote(name, safe="") + SUFFIX)
-
-
-def pool_files(pool: str | os.PathLike[str] | None) -> list[str]:
-    """The pool files there are: ``pool`` itself and its successors, or those of the directory.
-
-    Raises ``UsageError`` if there is nothing of that name.
-    """
-    place = os.path.abspath(place_named(pool))
-    if os.path.isdir(place):
-        names = sorted(name for name in os.listdir(place) if name.endswith(SUFFIX))
-        paths = [os.path.join(place, name) for name in names]
-        return [path for path in paths if os.path.isfile(path)]
-    found = generations(place)
+def pools_at(place: Place) -> list[Place]:
+    """Every pool there is: that of the place and its successors, or those of the directory. A host
+    is not asked. Raises ``UsageError`` if there is nothing of that name."""
+    if place.is_host:
+        return [place]
+    if os.path.isdir(place.path):
+        names = sorted(name for name in os.listdir(place.path) if name.endswith(SUFFIX))
+        paths = [os.path.join(place.path, name) for name in names]
+        return [Place(PlaceKind.FILE, path) for path in paths if os.path.isfile(path)]
+    found = generations(place.path)
     if not found:
         raise UsageError(f"{place}: there is no pool, and no pool directory, of this name")
-    return list(found.values())
+    return [Place(place.kind, path) for path in found.values()]
 
 
 def generations(path: str) -> dict[int, str]:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from portus.index.place import Place
 from portus.spec import VersionInfo
 
 ID_SIZE: Final = 12
@@ -32,7 +33,7 @@ class Group:
     step: int
     id: bytes
     count: int
-    parts: dict[int, tuple[str, VersionInfo]] = field(default_factory=dict)
+    parts: dict[int, tuple[Place, VersionInfo]] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -68,7 +69,7 @@ def part_token(group: bytes, rank: int) -> bytes:
     return group + rank.to_bytes(4, "big")
 
 
-def groups_of(infos: Iterable[tuple[str, VersionInfo]], model: str | None = None) -> list[Group]:
+def groups_of(infos: Iterable[tuple[Place, VersionInfo]], model: str | None = None) -> list[Group]:
     """The groups among versions, each with the path of its pool file; of one model, or of all.
 
     Newest last. Those of one model and count that have rank 0's part are in the order of its

@@ -32,7 +32,7 @@ class Work(Protocol):
     def hurry(self) -> None: ...
 
 
-class Place:
+class Turn:
     """A place for one save. Given back by the worker once its work is over, or by ``dismiss``."""
 
 
@@ -48,41 +48,41 @@ class Queue:
         self._name: Final = name
         self._lock: Final = threading.RLock()
         self._changed: Final = threading.Condition(self._lock)
-        self._waiting: deque[tuple[Work, Place | None]] = deque()
-        self._places: set[Place] = set()
+        self._waiting: deque[tuple[Work, Turn | None]] = deque()
+        self._turns: set[Turn] = set()
         self._running: Work | None = None
-        self._running_on: Place | None = None
+        self._running_on: Turn | None = None
         self._running_by: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
 
-    def admit(self, place: Place, timeout_s: float | None = None) -> bool:
+    def admit(self, turn: Turn, timeout_s: float | None = None) -> bool:
         """Take one of the places for saves; waits for one. False if time ran out."""
         with self._lock:
-            if len(self._places) >= SAVES_MAX:
+            if len(self._turns) >= SAVES_MAX:
                 self._hurry(1)
-            if not self._changed.wait_for(lambda: len(self._places) < SAVES_MAX, timeout_s):
+            if not self._changed.wait_for(lambda: len(self._turns) < SAVES_MAX, timeout_s):
                 return False
-            self._places.add(place)
+            self._turns.add(turn)
             return True
 
-    def dismiss(self, place: Place) -> bool:
+    def dismiss(self, turn: Turn) -> bool:
         """Give the place back, if it was taken. False if work was put on it: that will run."""
         with self._lock:
-            if any(own is place for _, own in self._waiting) or place is self._running_on:
+            if any(own is turn for _, own in self._waiting) or turn is self._running_on:
                 return False
-            self._places.discard(place)
+            self._turns.discard(turn)
             self._changed.notify_all()
             return True
 
-    def put(self, work: Work, place: Place | None = None) -> None:
-        """Run ``work`` after all that was put before. ``place``: what a save was admitted to.
+    def put(self, work: Work, turn: Turn | None = None) -> None:
+        """Run ``work`` after all that was put before. ``turn``: what a save was admitted to.
 
         Returns at once; but where no thread can be started any more (the interpreter is ending)
         it runs everything here.
         """
         with self._lock:
-            self._waiting.append((work, place))
+            self._waiting.append((work, turn))
             self._changed.notify_all()
         self._see_to_it()
 
@@ -106,7 +106,7 @@ class Queue:
 
     def has_more(self) -> bool:
         """True if something waits behind what runs now, or a save is about to."""
-        return bool(self._waiting) or len(self._places) > 1
+        return bool(self._waiting) or len(self._turns) > 1
 
     def idle(self) -> bool:
         """True if nothing is left to do."""
@@ -167,7 +167,7 @@ class Queue:
             self._give_up(error)
             raise
 
-    def _run(self, work: Work, place: Place | None) -> None:
+    def _run(self, work: Work, turn: Turn | None) -> None:
         error: BaseException = RuntimeError("the worker thread ended")
         try:
             work.run()
@@ -178,12 +178,12 @@ class Queue:
         finally:
             work.fail(error)  # changes nothing if it is over already
             with self._lock:
-                self._end(place)
+                self._end(turn)
 
-    def _end(self, place: Place | None) -> None:
+    def _end(self, turn: Turn | None) -> None:
         self._running = self._running_on = self._running_by = None
-        if place is not None:
-            self._places.discard(place)
+        if turn is not None:
+            self._turns.discard(turn)
         self._changed.notify_all()
 
     def _give_up(self, error: BaseException) -> None:
@@ -191,12 +191,12 @@ class Queue:
         with self._lock:
             left, self._waiting = self._waiting, deque()
             self._thread = None
-            for _, place in left:
-                self._end(place)
+            for _, turn in left:
+                self._end(turn)
         for work, _ in left:
             work.fail(error)
 
-    def _next(self) -> tuple[Work, Place | None] | None:
+    def _next(self) -> tuple[Work, Turn | None] | None:
         """The next work; None ends the thread. Never while other work runs."""
         with self._lock:
             if threading.current_thread() is self._thread:

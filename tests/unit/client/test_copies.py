@@ -22,6 +22,7 @@ from portus.client.keeper import keeper_of
 from portus.client.resolve import Pools, load_reference
 from portus.client.view import open_pool
 from portus.index.directory import WRITERS, links_directory
+from portus.index.place import Place
 from portus.media.local import LocalFiles
 
 
@@ -47,7 +48,7 @@ def loaded(path: Path, allowed: Path | None = None) -> int:
     """The step that a process would load that has no pool open, and knows of none but this."""
     pools = Pools(open_pool)
     if allowed is not None:
-        pools.allow(str(allowed))
+        pools.allow(Place.named(allowed))
     found = load_reference(path, pools)
     assert isinstance(found, dict)
     assert bool((found["w"] == found["w"][0]).all())

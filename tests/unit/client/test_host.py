@@ -634,7 +634,7 @@ def test_a_host_that_serves_another_pool_at_the_address_is_not_asked_for_a_refer
             pool_of(path)
     with serving(tmp_path / "right", address=address):
         assert same(portus.load_reference(path), state(1))
-        assert pool_of(path) == place_url
+        assert str(pool_of(path)) == place_url
 
 
 def test_space_of_deleted_reference_files_is_used_on_the_host(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from portus.client.resolve import POOLS, Pools, load_reference, load_text
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.format.reference import Reference, encode
 from portus.index.directory import links_directory
+from portus.index.place import Place
 from portus.index.pool import format_pool
 from portus.index.roots import read_superblock
 from portus.media.local import LocalFiles
@@ -41,9 +42,9 @@ class Content:
         self.another_writes: Callable[[], bool] = lambda: False
         self.opened: list[str] = []
 
-    def open(self, path: str) -> OneView:
-        self.opened.append(path)
-        medium = FILES.open(path, writable=False)
+    def open(self, pool: Place) -> OneView:
+        self.opened.append(pool.path)
+        medium = FILES.open(pool.path, writable=False)
         try:
             return OneView(self, read_superblock(medium).uuid)
         finally:
@@ -222,7 +223,7 @@ def test_an_allowed_pool_is_found_under_another_name(run: Run) -> None:
     (run.pool.parent / "note.txt").write_text("x")
     os.mkfifo(run.pool.parent / "pipe")
     run.pool.rename(run.pool.parent / "renamed.portus")
-    run.pools.allow(str(run.pool.parent))
+    run.pools.allow(Place.named(run.pool.parent))
     assert load_reference(copy, run.pools) == {"step": 1}
 
 
@@ -291,7 +292,7 @@ def waiting(
     run: Run, path: Path, token: str, act: Callable[[], object], loaded: Path | None = None
 ) -> object:
     """What a load gives that starts while a save of ``path`` is under way; ``act`` ends it."""
-    saving = Saving(run.content.open(str(run.pool)), token, path)
+    saving = Saving(run.content.open(Place.named(run.pool)), token, path)
     run.pools.opened(saving)
     results: list[object] = []
 
@@ -422,7 +423,7 @@ def test_a_file_replaced_between_reading_and_loading_is_read_again(run: Run) -> 
     assert old is not None
     opener = run.pools.opener
 
-    def replace_then_open(pool: str) -> OneView:
+    def replace_then_open(pool: Place) -> OneView:
         if run.made < 3:
             run.content.versions.clear()
             run.save("a.ckpt")
@@ -436,7 +437,7 @@ def test_a_file_replaced_by_one_that_was_never_committed_falls_back(run: Run) ->
     opener = run.pools.opener
     fallback = {"fallback": decoded(before).token, "fallback_step": 2}
 
-    def replace_then_open(pool: str) -> OneView:
+    def replace_then_open(pool: Place) -> OneView:
         if len(run.content.versions) == 2:
             del run.content.versions[next(iter(run.content.versions))]
             run.save("a.ckpt", commit=False, **fallback)
@@ -462,7 +463,7 @@ def test_a_commit_while_a_load_falls_back_is_no_loss(run: Run) -> None:
                 run.commit(second)
             return super().load_version(token, part)
 
-    def open_one(pool: str) -> OneView:
+    def open_one(pool: Place) -> OneView:
         return Committing(run.content, run.content.open(pool).uuid)
 
     assert load_reference(path, Pools(open_one)) == {"step": 2}
@@ -471,7 +472,7 @@ def test_a_commit_while_a_load_falls_back_is_no_loss(run: Run) -> None:
 
 def test_an_open_pool_is_used_as_it_is_wherever_it_lies(run: Run) -> None:
     copy = Path(shutil.copy(run.save("a.ckpt"), run.home / "copy.ckpt"))
-    saving = Saving(run.content.open(str(run.pool)), "f" * 32, copy)
+    saving = Saving(run.content.open(Place.named(run.pool)), "f" * 32, copy)
     saving.under_way = False
     run.pools.opened(saving)
     run.content.opened.clear()
@@ -484,7 +485,7 @@ def test_an_open_pool_is_used_as_it_is_wherever_it_lies(run: Run) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_knows_no_open_pool(run: Run) -> None:
-    saving = Saving(run.content.open(str(run.pool)), "f" * 32, run.ckpt / "a.ckpt")
+    saving = Saving(run.content.open(Place.named(run.pool)), "f" * 32, run.ckpt / "a.ckpt")
     run.pools.opened(saving)
     child = os.fork()
     if child == 0:

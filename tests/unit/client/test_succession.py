@@ -18,6 +18,7 @@ import portus
 from portus.client.resolve import Pools, _open_view
 from portus.errors import MediumError, UsageError
 from portus.index.directory import generations
+from portus.index.place import Place
 from tests.unit.client.stuck import Gate, gated
 
 
@@ -88,7 +89,7 @@ def test_another_process_finds_the_versions_of_both(pool: Path, gate: Gate, tmp_
         assert view.steps("run") == [1, 3]
         assert [value_of(view.load("run", step)) for step in (None, 1)] == [3, 1]
     strangers = Pools(_open_view)
-    strangers.allow(str(pool))  # as $PORTUS_POOL may name it
+    strangers.allow(Place.named(pool))  # as $PORTUS_POOL may name it
     assert [value_of(portus.load_reference(path, strangers)) for path in paths] == [1, 3]
 
 

@@ -16,6 +16,7 @@ from portus.index.groups import (
     part_token,
     surplus,
 )
+from portus.index.place import Place
 from portus.spec import VersionInfo
 
 RANKS = 4
@@ -48,7 +49,7 @@ class Rank:
 
 
 def known(ranks: list[Rank]) -> list[Group]:
-    return groups_of((f"{r.number}.portus", info) for r in ranks for info in r.held)
+    return groups_of((Place.named(f"{r.number}.portus"), info) for r in ranks for info in r.held)
 
 
 def newest_complete(ranks: list[Rank]) -> int | None:
@@ -124,4 +125,4 @@ def test_a_model_that_only_happens_to_be_called_so_is_no_part() -> None:
     info = VersionInfo(
         model="run/rank-0-of-1", id=1, commit=1, step=1, token=b"x" * 16, time_ns=1, size=1
     )
-    assert groups_of([("a", info)]) == []
+    assert groups_of([(Place.named("a"), info)]) == []

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from portus.pipeline.queue import SAVES_MAX, Place, Queue
+from portus.pipeline.queue import SAVES_MAX, Queue, Turn
 
 
 class _Work:
@@ -38,11 +38,11 @@ def test_work_runs_in_the_order_it_was_put() -> None:
 def test_a_third_save_waits_for_a_place() -> None:
     queue, gate = Queue("portus-test"), threading.Event()
     for _ in range(SAVES_MAX):
-        place = Place()
+        place = Turn()
         assert queue.admit(place, 0.05)
         queue.put(_Work(gate.wait), place)  # type: ignore[arg-type]
     threading.Timer(0.2, gate.set).start()
-    third = Place()
+    third = Turn()
     assert not queue.admit(third, 0.05)
     assert queue.admit(third)
     assert gate.is_set()
@@ -52,20 +52,20 @@ def test_a_third_save_waits_for_a_place() -> None:
 
 def test_a_place_is_given_back_once_and_not_while_work_is_on_it() -> None:
     queue, gate = Queue("portus-test"), threading.Event()
-    places = [Place(), Place()]
+    places = [Turn(), Turn()]
     works = [_Work(gate.wait), _Work()]  # type: ignore[arg-type]
     assert queue.dismiss(places[0]), "it was never taken"
     for place, work in zip(places, works, strict=True):
         assert queue.admit(place, 0)
         queue.put(work, place)
     assert not any(queue.dismiss(place) for place in places)
-    assert not queue.admit(Place(), 0.01)
+    assert not queue.admit(Turn(), 0.01)
     gate.set()
     assert queue.drain(5)
     assert all(queue.dismiss(place) for place in places)
     for _ in range(SAVES_MAX):
-        assert queue.admit(Place(), 0)
-    assert not queue.admit(Place(), 0), "no place more than there were"
+        assert queue.admit(Turn(), 0)
+    assert not queue.admit(Turn(), 0), "no place more than there were"
     queue.close()
 
 
@@ -93,11 +93,11 @@ def test_whoever_waits_hurries_what_is_before_him() -> None:
     queue, gate = Queue("portus-test"), threading.Event()
     first, second, third = (_Work(gate.wait) for _ in range(3))  # type: ignore[arg-type]
     for work in (first, second):
-        place = Place()
+        place = Turn()
         queue.admit(place)
         queue.put(work, place)
     assert not first.hurried
-    assert not queue.admit(Place(), 0.01)
+    assert not queue.admit(Turn(), 0.01)
     assert (first.hurried, second.hurried) == (True, False)
     queue.put(third)
     assert not queue.drain(0.01)
@@ -149,7 +149,7 @@ def test_a_dying_thread_ends_everything_that_waits_for_it_and_the_next_work_runs
 
     dead, waiting = _Work(die), _Work()
     for work in (dead, waiting):
-        place = Place()
+        place = Turn()
         queue.admit(place)
         queue.put(work, place)
     gate.set()
@@ -158,7 +158,7 @@ def test_a_dying_thread_ends_everything_that_waits_for_it_and_the_next_work_runs
     assert isinstance(waiting.ended[0], SystemExit)
     after = _Work()
     for _ in range(SAVES_MAX):
-        place = Place()
+        place = Turn()
         assert queue.admit(place, 1), "both places are free again"
     queue.put(after, place)
     queue.close()
