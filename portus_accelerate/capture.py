@@ -31,7 +31,7 @@ class Capture:
         self.deferred: Final[list[Callable[[], Any]]] = []
         """What is to be done once the checkpoint is committed."""
         self.parts: Final[dict[str, Any]] = {}
-        """By file name. Model files have the names that go with ``torch.load``."""
+        """By file name, as Accelerate says it; ``torch_name`` tells where its reference goes."""
         self.writes: Final[list[Callable[[], Any]]] = []
         """What Accelerate itself would have done, in order."""
 
@@ -39,7 +39,7 @@ class Capture:
         """``value`` is to be at ``path``. is_ours: false where another process writes the file."""
         self.writes.append(write)
         if is_ours:
-            self.parts[torch_name(os.path.basename(os.fspath(path)))] = value
+            self.parts[os.path.basename(os.fspath(path))] = value
 
 
 def torch_name(name: str) -> str:

@@ -25,7 +25,7 @@ from accelerate.utils import other
 
 import portus
 from portus_accelerate import intent, place, resume, sharded
-from portus_accelerate.capture import Capture, capturing
+from portus_accelerate.capture import Capture, capturing, torch_name
 from portus_accelerate.origin import of_others, origin_of, saying_of_what
 from portus_accelerate.peers import Peers
 from portus_accelerate.settings import Settings, is_disabled
@@ -308,9 +308,9 @@ class Saver:
             received = exchange(capture)
             parts = {**received, **capture.parts} if self._peers.is_writer else {}
         for name, part in parts.items():
-            portus.write_file(part, os.path.join(directory, name))
+            portus.write_file(part, os.path.join(directory, torch_name(name)))
         for name in os.listdir(directory):
-            if name.endswith(".safetensors") and _is_replaced(name, parts):
+            if name.endswith(".safetensors") and name in parts:
                 os.unlink(os.path.join(directory, name))
         portus.note_written(directory)
         _sync(directory)
@@ -341,7 +341,7 @@ class Saver:
         self._count += 1
         number = place.step_of(directory)
         step = self._count if number is None else number
-        references = {os.path.join(directory, name): name for name in parts}
+        references = {os.path.join(directory, torch_name(name)): name for name in parts}
         try:
             handle = self._open(directory).save(
                 parts, step, reference=references, synchronous=self._over
@@ -351,7 +351,7 @@ class Saver:
             return None
         self._newest, self._handle = directory, handle
         for name in os.listdir(directory):
-            if name.endswith(".safetensors") and _is_replaced(name, parts):
+            if name.endswith(".safetensors") and name in parts:
                 self._open(directory).remove(os.path.join(directory, name), after=handle)
         return handle
 
@@ -382,6 +382,7 @@ class Saver:
     ) -> None:
         """Start to save this rank's shards, and its files. On every rank."""
         own = self._random_states(capture)
+        files = capture.parts if self._peers.is_writer else own
         self._count += 1
         number = place.step_of(directory)
         writer = self._open_shards(directory)
@@ -391,7 +392,7 @@ class Saver:
                 shards,
                 directory,
                 step=self._count if number is None else number,
-                files=capture.parts if self._peers.is_writer else own,
+                files={torch_name(name): part for name, part in files.items()},
             )
         except portus.UsageError as error:
             _say_once(f"Portus cannot store this checkpoint, Accelerate saves it instead: {error}")
@@ -551,7 +552,7 @@ class Saver:
         if self._checkpointer is not None:
             self._checkpointer.wait()  # or a save in flight would replace the files
         for name in parts:
-            path = os.path.join(directory, name)
+            path = os.path.join(directory, torch_name(name))
             if os.path.isfile(path) and portus.is_reference(path):
                 os.unlink(path)
         for write in capture.writes:
@@ -652,13 +653,6 @@ def _sync(directory: str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _is_replaced(name: str, parts: dict[str, Any]) -> bool:
-    """True for a model's file of stock Accelerate, which would be read in place of ours."""
-    from portus_accelerate.capture import torch_name
-
-    return torch_name(name) in parts
 
 
 def _put_real_files(directory: str) -> None:

@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator, checkpointing
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
+from safetensors import safe_open
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -136,6 +137,51 @@ def test_an_accelerator_is_copied_and_pickled_as_stock_is(tmp_path: Path, copied
     for each in (made, scene.accelerator):
         each.end_training()
     assert torch.load(tmp_path / "two" / "optimizer.bin")["param_groups"]
+
+
+class Tied(torch.nn.Module):
+    """Two names for one weight, and a view that is not contiguous in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.second = torch.nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("turned", torch.rand(3, 5).t())
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_materialised_weights_are_the_file_that_stock_writes(tmp_path: Path, safe: bool) -> None:
+    found = {}
+    for on in (False, True):
+        scene = Scene(tmp_path / str(on), on=on)
+        torch.manual_seed(1)
+        model = scene.accelerator.prepare(Tied())
+        home = tmp_path / str(on) / "one"
+        scene.accelerator.save_state(str(home), safe_serialization=safe)
+        scene.accelerator.end_training()
+        names = {name for name in os.listdir(home) if "model" in name}
+        assert names == {f"{name}.{'safetensors' if safe else 'bin'}" for name in MODELS[safe]}
+        assert not any(portus.is_reference(path) for path in home.iterdir())
+        if safe:
+            found[on] = safetensors_of(home / "model_2.safetensors")
+            scene.accelerator.load_state(str(home))
+            assert torch.equal(model.turned, found[on]["turned"])
+    if safe:
+        assert list(found[True]) == list(found[False])
+        assert all(torch.equal(found[True][name], found[False][name]) for name in found[True])
+
+
+MODELS = {
+    True: ("model", "model_1", "model_2"),
+    False: ("pytorch_model", "pytorch_model_1", "pytorch_model_2"),
+}
+
+
+def safetensors_of(path: Path) -> dict[str, torch.Tensor]:
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        return {name: file.get_tensor(name) for name in sorted(file.keys())}
 
 
 @pytest.mark.parametrize("safe", [True, False])

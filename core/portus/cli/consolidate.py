@@ -31,7 +31,7 @@ from portus.spec import TensorSpec
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 
-PREFIXES: Final = ("pytorch_model_fsdp_0.model.", "state_dict.", "model.")
+PREFIXES: Final = ("pytorch_model_fsdp_0.model.", "model.safetensors.", "state_dict.", "model.")
 """What stands before the names of weights: in checkpoints of Accelerate, of Lightning, and in
 most others."""
 

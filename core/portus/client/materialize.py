@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, Final
 
-from portus.client import torch_file
+from portus.client import torch_file, weights_file
 from portus.client.grouped import is_shard, shards_at
 from portus.client.keeper import keeper_of
 from portus.client.reference import State, is_link, read
@@ -30,6 +30,11 @@ _TEMPORARY: Final = re.compile(r"\.[0-9a-f]{32}\.portus")
 Advanced = Callable[[int], None]
 """Is told how many bytes were written since the last time, and may raise."""
 
+Fits = Callable[[int], None]
+"""Is told how many bytes a file is going to have, and raises if there is no room for them."""
+
+_SAFETENSORS: Final = ".safetensors"
+
 
 def materialize(
     path: str | os.PathLike[str],
@@ -46,6 +51,7 @@ def materialize(
     then that is synced, and renamed into place. The time of last change and the mode stay. In
     memory is what of the state is no tensor: numbers, text, arrays of numpy.
     Symbolic links below a directory are left alone; what they lead to is found where it lies.
+    Weights that Accelerate would have saved as ``model.safetensors`` become that file.
 
     A directory of a sharded checkpoint (``portus.dcp``) becomes one that
     ``torch.distributed.checkpoint`` reads, and ``dcp_to_torch_save``; in bounded memory.
@@ -79,8 +85,8 @@ def in_place(place: str, pools: Pools, advanced: Advanced) -> Iterator[str]:
     if os.path.isdir(place):
         for paths in _directories(place):
             yield from _materialize_directory(paths, pools, advanced)
-    elif _materialize_file(place, place, pools, advanced):
-        yield place
+    elif made := _materialize_file(place, place, pools, advanced):
+        yield made
 
 
 def _directories(place: str) -> Iterator[list[str]]:
@@ -94,8 +100,8 @@ def _materialize_directory(paths: list[str], pools: Pools, advanced: Advanced) -
     """The files of one directory. References to shards go last: all else is a torch file then."""
     shards = [path for path in paths if is_shard(path)]
     for path in paths:
-        if path not in shards and _materialize_file(path, path, pools, advanced):
-            yield path
+        if path not in shards and (made := _materialize_file(path, path, pools, advanced)):
+            yield made
     directory = os.path.dirname(shards[0]) if shards else ""
     if shards and shards_at(directory):
         from portus.client.materialize_shards import materialize_shards, remove_references
@@ -104,10 +110,11 @@ def _materialize_directory(paths: list[str], pools: Pools, advanced: Advanced) -
         remove_references(directory, shards)
 
 
-def _materialize_file(path: str, target: str, pools: Pools, advanced: Advanced) -> bool:
+def _materialize_file(path: str, target: str, pools: Pools, advanced: Advanced) -> str | None:
+    """The path of the new file; None if there is no reference at ``path``."""
     reference = read(path)
     if reference is None or is_link(path, reference):  # a link stays what it is
-        return False
+        return None
     if is_shard(path):
         raise UsageError(
             f"{path} is a part of a sharded checkpoint, of which no one file can be made: "
@@ -115,28 +122,45 @@ def _materialize_file(path: str, target: str, pools: Pools, advanced: Advanced) 
         )
     directory = os.path.dirname(target)
 
-    def put(pool: PoolReader, entry: VersionEntry, found: Reference) -> None:
-        temporary = os.path.join(directory, f".{found.id}.portus")
-        with temporary_file(temporary) as file:
-            torch_file.write(
-                pool,
-                entry,
-                file,
-                found.part,
-                fits=lambda size: _check_space(target, size, pool.medium.info.name),
-                advanced=advanced,
-            )
-            _finish(file, temporary, like=path)
-            _replace(temporary, target, found if target == path else None)
+    def put(pool: PoolReader, entry: VersionEntry, found: Reference) -> str:
+        expected = found if target == path else None
+
+        def made(place: str, write: Callable[[BinaryIO, Fits], None]) -> str:
+            temporary = os.path.join(directory, f".{found.id}.portus")
+            with temporary_file(temporary) as file:
+                write(file, lambda size: _check_space(place, size, pool.medium.info.name))
+                _finish(file, temporary, like=path)
+                if expected is not None and read(path) != expected:
+                    raise UsageError(f"{path} was replaced while it was materialised: try again")
+                os.replace(temporary, place)
+                if place not in (path, target):
+                    os.unlink(path)
+                sync_directory(directory)
+            return place
+
+        part = found.part or ""
+        if expected is not None and part.endswith(_SAFETENSORS):
+
+            def write_weights(file: BinaryIO, fits: Fits) -> None:
+                weights_file.write(
+                    pool, entry, file, part, near=directory, fits=fits, advanced=advanced
+                )
+
+            with contextlib.suppress(UsageError):  # safetensors cannot hold it, a torch file can
+                return made(os.path.join(directory, os.path.basename(part)), write_weights)
+
+        def write_torch_file(file: BinaryIO, fits: Fits) -> None:
+            torch_file.write(pool, entry, file, found.part, fits=fits, advanced=advanced)
+
+        return made(target, write_torch_file)
 
     try:
         _sweep(directory)
-        use_reference(path, put, pools)
+        return use_reference(path, put, pools)
     except MediumError:
         raise
     except OSError as error:
         raise MediumError(error.errno, f"cannot write {target}: {error.strerror}") from error
-    return True
 
 
 @contextlib.contextmanager
@@ -196,14 +220,6 @@ def _finish(file: BinaryIO, path: str, *, like: str) -> None:
     os.fsync(file.fileno())
     os.chmod(path, before.st_mode & 0o7777)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def _replace(temporary: str, path: str, expected: Reference | None) -> None:
-    """Rename into place, durably. ``expected``: what must still be there (None: anything)."""
-    if expected is not None and read(path) != expected:
-        raise UsageError(f"{path} was replaced while it was materialised: try again")
-    os.replace(temporary, path)
-    sync_directory(os.path.dirname(path))
 
 
 def sync_directory(path: str) -> None:
