@@ -77,6 +77,11 @@ def watch(address: Column, length: Column) -> WriteWatch | None:
     return made
 
 
+def can_watch() -> bool:
+    """True if the kernel does it at all."""
+    return _here() is not None
+
+
 def pages_of(address: Column, length: Column) -> list[Run]:
     """The pages that hold some memory, as runs in order; neighbours joined."""
     order = np.argsort(address, kind="stable")

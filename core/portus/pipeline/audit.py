@@ -58,6 +58,9 @@ PROBE: Final = 64
 
 PROBE_EACH: Final = 64 << 10
 
+_UNKNOWN_S_PER_BYTE: Final = 1e-10
+"""What watching costs until it was timed: as with pages of 4 KiB."""
+
 _TIMED_MIN: Final = 4 << 20
 """Bytes from which the time that they took says something about others."""
 
@@ -245,9 +248,9 @@ class Auditor:
 
     def __init__(self, guard: Guard) -> None:
         self._guard: Final = guard
-        self._last_s = -math.inf
+        self._last_s = time.monotonic()
         self._bytes_per_s = 8e9
-        self._watch_s_per_byte = 0.0
+        self._watch_s_per_byte = _UNKNOWN_S_PER_BYTE
         self._dear: Late | None = None
         self._made_huge = b""
         self._said = False
@@ -269,11 +272,12 @@ class Auditor:
         if hash_s <= limit_s:
             return self._hashed(late, stop)
         self._say(since_s, hash_s)
+        self._make_huge_soon(late.part(big))
         return Probed(late)
 
     def settle(self, wanted: Callable[[], bool]) -> None:
-        """Ask for huge pages under what was watched, if that was dear, as long as ``wanted``, and
-        for ``SETTLE_S`` at most; later audits cost less then. Blocks."""
+        """Ask for huge pages where watching is dear, as long as ``wanted`` and for ``SETTLE_S`` at
+        most; later audits cost less then. Blocks."""
         late, until_s = self._dear, time.monotonic() + SETTLE_S
         if late is None:
             return
@@ -283,7 +287,7 @@ class Auditor:
             self._dear, self._watch_s_per_byte = None, 0.0
 
     def _watch_s(self, late: Late, big: Column) -> float:
-        """What watching costs training; to be tried where that is not known."""
+        """What watching costs training."""
         small = late.size - late.part(big).size
         return small / self._bytes_per_s + late.part(big).size * self._watch_s_per_byte
 
@@ -295,10 +299,15 @@ class Auditor:
             return None
         took_s = 2 * (time.perf_counter() - start)  # to end it costs as much
         self._watch_s_per_byte = took_s / part.size
-        known = part.address.tobytes()
-        if took_s > PRICE_S / 2 and known != self._made_huge:
-            self._made_huge, self._dear = known, part
+        if took_s > PRICE_S / 2:
+            self._make_huge_soon(part)
         return Watched(late, stop, watch, big)
+
+    def _make_huge_soon(self, part: Late) -> None:
+        """Have ``settle`` ask for huge pages there, once."""
+        known = part.address.tobytes()
+        if known != self._made_huge and written.can_watch():
+            self._made_huge, self._dear = known, part
 
     def _hashed(self, late: Late, stop: Stop) -> Hashed:
         start = time.perf_counter()

@@ -65,7 +65,7 @@ def test_frequent_saves_of_much_get_probes_and_it_is_said_once(
     memory: np.ndarray, refused: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     late = late_of(memory, 1 << 30)
-    assert ways("auto", late, 4) == [Way.HASH, *[Way.PROBE] * 3]
+    assert ways("auto", late, 4) == [Way.PROBE] * 4
     assert len([each for each in caplog.records if "audited by probes" in each.message]) == 1
 
 
@@ -143,6 +143,14 @@ def test_every_page_that_is_written_is_told_and_no_other(
 
 def pages(start: int, end: int) -> range:
     return range(start // written.PAGE, end // written.PAGE)
+
+
+def test_what_is_too_dear_to_watch_gets_huge_pages_and_is_watched_then(kernel: None) -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 128 << 20, mmap.MAP_PRIVATE), np.uint8)
+    memory[:] = 1
+    found = ways("auto", Late(column(memory.ctypes.data), column(memory.nbytes)), 100)
+    assert found[0] is Way.PROBE
+    assert Way.KERNEL in found
 
 
 def test_huge_pages_are_told_of_as_small_ones(kernel: None, memory: np.ndarray) -> None:
