@@ -19,6 +19,7 @@ from typing import Final, Protocol
 
 from portus.client import reference as files_of
 from portus.client.host import HostPool
+from portus.client.notes import note
 from portus.client.reference import Link, State
 from portus.client.survey import Survey, survey_of
 from portus.errors import MediumError
@@ -122,6 +123,7 @@ class Keeper:
         self._untold: list[Reference] = []
         """Files of which the storage host is to hear before what they lead to is committed."""
         files_of.tidy(self._directory, self._files)
+        self._note_place()
         self._read_holds()
         self._read_links()
         self._read_strays()
@@ -456,6 +458,12 @@ class Keeper:
             )
             self._path, self._directory = path, links_directory(path)
             self._survey = survey_of(self._directory)
+            self._note_place()
+
+    def _note_place(self) -> None:
+        """So that files that are not beside the pool lead there."""
+        if self._address is None and isinstance(self._files, LocalFiles):
+            note(self._writer.superblock.uuid, self._path)
 
     def _make_directories(self, path: str) -> None:
         make_directory(self._directory)

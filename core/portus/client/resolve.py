@@ -7,7 +7,8 @@ only if it is
 2. beside the reference: in a ``.portus`` directory of its own directory or of one above it;
 3. at the path that the reference names, if the links directory there holds a hard link to this
    very file. That is seen from names alone, on the file systems of ``/`` and of the reference,
-   through no symbolic link.
+   through no symbolic link;
+4. where this user noted that the pool of that identity is (``notes``): the user's own word.
 
 A storage host is asked only if its address is configured (1): what a reference says of hosts is
 for people to read.
@@ -34,6 +35,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, runtime_checkable
 
+from portus.client.notes import places
 from portus.client.reference import is_linked, read
 from portus.errors import (
     CorruptionError,
@@ -397,12 +399,32 @@ def _not_allowed(reference: Reference, path: str | None, others: list[Place]) ->
             f"{reference.pool_path}, and that storage host serves another pool now. Start "
             f"`portus serve` with the pool that it served then; one in memory is gone"
         )
+    if path is not None and _is_denied(reference, path):
+        return UsageError(
+            f"{path} leads to pool {reference.pool}, written at {reference.pool_path}, which may "
+            f"not be read by this user: permission denied. Whoever saved it has to let you read "
+            f"the pool and the directories that it is in (umask, chmod)"
+        )
     return UsageError(
         f"{path or 'this reference'} leads to pool {reference.pool}, written at "
         f"{reference.pool_path}. That pool is not beside the reference, and a reference alone "
         f"may not choose what is opened. If you trust it, set PORTUS_POOL={reference.pool_path} "
         f"(or wherever the pool is now) and load again"
     )
+
+
+def _is_denied(reference: Reference, path: str) -> bool:
+    """True if the pool is where the reference says, as far as may be looked, and not to be read."""
+    place = reference.pool_path
+    if not _is_near(place, path):
+        return False
+    try:
+        os.lstat(place)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return not os.access(place, os.R_OK)
 
 
 def _opened(candidate: Place, pools: Pools) -> View | None:
@@ -442,19 +464,27 @@ def _candidates(reference: Reference, path: str | None, pools: Pools) -> Iterato
             yield from _pool_files(place.path, name)
     if path is not None:
         yield from _beside(reference, path, name)
+        yield from map(_pool, places(bytes.fromhex(reference.pool)))
     yield from (place for place in allowed if place.is_host)
 
 
 def _beside(reference: Reference, path: str, name: str) -> Iterator[Place]:
-    places = dict.fromkeys((os.path.abspath(path), os.path.realpath(path)))
-    for place in places:
+    names = dict.fromkeys((os.path.abspath(path), os.path.realpath(path)))
+    for place in names:
         for directory in _upwards(os.path.dirname(place)):
             yield from _pool_files(os.path.join(directory, DEFAULT_DIRECTORY), name)
-    for place in places:
+    for place in names:
         relative = os.path.join(os.path.dirname(place), *reference.pool_relative.split("/"))
         for named in (os.path.normpath(relative), reference.pool_path):
-            if _is_near(named, place) and is_linked(place, reference, links_directory(named)):
+            if _is_near(named, place) and _is_linked_by(named, place, reference):
                 yield _pool(named)
+
+
+def _is_linked_by(pool: str, path: str, reference: Reference) -> bool:
+    try:
+        return is_linked(path, reference, links_directory(pool))
+    except MediumError:  # it may not be looked at
+        return False
 
 
 def _upwards(directory: str) -> Iterator[str]:

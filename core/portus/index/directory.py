@@ -92,8 +92,13 @@ def links_directory(pool_path: str) -> str:
         uuid = reader.superblock.uuid.hex()
     finally:
         reader.close()
+    return os.path.join(state_directory(), f"{uuid}.references")
+
+
+def state_directory() -> str:
+    """Where Portus keeps what it knows, for this user on this machine."""
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return os.path.join(home, "portus", f"{uuid}.references")
+    return os.path.join(home, "portus")
 
 
 def make_directory(directory: str) -> None:
