@@ -8,7 +8,6 @@ name in the directory is a reference to its part, which ``torch.load`` follows, 
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
 import os
@@ -511,7 +510,9 @@ class Saver:
                 self._stop_watching()
             except portus.BusyError:
                 # Another run saves beside this one; it has its pool file, take the next.
-                if self._settings.model is not None or self._number >= _WRITERS_MAX:
+                pool, _ = self._pool_of(directory)
+                one_pool = not (pool.is_directory or pool.is_host)  # a file, or a device
+                if one_pool or self._settings.model is not None or self._number >= _WRITERS_MAX:
                     raise
                 self._number += 1
         return self._checkpointer
@@ -528,10 +529,6 @@ class Saver:
         settings = self._settings
         pool, name = self._pool_of(directory)
         if self._number > 1:
-            if not (pool.is_directory or pool.is_host):
-                raise portus.BusyError(
-                    errno.EAGAIN, f"{pool}: another process saves to it; give a directory"
-                )
             name = f"{name}~{self._number}"
         return portus.Checkpointer(
             pool,

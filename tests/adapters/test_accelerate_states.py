@@ -28,6 +28,7 @@ import portus_accelerate
 from portus.index.pool import PoolWriter
 from portus_accelerate import capture, launching, patch, peers, settings
 from portus_accelerate import saver as saver_module
+from tests.crash.nursery import nursery
 from tests.hosts import serving, url
 
 FILES = [
@@ -867,3 +868,17 @@ def test_who_never_comes_to_one_kind_of_save_is_not_waited_for_there(
         other.exchange(f"/step_{step}", {"x": step}, all_come=False)
         assert writer.exchange(f"/step_{step}", {}, all_come=False) == {"x": step}
         assert writer.exchange("/best", {}, all_come=False) == {}
+
+
+@pytest.mark.long
+def test_a_pool_file_that_another_process_has_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = tmp_path / "run.portus"
+    with nursery("tests.crash.saver").start("save_for_ever", str(pool), 1) as other:
+        other.until("saved")
+        monkeypatch.setenv("PORTUS_POOL", str(pool))
+        scene = Scene(tmp_path)
+        with pytest.raises(portus.BusyError, match="To read it meanwhile"):
+            scene.accelerator.save_state(str(tmp_path / "step_1"))
+        assert scene.accelerator._portus_saver._number == 1, "no file of this directory is another"

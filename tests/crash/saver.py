@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -120,6 +122,26 @@ def save_until_told(say: Say, pool: str) -> None:
         training.advance()
         checkpointer.save(training.state(), training.step)
         say(f"asked {training.step}")
+
+
+def end_while_a_thread_saves(say: Say, pool: str) -> None:
+    """The program ends, and a thread that nobody waits for saves on, copying in the call."""
+    checkpointer = Checkpointer(pool, keep=KEEP, snapshot="sync")
+    state = {"x": torch.zeros(1 << 20)}
+
+    def save() -> None:
+        try:
+            for step in itertools.count():
+                checkpointer.save(state, step)
+                if step == 3:
+                    say("saves")
+        except UsageError as error:
+            say(f"told: {error}")
+
+    threading.Thread(target=save, daemon=True).start()
+    while not checkpointer.steps():
+        time.sleep(0.001)
+    sys.exit(5)
 
 
 def save_beside_a_child(say: Say, pool: str, method: str) -> None:

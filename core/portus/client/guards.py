@@ -77,8 +77,11 @@ _AVERAGES: Final = tuple(
 GUARDED: Final = (
     Guarded("torch.nn.modules.module:Module.load_state_dict", _of_module),
     Guarded("torch.nn.functional:_no_grad_embedding_renorm_", _of_tensor),
-    # These three move a storage's memory and free the old one under a copy that reads it.
+    # These move a storage's memory and free the old one under a copy that reads it.
     Guarded("torch.storage:UntypedStorage.resize_", _of_storage),
+    Guarded("torch:Tensor.resize_", _of_tensor),
+    Guarded("torch:Tensor.resize_as_", _of_tensor),
+    Guarded("torch:resize_as_", _of_tensor),
     Guarded("torch.storage:UntypedStorage._share_fd_cpu_", _of_storage),
     Guarded("torch.storage:UntypedStorage._share_filename_cpu_", _of_storage),
     Guarded(

@@ -12,6 +12,8 @@ import time
 from collections import deque
 from typing import Final, Protocol
 
+from portus.errors import UsageError
+
 SAVES_MAX: Final = 2
 """Saves that are not over yet: one in flight, one queued."""
 
@@ -33,7 +35,11 @@ class Work(Protocol):
 
 
 class Turn:
-    """A place for one save. Given back by the worker once its work is over, or by ``dismiss``."""
+    """A place for one save, of the thread that asks for it. Given back by the worker once its work
+    is over, or by ``dismiss``."""
+
+    def __init__(self) -> None:
+        self.by: Final = threading.current_thread()
 
 
 class Queue:
@@ -57,12 +63,17 @@ class Queue:
         self._closing = False
 
     def admit(self, turn: Turn, timeout_s: float | None = None) -> bool:
-        """Take one of the places for saves; waits for one. False if time ran out."""
+        """Take one of the places for saves; waits for one. False if time ran out. Raises
+        ``UsageError`` once it is closed."""
         with self._lock:
+            self._check_open()
             if len(self._turns) >= SAVES_MAX:
                 self._hurry(1)
-            if not self._changed.wait_for(lambda: len(self._turns) < SAVES_MAX, timeout_s):
+            if not self._changed.wait_for(
+                lambda: self._closing or len(self._turns) < SAVES_MAX, timeout_s
+            ):
                 return False
+            self._check_open()
             self._turns.add(turn)
             return True
 
@@ -114,21 +125,43 @@ class Queue:
             return not self._waiting and self._running is None
 
     def close(self) -> None:
-        """Finish what was put, and end the thread. Says every ten seconds that it waits."""
-        self._see_to_it()
+        """Admit nobody any more, finish what was admitted and put, and end the thread. Says every
+        ten seconds that it waits."""
+        self._closing = True
+        try:
+            self._finish()
+        except BaseException:  # Ctrl-C
+            self._closing = False
+            raise
+
+    def _finish(self) -> None:
+        start = time.monotonic()
         with self._lock:
             self._hurry()
-            self._closing = True
             self._changed.notify_all()
-            thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            return
-        start = time.monotonic()
-        while thread.is_alive():
+            while not self._changed.wait_for(self._has_put_all, _NEWS_S):
+                self._say_since(start)
+        self._see_to_it()
+        thread = self._thread
+        while thread is not None and thread.is_alive() and not self.on_worker():
             thread.join(_NEWS_S)
             if thread.is_alive():
-                waited = time.monotonic() - start
-                _log.warning("%s: still finishing saves after %.0f s", self._name, waited)
+                self._say_since(start)
+
+    def _has_put_all(self) -> bool:
+        """True if no other thread is in a save: between its admission and its work."""
+        placed = {own for _, own in self._waiting} | {self._running_on}
+        here = threading.current_thread()
+        left = self._turns - placed
+        return not any(turn.by is not here and turn.by.is_alive() for turn in left)
+
+    def _say_since(self, start: float) -> None:
+        waited = time.monotonic() - start
+        _log.warning("%s: still finishing saves after %.0f s", self._name, waited)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise UsageError("this Checkpointer is closed")
 
     def on_worker(self) -> bool:
         """True in the thread that works now."""

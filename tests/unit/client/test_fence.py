@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -338,14 +338,28 @@ def test_memory_that_moves_to_another_process_moves_after_the_copy(fence: Fence)
     assert tensor.data_ptr() != before
 
 
-def test_memory_that_is_resized_is_freed_after_the_copy(fence: Fence) -> None:
+@pytest.mark.parametrize(
+    "resize",
+    [
+        lambda tensor: tensor.untyped_storage().resize_(1 << 20),
+        lambda tensor: tensor.data.resize_(1 << 18),
+        lambda tensor: tensor.resize_as_(torch.ones(1 << 18)),
+        lambda tensor: torch.resize_as_(tensor, torch.ones(1 << 18)),
+    ],
+    ids=["storage", "resize_", "resize_as_", "torch.resize_as_"],
+)
+def test_memory_that_is_resized_is_freed_after_the_copy(
+    fence: Fence, resize: Callable[[torch.Tensor], object]
+) -> None:
     tensor, other = torch.ones(1000), torch.ones(1000)
+    before = tensor.data_ptr()
     save = LateCopy({"x": tensor}, everything_late=True)
     fence.guard(save)
-    other.untyped_storage().resize_(8)
+    resize(other)
     assert save.waits == 0
-    tensor.untyped_storage().resize_(1 << 20)
+    resize(tensor)
     assert save.waits == 1
+    assert tensor.data_ptr() != before
 
 
 def test_averaging_over_processes_waits(fence: Fence) -> None:
@@ -404,6 +418,7 @@ def test_the_last_fence_leaves_torch_as_it_was() -> None:
     assert dict(_global_optimizer_pre_hooks) == hooks
     assert names_of_guarded() == before
     assert "resize_" not in vars(torch.UntypedStorage), "inherited again"
+    assert "resize_" not in vars(torch.Tensor), "inherited again"
     assert writers.known_optimizers() == []
 
 

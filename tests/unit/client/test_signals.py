@@ -241,6 +241,19 @@ def test_a_program_that_ends_on_sigterm_finishes_what_it_asked_for(path: Path) -
         assert_same(view.load(), saver.Training(newest).state())
 
 
+def test_a_program_that_ends_while_a_thread_saves_ends_as_it_asked_to(path: Path) -> None:
+    for number in range(6):
+        pool = path.with_name(f"{number}.portus")
+        with nursery("tests.crash.saver").start("end_while_a_thread_saves", str(pool)) as child:
+            assert child.wait() == 5
+            assert [line for line in child.rest() if line.startswith("told")] in (
+                [],
+                ["told: this Checkpointer is closed"],
+            )
+        with PoolView(pool) as view:
+            assert view.load() is not None
+
+
 def test_forked_children_leave_the_pool_to_their_parent(path: Path, tmp_path: Path) -> None:
     own = str(tmp_path / "own")
     with nursery("tests.crash.saver").start("fork_while_saving", str(path), own) as child:

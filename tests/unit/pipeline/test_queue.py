@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
+from portus.errors import UsageError
 from portus.pipeline.queue import SAVES_MAX, Queue, Turn
 
 
@@ -170,3 +172,31 @@ def test_an_idle_queue_has_no_thread_after_close() -> None:
     queue.put(_Work())
     queue.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "portus-test"]
+
+
+def test_close_waits_for_a_thread_that_was_admitted_and_admits_no_other() -> None:
+    queue, place = Queue("test"), Turn()
+    admitted, go_on = threading.Event(), threading.Event()
+    work = _Work()
+
+    def save() -> None:
+        own = Turn()
+        assert queue.admit(own)
+        admitted.set()
+        assert go_on.wait(20)
+        queue.put(work, own)
+
+    saver = threading.Thread(target=save)
+    saver.start()
+    assert admitted.wait(20)
+    closer = threading.Thread(target=queue.close)
+    closer.start()
+    while not queue._closing:
+        time.sleep(0.001)
+    with pytest.raises(UsageError, match="closed"):
+        queue.admit(place)
+    assert closer.is_alive()
+    go_on.set()
+    closer.join(20)
+    saver.join(20)
+    assert work.ran.is_set()
