@@ -26,6 +26,7 @@ from tests.crash.trainer import (
     Trainer,
     collect,
     disk,
+    give_back,
     grow,
     process,
     refer,
@@ -58,6 +59,7 @@ EXPLORATIONS: Final[Mapping[str, tuple[Plans, tuple[int, ...]]]] = {
     "retire by itself": ((retire_by_itself,), (100,)),
     "grow": ((grow, save_one), (60, 4)),
     "collect what was deleted": ((collect,), (30,)),
+    "give space back": ((give_back, save_one), (30, 3)),
     "reference files": ((refer, save_one), (60, 3)),
     "crash in recovery from a crash": ((save_one, save_one, save_one), (60, 6, 3)),
 }

@@ -36,6 +36,7 @@ from tests.crash.trainer import (
     Trainer,
     collect,
     disk,
+    give_back,
     grow,
     process,
     refer,
@@ -170,6 +171,17 @@ class SpaceUsedAgainTooEarly(PoolWriter):
         roots, self._roots = self._roots, self._roots[:1]
         try:
             return super()._free_now()
+        finally:
+            self._roots = roots
+
+
+class SpaceGivenBackTooEarly(PoolWriter):
+    """What the other slot still reaches goes back to the file system."""
+
+    def give_back(self) -> int:
+        roots, self._roots = self._roots, self._roots[:1]
+        try:
+            return super().give_back()
         finally:
             self._roots = roots
 
@@ -405,6 +417,7 @@ MISTAKES = {
     "space is used again too early": Mistake(
         with_pool(SpaceUsedAgainTooEarly), (save_and_retire,), TORN
     ),
+    "space is given back too early": Mistake(with_pool(SpaceGivenBackTooEarly), (give_back,), TORN),
     "a torn slot is left as it is at open": Mistake(
         with_pool(TornSlotLeftAtOpen), (save_and_retire, save_one), TORN
     ),

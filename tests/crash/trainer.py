@@ -534,6 +534,16 @@ def collect(trainer: Trainer) -> None:
             trainer.user_removes(trainer.paths()[0])
 
 
+def give_back(trainer: Trainer) -> None:
+    """Space of retired versions, some just now, goes back; then the pool is opened anew, and
+    takes it again."""
+    for _ in range(3):
+        trainer.save(keep=1)
+    trainer.writer.give_back()
+    trainer.reopen()
+    trainer.save(keep=1)
+
+
 def refer(trainer: Trainer) -> None:
     """New reference files, one that is replaced, one that is removed. Each has a version to fall
     back to."""

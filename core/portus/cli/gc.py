@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from portus.cli.output import Json, Output, error_document, exit_code, said, size_text
-from portus.cli.pools import find_pool, nearest, version_document
+from portus.cli.pools import find_pool, nearest, on_disk, version_document
 from portus.cli.rm import writing
 from portus.client.home import host_links
 from portus.client.host import HostPool
@@ -51,6 +51,7 @@ def run(pool: str | None, wish: Wish, output: Output) -> int:
     code = 0
     for each in pools_at(find_pool(pool)):
         path = each.path
+        before = on_disk(path)
         try:
             infos, removed = _collected(each, wish)
         except PortusError as error:
@@ -58,9 +59,10 @@ def run(pool: str | None, wish: Wish, output: Output) -> int:
             output.note(f"portus: {said(error)}")
             code = max(code, exit_code(error))
         else:
-            _say(path, infos, removed, wish, output)
+            freed = max(0, before - on_disk(path))
+            _say(path, infos, removed, freed, wish, output)
             retired: list[Json] = [version_document(info) for info in infos]
-            documents.append({"path": path, "retired": retired, "removed": removed})
+            documents.append({"path": path, "retired": retired, "removed": removed, "freed": freed})
     if not documents:
         output.line("no pools")
     output.document({"dry_run": wish.dry_run, "pools": documents})
@@ -142,11 +144,15 @@ def _written_elsewhere(reference: Reference) -> Link:
     return Link(reference, State.ALIVE if is_there else State.UNKNOWN)
 
 
-def _say(path: str, infos: list[VersionInfo], removed: bool, wish: Wish, output: Output) -> None:
+def _say(
+    path: str, infos: list[VersionInfo], removed: bool, freed: int, wish: Wish, output: Output
+) -> None:
     would = "would be " if wish.dry_run else ""
     for info in infos:
         output.line(f"{path}: {info.model}@{info.step} {would}let go of, {size_text(info.size)}")
     if removed:
         output.line(f"{path}: empty, {would}removed")
-    elif not infos:
+    if freed:
+        output.line(f"{path}: {size_text(freed)} given back to the file system")
+    elif not infos and not removed:
         output.line(f"{path}: nothing to do")

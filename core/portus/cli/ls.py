@@ -21,6 +21,7 @@ from portus.cli.pools import (
     holders,
     link_document,
     link_text,
+    on_disk,
     version_document,
 )
 from portus.client.keeper import missing
@@ -55,7 +56,10 @@ def run(pool: str | None, every: bool, output: Output) -> int:
                 output.line()
             documents.append(document)
             count = count_text(len(catalogue.ids()), "version")
-            output.line(f"{path}: {count}, file of {size_text(size)}")
+            taken = on_disk(path)
+            document.update(on_disk=taken)
+            holes = f", {size_text(taken)} on disk" if 0 < taken < size else ""
+            output.line(f"{path}: {count}, file of {size_text(size)}{holes}")
             _say(catalogue, held, every, output)
             _say_missing(catalogue, held, document, output)
             if failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import (
@@ -38,8 +38,8 @@ def run(target: str, pool: str | None, *, yes: bool, force: bool, output: Output
         output.line(f"removed {each['model']}@{each['step']} (version {each['id']})")
     size = sum(int(str(each["size"])) for each in removed)
     output.line(
-        f"{count_text(len(removed), 'version')} let go of, {size_text(size)} or less: later saves "
-        f"use that space; the pool file keeps its size"
+        f"{count_text(len(removed), 'version')} let go of, {size_text(size)} or less; the pool "
+        f"file keeps its size, and has holes where the file system allows"
     )
     output.document({"removed": list(removed)})
     return 0
@@ -47,12 +47,15 @@ def run(target: str, pool: str | None, *, yes: bool, force: bool, output: Output
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[tuple[PoolWriter, Keeper]]:
-    """A pool file opened for writing. Raises ``BusyError`` naming who does."""
+    """A pool file opened for writing; at the end what nothing reaches is given back to the file
+    system. Raises ``BusyError`` naming who writes it."""
     writer = WRITERS.open(path, timeout_s=WAIT_S)
+    last: Callable[[], object] = lambda: None  # noqa: E731  # after an error nothing is touched
     try:
         yield writer, keeper_of(path, writer)
+        last = writer.give_back
     finally:
-        WRITERS.close(writer)
+        WRITERS.close(writer, last=last)
 
 
 def _remove_file(path: str, reference: Reference, pool: str | None) -> list[dict[str, Json]]:

@@ -212,11 +212,16 @@ class FileHome:
         if writer is None:
             return
 
-        def take_away() -> None:
+        def tidy() -> None:
             if (made or succeeded) and writer.catalogue().root.is_first:
                 remove_pool(self.path, LocalFiles())
+                return
+            try:
+                writer.give_back()
+            except MediumError as error:
+                _log.warning("%s: its free space is not given back: %s", self.path, error)
 
-        WRITERS.close(writer, last=take_away)
+        WRITERS.close(writer, last=tidy)
 
 
 class HostHome:

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from portus.client.materialize import in_place
+from portus.client.materialize import give_back, in_place
 from portus.client.reference import read
-from portus.client.resolve import POOLS, Pools, use_reference
+from portus.client.resolve import POOLS, Pools, pool_of, use_reference
 from portus.errors import AbandonedError, PortusError
 
 
@@ -34,7 +34,7 @@ def materialize_in_turn(
 ) -> list[Remaining]:
     """Put real files in place of the references at ``paths``, or below them, as ``materialize``
     does, in this order. What there is no room for stays, and all that is left after ``within_s``
-    seconds.
+    seconds. What nothing leads to then goes, and its space is given back.
 
     Returns what stayed, and why. Raises none of our errors: they are reasons.
     """
@@ -44,13 +44,27 @@ def materialize_in_turn(
         if time.monotonic() >= end:
             raise AbandonedError(f"it was not done within {within_s:g} s")
 
-    left = []
-    for path in dict.fromkeys(os.path.realpath(os.fspath(each)) for each in paths):
+    left, found = [], dict.fromkeys(os.path.realpath(os.fspath(each)) for each in paths)
+    led_to = _pools_of(found, pools)
+    for path in found:
         try:
             list(in_place(path, pools, advanced))
         except PortusError as error:
             left.append(Remaining(path, _size(path, pools), str(error)))
+    for pool in led_to:
+        give_back(pool)
     return left
+
+
+def _pools_of(paths: Iterable[str], pools: Pools) -> list[str]:
+    """The pool files that the references at ``paths``, or below them, lead to."""
+    found: dict[str, str] = {}
+    for path in (each for place in paths for each in _references(place)):
+        with contextlib.suppress(PortusError):
+            reference = read(path)
+            if reference is not None and reference.pool not in found:
+                found[reference.pool] = pool_of(path, pools).path
+    return list(found.values())
 
 
 def remaining_references(

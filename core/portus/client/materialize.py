@@ -18,11 +18,12 @@ from portus.client.reference import State, is_link, read
 from portus.client.resolve import POOLS, Pools, use_reference
 from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.format.reference import SIZE_MAX, Reference
-from portus.index.directory import WRITERS
+from portus.index.directory import WRITERS, remove_pool
 from portus.index.place import local_path
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
 from portus.media.calls import is_nested, refused
+from portus.media.local import LocalFiles
 
 _TEMPORARY: Final = re.compile(r"\.[0-9a-f]{32}\.portus")
 """What a file is called while it is written."""
@@ -238,7 +239,7 @@ def _check_space(path: str, needed: int, pool: str) -> None:
     directory = os.path.dirname(path)
     free = shutil.disk_usage(directory).free
     if needed > free and _is_beside(pool, directory):
-        _give_back(pool)
+        give_back(pool)
         free = shutil.disk_usage(directory).free
     if needed > free:
         raise MediumError(
@@ -254,10 +255,18 @@ def _is_beside(pool: str, directory: str) -> bool:
         return False
 
 
-def _give_back(pool: str) -> None:
+def give_back(pool: str) -> None:
     """Let the pool file go of what nothing leads to any more, such as what was materialised before,
-    and give its space back. Not while another process saves to it: that one uses the space."""
+    and give its space back; a pool file that is empty then goes. Not while somebody saves to it:
+    he uses the space."""
     with contextlib.suppress(PortusError), contextlib.ExitStack() as undo:
         writer = WRITERS.open(pool, timeout_s=0)
-        undo.callback(WRITERS.close, writer)
+
+        def last() -> None:
+            if writer.catalogue().ids():
+                writer.give_back()
+            else:
+                remove_pool(pool, LocalFiles())
+
+        undo.callback(WRITERS.close, writer, last)
         keeper_of(pool, writer).collect({State.DELETED})

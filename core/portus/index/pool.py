@@ -74,7 +74,7 @@ from portus.index.space import (
     page_count,
     runs_of,
 )
-from portus.media.base import Locks, Medium
+from portus.media.base import Locks, Medium, SparseMedium
 from portus.media.warm import warm
 from portus.spec import PAGE, Extent, VersionInfo
 
@@ -320,6 +320,25 @@ class PoolWriter(PoolReader):
                 found.append(Extent(start, min(end * _TOUCHED, extent.end) - start))
                 first = end
         return found
+
+    def give_back(self) -> int:
+        """Give the space that nothing reaches back to whatever holds the medium; bytes that came
+        back. Call it last: nothing may be stored before the pool was opened anew.
+
+        Settles first (V1): what only the older root reaches may be needed until then. Raises
+        ``MediumError``. A poisoned pool stays as it is, and so does one whose medium has all its
+        space for good: a device, memory.
+        """
+        if not isinstance(self.medium, SparseMedium) or self.medium.poisoned:
+            return 0
+        with self._committing:
+            self._settle()
+            with self._guard:
+                free = self._free_now()
+                self._held.append(free)  # so that nobody reserves it
+            return self.medium.discard(
+                [Extent(first * PAGE, (after - first) * PAGE) for first, after in free.tolist()]
+            )
 
     def free_bytes(self) -> int:
         """Bytes that can be reserved without growing."""

@@ -81,6 +81,18 @@ class Medium(Protocol):
 
 
 @runtime_checkable
+class SparseMedium(Medium, Protocol):
+    """A medium that can do without the space of some bytes: one on a file system."""
+
+    def discard(self, ranges: Sequence[Extent]) -> int:
+        """Give the space of ``ranges`` back; how many bytes came back, 0 where there are no holes.
+
+        These bytes read as zero, or as they were until power is lost. Whoever discards stores
+        nothing more there before the medium was opened anew: there may be no space left for it.
+        """
+
+
+@runtime_checkable
 class MappedMedium(Medium, Protocol):
     """A medium whose bytes also have addresses in this process, while it is open."""
 

@@ -194,6 +194,23 @@ class PlainFile:
         if self._is_gone():
             raise self._poisoned("persist", OSError(errno.ENOENT, "the file was deleted"))
 
+    def discard(self, ranges: Sequence[Extent]) -> int:
+        """Punches holes. The size stays. 0 too where the file system has none."""
+        self._check_writable()
+        for extent in ranges:
+            self._check_range(extent.offset, extent.length)
+        number = self._descriptor.number
+        before = os.fstat(number).st_blocks
+        for extent in ranges:
+            try:
+                linux.punch(number, extent.offset, extent.length)
+            except OSError as error:
+                if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+                    return 0
+                what = f"{extent.length} bytes at {extent.offset}"
+                raise file_error("give back", self.path, error, what) from error
+        return max(0, before - os.fstat(number).st_blocks) * 512
+
     def _is_gone(self) -> bool:
         """True if the file has no name any more: what is stored to it ends with this process."""
         status = os.fstat(self._descriptor.number)

@@ -37,6 +37,8 @@ RAMFS_TYPE: Final = 0x858458F6
 
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _SYNC_FILE_RANGE_WRITE: Final = 2
+_KEEP_SIZE: Final = 1
+_PUNCH_HOLE: Final = 2
 _ALLOCATE_MAX: Final = 256 << 20
 _ALLOCATE_MIN: Final = 64 << 10
 """Bytes per fallocate. On tmpfs a signal undoes the whole call, so under a timer that fires often
@@ -128,6 +130,20 @@ def birth(path: str) -> tuple[int, int] | None:
     found, inode, seconds, nanoseconds = _STATX.unpack(answer.raw)
     is_known = found & _STATX_BTIME and (seconds or nanoseconds)
     return (inode, seconds * 10**9 + nanoseconds) if is_known else None
+
+
+def punch(descriptor: int, offset: int, length: int) -> None:
+    """fallocate(2): the blocks of a range go back to the file system, and it reads as zero.
+
+    EOPNOTSUPP where the file system (or this platform) cannot.
+    """
+    call = getattr(_libc(), "fallocate", None) if sys.platform == "linux" else None
+    if call is None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    while call(descriptor, _PUNCH_HOLE | _KEEP_SIZE, offset, length) != 0:
+        if ctypes.get_errno() != errno.EINTR:
+            raise _error()
 
 
 def file_system_type(descriptor: int) -> int | None:

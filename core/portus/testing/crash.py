@@ -257,6 +257,12 @@ class CrashMedium:
             file.store(offset, content)
             file.time = self._files.events
 
+    def discard(self, ranges: Sequence[Extent]) -> int:
+        """Zeros that nobody persists: any page of them may be on the disk at power loss."""
+        for extent in ranges:
+            self.store(extent.offset, bytes(extent.length))
+        return sum(extent.length for extent in ranges)
+
     def load(self, offset: int, target: memoryview) -> None:
         """See ``Medium``."""
         if target.readonly or not target.c_contiguous:

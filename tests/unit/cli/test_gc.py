@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
+import pytest
+import torch
+
+from portus.cli.pools import on_disk
+from portus.client.checkpointer import Checkpointer
+from portus.index.directory import open_reader
 from tests.unit.cli.scene import Run, portus, portus_json
 
 
@@ -100,3 +107,49 @@ def test_one_pool_that_cannot_be_collected_does_not_stop_the_others(run: Run) ->
     assert said.code == 1
     assert "is not a Portus pool" in said.err
     assert steps(run) == [10]
+
+
+def test_it_gives_space_back_to_the_file_system_and_none_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    size = 4 << 20
+    path = tmp_path / ".portus" / "default.portus"
+    with Checkpointer(keep=None) as run:
+        for step in range(1, 7):
+            run.save({"x": torch.full((size // 4,), float(step))}, step).wait()
+    with contextlib.closing(open_reader(str(path))) as reader:
+        [first, *_] = reader.catalogue().entries()
+        with reader.pinned(first.info.id):
+            for step in (2, 3, 4, 1):
+                assert portus("rm", f"default@{step}", "--force").code == 0
+            [place] = reader.record(first).storage_extents(0)
+            data = bytearray(place.length)
+            reader.medium.load(place.offset, memoryview(data))
+            assert data == torch.ones(size // 4).numpy().tobytes()
+            before = on_disk(str(path))
+            assert 3 * size <= before < 4 * size
+    [document] = portus_json("gc")["pools"]
+    assert document["freed"] == before - on_disk(str(path)) >= size
+    assert portus_json("ls")["pools"][0]["on_disk"] == on_disk(str(path))
+    assert portus("verify").code == 0
+    with Checkpointer(keep=None) as run:
+        assert run.steps() == [5, 6]
+        for step in range(7, 10):  # where there are holes
+            run.save({"x": torch.full((size // 4,), float(step))}, step).wait()
+    assert portus("verify").code == 0
+
+
+def test_the_end_of_a_run_gives_space_back(tmp_path: Path) -> None:
+    size = 4 << 20
+    with Checkpointer(tmp_path / "pool", keep=1) as run:
+        for step in range(5):
+            run.save({"x": torch.full((size // 4,), float(step))}, step).wait()
+        run.wait()
+        path = run.path
+        assert on_disk(path) > 2 * size
+    assert on_disk(path) < size + (1 << 20)
+    with Checkpointer(tmp_path / "pool", keep=1) as run:
+        loaded = run.load()
+    assert isinstance(loaded, dict)
+    assert torch.equal(loaded["x"], torch.full((size // 4,), 4.0))

@@ -81,7 +81,7 @@ def test_a_damaged_pool_does_not_hide_the_others(run: Run) -> None:
     assert "other" in said.out
     document = portus_json("ls", code=1)
     assert [sorted(pool) for pool in document["pools"]] == [
-        ["failure", "missing", "models", "path", "size", "uuid"],
+        ["failure", "missing", "models", "on_disk", "path", "size", "uuid"],
         ["error", "path"],
     ]
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -473,3 +473,23 @@ def test_a_closed_file_says_so(directory: Path) -> None:
     medium = make(directory / "pool", 10)
     medium.close()
     assert_raises(UsageError, lambda: medium.size, match=f"{medium.path}: used after it was closed")
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_is_discarded_takes_no_space_and_all_else_stays(mount: Mount, mapped: bool) -> None:
+    path = mount("ext4") / "pool"
+    files = LocalFiles(mapped=mapped)
+    with closing(files.create(str(path), 4 * MIB)) as medium:
+        medium.store(0, b"\1" * (4 * MIB))
+        medium.persist([Extent(0, 4 * MIB)])
+        taken = path.stat().st_blocks
+        assert medium.discard([Extent(MIB, MIB), Extent(3 * MIB, MIB)]) == 2 * MIB
+        assert path.stat().st_blocks == taken - 2 * MIB // 512
+        assert path.stat().st_size == 4 * MIB
+        with pytest.raises(UsageError, match="outside"):
+            medium.discard([Extent(4 * MIB, 4096)])
+    assert path.read_bytes() == (b"\1" * MIB + bytes(MIB)) * 2
+    with closing(files.open(str(path), writable=True)) as medium:
+        medium.store(MIB, b"\2" * MIB)
+        medium.persist([Extent(MIB, MIB)])
+    assert path.read_bytes() == b"\1" * MIB + b"\2" * MIB + b"\1" * MIB + bytes(MIB)
