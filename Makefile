@@ -17,7 +17,7 @@ STAMP := $(VENV)/stamp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-lab lab demo test test-hardware long check fix bench clean
+.PHONY: help setup setup-lab lab demo test test-hardware smoke long check fix bench clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -68,6 +68,9 @@ test: setup ## all tests but the long searches; under 10 minutes
 
 long: setup ## the long searches
 	@$(PYTEST) -m long $(ARGS)
+
+smoke: setup ## the oldest and the newest Python, torch, Lightning...; a first time fetches 6 GB
+	@$(BIN)/python -m tests.smoke $(ARGS)
 
 check: setup ## style, format, types, floors
 	@echo "check: ruff";         $(BIN)/ruff check --quiet

@@ -1,0 +1,92 @@
+"""``python -m tests.smoke``: tests of a minute with the oldest and the newest that is promised.
+
+Both at once, each in its environment, against the wheel of this tree. With ``PORTUS_SMOKE`` as
+``optional`` it passes where there is no such Python, and says so.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from tests.smoke.environments import (
+    FLOOR,
+    NEWEST,
+    ROOT,
+    Ends,
+    SmokeError,
+    environment,
+    with_portus,
+)
+
+TESTS_S_MAX: Final = 900
+
+TESTS: Final = (
+    # All of it is imported, and what is saved comes back.
+    "tests/unit/test_face.py::test_every_module_imports_where_linux_is_missing",
+    "tests/unit/protocol/test_session.py",
+    "tests/unit/client/test_state.py::test_values_come_back_equal_in_value_and_type",
+    "tests/unit/client/test_checkpointer.py::test_every_version_holds_the_state_at_its_call",
+    "tests/golden",
+    # The command, and a storage host over a unix socket.
+    "tests/unit/cli/test_ls.py::test_it_lists_models_steps_sizes_and_reference_files",
+    "tests/unit/cli/test_verify.py::test_a_healthy_pool_is_said_to_be",
+    "tests/unit/cli/test_host.py::test_verify_reads_every_byte_and_finds_damage",
+    "tests/unit/daemon/test_main.py::test_it_ends_clean_in_time_and_starts_again_without_repair",
+    # Lightning and Accelerate with its flag: saved, and loaded or resumed.
+    "tests/adapters/test_lightning_plugin.py::test_what_is_saved_loads_here_and_in_a_new_plugin",
+    "tests/adapters/test_lightning_plugin.py::test_checkpoints_of_others_and_urls_are_left_to_lightning",
+    "tests/adapters/test_lightning_resume.py::test_a_resume_after_the_last_batch_of_an_epoch_trains_the_next_one",
+    "tests/adapters/test_accelerate_states.py::test_all_comes_back_and_is_in_one_version",
+    "tests/adapters/test_accelerate_flag.py::test_losses_and_final_state_are_the_same_bits",
+)
+
+
+def main() -> int:
+    """Make what is missing, run both, print each as it ends."""
+    try:
+        made = [(end, environment(end)) for end in (FLOOR, NEWEST)]
+    except SmokeError as error:
+        optional = os.environ.get("PORTUS_SMOKE") == "optional"
+        print(f"smoke: {'skipped: ' if optional else ''}{error}", file=sys.stderr)
+        return 0 if optional else 1
+    with tempfile.TemporaryDirectory(prefix="portus-smoke-") as own:
+        running = [(end, _start(end, base, Path(own) / end.label)) for end, base in made]
+        failed = [end.label for end, process in running if _ended(end, process)]
+    if failed:
+        print(f"smoke: failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _start(end: Ends, base: Path, place: Path) -> subprocess.Popen[str]:
+    """pytest in the background. Warnings of versions that are not those of .venv are no news."""
+    python = with_portus(end, base, place)
+    options = ["-n", "0", "-q", "-W", "default", "-p", "no:cacheprovider", "--basetemp"]
+    return subprocess.Popen(
+        [str(python), "-m", "pytest", *options, str(place / "tmp"), *TESTS, *sys.argv[1:]],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _ended(end: Ends, process: subprocess.Popen[str]) -> int:
+    try:
+        said, _ = process.communicate(timeout=TESTS_S_MAX)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        said, _ = process.communicate()
+        said += f"\nkilled after {TESTS_S_MAX} s"
+    name = f"Python {end.python}, {end.torch}, {end.pins.name}"
+    print(f"smoke: {end.label} ({name}):\n{said}", flush=True)
+    return process.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
