@@ -28,7 +28,14 @@ from portus.index.catalogue import read_catalogue
 from portus.index.check import Severity, check
 from portus.index.directory import create_pool, links_directory, open_writer
 from portus.index.pool import PoolReader, PoolWriter
-from portus.index.records import VersionEntry, VersionRecord, encode_layout
+from portus.index.records import (
+    NOWHERE,
+    VersionEntry,
+    VersionRecord,
+    decode_copies,
+    encode_layout,
+    read,
+)
 from portus.index.roots import read_roots
 from portus.media.base import Locks, Medium
 from portus.media.lock import ProcessLocks
@@ -131,8 +138,8 @@ def verified(pool: PoolReader, entry: VersionEntry) -> int:
     """The step of a version all of whose records and bytes are right."""
     record = pool.record(entry)
     step = entry.info.step
-    assert bytes(pool.payload(record.layout, Kind.LAYOUT)) == LAYOUT
-    assert bytes(pool.payload(record.tree, Kind.TREE)) == tree(step)
+    assert bytes(read(pool.medium, record.layout, Kind.LAYOUT)) == LAYOUT
+    assert bytes(read(pool.medium, record.tree, Kind.TREE)) == tree(step)
     assert record.storages["length"].tolist() == list(LENGTHS)
     for index in range(len(LENGTHS)):
         data = loaded(pool, record, index)
@@ -210,6 +217,7 @@ def verify(
         pool = PoolReader(medium, ProcessLocks())
         state = state_of(pool)
         verify_older(pool)
+        verify_copies(pool)
     assert state in fact.pool, f"found {state}, expected {' or '.join(map(str, fact.pool))}"
     for path, steps in fact.leads:
         step = lead(files, path, pool)
@@ -228,6 +236,19 @@ def verify_older(pool: PoolReader) -> None:
         for entry in read_catalogue(pool.medium, root).entries():
             if entry.info.id not in newest:
                 verified(pool, entry)
+
+
+def verify_copies(pool: PoolReader) -> None:
+    """No record is whole only thanks to its copy, nor any copy useless."""
+    catalogue = pool.catalogue()
+    root = catalogue.root
+    if root.table != NOWHERE:
+        read(pool.medium, root.table, Kind.MODEL_TABLE)
+    for model in catalogue.models.values():
+        read(pool.medium, model.pointer, Kind.MODEL_INDEX)
+    if root.copies != NOWHERE:
+        for copy in decode_copies(read(pool.medium, root.copies, Kind.COPIES)):
+            read(pool.medium, copy.pointer, copy.kind)
 
 
 def verify_rules(pool: PoolReader) -> None:

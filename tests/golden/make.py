@@ -1,10 +1,11 @@
-"""Makes the golden pool of the format of the day: ``python -m tests.golden.make``.
+"""Makes the golden pool of the format of the day: ``python -m tests.golden.make NAME``.
 
-Run it once for each released format, never again for that one. It writes, beside this file:
+Run it once for each released format, or feature of one, never again for that one: with one of the
+names in ``POOLS``. It writes, beside this file:
 
-``format-N.portus.gz``  a pool file
-``format-N.json``       what it lists, and what each version loads as (see ``describe``)
-``reference-N.ckpt``    a reference file; its fields are in the JSON file too
+``NAME.portus.gz``    a pool file
+``NAME.json``         what it lists, and what each version loads as (see ``describe``)
+``reference-N.ckpt``  for a new format, a reference file; its fields are in the JSON file too
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import json
 import math
 import os
 import pathlib
+import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
@@ -182,6 +184,16 @@ class Making:
             with scattered(self.path):
                 self.save(run, 2, {"a": torch.arange(40_000) % 6})
 
+    def fill_copies(self) -> None:
+        """Models that share commits, one that stays as it is, and records of several commits."""
+        frozen = torch.arange(3000) % 7
+        with Checkpointer(self.path, "idle", keep=None) as run:
+            self.save(run, 1, {"a": torch.arange(5), "note": "idle"})
+        with Checkpointer(self.path, "busy", keep=None) as run:
+            for step in (1, 2, 3):
+                self.save(run, step, {"frozen": frozen, "step": torch.tensor(step)})
+            self.save(run, 4, {"frozen": frozen, "step": torch.tensor(4), "more": [step]})
+
     def listed(self) -> list[dict[str, object]]:
         """Every version in the pool, with its state."""
         reader = open_reader(self.path)
@@ -213,23 +225,30 @@ def scattered(path: str) -> Iterator[None]:
         WRITERS.close(writer)
 
 
-def main() -> None:
+POOLS: Final[dict[str, Callable[[Making], None]]] = {
+    f"format-{FORMAT_VERSION}": Making.fill,
+    f"format-{FORMAT_VERSION}-copies": Making.fill_copies,
+}
+"""What is in the golden pool of each format, and of each feature that came to it later."""
+
+
+def main(stem: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         making = Making(directory)
-        making.fill()
+        POOLS[stem](making)
         assert check(making.path) == []
         versions = ",\n".join(map(json.dumps, making.listed()))  # a line for each
         pool = Path(making.path).read_bytes()
-    stem = f"format-{FORMAT_VERSION}"
     later = {key for changes in REFERENCES.values() for key in changes}
     fields = {key: value for key, value in asdict(REFERENCE).items() if key not in later}
     (HERE / f"{stem}.portus.gz").write_bytes(gzip.compress(pool, 9, mtime=0))
     (HERE / f"{stem}.json").write_text(
         f'{{"reference": {json.dumps(fields)},\n"versions": [\n{versions}\n]}}\n'
     )
-    for stem, changes in REFERENCES.items():
-        (HERE / f"{stem}.ckpt").write_bytes(encode(replace(REFERENCE, **changes)))
+    if stem == f"format-{FORMAT_VERSION}":
+        for name, changes in REFERENCES.items():
+            (HERE / f"{name}.ckpt").write_bytes(encode(replace(REFERENCE, **changes)))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

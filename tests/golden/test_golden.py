@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from pathlib import Path
@@ -18,12 +19,13 @@ from portus.format.layout import FORMAT_VERSION, Kind
 from portus.format.reference import FORMAT as REFERENCE_VERSION
 from portus.format.reference import Reference, encode
 from portus.format.reference import decode as decode_reference
+from portus.index.catalogue import read_copies
 from portus.index.check import check
 from portus.index.directory import open_reader, open_writer
-from portus.index.records import VersionRecord
+from portus.index.records import VersionRecord, read
 from portus.index.rescue import find_versions
 from portus.media.local import LocalFiles
-from tests.golden import kinds  # noqa: F401 - its classes are in the pools
+from tests.golden import kinds, make  # noqa: F401 - its classes are in the pools
 from tests.golden.describe import Describer
 from tests.golden.make import REFERENCES
 
@@ -31,25 +33,30 @@ HERE = Path(__file__).resolve().parent
 POOLS = sorted(HERE.glob("format-*.portus.gz"))
 
 
-def expected(number: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((HERE / f"format-{number}.json").read_text())
+def expected(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((HERE / f"{name}.json").read_text())
     return found
+
+
+def unpacked(packed: Path, directory: Path) -> Path:
+    path = directory / packed.name.removesuffix(".gz")
+    path.write_bytes(gzip.decompress(packed.read_bytes()))
+    return path
 
 
 @pytest.fixture(params=POOLS, ids=lambda path: path.name)
 def golden(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     """A golden pool, unpacked, and what is in it."""
     packed: Path = request.param
-    path = tmp_path / packed.name.removesuffix(".gz")
-    path.write_bytes(gzip.decompress(packed.read_bytes()))
-    return path, expected(int(packed.name.split("-")[1].split(".")[0]))
+    path = unpacked(packed, tmp_path)
+    return path, expected(packed.name.removesuffix(".portus.gz"))
 
 
 Golden = tuple[Path, dict[str, Any]]
 
 
 def test_the_format_of_the_day_has_a_golden_pool() -> None:
-    assert HERE / f"format-{FORMAT_VERSION}.portus.gz" in POOLS
+    assert {HERE / f"{name}.portus.gz" for name in make.POOLS} <= set(POOLS)
     assert (HERE / f"reference-{REFERENCE_VERSION}.ckpt").is_file()
 
 
@@ -96,14 +103,35 @@ def test_a_golden_pool_can_be_written_and_is_healthy_then(golden: Golden) -> Non
 def test_a_golden_pool_gives_its_versions_without_roots(golden: Golden) -> None:
     medium = LocalFiles().open(str(golden[0]), writable=False)
     try:
-        found = {record.info.token.hex() for record in find_versions(medium)}
+        found = {each.record.info.token.hex() for each in find_versions(medium)}
     finally:
         medium.close()
     assert found >= {version["token"] for version in golden[1]["versions"]}
 
 
-def test_a_golden_pool_has_one_of_everything(golden: Golden) -> None:
-    reader = open_reader(str(golden[0]))
+def test_golden_copies_are_of_all_that_several_versions_depend_on(tmp_path: Path) -> None:
+    path = unpacked(HERE / f"format-{FORMAT_VERSION}-copies.portus.gz", tmp_path)
+    with contextlib.closing(open_reader(str(path))) as reader:
+        catalogue = reader.catalogue()
+        copies = read_copies(reader.medium, catalogue.root)
+        records = [reader.record(entry) for entry in catalogue.entries()]
+        pointers = {record.layout for record in records} | {record.tree for record in records}
+        pointers |= {catalogue.root.table, *(model.pointer for model in catalogue.models.values())}
+        assert {each.digest for each in pointers} == {copy.pointer.digest for copy in copies}
+        for copy in copies:
+            read(reader.medium, copy.pointer, copy.kind)
+    assert len({copy.commit for copy in copies}) > 2
+    assert {copy.kind for copy in copies} == {
+        Kind.MODEL_TABLE,
+        Kind.MODEL_INDEX,
+        Kind.LAYOUT,
+        Kind.TREE,
+    }
+
+
+def test_a_golden_pool_has_one_of_everything(tmp_path: Path) -> None:
+    path = unpacked(HERE / f"format-{FORMAT_VERSION}.portus.gz", tmp_path)
+    reader = open_reader(str(path))
     try:
         entries = list(reader.catalogue().entries())
         records = [reader.record(entry) for entry in entries]
@@ -136,7 +164,7 @@ def _tags(node: object) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("reference-*.ckpt")), ids=lambda path: path.name)
 def test_a_golden_reference_file_says_what_it_said(path: Path) -> None:
-    fields = expected(FORMAT_VERSION)["reference"]
+    fields = expected(f"format-{FORMAT_VERSION}")["reference"]
     reference = decode_reference(path.read_bytes())
     assert reference == Reference(**fields, **REFERENCES[path.stem])
     assert encode(reference) == path.read_bytes()

@@ -78,6 +78,34 @@ def verify(target: OptionalTarget = None, pool: Pool = None, as_json: AsJson = F
 
 
 @app.command(epilog=EXIT_CODES)
+def rescue(
+    place: Annotated[
+        str, typer.Argument(metavar="POOL", help="a pool file, whatever its name is, or a device")
+    ],
+    into: Annotated[
+        str | None,
+        typer.Option("--into", metavar="NEW", help="make a new pool file of what is whole"),
+    ] = None,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="make the pool whole where it is; copy it first")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the versions that a damaged pool still holds, or make a pool of them again.
+
+    For a pool that does not open (both root slots or both superblocks are lost), or that lost its
+    name. All of it is read. Versions that were let go of are found too, if nothing was written over
+    them. Reference files lead to the new pool once it has the old one's place; `portus export` gets
+    single versions out of it. Exit code 1 if nothing is whole, or if a version is damaged that the
+    pool lists.
+    """
+    with reported(as_json) as output:
+        from portus.cli import rescue as command
+
+        output.code = command.run(place, command.Wish(into=into, in_place=in_place), output)
+
+
+@app.command(epilog=EXIT_CODES)
 def export(
     target: Target,
     out: Annotated[

@@ -24,13 +24,15 @@ from portus.errors import (
 
 FOUND: Final = 1
 USAGE: Final = 2
+MEND: Final = 3
 MEDIUM: Final = 74
 BUSY: Final = 75
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 
 EXIT_CODES: Final = (
-    "Exit codes: 0 all is well; 1 damage was found; 2 the call must be changed; 74 the machine "
+    "Exit codes: 0 all is well; 1 damage was found; 2 the call must be changed; 3 nothing is lost, "
+    "but something is to be put right, which opening the pool for writing does; 74 the machine "
     "refused (no space, no permission, a failing disk); 75 somebody holds the pool, or it changed "
     "meanwhile: try again; 130 interrupted."
 )

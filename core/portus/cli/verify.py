@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from portus.cli.output import (
     FOUND,
+    MEND,
     Json,
     Output,
     count_text,
@@ -43,11 +44,19 @@ class Verdict:
     error: PortusError | None = None
 
     @property
-    def healthy(self) -> bool:
-        """True if nothing but a trace of a crash was found."""
-        return self.error is None and not any(
-            finding.severity is Severity.ERROR for finding in self.findings
-        )
+    def code(self) -> int:
+        """The exit code for this pool."""
+        if self.error is not None:
+            return exit_code(self.error)
+        severities = {finding.severity for finding in self.findings}
+        if Severity.ERROR in severities:
+            return FOUND
+        return MEND if Severity.MEND in severities else 0
+
+    @property
+    def result(self) -> str:
+        """For people."""
+        return {FOUND: "DAMAGED", MEND: "TO BE PUT RIGHT"}.get(self.code, "healthy")
 
 
 def run(target: str | None, pool: str | None, output: Output) -> int:
@@ -62,11 +71,11 @@ def run(target: str | None, pool: str | None, output: Output) -> int:
         _say(verdict, output)
     if not verdicts:
         raise UsageError(f"{find_pool(pool)}: there is no pool to verify; nothing was saved there")
-    healthy = all(verdict.healthy for verdict in verdicts)
+    codes = [verdict.code for verdict in verdicts]
+    healthy = not any(codes)
     output.document({"healthy": healthy, "pools": [_document(each) for each in verdicts]})
-    failures = [exit_code(each.error) for each in verdicts if each.error is not None]
-    damaged = any(not each.healthy and each.error is None for each in verdicts)
-    return FOUND if damaged else max(failures, default=0)
+    damaged = any(each.code == FOUND and each.error is None for each in verdicts)
+    return FOUND if damaged else max(codes, default=0)
 
 
 def _chosen(target: str | None, pool: str | None) -> Iterator[tuple[Place, Only | None]]:
@@ -114,9 +123,8 @@ def _say(verdict: Verdict, output: Output) -> None:
     for finding in verdict.findings:
         output.line(f"{finding.severity.value} {finding}")
     speed = verdict.size / max(verdict.passed_s, 1e-9)
-    result = "healthy" if verdict.healthy else "DAMAGED"
     output.line(
-        f"{verdict.path}: {result}; {count_text(verdict.versions, 'version')}, "
+        f"{verdict.path}: {verdict.result}; {count_text(verdict.versions, 'version')}, "
         f"{size_text(verdict.size)} read in {verdict.passed_s:.1f} s "
         f"({size_text(int(speed))}/s)"
     )
@@ -125,7 +133,7 @@ def _say(verdict: Verdict, output: Output) -> None:
 def _document(verdict: Verdict) -> dict[str, Json]:
     return {
         "path": verdict.path,
-        "healthy": verdict.healthy,
+        "healthy": verdict.code == 0,
         "versions": verdict.versions,
         "size": verdict.size,
         "seconds": round(verdict.passed_s, 3),

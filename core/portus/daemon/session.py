@@ -35,6 +35,7 @@ from portus.errors import (
     TransportError,
     UsageError,
 )
+from portus.format.layout import Kind as RecordKind
 from portus.index.check_version import check_layout, read_layout
 from portus.index.findings import Findings
 from portus.index.records import Pointer, Rows, VersionEntry, encode_version
@@ -499,8 +500,8 @@ class _Requests:
             return None
         if layout is None and not np.array_equal(record.storages["length"], draft.lengths):
             return None
-        old_layout = draft.pool.known(record, record.layout) if layout is None else layout
-        old_tree = draft.pool.known(record, record.tree) if tree is None else tree
+        old_layout = draft.pool.known(record, RecordKind.LAYOUT) if layout is None else layout
+        old_tree = draft.pool.known(record, RecordKind.TREE) if tree is None else tree
         if old_layout is None or old_tree is None:
             return None
         return old_layout, old_tree

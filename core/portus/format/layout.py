@@ -26,7 +26,10 @@ DATA_START: Final = 8 * PAGE
 
 # An old reader opens a pool with unknown compat bits; reads, but does not write, one with
 # unknown read_only_compat bits; and refuses unknown incompat bits.
-COMPAT_KNOWN: Final = 0
+COPIES: Final = 1
+"""A compat bit: roots lead to copies of records. An old program leaves them out of its roots."""
+
+COMPAT_KNOWN: Final = COPIES
 READ_ONLY_COMPAT_KNOWN: Final = 0
 INCOMPAT_KNOWN: Final = 0
 
@@ -43,6 +46,7 @@ class Kind(enum.IntEnum):
     VERSION = 3
     LAYOUT = 4
     TREE = 5
+    COPIES = 6
 
 
 SUPERBLOCK: Final = Record(
@@ -82,7 +86,9 @@ SLOT: Final = Record(
         Field("table_offset", "Q", "model table record; 0 when there is none yet"),
         Field("table_length", "Q", "its bytes, header included"),
         Field("table_digest", "16s", "its digest"),
-        Field("reserved_2", "32s", "zero"),
+        Field("copies_offset", "Q", "copies record; 0 when there is none"),
+        Field("copies_length", "Q", "its bytes, header included"),
+        Field("copies_digest", "16s", "its digest"),
         Field("digest", "16s", "of the 112 bytes before"),
     ),
 )
@@ -92,7 +98,7 @@ HEADER: Final = Record(
     64,
     (
         Field("magic", "4s", "`PREC`"),
-        Field("kind", "H", "1 model table, 2 model index, 3 version, 4 layout, 5 tree"),
+        Field("kind", "H", "1 model table, 2 model index, 3 version, 4 layout, 5 tree, 6 copies"),
         Field("kind_version", "H", "1"),
         Field("reserved", "Q", "zero"),
         Field("length", "Q", "bytes of payload that follow"),
@@ -180,6 +186,18 @@ UNIT_DIGEST: Final = Record(
     "unit digest", 16, (Field("digest", "16s", "xxh3_128 of up to 16 MiB of a storage"),)
 )
 
+COPY: Final = Record(
+    "copy entry",
+    48,
+    (
+        Field("offset", "Q", "the copy"),
+        Field("length", "Q", "its bytes, header included"),
+        Field("digest", "16s", "its digest, which is that of the record it is a copy of"),
+        Field("commit", "Q", "the commit that wrote the copy"),
+        Field("kind", "Q", "its kind"),
+    ),
+)
+
 TABLES: Final = (
     SUPERBLOCK,
     SLOT,
@@ -190,4 +208,5 @@ TABLES: Final = (
     STORAGE,
     EXTENT,
     UNIT_DIGEST,
+    COPY,
 )

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
-from portus.errors import CorruptionError
+from portus.errors import CorruptionError, MediumError
 from portus.format.layout import Kind
 from portus.index.records import (
     NOWHERE,
+    Copy,
     Pointer,
     VersionEntry,
     VersionRecord,
+    decode_copies,
     decode_index,
     decode_table,
     decode_version,
     read,
+    read_copied,
 )
 from portus.index.roots import Root, read_roots
 from portus.index.space import Runs, extents_runs, merged, runs_of
@@ -39,10 +42,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All that one root reaches, but for the versions' own records."""
+    """All that one root reaches, but for the versions' own records.
+
+    ``copies``: of records that it reaches; a writer alone knows them before it needs one.
+    """
 
     root: Root
     models: dict[str, Model] = field(default_factory=dict)
+    copies: tuple[Copy, ...] = ()
 
     def entries(self) -> Iterator[VersionEntry]:
         """Every version of every model."""
@@ -57,10 +64,22 @@ class Catalogue:
         """The version of that id, or None."""
         return next((entry for entry in self.entries() if entry.info.id == version), None)
 
+    def copies_of(self, pointer: Pointer) -> Sequence[Copy]:
+        """The copies of a record."""
+        return self._copies_by_digest.get(pointer.digest, ())
+
+    @cached_property
+    def _copies_by_digest(self) -> dict[bytes, list[Copy]]:
+        found: dict[bytes, list[Copy]] = {}
+        for copy in self.copies:
+            found.setdefault(copy.pointer.digest, []).append(copy)
+        return found
+
     @cached_property
     def record_runs(self) -> Runs:
-        """The pages of the table and of the model indices, once all of them are known."""
+        """The pages of the table, of the model indices and of copies, once all are known."""
         pointers = [self.root.table, *(model.pointer for model in self.models.values())]
+        pointers += [self.root.copies, *(copy.pointer for copy in self.copies)]
         return extents_runs(pointer.extent for pointer in pointers)
 
 
@@ -77,16 +96,32 @@ def read_catalogue(medium: Medium, root: Root, known: Catalogue | None = None) -
         )
     if root.table == NOWHERE:
         return catalogue
-    for name, pointer in decode_table(read(medium, root.table, Kind.MODEL_TABLE)):
+
+    def whole(pointer: Pointer, kind: Kind) -> memoryview:
+        return read_copied(medium, pointer, kind, lambda: read_copies(medium, root))
+
+    for name, pointer in decode_table(whole(root.table, Kind.MODEL_TABLE)):
         before = known.models.get(name) if known is not None else None
         if before is not None and before.pointer == pointer:
             catalogue.models[name] = before
             continue
-        entries = decode_index(read(medium, pointer, Kind.MODEL_INDEX))
+        entries = decode_index(whole(pointer, Kind.MODEL_INDEX))
         if any(entry.info.model != name for entry in entries):
             raise CorruptionError(f"model index of {name!r}: it is that of another model")
         catalogue.models[name] = Model(pointer, tuple(entries))
     return catalogue
+
+
+def read_copies(medium: Medium, root: Root) -> tuple[Copy, ...]:
+    """The copies of records that a root leads to; none, with an error in the log, if that is
+    damaged."""
+    if root.copies == NOWHERE:
+        return ()
+    try:
+        return decode_copies(read(medium, root.copies, Kind.COPIES))
+    except (CorruptionError, MediumError) as error:
+        _log.error("%s; what there are copies of is not known", error)
+        return ()
 
 
 def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None) -> Catalogue:
@@ -99,7 +134,10 @@ def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None
     for _ in range(_RETRIES_MAX):
         roots = read_roots(medium, uuid)
         if not roots:
-            raise CorruptionError(f"{medium.info.name}: both root slots are damaged")
+            raise CorruptionError(
+                f"{medium.info.name}: both root slots are damaged; "
+                f"`portus rescue {medium.info.name}` lists what is whole"
+            )
         if known is not None and known.root == roots[0]:
             return known
         found, failure = _first_readable(medium, roots, known)

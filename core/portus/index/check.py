@@ -22,6 +22,7 @@ from portus.index.check_catalogue import (
     Subject,
     check_catalogues,
     check_fixed_pages,
+    check_root,
     load_slots,
 )
 from portus.index.check_reach import check_reach
@@ -31,7 +32,8 @@ from portus.index.findings import RULES, Finding, Findings, Severity
 from portus.index.place import Place
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
-from portus.index.roots import read_roots
+from portus.index.rescue import next_catalogue
+from portus.index.roots import damaged_slot, read_roots
 from portus.media.base import Locks, Medium
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
@@ -104,13 +106,35 @@ def _check(
     if uuid is None:
         return findings.all
     standing = check_catalogues(medium, uuid, findings)
-    subject = Subject(medium, uuid, findings)
+    subject = Subject(medium, uuid, findings, standing.copies)
+    _look_ahead(subject, standing)
     pins = _Pins(subject, standing, locks)
     seen = _look(subject, standing, pins, only)
     check_reach(seen, standing.records.values(), findings)
     if data:
         _read_bytes(subject, seen, pins, progress or (lambda done, total: None))
     return findings.all
+
+
+def _look_ahead(subject: Subject, standing: Standing) -> None:
+    """A damaged slot may be the trace of a crash in a commit; not if that commit is whole."""
+    medium, uuid = subject.medium, subject.uuid
+    slot = damaged_slot(medium, uuid, standing.roots[0]) if standing.roots else None
+    if slot is None:
+        return
+    try:
+        found = next_catalogue(medium, uuid, read_catalogue(medium, standing.roots[0]))
+    except CorruptionError:
+        return  # what is wrong with it was found already
+    if found is not None and load_slots(medium) == standing.slots:
+        subject.findings.mend(
+            "F3",
+            f"root slot {slot}",
+            f"the root of commit {found.root.sequence}",
+            "something else; all of that commit is whole, and nothing is lost: whoever opens the "
+            "pool for writing puts it right, `portus rescue --in-place` too",
+        )
+        check_root(subject, standing, found.root)
 
 
 def _look(

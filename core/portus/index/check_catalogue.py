@@ -10,6 +10,7 @@ from typing import Final, cast
 from portus.errors import CorruptionError, MediumError, PortusError, StaleError
 from portus.format.checksum import digest
 from portus.format.layout import (
+    COPY,
     DATA_START,
     HEADER,
     HOLDER_OFFSET,
@@ -29,11 +30,13 @@ from portus.format.record import Record
 from portus.index.findings import Findings
 from portus.index.records import (
     NOWHERE,
+    Copy,
     Pointer,
     VersionEntry,
+    decode_copies,
     decode_index,
     decode_table,
-    read,
+    read_whole,
 )
 from portus.index.roots import Root, read_roots, read_superblock
 from portus.media.base import Medium
@@ -49,11 +52,13 @@ _TORN_PAUSE_S: Final = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The pool that is checked, and what was found so far."""
+    """The pool that is checked, and what was found so far. ``copies``: by digest, copies of records
+    that are whole."""
 
     medium: Medium
     uuid: bytes
     findings: Findings
+    copies: dict[bytes, Pointer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,7 @@ class Standing:
     entries: dict[int, VersionEntry] = field(default_factory=dict)
     bounds: dict[int, int] = field(default_factory=dict)
     records: dict[Pointer, Reached] = field(default_factory=dict)
+    copies: dict[bytes, Pointer] = field(default_factory=dict)
 
     @property
     def next_version(self) -> int:
@@ -149,11 +155,17 @@ def check_catalogues(medium: Medium, uuid: bytes, findings: Findings) -> Standin
         standing = Standing(load_slots(medium))
         _check_slots(Subject(medium, uuid, fresh), standing)
         for root in standing.roots:
-            _Listing(Subject(medium, uuid, fresh), standing, root).read()
+            _Listing(Subject(medium, uuid, fresh, standing.copies), standing, root).read()
         if load_slots(medium) == standing.slots:
             findings.extend(fresh)
             return standing
     raise StaleError(f"{medium.info.name}: commits came faster than they could be read; try again")
+
+
+def check_root(subject: Subject, standing: Standing, root: Root) -> None:
+    """Add what another root reaches, to which no slot leads."""
+    standing.roots.append(root)
+    _Listing(subject, standing, root).read()
 
 
 def load_slots(medium: Medium) -> bytes:
@@ -206,7 +218,7 @@ def _check_slot(subject: Subject, index: int, slot: bytes) -> bool:
         uuid == subject.uuid, "F3", where, f"pool {subject.uuid.hex()}", f"pool {uuid.hex()}"
     )
     findings.require(sequence % 2 == index, "F3", where, f"parity {index}", f"commit {sequence}")
-    zeros(findings, where, cast(bytes, row["reserved"]) + cast(bytes, row["reserved_2"]))
+    zeros(findings, where, cast(bytes, row["reserved"]))
     return False
 
 
@@ -232,6 +244,8 @@ class _Listing:
 
     def read(self) -> None:
         """Add what the root reaches to the standing."""
+        if self._root.copies != NOWHERE:
+            self._read_copies()
         if self._root.table == NOWHERE:
             return
         where = "model table"
@@ -246,6 +260,36 @@ class _Listing:
         self._check_names(where, table.payload, [name for name, _ in rows])
         for name, pointer in rows:
             self._read_index(name, pointer, table.commit)
+
+    def _read_copies(self) -> None:
+        where, pointer = "copies record", self._root.copies
+        found = self._framed(pointer, Kind.COPIES, where, self._root.sequence)
+        if found is None:
+            return
+        try:
+            copies = decode_copies(found.payload)
+        except CorruptionError as error:
+            self._findings.error("F16", where, "entries that can be read", str(error))
+            return
+        left = len(found.payload) - 8 - len(copies) * COPY.size
+        self._findings.require(
+            left == 0, "F16", where, "nothing behind the entries", f"{left} bytes"
+        )
+        for copy in copies:
+            self._look_at_copy(copy, found.commit)
+
+    def _look_at_copy(self, copy: Copy, commit: int) -> None:
+        if copy.pointer in self._standing.records:
+            return
+        where = f"copy of a {copy.kind.name.lower().replace('_', ' ')}"
+        good = 1 <= copy.commit <= commit
+        self._findings.require(good, "F16", where, f"a commit up to {commit}", f"{copy.commit}")
+        bounds = Bounds(self._root.size, copy.commit)
+        if framed(self._subject, copy.pointer, copy.kind, where, bounds) is not None:
+            place = copy.pointer
+            self._standing.copies[place.digest] = place
+            reached = Reached(place.offset, place.length, copy.commit, where)
+            self._standing.records[place] = reached
 
     def _check_names(self, where: str, payload: memoryview, names: list[str]) -> None:
         raw = [name.encode() for name in names]
@@ -342,15 +386,16 @@ def framed(
         return None
     findings.require(pointer.offset % 8 == 0, "F6", where, "a multiple of 8", "none")
     try:
-        payload = read(medium, pointer, kind)
-        header = HEADER.unpack(load(medium, pointer.offset, HEADER.size))
+        record = read_whole(medium, pointer, kind)
         padding = load(medium, end, min(-end % 8, medium.size - end))
-    except MediumError as error:
-        findings.error("F6", where, "bytes that can be read", str(error))
-        return None
     except PortusError as error:
-        findings.error("F6", where, "a whole record of its kind", str(error))
-        return None
+        unread = isinstance(error, MediumError)
+        wanted = "bytes that can be read" if unread else "a whole record of its kind"
+        copied = _copied(subject, pointer, kind)
+        saved = "" if copied is None else f" (its copy at byte {copied[0]} is whole)"
+        findings.error("F6", where, wanted, f"{error}{saved}")
+        return None if copied is None else copied[1]
+    header, payload = HEADER.unpack(record), record[HEADER.size :]
     expected = {"magic": RECORD_MAGIC, "uuid": subject.uuid, "length": len(payload)}
     for name, value in expected.items():
         findings.require(
@@ -362,6 +407,19 @@ def framed(
     findings.require(header["reserved"] == 0, "F2", where, "reserved 0", f"{header['reserved']!r}")
     zeros(findings, f"{where}, after its end", padding)
     return Framed(commit, payload)
+
+
+def _copied(subject: Subject, pointer: Pointer, kind: Kind) -> tuple[int, Framed] | None:
+    """A copy of a damaged record: its offset, and what it holds."""
+    copy = subject.copies.get(pointer.digest)
+    if copy is None or copy == pointer:
+        return None
+    try:
+        record = read_whole(subject.medium, copy, kind)
+    except PortusError:
+        return None  # written over meanwhile
+    header = HEADER.unpack(record)
+    return copy.offset, Framed(cast(int, header["commit"]), record[HEADER.size :])
 
 
 def load(medium: Medium, offset: int, length: int) -> bytes:

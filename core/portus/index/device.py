@@ -67,7 +67,7 @@ def make_pool(medium: Medium) -> None:
     behind = Extent(_SECOND + PAGE, DATA_START - _SECOND - PAGE)
     _clear(medium, [Extent(_FIRST + PAGE, _SECOND - PAGE), behind])
     _clear(medium, [Extent(_SECOND, PAGE)])
-    block = Superblock(os.urandom(16), time.time_ns(), True)
+    block = Superblock(os.urandom(16), time.time_ns())
     medium.persist([store_superblock(medium, block, _SECOND)])
     medium.persist([store_root(medium, block.uuid, FIRST_ROOT)])
     medium.persist([store_superblock(medium, block, _FIRST)])

@@ -64,6 +64,10 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
             "A tree MUST be JSON in UTF-8, and refer to each tensor of the layout once, and to "
             "no other."
         ),
+        "F16": (
+            "The entries of a copies record MUST end with the payload. Each MUST lead to a record "
+            "of its kind, length and digest, and be of a commit not after that of their record."
+        ),
         "V1": "A page MUST NOT hold bytes of two commits.",
         "V4": "The bytes of every unit MUST have the digest that was taken when they were saved.",
     }
@@ -71,9 +75,12 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 class Severity(enum.Enum):
-    """An error breaks a rule. A warning may be the trace of a crash, and does no harm."""
+    """An error breaks a rule. What is to be mended may come of a crash or of rot: nothing is lost,
+    and the next writer puts it right. A warning may be the trace of a crash: it does no harm.
+    """
 
     ERROR = "error"
+    MEND = "mend"
     WARNING = "warning"
 
 
@@ -109,6 +116,10 @@ class Findings:
     def warning(self, invariant: str, where: str, expected: str, found: str) -> None:
         """Add a warning."""
         self._add(Finding(invariant, where, expected, found, Severity.WARNING))
+
+    def mend(self, invariant: str, where: str, expected: str, found: str) -> None:
+        """Add what the next writer puts right."""
+        self._add(Finding(invariant, where, expected, found, Severity.MEND))
 
     def require(self, holds: bool, invariant: str, where: str, expected: str, found: str) -> None:
         """Add an error unless ``holds``."""

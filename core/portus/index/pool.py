@@ -19,18 +19,20 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, cast
 
 import numpy.typing as npt
 
 from portus.errors import CorruptionError, MediumError, StaleError, UsageError
 from portus.format.layout import (
+    COPY,
     DATA_START,
     HEADER,
     HOLDER_OFFSET,
     HOLDER_SIZE,
+    SUPERBLOCK_OFFSETS,
     VERSION_ID_MAX,
     Kind,
 )
@@ -39,30 +41,39 @@ from portus.index.catalogue import (
     Model,
     newest_catalogue,
     read_catalogue,
+    read_copies,
     read_version,
     version_runs,
 )
 from portus.index.line import Line, RoomError
 from portus.index.records import (
+    NOWHERE,
+    Copy,
     Pointer,
     Rows,
     VersionEntry,
     VersionRecord,
+    encode_copies,
     encode_index,
     encode_table,
     encode_version,
     frame,
     point,
-    read,
+    read_copied,
+    read_whole,
 )
+from portus.index.rescue import next_catalogue
 from portus.index.roots import (
     Root,
     Superblock,
     clear_slot,
+    damaged_slot,
     format_superblock,
     read_roots,
     read_superblock,
+    settle_superblock,
     store_root,
+    whole_superblock,
 )
 from portus.index.space import (
     EMPTY,
@@ -70,6 +81,7 @@ from portus.index.space import (
     choose,
     extents_runs,
     gaps,
+    last,
     merged,
     page_count,
     runs_of,
@@ -82,6 +94,12 @@ _log: Final = logging.getLogger("portus")
 
 _TOUCHED: Final = 2 << 20
 """Bytes of which it is remembered together whether they were touched."""
+
+REFRESH_COMMITS: Final = 64
+"""What versions share is written afresh after so many commits, so that rot cannot hide in all."""
+
+_COPIES_MAX: Final = 16 << 20
+"""Bytes of records of earlier commits that one commit copies; the rest is left to the next."""
 
 _GROWTH: Final = 2 << 20
 """A pool grows to a multiple of this many bytes: the size of a huge page."""
@@ -162,6 +180,7 @@ class PoolReader:
         self.medium: Final = medium
         self.locks: Final = locks
         self._superblock = read_superblock(medium)
+        self._searched: tuple[Root, Catalogue] | None = None
 
     @property
     def superblock(self) -> Superblock:
@@ -169,8 +188,37 @@ class PoolReader:
         return self._superblock
 
     def catalogue(self) -> Catalogue:
-        """What is committed now. Raises ``CorruptionError``."""
-        return newest_catalogue(self.medium, self.superblock.uuid)
+        """What is committed now. Raises ``CorruptionError``.
+
+        Where a root slot is damaged, the commit that it may have led to is searched for, once: all
+        that is free is read.
+        """
+        return self._ahead(newest_catalogue(self.medium, self.superblock.uuid))
+
+    def _ahead(self, found: Catalogue) -> Catalogue:
+        """The catalogue that a damaged slot led to, if all of it is whole; else ``found``. A slot
+        that is torn since a crash in a commit looks like one that rotted."""
+        slot = damaged_slot(self.medium, self.superblock.uuid, found.root)
+        if slot is None or self._is_being_written():
+            return found
+        if self._searched is None or self._searched[0] != found.root:
+            name = self.medium.info.name
+            _log.warning("%s: root slot %d is damaged; looking for what it led to", name, slot)
+            ahead = next_catalogue(self.medium, self.superblock.uuid, found)
+            if ahead is not None:
+                _log.error(
+                    "%s: root slot %d is damaged, and commit %d, to which it led, is whole: that "
+                    "is the newest",
+                    name,
+                    slot,
+                    ahead.root.sequence,
+                )
+            self._searched = found.root, ahead or found
+        return self._searched[1]
+
+    def _is_being_written(self) -> bool:
+        """True if somebody may be storing a slot just now."""
+        return self.locks.has_writer()
 
     @contextlib.contextmanager
     def pinned(self, version: int) -> Iterator[VersionEntry]:
@@ -197,8 +245,11 @@ class PoolReader:
         return read_version(self.medium, entry)
 
     def payload(self, pointer: Pointer, kind: Kind) -> memoryview:
-        """A layout or a tree of a pinned version. Raises ``CorruptionError``."""
-        return read(self.medium, pointer, kind)
+        """A layout or a tree of a pinned version, or its copy. Raises ``CorruptionError``."""
+        return read_copied(self.medium, pointer, kind, self._copies)
+
+    def _copies(self) -> Sequence[Copy]:
+        return read_copies(self.medium, self.catalogue().root)
 
     def close(self) -> None:
         """Let go of the medium, the lock and the pins."""
@@ -219,6 +270,7 @@ class PoolWriter(PoolReader):
         super().__init__(medium, locks)
         if not self.superblock.writable:
             raise UsageError(f"{medium.info.name}: a newer Portus wrote it; upgrade to write it")
+        self._superblock = settle_superblock(medium, self.superblock)
         self.max_bytes: Final = max_bytes
         self.deleted: Callable[[], Collection[int]] = lambda: ()
         """Asked for versions whose reference files are gone, when space is short."""
@@ -233,6 +285,10 @@ class PoolWriter(PoolReader):
         self._guard: Final = threading.Lock()
         self._held: Final[list[Runs]] = []
         self._reach: Final[dict[int, Runs]] = {}
+        self._shapes: Final[dict[int, tuple[Pointer | bytes, Pointer | bytes]]] = {}
+        self._slots: Final[dict[int, Root]] = {}
+        self._damaged: Final[set[Pointer]] = set()
+        self._cramped = False
         self._strangers: set[int] = set()
         self._strange: Runs = EMPTY
         self._recover()
@@ -240,6 +296,30 @@ class PoolWriter(PoolReader):
     def catalogue(self) -> Catalogue:
         """What is committed now, from memory."""
         return self._roots[0]
+
+    def _is_being_written(self) -> bool:
+        return False  # by this one alone
+
+    def _copies(self) -> Sequence[Copy]:
+        return self.catalogue().copies
+
+    def is_sound(self, pointer: Pointer, kind: Kind) -> bool:
+        """True if the next commit may rely on a record of an earlier one: it and its copies are
+        whole, and it is not so old that it should be written afresh. Damage is an error in the
+        log, and what is damaged is copied anew by the next commit, from what is whole."""
+        places = [pointer, *(copy.pointer for copy in self.catalogue().copies_of(pointer))]
+        commit = None
+        for place in places:
+            try:
+                header = HEADER.unpack(read_whole(self.medium, place, kind))
+            except (CorruptionError, MediumError) as error:
+                self._damaged.add(place)
+                _log.error("%s; it is written anew", error)
+            else:
+                commit = cast(int, header["commit"])
+        if commit is None or not self._damaged.isdisjoint(places):
+            return False
+        return commit + REFRESH_COMMITS > self.catalogue().root.sequence
 
     def reserve(self, length: int, *, contiguous: bool = False) -> list[Extent]:
         """Free space for ``length`` bytes, held until ``release`` or a commit that reaches it.
@@ -363,20 +443,51 @@ class PoolWriter(PoolReader):
         """As ``commit``, for several at once, each of another model: all are committed, or none.
         What was committed is in the order of ``changes``. ``RoomError``: fewer may fit."""
         with self._committing:
-            draft, area = self._drafted(changes)
+            draft, area, apart = self._drafted(changes)
             try:
-                draft.place(area[0].offset, self.medium.size)
+                draft.place(area[0].offset, apart[0].offset if apart else None, self.medium.size)
                 self.medium.store(area[0].offset, draft.records())
+                if apart:
+                    self.medium.store(apart[0].offset, draft.copies())
                 data = [extent for change in changes for extent in change.data]
-                self._persist([*data, *area])  # V3: everything they reach, first
-                slot = store_root(self.medium, self.superblock.uuid, draft.catalogue.root)
-                self._persist([slot])  # V3: then their root
+                self._persist([*data, *area, *apart])  # V3: everything they reach, first
+                self._persist_root(draft.catalogue.root)  # V3: then their root
                 self._advance(draft)
             finally:
                 # On failure too: whatever the slot may say, the medium is poisoned by then.
                 self.release(area)
+                self.release(apart)
         made = iter(draft.made)
         return [None if change.new is None else next(made)[1] for change in changes]
+
+    def _persist_root(self, root: Root) -> None:
+        self._look()
+        self._slots[root.slot] = root
+        self._persist([store_root(self.medium, self.superblock.uuid, root)])
+
+    def _look(self) -> None:
+        """Raise ``CorruptionError`` unless the pool is as this writer left it, by its size, its
+        superblock and its newest root. A damaged copy of the superblock is restored."""
+        root, name = self._roots[0].root, self.medium.info.name
+        if self.medium.size < root.size:
+            raise CorruptionError(
+                f"{name}: expected {root.size} bytes or more, found {self.medium.size}: somebody "
+                f"truncated it while it was written; save to a new pool"
+            )
+        fixed = [whole_superblock(self.medium, offset) for offset in SUPERBLOCK_OFFSETS]
+        if not any(block is not None and block.uuid == self.superblock.uuid for block in fixed):
+            raise CorruptionError(
+                f"{name}: expected pool {self.superblock.uuid.hex()}, found no superblock of it: "
+                f"somebody wrote over it while it was written; save to a new pool"
+            )
+        if fixed != [self.superblock] * len(fixed):
+            settle_superblock(self.medium, self.superblock)
+        for there in read_roots(self.medium, self.superblock.uuid):
+            if there != self._slots.get(there.slot):
+                raise CorruptionError(
+                    f"{name}: expected commit {root.sequence} to be the newest, found commit "
+                    f"{there.sequence} of somebody else, who writes it too; save to a new pool"
+                )
 
     def _persist(self, ranges: Sequence[Extent]) -> None:
         start = time.perf_counter()
@@ -396,10 +507,17 @@ class PoolWriter(PoolReader):
     def _recover(self) -> None:
         """Choose the root, make sure that it is on the medium and not only in caches, and find
         out what is reached (V2, V10)."""
-        current = newest_catalogue(self.medium, self.superblock.uuid)
+        newest = newest_catalogue(self.medium, self.superblock.uuid)
+        current = self._with_copies(self._ahead(newest))
+        if (
+            current.root.sequence > newest.root.sequence
+        ):  # it may be in caches only, or a part of it
+            everything = Extent(DATA_START, self.medium.size - DATA_START)
+            self.medium.persist([everything])
         slot = store_root(self.medium, self.superblock.uuid, current.root)
         self._store_holder()
         self.medium.persist([slot])  # V2: before any space is reused
+        self._slots.update({r.slot: r for r in read_roots(self.medium, self.superblock.uuid)})
         self._roots: list[Catalogue] = [current, *self._older(current)]
         for catalogue in self._roots:
             for entry in catalogue.entries():
@@ -422,12 +540,17 @@ class PoolWriter(PoolReader):
         for root in read_roots(self.medium, self.superblock.uuid):
             if root.sequence < current.root.sequence:
                 with contextlib.suppress(CorruptionError):
-                    return [read_catalogue(self.medium, root)]
+                    return [self._with_copies(read_catalogue(self.medium, root))]
         return []
+
+    def _with_copies(self, catalogue: Catalogue) -> Catalogue:
+        return replace(catalogue, copies=read_copies(self.medium, catalogue.root))
 
     def _reach_of(self, entry: VersionEntry) -> Runs:
         try:
-            return version_runs(entry, read_version(self.medium, entry))
+            record = read_version(self.medium, entry)
+            self._shapes[entry.info.id] = record.layout, record.tree
+            return version_runs(entry, record)
         except CorruptionError as error:
             # It can never be loaded again; only its record is kept, for `portus check` to name.
             _log.error("%s: version %d is lost: %s", self.medium.info.name, entry.info.id, error)
@@ -447,6 +570,7 @@ class PoolWriter(PoolReader):
         for version in [each for each in self._reach if each not in alive]:
             if not self.locks.pinned(version):
                 del self._reach[version]
+                self._shapes.pop(version, None)
         self._strangers = {each for each in self._strangers if self.locks.pinned(each)}
         strange = [self._strange] if self._strangers else []
         records = [catalogue.record_runs for catalogue in self._roots]
@@ -456,7 +580,7 @@ class PoolWriter(PoolReader):
     def _take(self, wanted: _Wanted) -> list[Extent] | None:
         with self._guard:
             free = self._free_now()
-            extents = choose(free, wanted.pages)
+            extents = (last if wanted.apart else choose)(free, wanted.pages)
             if extents is None or (wanted.contiguous and len(extents) > 1):
                 return None
             if page_count(free) < wanted.pages + wanted.spare:
@@ -476,6 +600,8 @@ class PoolWriter(PoolReader):
                 self._grow(wanted.pages + wanted.spare)
             except MediumError:
                 extents = self._take(replace(wanted, spare=0))
+                if extents is None and self._drop_copies(wanted.pages):
+                    extents = self._take(replace(wanted, spare=0))
                 if extents is None:
                     raise
                 return extents
@@ -491,14 +617,30 @@ class PoolWriter(PoolReader):
         self._commit_again()
         return True
 
-    def _commit_again(self) -> None:
-        """Commit the same catalogue, which both slots reach then, and no other."""
+    def _commit_again(self, *, copies: bool = True) -> None:
+        """Commit the same catalogue, which both slots reach then, and no other.
+
+        copies: keep them.
+        """
         current = self._roots[0]
         root = replace(current.root, sequence=current.root.sequence + 1)
-        slot = store_root(self.medium, self.superblock.uuid, root)
-        self.medium.persist([slot])
+        again = replace(current, root=root)
+        if not copies:
+            again = replace(current, root=replace(root, copies=NOWHERE), copies=())
+        self._persist_root(again.root)
         with self._guard:
-            self._roots = [replace(current, root=root), current]
+            self._roots = [again, current]
+
+    def _drop_copies(self, pages: int) -> bool:
+        """Copies yield to data: without other room for ``pages``, no root reaches any until there
+        is some. False if that would not help."""
+        copies = [copy.pointer.extent for each in self._roots for copy in each.copies]
+        held = page_count(extents_runs(copies))
+        if not held or page_count(self._free()) + held < pages:
+            return False
+        self._commit_again(copies=False)
+        self._commit_again(copies=False)
+        return True
 
     def _retire_deleted(self) -> bool:
         if self._reclaiming:  # its own records need room: they get it by growth
@@ -540,28 +682,98 @@ class PoolWriter(PoolReader):
             + (f"; readers hold versions {pinned}" if pinned else "")
         )
 
-    def _drafted(self, changes: Sequence[Change]) -> tuple[_Draft, list[Extent]]:
-        """A draft on the newest root, and room for its records. Raises ``RoomError``.
+    def _drafted(self, changes: Sequence[Change]) -> tuple[_Draft, list[Extent], list[Extent]]:
+        """A draft on the newest root, room for its records, and for their copies if there is any.
+        Raises ``RoomError``.
 
         Making room may commit (retire deleted versions, settle): then the draft is made again,
         or it would take the number of that commit, and bring back what it retired.
         """
         while True:  # ends: each turn but the last freed space that then stays free
             before = self._roots[0]
-            draft = _Draft(before, self.superblock.uuid, changes)
+            draft = _Draft(before, self.superblock.uuid, changes, self._kept(before, changes))
             try:
                 area = self.reserve(draft.size, contiguous=True)
             except MediumError as error:
                 raise RoomError(error.errno, error.strerror) from error
             if self._roots[0] is before:
-                return draft, area
+                return draft, area, self._apart(draft.copies_size)
             self.release(area)
+
+    def _apart(self, length: int) -> list[Extent]:
+        """Room for copies, if they leave enough to the records of later commits."""
+        pages = -(-length // PAGE)
+        wanted = _Wanted(pages, True, _left_to_records(pages), apart=True)
+        extents = self._take(wanted)
+        if extents is None:
+            with contextlib.suppress(MediumError):
+                self._grow(wanted.pages + wanted.spare)
+                extents = self._take(wanted)
+        if extents is None and not self._cramped:
+            _log.warning("%s: no room to keep records twice", self.medium.info.name)
+        self._cramped = extents is None
+        return extents or []
+
+    def _kept(self, before: Catalogue, changes: Sequence[Change]) -> _Kept:
+        """What a commit keeps of the catalogue before it, and what it writes afresh."""
+        retire = set[int]().union(*(change.retire for change in changes))
+        new = [change.new for change in changes if change.new is not None]
+        models = {
+            name: [entry for entry in model.versions if entry.info.id not in retire]
+            for name, model in before.models.items()
+        }
+        changed = {each.model for each in new}
+        indices = {
+            name: model.pointer
+            for name, model in before.models.items()
+            if name not in changed
+            and models[name] == list(model.versions)
+            and self.is_sound(model.pointer, Kind.MODEL_INDEX)
+        }
+        ids = [entry.info.id for entries in models.values() for entry in entries]
+        shapes = [self._shapes[version] for version in ids if version in self._shapes]
+        shapes += [(each.layout, each.tree) for each in new]
+        wanted = dict.fromkeys(indices.values(), Kind.MODEL_INDEX)
+        for layout, tree in shapes:
+            for each, kind in ((layout, Kind.LAYOUT), (tree, Kind.TREE)):
+                if isinstance(each, Pointer):
+                    wanted[each] = kind
+        return self._copied(before, models, indices, wanted)
+
+    def _copied(
+        self,
+        before: Catalogue,
+        models: Mapping[str, list[VersionEntry]],
+        indices: Mapping[str, Pointer],
+        wanted: Mapping[Pointer, Kind],
+    ) -> _Kept:
+        """With what there is, and is to be, of copies of the records ``wanted``."""
+        damaged, room = frozenset(self._damaged), _COPIES_MAX
+        copies: dict[Copy, None] = {}
+        again: list[tuple[Kind, bytes]] = []
+        for pointer, kind in wanted.items():
+            there = [copy for copy in before.copies_of(pointer) if copy.pointer not in damaged]
+            copies.update(dict.fromkeys(there))
+            missing = (2 if pointer in damaged else 1) - len(there)
+            if missing > 0 and pointer.length * missing <= room:
+                room -= pointer.length * missing
+                again += [(kind, record) for record in self._whole(pointer, kind)] * missing
+        return _Kept(models, indices, tuple(copies), again, damaged)
+
+    def _whole(self, pointer: Pointer, kind: Kind) -> list[bytes]:
+        """A record, or a copy of it; none if all are damaged."""
+        for place in (pointer, *(copy.pointer for copy in self.catalogue().copies_of(pointer))):
+            with contextlib.suppress(CorruptionError, MediumError):
+                return [bytes(read_whole(self.medium, place, kind))]
+        return []
 
     def _advance(self, draft: _Draft) -> None:
         with self._guard:
             self._roots = [draft.catalogue, self._roots[0]]
             for entry, record in draft.made:
                 self._reach[entry.info.id] = version_runs(entry, record)
+                self._shapes[entry.info.id] = record.layout, record.tree
+            self._damaged.difference_update(draft.kept.damaged)
 
 
 def _model_of(change: Change) -> str | None:
@@ -575,67 +787,104 @@ def _left_to_records(pages: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Free pages to be taken, as one extent or as several, and how many are to be left besides."""
+    """Free pages to be taken, as one extent or as several, and how many are to be left besides.
+    ``apart``: far from what was taken before."""
 
     pages: int
     contiguous: bool
     spare: int
+    apart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a commit has of the one before: the entries of each model, the indices that stay as they
+    are, and the copies that there are. ``again``: records that are to be copied once more, since
+    there is no copy of them, or it, or they, are ``damaged``."""
+
+    models: Mapping[str, list[VersionEntry]]
+    indices: Mapping[str, Pointer]
+    copies: Sequence[Copy]
+    again: Sequence[tuple[Kind, bytes]]
+    damaged: frozenset[Pointer]
+
+
+_COPIED: Final = (Kind.MODEL_TABLE, Kind.MODEL_INDEX, Kind.LAYOUT, Kind.TREE)
+"""What more than one version depends on, and so is kept twice. A version's own record is not: one
+byte of it costs what one byte of the version's storages costs."""
 
 
 class _Draft:
     """The records of one commit: sized first, then placed, then encoded."""
 
-    def __init__(self, before: Catalogue, uuid: bytes, changes: Sequence[Change]) -> None:
+    def __init__(
+        self, before: Catalogue, uuid: bytes, changes: Sequence[Change], kept: _Kept
+    ) -> None:
         self._before: Final = before
         self._uuid: Final = uuid
         self._new: Final = [change.new for change in changes if change.new is not None]
         self._commit: Final = before.root.sequence + 1
-        retire = set[int]().union(*(change.retire for change in changes))
-        self._kept: Final = {
-            name: [entry for entry in model.versions if entry.info.id not in retire]
-            for name, model in before.models.items()
-        }
+        self.kept: Final = kept
         self.made: Final[list[tuple[VersionEntry, VersionRecord]]] = []
         """The new versions, once they have their place."""
         self._parts: list[bytes] = []
-        self.size: Final = self._measure()
+        self._copied: Final[list[tuple[Kind, bytes]]] = list(kept.again)
+        self.size, self.copies_size = self._measure()
 
-    def place(self, offset: int, pool_size: int) -> None:
+    def place(self, offset: int, apart: int | None, pool_size: int) -> None:
         """Give every record its place from ``offset`` on, and make the new catalogue.
 
+        apart: where the copies go; None: there is no room for any.
         pool_size: bytes of the pool, now that there is room for the records in it.
         """
         self._start = self._next = offset
-        kept, models = dict(self._kept), {}
+        kept, models = dict(self.kept.models), {}
         for new in self._new:
             kept[new.model] = [*kept.get(new.model, ()), self._add_version(new)]
         for name, entries in kept.items():
-            before = self._before.models.get(name)
-            if before is not None and list(before.versions) == entries:
-                models[name] = before
+            if name in self.kept.indices:
+                models[name] = self._before.models[name]
             elif entries:
                 pointer = self._add(Kind.MODEL_INDEX, encode_index(name, entries))
                 models[name] = Model(pointer, tuple(entries))
-        table = encode_table([(name, model.pointer) for name, model in models.items()])
+        table = self._add(
+            Kind.MODEL_TABLE,
+            encode_table([(name, model.pointer) for name, model in models.items()]),
+        )
+        copies = tuple(self._placed_copies(apart))
         root = replace(
             self._before.root,
             sequence=self._commit,
             size=pool_size,
             next_version=self._before.root.next_version + len(self.made),
-            table=self._add(Kind.MODEL_TABLE, table),
+            table=table,
+            copies=self._add(Kind.COPIES, encode_copies(copies)) if copies else NOWHERE,
         )
-        self.catalogue = Catalogue(root, models)
+        self.catalogue = Catalogue(root, models, copies)
 
     def records(self) -> bytes:
         """All records, as they stand from the offset of ``place`` on."""
         return b"".join(self._parts)
 
+    def copies(self) -> bytes:
+        """All copies, as they stand from ``apart`` on."""
+        return b"".join(_padded(record) for _, record in self._copied)
+
+    def _placed_copies(self, apart: int | None) -> Iterator[Copy]:
+        yield from self.kept.copies
+        if apart is not None:
+            for kind, record in self._copied:
+                yield Copy(point(apart, record), self._commit, kind)
+                apart += len(_padded(record))
+
     def _add(self, kind: Kind, payload: bytes) -> Pointer:
         record = frame(kind, self._commit, self._uuid, payload)
         pointer = point(self._next, record)
-        self._parts.append(record + bytes(-len(record) % 8))
+        self._parts.append(_padded(record))
         self._next += len(self._parts[-1])
         assert self._next - self._start <= self.size, "records outgrew their measure"
+        if kind in _COPIED:
+            self._copied.append((kind, record))
         return pointer
 
     def _add_version(self, new: NewVersion) -> VersionEntry:
@@ -662,18 +911,28 @@ class _Draft:
         self.made.append((entry, record))
         return entry
 
-    def _measure(self) -> int:
-        """At least the bytes of all records: model indices and table as if none were dropped."""
+    def _measure(self) -> tuple[int, int]:
+        """At least the bytes of all records, and of all copies that are to be written: model
+        indices and table as if none were dropped."""
         names = list(self._before.models)
-        sizes = [
-            96 * (len(entries) + 1) + 4 * len(name) + 24 for name, entries in self._kept.items()
+        copied = [
+            96 * (len(entries) + 1) + 4 * len(name) + 24
+            for name, entries in self.kept.models.items()
         ]
+        alone = []
         for new in self._new:
             names.append(new.model)
-            blobs = [each for each in (new.layout, new.tree) if isinstance(each, bytes)]
+            copied += [len(blob) for blob in (new.layout, new.tree) if isinstance(blob, bytes)]
             arrays = new.storages.nbytes + new.extents.nbytes + new.units.nbytes
-            sizes += [len(blob) for blob in blobs]
-            # The record of the version; its entry, in an index that may be new.
-            sizes += [152 + arrays + 4 * len(new.model), 96 + 4 * len(new.model) + 24]
-        sizes.append(8 + sum(48 + 4 * len(name) for name in names))
-        return sum(sizes) + (HEADER.size + 8) * len(sizes)
+            alone.append(152 + arrays + 4 * len(new.model))
+            copied.append(96 + 4 * len(new.model) + 24)  # its entry, in an index that may be new
+        copied.append(8 + sum(48 + 4 * len(name) for name in names))
+        again = [len(record) for _, record in self.kept.again]
+        alone.append(8 + COPY.size * (len(self.kept.copies) + len(copied) + len(again)))
+        framing = HEADER.size + 8
+        records = sum(copied) + sum(alone) + framing * (len(copied) + len(alone))
+        return records, sum(copied) + framing * len(copied) + sum(again) + 8 * len(again)
+
+
+def _padded(record: bytes) -> bytes:
+    return record + bytes(-len(record) % 8)

@@ -6,7 +6,8 @@ A record is a header, then a payload. Who points at a record holds its offset, l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -15,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from portus.errors import CorruptionError, UsageError
+from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.checksum import digest
 from portus.format.layout import (
+    COPY,
     EXTENT,
     HEADER,
     INDEX_ENTRY,
@@ -34,6 +36,8 @@ from portus.format.layout import (
 from portus.format.record import Value
 from portus.media.base import Medium
 from portus.spec import Extent, TensorSpec, VersionInfo
+
+_log: Final = logging.getLogger("portus")
 
 _SUM_MAX: Final = 1 << 62
 """Bytes of a version, or extents, are below it: what 64 bits hold with a sign, and to spare."""
@@ -55,6 +59,15 @@ class Pointer:
 
 
 NOWHERE: Final = Pointer(0, 0, bytes(16))
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Another place of a record that a root reaches, bit for bit. ``commit``: who put it there."""
+
+    pointer: Pointer
+    commit: int
+    kind: Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +121,32 @@ def point(offset: int, record: bytes) -> Pointer:
 
 def read(medium: Medium, pointer: Pointer, kind: Kind) -> memoryview:
     """The payload of a record, checked. Raises ``CorruptionError`` naming kind and place."""
+    return read_whole(medium, pointer, kind)[HEADER.size :]
+
+
+def read_copied(
+    medium: Medium, pointer: Pointer, kind: Kind, copies: Callable[[], Sequence[Copy]]
+) -> memoryview:
+    """The payload of a record; if it is damaged, of a copy that is whole, with an error in the log.
+
+    copies: asked only then. Raises as ``read`` if none is whole.
+    """
+    try:
+        return read(medium, pointer, kind)
+    except (CorruptionError, MediumError) as error:
+        for copy in copies():
+            if copy.pointer.digest == pointer.digest:
+                try:
+                    payload = read(medium, copy.pointer, kind)
+                except (CorruptionError, MediumError):
+                    continue
+                _log.error("%s; read from its copy at byte %d", error, copy.pointer.offset)
+                return payload
+        raise
+
+
+def read_whole(medium: Medium, pointer: Pointer, kind: Kind) -> memoryview:
+    """A record, header and payload, checked. Raises as ``read``."""
     where = f"{kind.name.lower().replace('_', ' ')} record at byte {pointer.offset}"
     if not HEADER.size <= pointer.length <= RECORD_SIZE_MAX:
         raise CorruptionError(f"{where}: length {pointer.length} is out of range")
@@ -130,7 +169,7 @@ def read(medium: Medium, pointer: Pointer, kind: Kind) -> memoryview:
             f"{where}: kind {header['kind']!r} version {header['kind_version']!r} is not known "
             f"to this Portus; upgrade it"
         )
-    return data[HEADER.size :].toreadonly()
+    return data.toreadonly()
 
 
 def _digest(record: memoryview) -> bytes:
@@ -159,7 +198,7 @@ def decode_table(payload: memoryview) -> list[tuple[str, Pointer]]:
     for index in range(count):
         row = TABLE_ENTRY.unpack(payload, 8 + index * TABLE_ENTRY.size)
         start, length = _int(row, "name_offset"), _int(row, "name_length")
-        found.append((_name(names, start, length), _pointer(row)))
+        found.append((_name(names, start, length), pointer_of(row)))
     return found
 
 
@@ -188,7 +227,7 @@ def decode_index(payload: memoryview) -> list[VersionEntry]:
     entries = []
     for index in range(count):
         row = INDEX_ENTRY.unpack(payload, start + index * INDEX_ENTRY.size)
-        entries.append(VersionEntry(_info(model, row), _pointer(row)))
+        entries.append(VersionEntry(_info(model, row), pointer_of(row)))
     return entries
 
 
@@ -220,10 +259,32 @@ def decode_version(payload: memoryview) -> VersionRecord:
         offset += count * table.size
     model = _name(payload[offset:], 0, _int(head, "name_length"))
     record = VersionRecord(
-        _info(model, head), _pointer(head, "layout_"), _pointer(head, "tree_"), *arrays
+        _info(model, head), pointer_of(head, "layout_"), pointer_of(head, "tree_"), *arrays
     )
     _check_arrays(record)
     return record
+
+
+def encode_copies(copies: Sequence[Copy]) -> bytes:
+    """Payload of a copies record: a count, the entries."""
+    rows = [
+        COPY.pack(**_fields(copy.pointer), commit=copy.commit, kind=int(copy.kind))
+        for copy in copies
+    ]
+    return len(rows).to_bytes(8, "little") + b"".join(rows)
+
+
+def decode_copies(payload: memoryview) -> tuple[Copy, ...]:
+    """Raises ``CorruptionError``."""
+    count = int.from_bytes(payload[:8], "little")
+    _fits("copies record", count, COPY.size, len(payload) - 8)
+    rows = [COPY.unpack(payload, 8 + index * COPY.size) for index in range(count)]
+    try:
+        return tuple(
+            Copy(pointer_of(row), _int(row, "commit"), Kind(_int(row, "kind"))) for row in rows
+        )
+    except ValueError as error:
+        raise CorruptionError(f"copies record: {error}") from error
 
 
 _layout_encoder = msgspec.json.Encoder()
@@ -276,7 +337,8 @@ def _fields(pointer: Pointer, prefix: str = "") -> dict[str, Value]:
     }
 
 
-def _pointer(row: dict[str, Value], prefix: str = "") -> Pointer:
+def pointer_of(row: dict[str, Value], prefix: str = "") -> Pointer:
+    """The three fields of a pointer in a row of a table."""
     return Pointer(
         _int(row, prefix + "offset"), _int(row, prefix + "length"), _bytes(row, prefix + "digest")
     )

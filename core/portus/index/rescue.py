@@ -1,4 +1,4 @@
-"""Versions without roots: what a pool still holds when both root slots are lost.
+"""Versions without roots: what a pool still holds when root slots are lost.
 
 Every record says that it is one, of which pool and of which kind, and carries a digest; a version
 record carries the name of its model. So a scan finds versions that no root reaches: those that
@@ -8,8 +8,10 @@ as their records have not been written over. Their bytes may have been: ask ``is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, cast
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from portus.format.layout import (
     RECORD_SIZE_MAX,
     Kind,
 )
+from portus.index.catalogue import Catalogue, read_catalogue, read_version, version_runs
 from portus.index.check_catalogue import Subject, load
 from portus.index.check_version import Bytes, Seen
 from portus.index.findings import Findings
@@ -33,9 +36,12 @@ from portus.index.records import (
     decode_layout,
     decode_version,
     read,
+    read_whole,
 )
 from portus.index.roots import read_superblock
+from portus.index.space import gaps, merged
 from portus.media.base import Medium
+from portus.spec import PAGE, Extent
 
 CHUNK: Final = 16 << 20
 """Bytes that are looked at at once."""
@@ -44,7 +50,16 @@ _ALIGNMENT: Final = 8
 """Records begin at multiples of this, and so do chunks: no magic lies across two."""
 
 
-def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[VersionRecord]:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A version whose record is whole. ``uuid``: of the pool that it says to be of."""
+
+    entry: VersionEntry
+    record: VersionRecord
+    uuid: bytes
+
+
+def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[Found]:
     """Every version record that is whole, oldest commit first. Reads the whole medium once.
 
     chunk: bytes that are looked at at once, a multiple of 8.
@@ -56,13 +71,17 @@ def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[VersionRecord]:
         uuid = read_superblock(medium).uuid
     except CorruptionError:
         uuid = None
-    records: list[VersionRecord] = []
-    for pointer in _pointers(medium, uuid, chunk):
+    found: list[Found] = []
+    everything = [Extent(DATA_START, max(0, medium.size - DATA_START))]
+    for pointer, _ in _pointers(medium, uuid, Kind.VERSION, everything, chunk):
         try:
-            records.append(decode_version(read(medium, pointer, Kind.VERSION)))
+            whole = read_whole(medium, pointer, Kind.VERSION)
+            record = decode_version(whole[HEADER.size :])
         except (CorruptionError, UsageError):
             continue  # it looks like a record, and is none
-    return sorted(records, key=lambda record: (record.info.commit, record.info.id))
+        owner = cast(bytes, HEADER.unpack(whole)["uuid"])
+        found.append(Found(VersionEntry(record.info, pointer), record, owner))
+    return sorted(found, key=lambda each: (each.record.info.commit, each.record.info.id))
 
 
 def is_whole(medium: Medium, record: VersionRecord) -> bool:
@@ -82,29 +101,81 @@ def is_whole(medium: Medium, record: VersionRecord) -> bool:
     return not findings.all
 
 
-def _pointers(medium: Medium, uuid: bytes | None, chunk: int) -> Iterator[Pointer]:
-    """What looks like a version record, wherever it lies."""
+def next_catalogue(medium: Medium, uuid: bytes, known: Catalogue) -> Catalogue | None:
+    """The catalogue of the commit after ``known``, if all of it is whole: then only its root slot
+    is damaged. None if there is none, or a part of it is lost.
+
+    A commit that was cut off just before its root may be found too: it is as good, but nobody was
+    told of it. Reads what ``known`` leaves free, and every byte of the versions found.
+    """
+    reached = [known.record_runs]
+    for entry in known.entries():
+        with contextlib.suppress(CorruptionError):
+            reached.append(version_runs(entry, read_version(medium, entry)))
+    free = gaps(merged(reached), DATA_START // PAGE, medium.size // PAGE)
+    runs = [Extent(first * PAGE, (after - first) * PAGE) for first, after in free.tolist()]
+    sequence = known.root.sequence + 1
+    found: list[Catalogue] = []
+    for pointer, commit in _pointers(medium, uuid, Kind.MODEL_TABLE, runs, CHUNK):
+        if commit == sequence:
+            with contextlib.suppress(CorruptionError, UsageError):
+                found.append(_followed(medium, known, pointer))
+    # Of two, the first was tried before it, and given up.
+    return max(found, key=_made_ns, default=None)
+
+
+def _made_ns(catalogue: Catalogue) -> int:
+    return max((entry.info.time_ns for entry in catalogue.entries()), default=0)
+
+
+def _followed(medium: Medium, known: Catalogue, table: Pointer) -> Catalogue:
+    """What ``table`` leads to. Raises ``CorruptionError`` unless all that is new is whole."""
+    root = replace(
+        known.root,
+        sequence=known.root.sequence + 1,
+        size=medium.size - medium.size % PAGE,
+        table=table,
+        copies=NOWHERE,
+    )
+    found = read_catalogue(medium, root)
+    ids = known.ids()
+    for entry in found.entries():
+        if entry.info.id not in ids and not is_whole(medium, read_version(medium, entry)):
+            raise CorruptionError(f"version {entry.info.id}: not all of it is whole")
+    following = max((version + 1 for version in found.ids()), default=1)
+    root = replace(root, next_version=max(root.next_version, following))
+    return replace(found, root=root)
+
+
+def _pointers(
+    medium: Medium, uuid: bytes | None, kind: Kind, runs: Sequence[Extent], chunk: int
+) -> Iterator[tuple[Pointer, int]]:
+    """What looks like a record of that kind, wherever in ``runs`` it lies, and its commit."""
     size = medium.size
-    for start in range(DATA_START, size, chunk):
-        data = load(medium, start, min(chunk, size - start))
-        place = data.find(RECORD_MAGIC)
-        while place >= 0:
-            if place % _ALIGNMENT == 0 and start + place + HEADER.size <= size:
-                pointer = _pointer(medium, start + place, uuid)
-                if pointer is not None:
-                    yield pointer
-            place = data.find(RECORD_MAGIC, place + 1)
+    for run in runs:
+        for start in range(run.offset, run.end, chunk):
+            data = load(medium, start, min(chunk, run.end - start))
+            place = data.find(RECORD_MAGIC)
+            while place >= 0:
+                if place % _ALIGNMENT == 0 and start + place + HEADER.size <= size:
+                    found = _pointer(medium, start + place, uuid, kind)
+                    if found is not None:
+                        yield found
+                place = data.find(RECORD_MAGIC, place + 1)
 
 
-def _pointer(medium: Medium, offset: int, uuid: bytes | None) -> Pointer | None:
+def _pointer(
+    medium: Medium, offset: int, uuid: bytes | None, kind: Kind
+) -> tuple[Pointer, int] | None:
     row = HEADER.unpack(load(medium, offset, HEADER.size))
-    length, found = row["length"], row["digest"]
+    length, found, commit = row["length"], row["digest"], row["commit"]
     assert isinstance(length, int)
+    assert isinstance(commit, int)
     assert isinstance(found, bytes)
     fits = HEADER.size + length <= min(RECORD_SIZE_MAX, medium.size - offset)
-    expected = {"kind": int(Kind.VERSION), "kind_version": KIND_VERSION, "reserved": 0}
+    expected = {"kind": int(kind), "kind_version": KIND_VERSION, "reserved": 0}
     if not fits or any(row[name] != value for name, value in expected.items()):
         return None
     if uuid is not None and row["uuid"] != uuid:
         return None
-    return Pointer(offset, HEADER.size + length, found)
+    return Pointer(offset, HEADER.size + length, found), commit

@@ -7,6 +7,7 @@ whatever tears, one slot stays whole. No width of an atomic store is assumed.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Final, cast
 from portus.errors import CorruptionError, UsageError
 from portus.format.checksum import digest
 from portus.format.layout import (
+    COMPAT_KNOWN,
     DATA_START,
     FORMAT_VERSION,
     INCOMPAT_KNOWN,
@@ -27,18 +29,23 @@ from portus.format.layout import (
     SUPERBLOCK_OFFSETS,
 )
 from portus.format.record import Record, Value
-from portus.index.records import NOWHERE, Pointer
+from portus.index.records import NOWHERE, Pointer, pointer_of
 from portus.media.base import Medium, MediumKind
 from portus.spec import PAGE, Extent
+
+_log: Final = logging.getLogger("portus")
 
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What never changes about a pool. ``writable``: no feature that this program cannot write."""
+    """What a pool is. ``writable``: no feature that this program cannot write. ``compat`` and
+    ``read_only_compat``: its feature bits."""
 
     uuid: bytes
     created_ns: int
-    writable: bool
+    writable: bool = True
+    compat: int = COMPAT_KNOWN
+    read_only_compat: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,7 @@ class Root:
     next_version: int
     size: int
     table: Pointer
+    copies: Pointer = NOWHERE
 
     @property
     def is_first(self) -> bool:
@@ -75,7 +83,7 @@ def format_superblock(
     after: the newest root of the pool that this one goes on from. Commits and ids of versions are
     numbered on from there, also past a commit that failed: it may be there all the same.
     """
-    block = Superblock(uuid or os.urandom(16), time.time_ns(), True)
+    block = Superblock(uuid or os.urandom(16), time.time_ns())
     for offset in SUPERBLOCK_OFFSETS:
         store_superblock(medium, block, offset)
     store_root(medium, block.uuid, FIRST_ROOT if after is None else _first_after(after))
@@ -91,16 +99,46 @@ def _first_after(root: Root) -> Root:
 
 
 def store_superblock(medium: Medium, block: Superblock, offset: int) -> Extent:
-    """Store one copy of the superblock of a new pool, and say what must be persisted of it."""
-    body = SUPERBLOCK.pack(
-        magic=MAGIC,
-        format_version=FORMAT_VERSION,
-        page_size=PAGE,
-        uuid=block.uuid,
-        created_ns=block.created_ns,
-    )
-    medium.store(offset, _seal(body))
+    """Store one copy of the superblock, and say what must be persisted of it."""
+    medium.store(offset, _packed(block))
     return Extent(offset, PAGE)
+
+
+def settle_superblock(medium: Medium, block: Superblock) -> Superblock:
+    """Make both copies of the superblock whole, equal, and say what this Portus writes; durable on
+    return. What is damaged is restored from the other, with an error in the log.
+
+    block: what was read. Returns what is there now. Raises ``MediumError``.
+    """
+    block = replace(block, compat=block.compat | COMPAT_KNOWN)
+    damaged = [each for each in SUPERBLOCK_OFFSETS if whole_superblock(medium, each) is None]
+    for offset in damaged:
+        _log.error(
+            "%s: the superblock at byte %d is damaged; restored from its copy",
+            medium.info.name,
+            offset,
+        )
+    whole = [offset for offset in SUPERBLOCK_OFFSETS if offset not in damaged]
+    for offset in (*damaged, *whole):  # one after the other: whatever tears, one is whole
+        found = bytearray(SUPERBLOCK.size)
+        medium.load(offset, memoryview(found))
+        if found != _packed(block):
+            medium.persist([store_superblock(medium, block, offset)])
+    return block
+
+
+def _packed(block: Superblock) -> bytes:
+    return _seal(
+        SUPERBLOCK.pack(
+            magic=MAGIC,
+            format_version=FORMAT_VERSION,
+            page_size=PAGE,
+            compat=block.compat,
+            read_only_compat=block.read_only_compat,
+            uuid=block.uuid,
+            created_ns=block.created_ns,
+        )
+    )
 
 
 def whole_superblock(medium: Medium, offset: int) -> Superblock | None:
@@ -140,7 +178,10 @@ def read_superblock(medium: Medium) -> Superblock:
         raise CorruptionError(
             f"{medium.info.name} is not a Portus pool: it starts with {magic!r}{hint}"
         )
-    raise CorruptionError(f"{medium.info.name}: both copies of the superblock are damaged")
+    raise CorruptionError(
+        f"{medium.info.name}: both copies of the superblock are damaged; "
+        f"`portus rescue {medium.info.name}` lists what is whole"
+    )
 
 
 def _superblock(name: str, row: dict[str, Value]) -> Superblock:
@@ -151,8 +192,14 @@ def _superblock(name: str, row: dict[str, Value]) -> Superblock:
             f"{row['page_size']!r}, unknown features {unknown:#x}); this one knows format "
             f"{FORMAT_VERSION}. Upgrade portus-checkpoint"
         )
-    writable = not cast(int, row["read_only_compat"]) & ~READ_ONLY_COMPAT_KNOWN
-    return Superblock(cast(bytes, row["uuid"]), cast(int, row["created_ns"]), writable)
+    read_only_compat = cast(int, row["read_only_compat"])
+    return Superblock(
+        cast(bytes, row["uuid"]),
+        cast(int, row["created_ns"]),
+        not read_only_compat & ~READ_ONLY_COMPAT_KNOWN,
+        cast(int, row["compat"]),
+        read_only_compat,
+    )
 
 
 def store_root(medium: Medium, uuid: bytes, root: Root) -> Extent:
@@ -166,6 +213,9 @@ def store_root(medium: Medium, uuid: bytes, root: Root) -> Extent:
         table_offset=root.table.offset,
         table_length=root.table.length,
         table_digest=root.table.digest,
+        copies_offset=root.copies.offset,
+        copies_length=root.copies.length,
+        copies_digest=root.copies.digest,
     )
     offset = SLOT_OFFSETS[root.slot]
     medium.store(offset, _seal(body))
@@ -193,16 +243,25 @@ def read_roots(medium: Medium, uuid: bytes) -> list[Root]:
         row = _read(medium, SLOT, offset)
         if row is None or row["magic"] != ROOT_MAGIC or row["uuid"] != uuid:
             continue
-        table = Pointer(
-            cast(int, row["table_offset"]),
-            cast(int, row["table_length"]),
-            cast(bytes, row["table_digest"]),
-        )
         numbers = {name: cast(int, row[name]) for name in ("sequence", "next_version", "size")}
-        root = Root(table=table, **numbers)
+        root = Root(table=pointer_of(row, "table_"), copies=pointer_of(row, "copies_"), **numbers)
         if root.slot == slot:
             roots.append(root)
     return sorted(roots, key=lambda root: -root.sequence)
+
+
+def damaged_slot(medium: Medium, uuid: bytes, root: Root) -> int | None:
+    """The slot that holds no root, though it should; None if both are as they should be.
+
+    root: the newest one. Slot 1 is blank until the first commit.
+    """
+    slots = {each.slot for each in read_roots(medium, uuid)}
+    if len(slots) == 2:
+        return None
+    other = 1 - root.slot
+    found = bytearray(SLOT.size)
+    medium.load(SLOT_OFFSETS[other], memoryview(found))
+    return other if not root.is_first or any(found) else None
 
 
 def _seal(body: bytes) -> bytes:

@@ -63,6 +63,16 @@ def page_count(runs: Runs) -> int:
     return int((runs[:, 1] - runs[:, 0]).sum())
 
 
+def last(free: Runs, pages: int) -> list[Extent] | None:
+    """The end of the largest of the free runs: far from what ``choose`` takes. None if it has not
+    as many as ``pages``."""
+    sizes = free[:, 1] - free[:, 0]
+    if not len(sizes) or int(sizes.max()) < pages:
+        return None
+    after = int(free[np.argmax(sizes), 1])
+    return [Extent((after - pages) * PAGE, pages * PAGE)]
+
+
 def choose(free: Runs, pages: int) -> list[Extent] | None:
     """``pages`` pages of the free runs: the smallest run that holds them all, else the largest
     runs first. None if there are not enough."""

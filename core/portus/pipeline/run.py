@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.errors import AbandonedError, PortusError
+from portus.index.pool import REFRESH_COMMITS
 from portus.pipeline.audit import NO_EXTENTS, Audit, Late, no_changes
 from portus.pipeline.draft import Draft, Labels
 from portus.pipeline.handle import SaveStats
@@ -33,9 +34,6 @@ from portus.pipeline.plan import Before, Column, Flags, Snapshot
 from portus.spec import VersionInfo
 from portus.transport.base import Digests, Stop, unit_counts
 from portus.transport.local import hash_sources
-
-REFRESH_COMMITS: Final = 64
-"""A shared storage is copied afresh after so many commits, so that rot cannot hide in all."""
 
 _LEAVE_S: Final = 1.0
 """The longest that a writer waits, after a save was given up, for the copier to stop reading."""

@@ -62,6 +62,21 @@ def test_a_torn_slot_is_a_warning_and_exit_code_0(run: Run) -> None:
     assert portus_json("verify")["pools"][0]["findings"][0]["severity"] == "warning"
 
 
+def test_a_newest_slot_that_is_damaged_is_said_with_an_exit_code_of_its_own(run: Run) -> None:
+    data = bytearray(run.net.read_bytes())
+    data[SLOT_OFFSETS[0] + 50] ^= 1  # of commit 2
+    run.net.write_bytes(data)
+    said = portus("verify")
+    assert said.code == 3
+    assert "mend F3: root slot 0: expected the root of commit 2" in said.out
+    assert f"{run.net}: TO BE PUT RIGHT; 2 versions" in said.out
+    assert portus_json("verify", code=3)["healthy"] is False
+    assert portus("verify", run.last).code == 3
+    assert "20" in portus("ls", run.net).out
+    run.trainer().close()
+    assert portus("verify").code == 0
+
+
 def test_a_pool_without_a_superblock_is_damaged(run: Run) -> None:
     data = bytearray(run.net.read_bytes())
     for offset in SUPERBLOCK_OFFSETS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from portus.format.layout import (
     UNIT_DIGEST,
     Kind,
 )
-from portus.index.pool import NewVersion, PoolWriter, format_pool
+from portus.index.pool import NewVersion, PoolReader, PoolWriter, format_pool
 from portus.index.records import (
     Pointer,
     VersionEntry,
@@ -59,6 +60,9 @@ class Pool:
 
     def open(self) -> PoolWriter:
         return PoolWriter(self.medium, ProcessLocks(self.table))
+
+    def open_reader(self) -> PoolReader:
+        return PoolReader(self.medium, ProcessLocks(self.table))
 
     def reopen(self) -> None:
         self.writer.locks.close()
@@ -178,7 +182,13 @@ class Forger:
             table[place : place + 32] = self._pack(self._index(pointer))
         self.root_to(self._placed(Kind.MODEL_TABLE, self.root.table, table))
 
-    def root_to(self, table: Pointer, **changes: int) -> None:
+    def placed_copies(self, edit: Edit) -> Pointer:
+        """The list of copies, edited, as a record of its own."""
+        self._kind, self._edit, self._header = Kind.COPIES, edit, False
+        payload = bytearray(read(self.medium, self.root.copies, Kind.COPIES))
+        return self._placed(Kind.COPIES, self.root.copies, payload)
+
+    def root_to(self, table: Pointer, **changes: Any) -> None:
         """Both slots to ``table``, in a pool that is as long as it is now."""
         root = replace(self.root, table=table, size=self.medium.size, **changes)
         self.store(root, replace(root, sequence=root.sequence + 1))

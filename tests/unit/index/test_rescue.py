@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -9,9 +10,11 @@ import pytest
 
 from portus.errors import CorruptionError
 from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
+from portus.index.check import check
+from portus.index.findings import Severity
 from portus.index.pool import PoolReader
 from portus.index.records import VersionRecord
-from portus.index.rescue import find_versions, is_whole
+from portus.index.rescue import Found, find_versions, is_whole
 from portus.media.lock import ProcessLocks
 from tests.unit.index.pools import Pool, close_all
 
@@ -28,8 +31,8 @@ def destroy(pool: Pool, *offsets: int) -> None:
         pool.medium.store(offset, os.urandom(SLOT.size))
 
 
-def steps(records: list[VersionRecord]) -> list[tuple[str, int]]:
-    return [(record.info.model, record.info.step) for record in records]
+def steps(found: list[Found]) -> list[tuple[str, int]]:
+    return [(each.record.info.model, each.record.info.step) for each in found]
 
 
 def content(pool: Pool, record: VersionRecord, storage: int) -> bytes:
@@ -52,10 +55,10 @@ def test_versions_come_back_when_both_slots_are_lost() -> None:
         PoolReader(pool.medium, ProcessLocks()).catalogue()
     found = find_versions(pool.medium)
     assert steps(found) == [("a", 1), ("ä", 7), ("a", 2)]
-    assert {record.info for record in found} == {record.info for record in before}
-    assert all(is_whole(pool.medium, record) for record in found)
-    assert content(pool, found[2], 0) == b"x" * 100
-    assert content(pool, found[2], 1) == b"w" * 5000
+    assert {each.record.info for each in found} == {record.info for record in before}
+    assert all(is_whole(pool.medium, each.record) for each in found)
+    assert content(pool, found[2].record, 0) == b"x" * 100
+    assert content(pool, found[2].record, 1) == b"w" * 5000
 
 
 def test_versions_come_back_when_the_superblock_is_lost_too() -> None:
@@ -108,3 +111,90 @@ def test_records_are_found_on_both_sides_of_what_is_read_at_once() -> None:
 def test_an_empty_pool_holds_none() -> None:
     assert find_versions(Pool().medium) == []
     assert Pool().medium.size == DATA_START
+
+
+def slot_of(pool: Pool) -> int:
+    return SLOT_OFFSETS[pool.writer.catalogue().root.slot]
+
+
+def listed(reader: PoolReader) -> list[tuple[str, int]]:
+    infos = [entry.info for entry in reader.catalogue().entries()]
+    return [(info.model, info.step) for info in sorted(infos, key=lambda info: info.id)]
+
+
+@pytest.mark.parametrize("blank", [False, True])
+def test_a_rotten_newest_slot_hides_no_version(
+    blank: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = Pool()
+    pool.save("b", 7, [b"idle"])
+    first = pool.save("a", 1, [b"one", b"shared"])
+    pool.save("a", 2, [b"two", b"shared"], share=first, retire=[first.info.id])
+    pool.writer.locks.close()
+    if blank:
+        pool.medium.store(slot_of(pool), bytes(SLOT.size))
+    else:
+        destroy(pool, slot_of(pool))
+    with caplog.at_level(logging.WARNING, "portus"):
+        assert listed(pool.open_reader()) == [("b", 7), ("a", 2)]
+    assert "commit 3, to which it led, is whole" in caplog.text
+    found = check(pool.open_reader())
+    [finding] = [each for each in found if each.severity is not Severity.WARNING]
+    assert finding.severity is Severity.MEND
+    assert finding.invariant == "F3"
+    assert "commit 3" in finding.expected
+    assert "nothing is lost" in finding.found
+
+    pool.writer = pool.open()
+    assert check(pool.open_reader()) == []
+    assert listed(pool.writer) == [("b", 7), ("a", 2)]
+    pool.save("a", 3, [b"three"])
+    assert listed(pool.open_reader()) == [("b", 7), ("a", 2), ("a", 3)]
+    assert check(pool.open_reader()) == []
+
+
+def test_what_is_not_all_there_is_not_taken_for_what_a_slot_led_to() -> None:
+    """A slot that is torn after a crash in a commit, and a page of that commit that did not
+    arrive: whichever page it is, the commit before it counts."""
+    pool = Pool()
+    pool.save("a", 1, [b"one"])
+    record = pool.save("a", 2, [b"x" * 5000, b"two"])
+    catalogue, entry = pool.writer.catalogue(), pool.entry("a")
+    table = [
+        catalogue.root.table,
+        *(copy.pointer for copy in catalogue.copies_of(catalogue.root.table)),
+    ]
+    pool.writer.locks.close()
+    destroy(pool, slot_of(pool))
+    alone = [each.offset for each in (entry.pointer, record.layout, record.tree)]
+    alone.append(record.storage_extents(1)[0].offset)
+    for places in ([each.offset for each in table], *([each] for each in alone)):
+        kept = [bytearray(64) for _ in places]
+        for place, before in zip(places, kept, strict=True):
+            pool.medium.load(place, memoryview(before))
+            pool.medium.store(place, bytes(64))
+        assert listed(pool.open_reader()) == [("a", 1)]
+        warnings = check(pool.open_reader())
+        assert {finding.severity for finding in warnings} == {Severity.WARNING}
+        for place, before in zip(places, kept, strict=True):
+            pool.medium.store(place, bytes(before))
+    assert listed(pool.open_reader()) == [("a", 1), ("a", 2)]
+
+
+def test_what_was_retired_does_not_come_back_by_a_rotten_slot() -> None:
+    pool = Pool()
+    for step in range(3):
+        pool.save("a", step, [b"x" * 100 * step])
+    pool.writer.retire([pool.entry("a", 0).info.id])
+    pool.writer.locks.close()
+    destroy(pool, slot_of(pool))
+    assert listed(pool.open_reader()) == [("a", 1), ("a", 2)]
+
+
+def test_the_first_commit_of_a_pool_is_found_without_its_slot() -> None:
+    pool = Pool()
+    pool.save("a", 1, [b"one"])
+    pool.writer.locks.close()
+    destroy(pool, slot_of(pool))
+    assert listed(pool.open_reader()) == [("a", 1)]
+    assert listed(pool.open()) == [("a", 1)]

@@ -1,0 +1,158 @@
+"""``portus rescue``: what a damaged pool file still holds, and a pool of it again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+
+from portus.cli.output import FOUND, Json, Output, count_text, moment_text, size_text
+from portus.cli.pools import version_document
+from portus.cli.progress import bar
+from portus.errors import CorruptionError, PortusError, UsageError
+from portus.index.check import Severity, check
+from portus.index.directory import WRITERS, pools_at
+from portus.index.place import Place, local_path
+from portus.index.pool import PoolReader, read_holder
+from portus.index.rebuild import chosen, copy_versions, rebuild
+from portus.index.rescue import Found, find_versions, is_whole
+from portus.media.base import Medium
+from portus.media.local import LocalFiles
+from portus.media.lock import FileLocks
+
+_FILES = LocalFiles()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """``into``: the new pool file to make; ``in_place``: mend the file itself. Neither: look."""
+
+    into: str | None = None
+    in_place: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A version that was found. ``listed``: a root leads to it."""
+
+    found: Found
+    whole: bool
+    listed: bool
+
+
+def run(place: str, wish: Wish, output: Output) -> int:
+    """Look, and make what is wished for; the exit code."""
+    if wish.into is not None and wish.in_place:
+        raise UsageError("--into or --in-place: choose one of them")
+    path = _file(place)
+    with contextlib.closing(_FILES.open(path, writable=False)) as medium:
+        seen = _look(path, medium)
+        whole = [each.found for each in seen if each.whole]
+        _say(path, seen, output)
+        made: str | None = None
+        if wish.into is not None:
+            made = _into(path, medium, _some(path, medium, whole), wish.into)
+    if wish.in_place:
+        made = _in_place(path, whole)
+    damaged = not whole or any(each.listed and not each.whole for each in seen)
+    code = FOUND if damaged else 0
+    if made is not None:
+        wrong = [each for each in check(made) if each.severity is Severity.ERROR]
+        for finding in wrong:
+            output.line(f"{finding.severity.value} {finding}")
+        output.line(f"{made}: {'DAMAGED' if wrong else 'a healthy pool'}")
+        code = FOUND if wrong else 0
+    versions: list[Json] = [
+        {**version_document(each.found.record.info), "whole": each.whole, "listed": each.listed}
+        for each in seen
+    ]
+    output.document({"path": path, "versions": versions, "made": made})
+    return code
+
+
+def _file(place: str) -> str:
+    path = Place.named(place)
+    if path.is_host:
+        raise UsageError(f"{path}: run this on the storage host, on the pool file that it serves")
+    if not path.is_directory and os.path.exists(path.path):
+        return path.path  # not the generations of its run: each is one pool
+    files = [each.path for each in pools_at(path)]
+    if len(files) != 1:
+        raise UsageError(
+            f"{path}: expected one pool file, found {len(files)} in this directory; name one: "
+            + (", ".join(files[:20]) or "there is none")
+        )
+    return files[0]
+
+
+def _look(path: str, medium: Medium) -> list[_Seen]:
+    listed: set[bytes] = set()
+    with contextlib.suppress(PortusError), contextlib.ExitStack() as stack:
+        locks = stack.enter_context(contextlib.closing(FileLocks(path, writable=False)))
+        catalogue = PoolReader(medium, locks).catalogue()
+        listed = {entry.info.token for entry in catalogue.entries()}
+    found = find_versions(medium)
+    return [
+        _Seen(each, is_whole(medium, each.record), each.record.info.token in listed)
+        for each in found
+    ]
+
+
+def _say(path: str, seen: list[_Seen], output: Output) -> None:
+    rows = [
+        (
+            each.found.record.info.model,
+            str(each.found.record.info.step),
+            moment_text(each.found.record.info.time_ns),
+            size_text(each.found.record.info.size),
+            "whole" if each.whole else "damaged",
+            "yes" if each.listed else "no",
+        )
+        for each in seen
+    ]
+    if rows:
+        output.table(("model", ">step", "saved", ">size", "bytes", "listed"), rows)
+    whole = sum(each.whole for each in seen)
+    output.line(f"{path}: {count_text(len(seen), 'version')} found, {whole} whole")
+
+
+def _some(path: str, medium: Medium, whole: list[Found]) -> list[Found]:
+    versions = chosen(medium, whole)
+    if not versions:
+        raise CorruptionError(f"{path}: no version is whole; there is nothing to make a pool of")
+    return versions
+
+
+def _into(path: str, medium: Medium, versions: list[Found], into: str) -> str:
+    target = local_path(into, "--into")
+    made = _FILES.create(target, medium.size)
+    try:
+        with contextlib.closing(made), bar(os.path.basename(target)) as told:
+            done, total = 0, sum(each.record.info.size for each in versions)
+
+            def advanced(length: int) -> None:
+                nonlocal done
+                done += length
+                told(min(done, total), total)
+
+            copy_versions(medium, made, versions, advanced)
+            rebuild(made, versions)
+        _FILES.sync(os.path.dirname(target))
+    except BaseException:
+        _FILES.remove(target)
+        raise
+    return target
+
+
+def _in_place(path: str, whole: list[Found]) -> str:
+    """By its writer, if it can be opened: that puts a slot or a superblock right."""
+    try:
+        WRITERS.close(WRITERS.open(path))
+    except CorruptionError:
+        with contextlib.ExitStack() as stack:
+            medium = stack.enter_context(contextlib.closing(_FILES.open(path, writable=True)))
+            locks = FileLocks(path, writable=True, describe_holder=lambda: read_holder(medium))
+            stack.enter_context(contextlib.closing(locks))
+            locks.acquire_writer(10.0)
+            rebuild(medium, _some(path, medium, whole))
+    return path

@@ -1,0 +1,142 @@
+"""``portus rescue``: each kind of loss, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import portus
+from portus.client.view import PoolView
+from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS
+from portus.index.check import check
+from tests.unit.cli.scene import Run, portus_json
+from tests.unit.cli.scene import portus as command
+from tests.unit.client.same import assert_same
+
+
+def overwritten(path: Path, *places: tuple[int, int]) -> None:
+    with path.open("r+b") as file:
+        for offset, length in places:
+            file.seek(offset)
+            file.write(os.urandom(length))
+
+
+def both_slots(path: Path) -> None:
+    overwritten(path, *((offset, SLOT.size) for offset in SLOT_OFFSETS))
+
+
+def both_superblocks(path: Path) -> None:
+    overwritten(path, *((offset, SUPERBLOCK.size) for offset in SUPERBLOCK_OFFSETS))
+
+
+def all_fixed_pages(path: Path) -> None:
+    overwritten(path, (0, DATA_START))
+
+
+LOSSES: dict[str, Callable[[Path], None]] = {
+    "both root slots": both_slots,
+    "both superblocks": both_superblocks,
+    "the first pages": all_fixed_pages,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_pool_that_does_not_open_is_listed_and_made_again(run: Run, loss: str) -> None:
+    before = command("verify", "--pool", run.net)
+    assert before.code == 0
+    LOSSES[loss](run.net)
+    assert command("ls", run.net).code == 1
+    document = portus_json("rescue", run.net)
+    assert [(each["model"], each["step"], each["whole"]) for each in document["versions"]] == [
+        ("net", 10, True),
+        ("net", 20, True),
+    ]
+    assert document["made"] is None
+
+    fresh = run.root / "fresh.portus"
+    said = command("rescue", run.net, "--into", fresh)
+    assert (said.code, said.err) == (0, "")
+    assert "2 versions found, 2 whole" in said.out
+    assert f"{fresh}: a healthy pool" in said.out
+    with PoolView(fresh) as view:
+        for step, state in run.states.items():
+            assert_same(view.load("net", step), state)
+    out = run.root / "net.safetensors"
+    assert command("export", "net@20", out, "--pool", fresh).code == 0
+
+    run.net.unlink()
+    os.rename(fresh, run.net)  # reference files lead to it, there
+    assert_same(portus.load_reference(run.last), run.states[20])
+    with run.trainer() as trainer:
+        trainer.save(run.states[10], 30).wait()
+        assert trainer.steps() == [10, 20, 30]
+    assert command("verify", "--pool", run.net).code == 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_pool_is_made_whole_where_it_is(run: Run, loss: str) -> None:
+    LOSSES[loss](run.net)
+    said = command("rescue", run.net, "--in-place")
+    assert (said.code, said.err) == (0, ""), said.out
+    assert_same(portus.load_reference(run.last), run.states[20])
+    with run.trainer() as trainer:
+        trainer.save(run.states[10], 30).wait()
+    assert check(run.net) == []
+
+
+def test_a_slot_that_rotted_is_put_right_in_place(run: Run) -> None:
+    overwritten(run.net, (SLOT_OFFSETS[0], SLOT.size))
+    assert command("verify", "--pool", run.net).code == 3
+    assert command("rescue", run.net, "--in-place").code == 0
+    assert command("verify", "--pool", run.net).code == 0
+
+
+def test_a_pool_file_that_lost_its_directory_and_its_name_is_found_by_any_name(run: Run) -> None:
+    lost = run.root / "#1234"
+    os.rename(run.net, lost)
+    shutil.rmtree(run.pool)
+    document = portus_json("rescue", lost)
+    assert [each["listed"] for each in document["versions"]] == [True, True]
+    assert command("rescue", lost, "--into", run.root / "again.portus").code == 0
+    assert portus_json("verify", "--pool", run.root / "again.portus")["healthy"]
+
+
+def test_what_is_damaged_is_named_and_left_out(run: Run) -> None:
+    run.damage(20, "model.weight")
+    both_slots(run.net)
+    said = command("rescue", run.net)
+    assert said.code == 0  # nobody lists it: it may have been let go of
+    assert "damaged" in said.out
+    fresh = run.root / "fresh.portus"
+    assert command("rescue", run.net, "--into", fresh).code == 0
+    with PoolView(fresh) as view:
+        assert view.steps("net") == [10]
+
+
+def test_what_a_root_lists_and_is_damaged_is_exit_code_1(run: Run) -> None:
+    run.damage(20, "model.weight")
+    assert command("rescue", run.net).code == 1
+
+
+def test_nothing_whole_is_exit_code_1_and_makes_nothing(run: Run) -> None:
+    run.net.write_bytes(os.urandom(1 << 20))
+    fresh = run.root / "fresh.portus"
+    assert command("rescue", run.net).code == 1
+    said = command("rescue", run.net, "--into", fresh)
+    assert said.code == 1
+    assert "no version is whole" in said.err
+    assert not fresh.exists()
+
+
+def test_what_cannot_be_meant_is_refused(run: Run) -> None:
+    assert command("rescue", run.pool).code == 2  # two pool files
+    assert command("rescue", "portus://host", "--in-place").code == 2
+    assert command("rescue", run.net, "--into", run.root / "a", "--in-place").code == 2
+    taken = run.root / "taken.portus"
+    taken.write_bytes(b"mine")
+    assert command("rescue", run.net, "--into", taken).code == 74
+    assert taken.read_bytes() == b"mine"
