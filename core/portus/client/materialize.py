@@ -260,7 +260,7 @@ def give_back(pool: str) -> None:
     and give its space back; a pool file that is empty then goes. Not while somebody saves to it:
     he uses the space."""
     with contextlib.suppress(PortusError), contextlib.ExitStack() as undo:
-        writer = WRITERS.open(pool, timeout_s=0)
+        writer = WRITERS.open(pool, timeout_s=0, mapped=False)  # else holes would be filled
 
         def last() -> None:
             if writer.catalogue().ids():

@@ -262,13 +262,20 @@ class Writers:
             os.register_at_fork(after_in_child=self._forget)
 
     def open(
-        self, path: str, *, timeout_s: float = 10.0, max_bytes: int | None = None
+        self,
+        path: str,
+        *,
+        timeout_s: float = 10.0,
+        max_bytes: int | None = None,
+        mapped: bool = True,
     ) -> PoolWriter:
         """The one writer of the pool file at ``path``, which exists.
 
         Waits up to ``timeout_s`` for another process to let go. Raises ``BusyError`` naming it.
+        mapped: False to leave its holes alone, if it is not open yet: a file that is mapped must
+        have none.
         """
-        files = LocalFiles()
+        files = LocalFiles(mapped=mapped)
         status = files.status(path)
         if status is None:
             raise UsageError(f"{path}: there is no pool file of this name")
