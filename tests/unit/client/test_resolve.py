@@ -511,7 +511,6 @@ MODES: list[dict[str, object]] = [
     {"weights_only": False, "mmap": True},
     {"map_location": "cpu"},
     {"map_location": "cpu", "mmap": True},
-    {"map_location": "meta"},
     {"map_location": torch.device("cpu"), "weights_only": False},
 ]
 
