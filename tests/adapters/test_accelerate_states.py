@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 import pickle
+import re
 import shutil
 import sys
 import threading
