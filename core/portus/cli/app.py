@@ -170,13 +170,17 @@ def rm(
     force: Annotated[
         bool, typer.Option("--force", "-f", help="also what reference files lead to")
     ] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="of a model: all but the newest N, and what is held"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Let go of versions, or remove a reference file and the version that it alone led to."""
     with reported(as_json) as output:
         from portus.cli import rm
 
-        output.code = rm.run(target, pool, yes=yes, force=force, output=output)
+        output.code = rm.run(target, pool, yes=yes, force=force, keep=keep, output=output)
 
 
 @app.command(epilog=EXIT_CODES)

@@ -27,13 +27,17 @@ WAIT_S = 1.0
 """How long to wait for the writer of a pool: a trainer holds it as long as it runs."""
 
 
-def run(target: str, pool: str | None, *, yes: bool, force: bool, output: Output) -> int:
-    """Remove; the exit code."""
+def run(
+    target: str, pool: str | None, *, yes: bool, force: bool, keep: int | None, output: Output
+) -> int:
+    """Remove; the exit code. keep: of a model, that many of the newest versions stay."""
     reference = reference_at(target)
+    if reference is not None and keep is not None:
+        raise UsageError(f"--keep is for a model, and {target} is a reference file")
     if reference is not None:
         removed = _remove_file(os.path.abspath(target), reference, pool)
     else:
-        removed = _remove_versions(target, pool, yes=yes, force=force, output=output)
+        removed = _remove_versions(target, pool, yes=yes, force=force, keep=keep, output=output)
     for each in removed:
         output.line(f"removed {each['model']}@{each['step']} (version {each['id']})")
     size = sum(int(str(each["size"])) for each in removed)
@@ -83,13 +87,17 @@ def _remove_file(path: str, reference: Reference, pool: str | None) -> list[dict
 
 
 def _remove_versions(
-    target: str, pool: str | None, *, yes: bool, force: bool, output: Output
+    target: str, pool: str | None, *, yes: bool, force: bool, keep: int | None, output: Output
 ) -> list[dict[str, Json]]:
     with open_pools(pool, target) as pools:
         found = pools.select(target)
-        if not force:
+        if keep is not None:
+            found = _beyond(found, target, keep, force=force, output=output)
+        elif not force:
             _check_unheld(found)
-    whole = all(each.info.model == target for each in found)
+    if not found:
+        return []
+    whole = keep is None and all(each.info.model == target for each in found)
     question = f"Remove {count_text(len(found), 'version')}, all of {target}?"
     if whole and not yes and not output.ask(question):
         raise UsageError(f"nothing was removed: say --yes for all of {target}, or {target}@STEP")
@@ -104,6 +112,28 @@ def _remove_versions(
             writer.retire(ids)
             keeper.deleted()  # forgets the links of what is gone
     return [version_document(each.info) for each in found]
+
+
+def _beyond(
+    found: list[Found], model: str, keep: int, *, force: bool, output: Output
+) -> list[Found]:
+    """All but the newest ``keep`` versions, and but what files hold, which is said."""
+    if any(each.info.model != model for each in found):
+        raise UsageError(f"--keep is for a model, and {model} names a step")
+    beyond = sorted(found, key=lambda each: (each.info.time_ns, each.info.commit))[:-keep]
+    held = [] if force else [each for each in beyond if _is_held(each)]
+    if held:
+        steps = ", ".join(str(each.info.step) for each in held)
+        output.line(f"held by files, and kept: {count_text(len(held), 'version')}, steps {steps}")
+    return [each for each in beyond if each not in held]
+
+
+def _is_held(found: Found) -> bool:
+    try:
+        _check_unheld([found])
+    except UsageError:
+        return True
+    return False
 
 
 def _check_unheld(found: list[Found]) -> None:

@@ -91,3 +91,26 @@ def test_a_file_that_is_no_reference_is_left(run: Run) -> None:
     assert said.code == 2
     assert "no reference file" in said.err
     assert (run.root / "own.ckpt").exists()
+
+
+def test_all_but_the_newest_are_let_go_of_and_what_files_hold_stays(run: Run) -> None:
+    with run.trainer() as trainer:
+        for step in (30, 40, 50):
+            trainer.save({"x": torch.zeros(1)}, step).wait()
+    before = steps(run)
+    said = portus("rm", "net", "--keep", "1")
+    assert said.code == 0, said.err
+    assert "held by files, and kept: 1 version, steps 20" in said.out
+    assert before == [10, 20, 30, 40, 50]
+    assert steps(run) == [20, 50]
+    assert portus("rm", "net", "--keep", "1").code == 0
+    assert portus("rm", "net", "--keep", "1", "--force").code == 0
+    assert steps(run) == [50]
+
+
+def test_keep_is_for_a_model(run: Run) -> None:
+    for target in ("net@10", str(run.last)):
+        said = portus("rm", target, "--keep", "1")
+        assert (said.code, "--keep is for a model" in said.err) == (2, True)
+    assert portus("rm", "net", "--keep", "0").code == 2
+    assert steps(run) == [10, 20]
