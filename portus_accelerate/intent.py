@@ -45,7 +45,8 @@ class Note:
         _own.pop(self.path, None)
         with contextlib.suppress(OSError):
             os.unlink(self.path)
-        os.close(self.descriptor)
+        with contextlib.suppress(OSError):
+            os.close(self.descriptor)
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(self.path))  # refuses one with a pool in it
 
@@ -105,11 +106,12 @@ def cut_off(home: str) -> Iterator[str]:
 
 def _is_whole(directory: str, since_ns: int) -> bool:
     """True if there is a reference in ``directory`` that was written after the note: references
-    come last, and those of saves that were never committed have been removed."""
+    come last, and those of saves that were never committed have been removed. Raises ``OSError``:
+    what cannot be read is not known to be half-made."""
     for name in os.listdir(directory):
         try:
             found = portus.read_reference(os.path.join(directory, name))
-        except portus.PortusError:
+        except portus.CorruptionError:
             continue
         if found is not None and found.written_ns >= since_ns:
             return True

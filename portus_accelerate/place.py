@@ -7,6 +7,8 @@ import os
 import re
 from typing import Final
 
+import portus
+
 _NAME_MAX: Final = 120
 
 
@@ -64,17 +66,28 @@ def step_of(checkpoint: str) -> int | None:
 
 def numbered(directory: str) -> list[str]:
     """The directories in ``directory`` that have a number in their name, as those of automatic
-    naming do; lowest first."""
+    naming do; lowest first. Raises ``MediumError``."""
     found = []
-    for name in os.listdir(directory):
+    for name in names_in(directory):
         number = re.search(r"(\d+)\D*$", name)
         if number and os.path.isdir(os.path.join(directory, name)):
             found.append((int(number[1]), os.path.join(directory, name)))
     return [path for _, path in sorted(found)]
 
 
+def names_in(directory: str) -> list[str]:
+    """The names in ``directory``. Raises ``MediumError``."""
+    try:
+        return os.listdir(directory)
+    except OSError as error:
+        raise portus.MediumError(
+            error.errno, f"{directory}: cannot list: {error.strerror}"
+        ) from error
+
+
 def surplus(newest: str, limit: int | None) -> list[str]:
-    """Checkpoints beside ``newest`` that ``total_limit`` has no room for, oldest first."""
+    """Checkpoints beside ``newest`` that ``total_limit`` has no room for, oldest first. Raises
+    ``MediumError``."""
     if limit is None:
         return []
     others = [path for path in numbered(os.path.dirname(newest)) if path != newest]
@@ -82,7 +95,12 @@ def surplus(newest: str, limit: int | None) -> list[str]:
 
 
 def _device(path: str) -> int:
-    """The file system of ``path``, or of what is to hold it."""
+    """The file system of ``path``, or of what is to hold it. Raises ``MediumError``."""
     while not os.path.exists(path):
         path = os.path.dirname(path)
-    return os.stat(path).st_dev
+    try:
+        return os.stat(path).st_dev
+    except OSError as error:
+        raise portus.MediumError(
+            error.errno, f"{path}: cannot ask for its file system: {error.strerror}"
+        ) from error

@@ -349,9 +349,10 @@ class Saver:
             self._save_stock(capture, parts, directory, error)
             return None
         self._newest, self._handle = directory, handle
-        for name in os.listdir(directory):
-            if name.endswith(".safetensors") and name in parts:
-                self._open(directory).remove(os.path.join(directory, name), after=handle)
+        with _saying(f"what {directory} held before stays"):
+            for name in place.names_in(directory):
+                if name.endswith(".safetensors") and name in parts:
+                    self._open(directory).remove(os.path.join(directory, name), after=handle)
         return handle
 
     def _exchange(self, capture: Capture, directory: str) -> dict[str, Any]:
@@ -404,8 +405,9 @@ class Saver:
             for name in shards:  # Accelerate made it for what torch would have written
                 with contextlib.suppress(OSError):
                     os.rmdir(os.path.join(directory, name))
-            for old in place.surplus(directory, limit):
-                writer.remove(old)
+            with _saying("older checkpoints stay"):
+                for old in place.surplus(directory, limit):
+                    writer.remove(old)
         if self._over:
             self.finish()
 
@@ -476,7 +478,7 @@ class Saver:
             self._run_of(directory), "" if any_step else os.path.basename(directory)
         )
         home = self._home_of(directory)
-        names = os.listdir(home) if os.path.isdir(home) else []
+        names = place.names_in(home) if os.path.isdir(home) else []
         found = [name for name in names if name.startswith(start)]
         return [os.path.join(home, name) for name in sorted(found, key=_when)]
 
@@ -560,8 +562,9 @@ class Saver:
 
     def _rotate(self, directory: str, limit: int | None) -> None:
         """``total_limit``: older checkpoints go once the new one is committed."""
-        for old in place.surplus(directory, limit):
-            self._open(directory).remove(old)
+        with _saying("older checkpoints stay"):
+            for old in place.surplus(directory, limit):
+                self._open(directory).remove(old)
 
     # Loading.
 
@@ -663,6 +666,16 @@ def _put_real_files(directory: str) -> None:
             error,
             directory,
         )
+
+
+@contextlib.contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """What goes wrong inside does no harm that matters to a training: it is said, with ``what``
+    comes of it, and training goes on."""
+    try:
+        yield
+    except portus.PortusError as error:
+        _log.warning("Portus: %s: %s", what, error)
 
 
 _said: Final[set[str]] = set()

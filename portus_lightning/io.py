@@ -213,8 +213,12 @@ class PortusIO(CheckpointIO):
             _log.warning("Portus: %s stays: the save that was to replace it failed", local)
         else:
             # Nothing is in flight. The pool sees by its link that the file was deleted.
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 os.unlink(local)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                _log.warning("Portus: %s was not removed: %s", local, error.strerror)
 
     def teardown(self) -> None:
         """Finish what is in flight and let go of the pool. Later saves return when durable.
@@ -497,10 +501,15 @@ def run_root(directory: str, root: str | None) -> str:
 
 
 def _device(path: str) -> int:
-    """The file system of ``path``, or of what is to hold it."""
+    """The file system of ``path``, or of what is to hold it. Raises ``MediumError``."""
     while not os.path.exists(path):
         path = os.path.dirname(path)
-    return os.stat(path).st_dev
+    try:
+        return os.stat(path).st_dev
+    except OSError as error:
+        raise portus.MediumError(
+            error.errno, f"{path}: cannot ask for its file system: {error.strerror}"
+        ) from error
 
 
 def _name(directory: str, root: str, *, is_shared: bool) -> str:

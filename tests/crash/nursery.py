@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,13 @@ class Nursery:
     """Forks children that run functions of ``module``, after that was imported and its ``warm_up``
     was called."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._module = module
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.crash.nursery", module, str(theirs.fileno())],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
@@ -70,9 +70,9 @@ class Nursery:
 
 
 @functools.cache
-def nursery(module: str) -> Nursery:
-    """The one of this test run for ``module``."""
-    found = Nursery(module)
+def nursery(module: str, **environment: str) -> Nursery:
+    """The one of this test run for ``module``, which has these variables besides."""
+    found = Nursery(module, environment)
     atexit.register(found.close)
     return found
 

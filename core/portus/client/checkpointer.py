@@ -154,6 +154,8 @@ class Checkpointer:
         """True if the newest save is a torch file, written in a signal handler."""
         self._closed = False
         self._created = False
+        self._moving = False
+        """True from when the pool has a successor until that is open."""
         self._looking: Final = threading.RLock()
         self._lookers = 0
         """Threads that look at all pools now."""
@@ -252,10 +254,17 @@ class Checkpointer:
             admitted = self._queue.admit(turn, None if synchronous else self._fence_timeout)
             queue_s = time.perf_counter() - start
             if not admitted:
-                return SaveHandle(self._refuse(step, queue_s))
+                return SaveHandle(self._refuse(step, self._too_late(step, queue_s), queue_s))
             flat = self._snapshots.flatten(state)
             wanted = _Wanted(step, _references(reference, state), synchronous, _checked(token))
-            save = self._begin(job, flat, wanted)
+            try:
+                writer, keeper = self._open_or_create()
+            except PortusError as error:
+                if self._writer is None:  # at the start it is raised, always (V8)
+                    raise
+                self._queue.dismiss(turn)
+                return SaveHandle(self._refuse(step, error, queue_s))
+            save = self._begin(job, flat, wanted, writer, keeper)
             save.stats.queue_s = queue_s
             if save.over:
                 self._queue.dismiss(turn)
@@ -406,7 +415,8 @@ class Checkpointer:
         for after it puts a file there, or below it, at its commit.
         """
         self._check_usable()
-        self._open_or_create()
+        if self._writer is None:
+            self._open_or_create()
         self._put_removal(path, after)
 
     def _put_removal(self, path: str | os.PathLike[str], after: SaveHandle | None) -> None:
@@ -518,11 +528,11 @@ class Checkpointer:
 
     # Saving.
 
-    def _begin(self, job: _Job, flat: FlatState, wanted: _Wanted) -> Save:
+    def _begin(
+        self, job: _Job, flat: FlatState, wanted: _Wanted, writer: Pool, keeper: Keeper
+    ) -> Save:
         """Plan the save of ``job``, and copy what may not wait. A medium that refuses is kept in
         the save; after any other error, or Ctrl-C, ``job`` has to be given up."""
-        writer, keeper = self._open_or_create()
-        references = wanted.references
         snapshot = self._snapshots.take(
             flat,
             wanted.step,
@@ -530,8 +540,8 @@ class Checkpointer:
             unchanged=self._nothing_stepped(),
             token=wanted.token,
         )
-        placed = {path: references[path] for path in references if self._is_free(path, keeper)}
-        replaced = {path: references[path] for path in references if path not in placed}
+        placed: dict[str, str | None] = {}
+        replaced: dict[str, str | None] = {}
         tensors = flat.tensors  # the policy outlives the copy, so it must not hold the storages
         known = weakref.ref(job)  # the save must not hold itself
         made: dict[str, Reference] = {}
@@ -546,11 +556,13 @@ class Checkpointer:
             ),
             guilty=self._snapshots.suspects.accuse,
         )
-        job.paths = references.keys()
+        job.paths = wanted.references.keys()
         save = job.save = Save(snapshot, self._home.draft(snapshot), lambda: self._before, policy)
         try:
             self._check_room(writer, snapshot)
             save.copy_now()
+            for path, part in wanted.references.items():
+                (placed if self._is_free(path, keeper) else replaced)[path] = part
             last = self._last if self._last is not None and not self._last.over else None
             for path, part in placed.items():
                 made[path] = keeper.place(
@@ -687,12 +699,15 @@ class Checkpointer:
         when = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self._queue.put(_Note(self, f"{self.model}@{step} at {when}: {save.error}"))
 
-    def _refuse(self, step: int, waited_s: float) -> RefusedSave:
-        """Give a save up before it began: training waited long enough for a place in the queue."""
-        error = AbandonedError(
+    def _too_late(self, step: int, waited_s: float) -> AbandonedError:
+        """Training waited long enough for a place in the queue."""
+        return AbandonedError(
             f"save of step {step} given up: two saves before it were not over after "
             f"{waited_s:.1f} s (fence_timeout). Save less often, or look at {self.path}"
         )
+
+    def _refuse(self, step: int, error: PortusError, waited_s: float) -> RefusedSave:
+        """Give a save up before it began."""
         refused = self._asked = RefusedSave(error, SaveStats(call_s=waited_s, queue_s=waited_s))
         self._note_failed(refused, step)
         return refused
@@ -731,8 +746,10 @@ class Checkpointer:
     def _open_or_create(self) -> tuple[Pool, Keeper]:
         with self._opening:
             with self._looking:
-                if self._home.succeed():
+                self._moving = self._home.succeed() or self._moving
+                if self._moving:  # if this fails, the next save tries again
                     self._open()
+                    self._moving = False
             while self._writer is None or self._keeper is None:  # ends: others took theirs away
                 self._home.create()
                 self._open_if_there()

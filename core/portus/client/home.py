@@ -213,13 +213,15 @@ class FileHome:
             return
 
         def tidy() -> None:
-            if (made or succeeded) and writer.catalogue().root.is_first:
-                remove_pool(self.path, LocalFiles())
-                return
+            unused = (made or succeeded) and writer.catalogue().root.is_first
             try:
-                writer.give_back()
+                if unused:
+                    remove_pool(self.path, LocalFiles())
+                else:
+                    writer.give_back()
             except MediumError as error:
-                _log.warning("%s: its free space is not given back: %s", self.path, error)
+                what = "the pool, which is empty, stays" if unused else "its free space stays"
+                _log.warning("%s: %s: %s", self.path, what, error)
 
         WRITERS.close(writer, last=tidy)
 

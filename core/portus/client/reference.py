@@ -66,6 +66,7 @@ from portus.client.survey import Survey, survey_of
 from portus.errors import CorruptionError, MediumError
 from portus.format.reference import SIZE_MAX, Reference, decode, encode
 from portus.media.base import Birth, Files, Names
+from portus.media.process import Descriptor
 from portus.protocol.address import is_address
 from portus.spec import Extent
 
@@ -569,17 +570,17 @@ def read_through(path: str, files: FileSystem) -> Reference | None:
 def _read_small(path: str) -> bytes | None:
     """All bytes of a regular file of at most ``SIZE_MAX``; None for anything else, or nothing."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | _NO_WAIT)
+        descriptor = Descriptor(path, os.O_RDONLY | _NO_WAIT)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
         raise MediumError(error.errno, f"cannot read {path}: {error.strerror}") from error
     try:
-        status = os.fstat(descriptor)
+        status = os.fstat(descriptor.number)
         if not stat.S_ISREG(status.st_mode) or status.st_size > SIZE_MAX:
             return None
-        return os.read(descriptor, SIZE_MAX)
+        return os.read(descriptor.number, SIZE_MAX)
     except OSError as error:
         raise MediumError(error.errno, f"cannot read {path}: {error.strerror}") from error
     finally:
-        os.close(descriptor)
+        descriptor.close()

@@ -119,8 +119,8 @@ class PlainFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file now, also after another process made it grow."""
-        return os.fstat(self._descriptor.number).st_size
+        """Bytes of the file now, also after another process made it grow. ``MediumError``."""
+        return self._status().st_size
 
     @property
     def poisoned(self) -> bool:
@@ -189,9 +189,10 @@ class PlainFile:
             return
         try:
             self._sync(self._descriptor.number)
+            gone = self._is_gone()
         except OSError as error:
             raise self._poisoned("persist", error) from error
-        if self._is_gone():
+        if gone:
             raise self._poisoned("persist", OSError(errno.ENOENT, "the file was deleted"))
 
     def discard(self, ranges: Sequence[Extent]) -> int:
@@ -243,11 +244,11 @@ class PlainFile:
 
     def _check_length(self, end: int) -> None:
         """Storing behind the end of a file that somebody cut would be SIGBUS, or a hole."""
-        if end > os.fstat(self._descriptor.number).st_size:
+        if end > self._status().st_size:
             raise self._truncated(end)
 
     def _truncated(self, expected: int) -> MediumError:
-        found = os.fstat(self._descriptor.number).st_size
+        found = self._status().st_size
         return MediumError(
             errno.EIO,
             f"{self.path}: expected bytes up to {expected}, found the end at {found}: "
@@ -261,6 +262,12 @@ class PlainFile:
             f"older bytes can still be loaded; {advice(error)}, then open it again"
         )
         return MediumError(error.errno, self._poison)
+
+    def _status(self) -> os.stat_result:
+        try:
+            return os.fstat(self._descriptor.number)
+        except OSError as error:
+            raise file_error("look at", self.path, error) from error
 
     def _reach(self, size: int) -> None:
         """From now on bytes below ``size`` can be asked for."""
@@ -339,8 +346,8 @@ class MappedFile(PlainFile):
     ) -> None:
         """Raises ``MediumError`` if the addresses cannot be had, or the file has holes that cannot
         be filled; ``descriptor`` stays open."""
-        size = os.fstat(descriptor.number).st_size
         try:
+            size = os.fstat(descriptor.number).st_size
             _fill_holes(descriptor.number, size, every_block_counts=file_system.volatile)
         except OSError as error:
             raise file_error("fill holes of", descriptor.path, error) from error
@@ -451,7 +458,10 @@ def _write_all(number: int, data: memoryview, offset: int) -> None:
         done += os.pwrite(number, data[done:], offset + done)
 
 
-def _free_bytes(number: int) -> int:
-    """What an unprivileged process may still allocate on the file system."""
-    status = os.fstatvfs(number)
+def _free_bytes(number: int) -> int | str:
+    """What an unprivileged process may still allocate on the file system, for messages."""
+    try:
+        status = os.fstatvfs(number)
+    except OSError as error:
+        return f"unknown ({error.strerror})"
     return status.f_bavail * status.f_frsize

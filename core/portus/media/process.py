@@ -9,6 +9,7 @@ Python opens every descriptor non-inheritable.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -24,6 +25,8 @@ class Inherited(Protocol):
         """Close it, in a forked child."""
         """Called in the child, which then has only one thread."""
 
+
+_log: Final = logging.getLogger("portus")
 
 still: Final = threading.RLock()
 """No fork happens while it is held. Reentrant: a signal handler may fork in the thread that
@@ -57,11 +60,19 @@ class Descriptor:
         return self._number
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """A second call does nothing.
+
+        Raises nothing: the system lets go of a descriptor also where close(2) fails. What such an
+        error tells, of bytes that were not persisted, was promised to nobody.
+        """
         with still:
             number, self._number = self._number, -1
-            if number >= 0:
+            if number < 0:
+                return
+            try:
                 os.close(number)
+            except OSError as error:
+                _log.warning("%s: closed, with an error: %s", self.path, error.strerror)
 
     def leave(self) -> None:
         self.close()

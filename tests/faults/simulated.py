@@ -1,0 +1,88 @@
+"""A run of a simulated history: it resumes, saves every step, and keeps the last two and "last".
+
+All of its state follows from its step (``tests.crash.saver.Training``), so what a file holds can be
+told from its step alone. What it says is what a user knows: which file was told to be saved, and
+which one was asked to go.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import portus
+from portus.client.checkpointer import Checkpointer
+from tests.crash import saver
+from tests.crash.nursery import Say
+from tests.crash.saver import Training
+from tests.faults import calls
+from tests.faults.calls import Fault
+
+KEEP = 2
+
+
+def train(say: Say, run: str, steps: int, plain: list[int] | None) -> None:
+    """Go on from the newest checkpoint that loads, for so many steps; a call may fail."""
+    root = Path(run)
+    os.chdir(root)
+    calls.begin(run)
+    if plain:
+        calls.arm(Fault.of(plain))
+    try:
+        _train(say, root, steps)
+    except portus.PortusError as error:
+        say(f"stopped {error}".replace("\n", " "))
+    say("end")
+
+
+def _train(say: Say, root: Path, steps: int) -> None:
+    folder = root / "ckpt"
+    folder.mkdir(exist_ok=True)
+    training = _resumed(say, folder)
+    handles: list[tuple[str, int, Any]] = []
+    with Checkpointer(root / ".portus", "run", keep=1) as checkpointer:
+        for _ in range(steps):
+            training.advance()
+            step, old = training.step, training.step - KEEP
+            for name in ("last", str(step)):
+                say(f"asks {name}.ckpt {step}")
+                handle = checkpointer.save(
+                    training.state(), step, reference=folder / f"{name}.ckpt"
+                )
+                handles.append((f"{name}.ckpt", step, handle))
+            if (folder / f"{old}.ckpt").exists():
+                say(f"removes {old}.ckpt")
+                checkpointer.remove(folder / f"{old}.ckpt")
+            _tell(say, handles[:-2])
+            del handles[:-2]
+        _tell(say, handles)
+
+
+def _tell(say: Say, handles: list[tuple[str, int, Any]]) -> None:
+    for name, step, handle in handles:
+        try:
+            handle.wait()
+        except portus.PortusError as error:
+            say(f"failed {name} {step} {error}".replace("\n", " "))
+        else:
+            say(f"saved {name} {step}")
+
+
+def _resumed(say: Say, folder: Path) -> Training:
+    """As a user's script: from "last", or from the newest of the others that loads."""
+    steps = sorted((int(each.stem) for each in folder.glob("[0-9]*.ckpt")), reverse=True)
+    for name in ("last", *steps):
+        try:
+            state: Any = portus.load_reference(folder / f"{name}.ckpt")
+        except portus.PortusError as error:
+            say(f"passed over {name} {error}".replace("\n", " "))
+            continue
+        say(f"resumed {state['step']}")
+        return Training(state["step"])
+    say("resumed 0")
+    return Training()
+
+
+def warm_up() -> None:
+    saver.warm_up()

@@ -1,0 +1,57 @@
+"""Kill, errno, no space, rot, rotation, copies and restarts, mixed by a seed (V2, V8)."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults import calls
+from tests.faults.histories import World
+
+ACTS = 7
+LONG_S = 110
+
+pytestmark = pytest.mark.skipif(bool(calls.why_not()), reason=calls.why_not())
+
+
+@pytest.fixture(autouse=True)
+def own_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of these runs is noted for the user who tests."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def lived(root: Path, seed: int) -> Iterator[World]:
+    """One history of ``ACTS`` acts; repeat it by its seed."""
+    print(f"history {seed}", flush=True)
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        world = World(Path(folder).resolve(), random.Random(seed))
+        for _ in range(ACTS):
+            world.act()
+        yield world
+
+
+def test_whatever_happens_to_runs_told_files_load_their_own_step_or_say_why_not(
+    tmp_path: Path, seed: int
+) -> None:
+    loaded = 0
+    for number in range(3):
+        for world in lived(tmp_path, seed + number):
+            loaded += world.loaded
+    assert loaded
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_longer_histories_find_nothing_either(tmp_path: Path, seed: int) -> None:
+    until, histories, loaded, refused = time.monotonic() + LONG_S, 0, 0, 0
+    while time.monotonic() < until:
+        for world in lived(tmp_path, seed + histories):
+            loaded, refused = loaded + world.loaded, refused + world.refused
+        histories += 1
+    print(f"{histories} histories; {loaded} files loaded, {refused} said why not")
+    assert histories > 10

@@ -1,0 +1,120 @@
+"""Power cuts on real file systems: what was told is there when the journal was recovered (V2, V3).
+
+A process saves on a disk that logs what is written to it (``writelog``). Then the log is cut
+anywhere; what had not been flushed is there whole, in part, or torn in any sector; the file system
+recovers, and the pool is opened.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+import portus
+from portus.client.checkpointer import Checkpointer
+from portus.index.check import check
+from portus.index.findings import Severity
+from tests.crash.nursery import nursery
+from tests.crash.saver import Training
+from tests.faults.writelog import MARK, Cut, logged_disk, why_not
+from tests.unit.client.same import assert_same
+
+SAVES = 12
+LONG_S = 40
+KINDS = ("ext4", "xfs")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """A kind of file system that this machine can make."""
+    reason = why_not(request.param)
+    if reason:
+        pytest.skip(reason)
+    return str(request.param)
+
+
+def verify(root: Path, told: int) -> bool:
+    """All that was told up to step ``told`` is there; whether there was a pool."""
+    path = root / ".portus" / "run.portus"
+    if not path.exists():
+        assert not told, f"step {told} was told, and there is no pool"
+        return False
+    with Checkpointer(path, keep=1) as checkpointer:
+        newest = max(checkpointer.steps(), default=0)
+        assert newest >= told, f"step {told} was told; there are {checkpointer.steps()}"
+        if newest:
+            assert_same(checkpointer.load(), Training(newest).state())
+    for file in (root / "ckpt").iterdir():
+        is_last = file.stem == "last"
+        own = told if is_last else int(file.stem)
+        try:
+            state = portus.load_reference(file)
+        except portus.UsageError:
+            is_early = own > told or (is_last and not told)
+            assert is_early, f"{file.name} leads nowhere, and step {told} was told"
+            continue
+        assert isinstance(state, dict)
+        assert_same(state, Training(state["step"]).state())
+        if is_last:
+            assert state["step"] >= told, f"{file.name} leads to step {state['step']}"
+        elif own <= told:
+            assert state["step"] == own, f"{file.name} leads to step {state['step']}"
+    if told:
+        names = {f"{told}.ckpt", f"{told + 1}.ckpt"}
+        assert names & {file.name for file in (root / "ckpt").iterdir()}, f"neither of {names}"
+    errors = [each for each in check(path) if each.severity is Severity.ERROR]
+    assert not errors, f"{len(errors)} broken rules, first {errors[0]}"
+    return True
+
+
+def searched(kind: str, source: random.Random, cuts: int, seconds: float) -> tuple[int, int]:
+    """Save, and cut the power anywhere, ``cuts`` times or for so long; how many cuts there were,
+    and how many of them after something was told."""
+    tried = late = 0
+    with logged_disk(kind) as disk:
+        (disk.place / "ckpt").mkdir()
+        children = nursery("tests.crash.saver")
+        pool = disk.place / ".portus" / "run.portus"
+        arguments = (str(pool), str(disk.place / "ckpt"))
+        with children.start("save_with_files_for_ever", *arguments) as child:
+            for _ in range(SAVES):
+                disk.mark(int(child.until("saved").split()[1]))
+        entries = disk.log()
+        cut, until = Cut(disk, entries, source), time.monotonic() + seconds
+        for end in sorted(source.choices(range(len(entries) + 1), k=cuts)):
+            if time.monotonic() > until:
+                break
+            told = max((each.at for each in entries[:end] if each.kind == MARK), default=0)
+            how = cut.at(end)
+            try:
+                with cut.mounted() as root:
+                    late += verify(root, told) and told > 0
+            except BaseException as error:
+                error.args = (f"{kind}, cut before entry {end}, {how}: {error}",)
+                raise
+            tried += 1
+    return tried, late
+
+
+@pytest.mark.timeout(300)
+def test_what_was_told_is_there_after_a_power_cut_on_a_real_file_system(
+    kind: str, seed: int
+) -> None:
+    tried, late = searched(kind, random.Random(seed), 12, 60)
+    assert tried
+    assert late
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_it_is_there_after_many_power_cuts_too(kind: str, seed: int) -> None:
+    source = random.Random(seed)
+    until, tried, late = time.monotonic() + LONG_S, 0, 0
+    while time.monotonic() < until:
+        more = searched(kind, source, 100, until - time.monotonic())
+        tried, late = tried + more[0], late + more[1]
+    print(f"{kind}: {tried} power cuts, {late} of them after something was told")
+    assert late > 30
