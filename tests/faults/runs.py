@@ -98,7 +98,6 @@ class Told(logging.Handler):
 def checkpointer(root: Path) -> None:
     """A loop by hand, with a file for each step and one called "last"."""
     folder = root / "ckpt"
-    folder.mkdir(exist_ok=True)
     weight = torch.nn.Parameter(torch.zeros(3000))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     with Checkpointer(root / ".portus" / "run.portus", keep=2) as saver:

@@ -47,7 +47,7 @@ def verify(root: Path, told: int) -> bool:
         assert newest >= told, f"step {told} was told; there are {checkpointer.steps()}"
         if newest:
             assert_same(checkpointer.load(), Training(newest).state())
-    for file in (root / "ckpt").iterdir():
+    for file in (root / "ckpt").glob("*.ckpt"):  # not those that were put aside
         is_last = file.stem == "last"
         own = told if is_last else int(file.stem)
         try:

@@ -309,7 +309,9 @@ def _use(
                 found.append(pool)
                 with contextlib.suppress(StaleError):
                     return use(pool, token, reference)
-            for pool in found:
+            # Of a pool that this process saves to all saves are over: there is nobody to wait for.
+            is_own = any(not isinstance(pool, View) for pool in found)
+            for pool in () if is_own else found:
                 with contextlib.suppress(StaleError):
                     if _await(pool, reference, path):
                         return use(pool, token, reference)
