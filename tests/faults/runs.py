@@ -223,11 +223,15 @@ def _note_stop(report: Report, error: BaseException, fault: Fault | None) -> Non
 
 
 def _tells(error: BaseException, number: int) -> bool:
-    """True for what a framework raises after a call of its own failed so, be it in Rust, or be
-    it that ``shutil`` closes twice."""
-    own = isinstance(error, OSError) and error.errno == number
+    """True for what a framework raises after a call of its own failed so, be it in Rust, be it that
+    ``shutil`` closes twice, or that ``os.makedirs`` takes a directory for something else."""
+    own = isinstance(error, OSError) and (error.errno == number or error.filename == _hit_path())
     before = error.__context__
     return own or f"(os error {number})" in str(error) or bool(before and _tells(before, number))
+
+
+def _hit_path() -> str:
+    return calls.hit().partition(" ")[2]
 
 
 def _text(error: BaseException) -> str:
