@@ -153,6 +153,8 @@ class Checkpointer:
         self._newest_is_file = False
         """True if the newest save is a torch file, written in a signal handler."""
         self._closed = False
+        """Nothing is admitted any more; but see ``close``."""
+        self._ended = False
         self._created = False
         self._moving = False
         """True from when the pool has a successor until that is open."""
@@ -456,22 +458,23 @@ class Checkpointer:
     def _close(self) -> None:
         if self._process != os.getpid():
             return  # a forked child: everything is the parent's
-        with self._opening:
-            if self._closed:
-                return
-            self._closed = True
-        _OPEN.discard(self)
         try:
+            with self._opening:
+                if self._closed:
+                    return
+                self._closed = True
+            _OPEN.discard(self)
             self._queue.close()
-        except BaseException:  # Ctrl-C: the copier still writes to the pool; close again
-            self._closed = False
+            self._fence.close()
+            self._removals.say_left()
+            if self._writer is not None:
+                POOLS.closed(self)
+                self._home.close(made=self._created)
+            self._closed = self._ended = True
+        except BaseException:  # Ctrl-C: the copier may still write to the pool; close again
+            self._closed = self._ended
             _OPEN.add(self)
             raise
-        self._fence.close()
-        self._removals.say_left()
-        if self._writer is not None:
-            POOLS.closed(self)
-            self._home.close(made=self._created)
         self._report()
 
     @property

@@ -142,11 +142,18 @@ class Queue:
             while not self._changed.wait_for(self._has_put_all, _NEWS_S):
                 self._say_since(start)
         self._see_to_it()
-        thread = self._thread
-        while thread is not None and thread.is_alive() and not self.on_worker():
-            thread.join(_NEWS_S)
-            if thread.is_alive():
+        if self.on_worker():
+            return
+        with self._lock:
+            thread = self._thread
+            # Not by join: Ctrl-C in it makes Python take a thread for ended that still runs.
+            while not self._changed.wait_for(self._has_ended, _NEWS_S):
                 self._say_since(start)
+        if thread is not None:
+            thread.join()
+
+    def _has_ended(self) -> bool:
+        return self._thread is None and self._running is None and not self._waiting
 
     def _has_put_all(self) -> bool:
         """True if no other thread is in a save: between its admission and its work."""
@@ -224,6 +231,7 @@ class Queue:
         with self._lock:
             left, self._waiting = self._waiting, deque()
             self._thread = None
+            self._changed.notify_all()
             for _, turn in left:
                 self._end(turn)
         for work, _ in left:
@@ -238,6 +246,7 @@ class Queue:
             if not self._waiting:
                 if threading.current_thread() is self._thread:
                     self._thread = None
+                    self._changed.notify_all()
                 return None
             self._running, self._running_on = self._waiting.popleft()
             self._running_by = threading.current_thread()

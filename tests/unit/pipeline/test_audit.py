@@ -19,7 +19,10 @@ from portus.transport.base import Stop
 
 @pytest.fixture(scope="module")
 def memory() -> np.ndarray:
-    return np.ones(16 << 20, np.uint8)
+    """In pages of its own: who else writes to a page is told as well."""
+    made = np.frombuffer(mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE), np.uint8)
+    made[:] = 1
+    return made
 
 
 def late_of(memory: np.ndarray, size: int) -> Late:
