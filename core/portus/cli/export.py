@@ -323,6 +323,7 @@ def _write_torch(found: Found, wish: Wish, temporary: str) -> Done:
     if wish.strip:
         raise UsageError("--strip is for .safetensors files")
     keep = matcher(list(wish.names) or None)
+    _check_room(wish.out, 0)  # before the temporary file, which lies beside it
     with open(temporary, "wb") as file:
         torch_file.write(
             found.reader,
