@@ -89,7 +89,8 @@ def test_a_file_that_another_process_replaces_all_the_time_loads_at_once() -> No
             "save_with_files_for_ever", f"{folder}/.portus/run.portus", folder
         ) as saver:
             saver.until("saved 3")
-            steps, took_s = [], []
+            steps: list[int] = []
+            took_s: list[float] = []
             while len(steps) < FOLLOWED or steps[-1] - steps[0] < FOLLOWED // 2:  # it goes on
                 start = time.monotonic()
                 state = torch.load(last)

@@ -219,7 +219,7 @@ class FileHome:
                     remove_pool(self.path, LocalFiles())
                 else:
                     writer.give_back()
-            except MediumError as error:
+            except PortusError as error:
                 what = "the pool, which is empty, stays" if unused else "its free space stays"
                 _log.warning("%s: %s: %s", self.path, what, error)
 
