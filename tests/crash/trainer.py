@@ -392,8 +392,11 @@ class Trainer:
         deleted = self.deleted_steps(model)
         added = changed(self.ledger.state, model, [step], surplus)
         after = changed(added, model, drop=self.led_to(path))
+        free = [step for step in deleted if step not in self.fallen_back_to(model)]
         between = [added] + [
-            changed(each, model, drop=deleted) for each in (self.ledger.state, added, after)
+            changed(each, model, drop=drop)
+            for each in (self.ledger.state, added, after)
+            for drop in (deleted, free)
         ]
         leads = None if path is None else {path: step}
         with self.ledger.change(after, *between, leads=leads):
@@ -438,6 +441,13 @@ class Trainer:
         found = self.writer.catalogue().models.get(model)
         entries = found.versions if found else ()
         return [entry.info.step for entry in entries if entry.info.token.hex() in gone]
+
+    def fallen_back_to(self, model: str) -> set[int]:
+        """Steps that the file of a save leads to that was never committed: it holds them."""
+        found = self.writer.catalogue().models.get(model)
+        steps = {e.info.token.hex(): e.info.step for e in found.versions} if found else {}
+        known = self.keeper._known.values()
+        return {steps[token] for each in known if (token := each.leads_to(steps))}
 
     def led_to(self, path: str | None) -> list[int]:
         """The step of the version that the file at ``path`` names, if it was committed, and if no

@@ -724,6 +724,8 @@ class Checkpointer:
                 error = save.error
                 if error is None or save.reported:
                     continue
+                if not self.has_committed and not self._queue.on_worker():
+                    self._queue.catch_up(self._fence_timeout)  # the first may be in flight
                 goes_on = self.has_committed or (is_save and isinstance(error, AbandonedError))
                 if self._on_error == "raise" or not goes_on:
                     raise error
