@@ -14,6 +14,7 @@ import os
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -392,11 +393,15 @@ class Trainer:
         deleted = self.deleted_steps(model)
         added = changed(self.ledger.state, model, [step], surplus)
         after = changed(added, model, drop=self.led_to(path))
-        free = [step for step in deleted if step not in self.fallen_back_to(model)]
+        some = [  # others are held by what falls back to them
+            list(each)
+            for count in range(1, len(deleted) + 1)
+            for each in combinations(deleted, count)
+        ]
         between = [added] + [
             changed(each, model, drop=drop)
             for each in (self.ledger.state, added, after)
-            for drop in (deleted, free)
+            for drop in (some or [[]])
         ]
         leads = None if path is None else {path: step}
         with self.ledger.change(after, *between, leads=leads):
@@ -441,13 +446,6 @@ class Trainer:
         found = self.writer.catalogue().models.get(model)
         entries = found.versions if found else ()
         return [entry.info.step for entry in entries if entry.info.token.hex() in gone]
-
-    def fallen_back_to(self, model: str) -> set[int]:
-        """Steps that the file of a save leads to that was never committed: it holds them."""
-        found = self.writer.catalogue().models.get(model)
-        steps = {e.info.token.hex(): e.info.step for e in found.versions} if found else {}
-        known = self.keeper._known.values()
-        return {steps[token] for each in known if (token := each.leads_to(steps))}
 
     def led_to(self, path: str | None) -> list[int]:
         """The step of the version that the file at ``path`` names, if it was committed, and if no
