@@ -393,7 +393,7 @@ class Trainer:
         deleted = self.deleted_steps(model)
         added = changed(self.ledger.state, model, [step], surplus)
         after = changed(added, model, drop=self.led_to(path))
-        some = [  # others are held by what falls back to them
+        some = [  # why others stay is not known yet: see the plan "collect" when a persist failed
             list(each)
             for count in range(1, len(deleted) + 1)
             for each in combinations(deleted, count)
