@@ -55,19 +55,31 @@ class World:
         self.runs: dict[str, Run] = {}
         self.acts: list[str] = []
         self.loaded = self.refused = 0
+        self.ended = 0
+        """Runs that a call of their own ended, which Portus has no part in."""
+        self._told_in_run = False
         self._begin()
 
     def act(self) -> None:
         """Let something happen, and check what is left."""
         acts: list[tuple[int, Callable[[str], None]]] = [
-            (5, self._train), (4, self._train_and_kill), (4, self._train_with_fault),
+            (5, self.train), (4, self._train_and_kill), (4, self._train_with_fault),
             (2, self._train_without_space), (2, self._copy), (1, self._move), (1, self._remove),
             (1, self._delete), (1, self._duplicate), (1, self._rot), (1, self._collect),
         ]  # fmt: skip
         weights, choices = zip(*acts, strict=True)
         (chosen,) = self._source.choices(choices, weights)
-        chosen(self._source.choice(sorted(self.runs)))
-        self.check()
+        self.happens(lambda: chosen(self._source.choice(sorted(self.runs))))
+
+    def happens(self, act: Callable[[], None]) -> None:
+        """Let ``act`` happen, and check what is left: ``AssertionError`` with the whole history
+        for what may not be."""
+        try:
+            act()
+            self.check()
+        except BaseException as error:
+            error.args = ("\n  ".join(["history:", *self.acts, f"{error}"]),)
+            raise
 
     # What happens.
 
@@ -78,7 +90,8 @@ class World:
         self.runs[name] = Run()
         return name
 
-    def _train(self, name: str, fault: Fault | None = None) -> None:
+    def train(self, name: str, fault: Fault | None = None) -> None:
+        """It goes on for some steps, in spite of a call that fails."""
         steps = self._source.randint(1, STEPS_MAX)
         self.acts.append(f"{name} trains {steps} steps" + (f"; {fault}" if fault else ""))
         with self._started(name, steps, fault) as child:
@@ -99,13 +112,13 @@ class World:
         call = self._source.choice([each for each in Call if each >= 0])
         where = self._source.choice(list(Where))
         number, for_ever = self._source.randrange(60), self._source.random() < 0.5
-        self._train(name, Fault(call, where, number, self._source.choice(ERRORS[call]), for_ever))
+        self.train(name, Fault(call, where, number, self._source.choice(ERRORS[call]), for_ever))
 
     def _train_without_space(self, name: str) -> None:
         call = self._source.choice((Call.ALLOCATE, Call.WRITE, Call.ANY_CHANGE))
         where = self._source.choice((Where.POOL, Where.LINKS, Where.FILES))
         number = self._source.randrange(20)
-        self._train(name, Fault(call, where, number, errno.ENOSPC, True))
+        self.train(name, Fault(call, where, number, errno.ENOSPC, True))
 
     def _copy(self, name: str) -> None:
         if len(self.runs) == RUNS_MAX:
@@ -175,6 +188,7 @@ class World:
     # What is known.
 
     def _started(self, name: str, steps: int, fault: Fault | None) -> Child:
+        self._told_in_run = False
         children = nursery("tests.faults.simulated", **calls.environment())
         plain = fault.plain() if fault else None
         return children.start("train", str(self._root / name), steps, plain)
@@ -186,6 +200,7 @@ class World:
             file, step = rest.split()
             asked = run.asked.setdefault(file, set())
             if word == "saved":
+                self._told_in_run = True
                 run.told[file] = int(step)
                 asked -= {each for each in asked if each <= int(step)}
             else:
@@ -193,6 +208,10 @@ class World:
                 run.going.discard(file)
         elif word == "removes":
             run.going.add(rest)
+        elif word == "stopped":
+            assert not self._told_in_run, f"{name} was stopped though it had a version: {rest}"
+        elif word == "ended":
+            self.ended += 1
 
     def _files(self, name: str) -> list[Path]:
         return sorted((self._root / name / "ckpt").glob("*.ckpt"))
@@ -200,20 +219,16 @@ class World:
     # The oracle.
 
     def check(self) -> None:
-        """``AssertionError`` with the whole history for what may not be."""
-        try:
-            for name, run in self.runs.items():
-                there = {file.name: file for file in self._files(name)}
-                for missing in run.told.keys() - there.keys():
-                    assert missing in run.going, f"{name}/{missing} is gone; nobody asked for it"
-                steps = [self._check_file(run, file) for file in there.values()]
-                newest = max(run.told.values(), default=0)
-                assert run.rotten or max(steps, default=0) >= newest, (
-                    f"{name}: step {newest} was told, and the newest that loads is {steps}"
-                )
-        except BaseException as error:
-            error.args = ("\n  ".join(["history:", *self.acts, f"{error}"]),)
-            raise
+        """``AssertionError`` for what may not be."""
+        for name, run in self.runs.items():
+            there = {file.name: file for file in self._files(name)}
+            for missing in run.told.keys() - there.keys():
+                assert missing in run.going, f"{name}/{missing} is gone; nobody asked for it"
+            steps = [self._check_file(run, file) for file in there.values()]
+            newest = max(run.told.values(), default=0)
+            assert run.rotten or max(steps, default=0) >= newest, (
+                f"{name}: step {newest} was told, and the newest that loads is {steps}"
+            )
 
     def _check_file(self, run: Run, file: Path) -> int:
         """The step that it loads; 0 if it says why not."""

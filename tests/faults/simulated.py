@@ -7,7 +7,9 @@ which one was asked to go.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,19 @@ from tests.faults.calls import Fault
 KEEP = 2
 
 
+class OwnCallError(Exception):
+    """A call failed that the script makes itself, on its own folder: it ends, as it would without
+    Portus. Whatever else ends it is an error of ours, or a defect."""
+
+
+@contextlib.contextmanager
+def own_call() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OwnCallError(f"{error}") from error
+
+
 def train(say: Say, run: str, steps: int, plain: list[int] | None) -> None:
     """Go on from the newest checkpoint that loads, for so many steps; a call may fail."""
     root = Path(run)
@@ -33,12 +48,15 @@ def train(say: Say, run: str, steps: int, plain: list[int] | None) -> None:
         _train(say, root, steps)
     except portus.PortusError as error:
         say(f"stopped {error}".replace("\n", " "))
+    except OwnCallError as error:
+        say(f"ended {error}".replace("\n", " "))
     say("end")
 
 
 def _train(say: Say, root: Path, steps: int) -> None:
     folder = root / "ckpt"
-    folder.mkdir(exist_ok=True)
+    with own_call():
+        folder.mkdir(exist_ok=True)
     training = _resumed(say, folder)
     handles: list[tuple[str, int, Any]] = []
     with Checkpointer(root / ".portus", "run", keep=1) as checkpointer:
@@ -51,7 +69,9 @@ def _train(say: Say, root: Path, steps: int) -> None:
                     training.state(), step, reference=folder / f"{name}.ckpt"
                 )
                 handles.append((f"{name}.ckpt", step, handle))
-            if (folder / f"{old}.ckpt").exists():
+            with own_call():
+                is_there = (folder / f"{old}.ckpt").exists()
+            if is_there:
                 say(f"removes {old}.ckpt")
                 checkpointer.remove(folder / f"{old}.ckpt")
             _tell(say, handles[:-2])
@@ -71,7 +91,8 @@ def _tell(say: Say, handles: list[tuple[str, int, Any]]) -> None:
 
 def _resumed(say: Say, folder: Path) -> Training:
     """As a user's script: from "last", or from the newest of the others that loads."""
-    steps = sorted((int(each.stem) for each in folder.glob("[0-9]*.ckpt")), reverse=True)
+    with own_call():
+        steps = sorted((int(each.stem) for each in folder.glob("[0-9]*.ckpt")), reverse=True)
     for name in ("last", *steps):
         try:
             state: Any = portus.load_reference(folder / f"{name}.ckpt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import tempfile
 import time
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults import calls
+from tests.faults.calls import Call, Fault, Where
 from tests.faults.histories import World
 
 ACTS = 7
+POOL, LINKS, FILES = Where
 LONG_S = 110
 
 pytestmark = pytest.mark.skipif(bool(calls.why_not()), reason=calls.why_not())
@@ -43,6 +46,17 @@ def test_whatever_happens_to_runs_told_files_load_their_own_step_or_say_why_not(
         for world in lived(tmp_path, seed + number):
             loaded += world.loaded
     assert loaded
+
+
+def test_a_run_that_a_call_of_its_own_ended_is_told_from_one_that_portus_stopped(
+    tmp_path: Path,
+) -> None:
+    world, fault = World(tmp_path, random.Random(0)), Fault(Call.LIST, FILES, 0, errno.ELOOP, True)
+    world.happens(lambda: world.train("run1"))
+    world.happens(lambda: world.train("run1", fault))
+    assert world.ended == 1
+    world.happens(lambda: world.train("run1"))
+    assert world.ended == 1
 
 
 @pytest.mark.long
