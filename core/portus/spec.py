@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -69,6 +69,8 @@ class VersionInfo:
     order that "newest" means (V4); ``step`` is the caller's, and may come twice. ``token`` is 16
     random bytes by which a reference file names the version. ``size`` is the sum of its
     storages in bytes, shared ones included. ``time_ns`` is Unix time in nanoseconds.
+    ``inexact``: another process wrote a part of it while that was copied, so it may hold bytes of
+    several moments. What a version is does not depend on it: it is not compared.
     """
 
     model: str
@@ -78,3 +80,4 @@ class VersionInfo:
     token: bytes
     time_ns: int
     size: int
+    inexact: bool = field(default=False, compare=False)

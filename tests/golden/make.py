@@ -37,9 +37,11 @@ from portus.format.layout import FORMAT_VERSION
 from portus.format.reference import Reference, encode
 from portus.index.check import check
 from portus.index.directory import WRITERS, open_reader
+from portus.pipeline.run import Save
 from portus.spec import PAGE
 from tests.golden import kinds
 from tests.golden.describe import Describer
+from tests.moments import at
 
 HERE: Final = Path(__file__).resolve().parent
 
@@ -194,6 +196,15 @@ class Making:
                 self.save(run, step, {"frozen": frozen, "step": torch.tensor(step)})
             self.save(run, 4, {"frozen": frozen, "step": torch.tensor(4), "more": [step]})
 
+    def fill_marks(self) -> None:
+        """A version that is marked inexact, and one after it that is not."""
+        shared = torch.arange(3000).share_memory_()
+        with Checkpointer(self.path, "replay", keep=None) as run:
+            with at("return", Save._copy_from_here, lambda: shared.add_(1)):
+                info = run.save({"shared": shared}, 1).wait()
+            self.states[info.token.hex()] = Describer().describe(run.load(1))
+            self.save(run, 2, {"shared": shared})
+
     def listed(self) -> list[dict[str, object]]:
         """Every version in the pool, with its state."""
         reader = open_reader(self.path)
@@ -228,6 +239,7 @@ def scattered(path: str) -> Iterator[None]:
 POOLS: Final[dict[str, Callable[[Making], None]]] = {
     f"format-{FORMAT_VERSION}": Making.fill,
     f"format-{FORMAT_VERSION}-copies": Making.fill_copies,
+    f"format-{FORMAT_VERSION}-marks": Making.fill_marks,
 }
 """What is in the golden pool of each format, and of each feature that came to it later."""
 

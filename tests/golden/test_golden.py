@@ -74,6 +74,8 @@ def test_a_golden_pool_lists_what_was_saved(golden: Golden) -> None:
     ]
     names = ("model", "id", "commit", "step", "token", "time_ns", "size")
     assert listed == [tuple(each[name] for name in names) for each in content["versions"]]
+    marks = [each.get("inexact", False) for each in content["versions"]]
+    assert [info.inexact for info in found] == marks
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")

@@ -249,4 +249,5 @@ def version_document(info: VersionInfo) -> dict[str, Json]:
         "time": moment_text(info.time_ns),
         "time_ns": info.time_ns,
         "size": info.size,
+        "inexact": info.inexact,
     }

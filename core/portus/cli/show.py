@@ -103,7 +103,7 @@ def _show_model(model: str, found: list[Found], output: Output) -> None:
         (
             str(each.info.step),
             str(each.info.commit),
-            age_text(each.info.time_ns),
+            age_text(each.info.time_ns) + (", inexact" if each.info.inexact else ""),
             size_text(each.info.size),
             ", ".join(map(link_text, links)),
         )
@@ -171,6 +171,8 @@ def _say_head(found: Found, record: VersionRecord, links: list[Link], output: Ou
     storages = count_text(len(record.storages), "storage")
     output.line(f"size    {size_text(info.size)} in {storages}{told}")
     output.line(f"id      {info.id}, commit {info.commit}, token {info.token.hex()}")
+    if info.inexact:
+        output.line("inexact another process wrote a part of it while that was copied")
     for link in links:
         output.line(f"held by {link_text(link)}")
     output.line()

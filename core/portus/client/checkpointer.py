@@ -44,7 +44,7 @@ from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.queue import Queue, Turn
 from portus.pipeline.run import Policy, Save
-from portus.spec import VersionInfo
+from portus.spec import TensorSpec, VersionInfo
 
 _log: Final = logging.getLogger("portus")
 
@@ -164,6 +164,7 @@ class Checkpointer:
         self._let_go: frozenset[int] = frozenset()
         """Versions that are surplus once the commit is made that is being made."""
         self._steps_at_last = -1
+        self._said_inexact = False
         self._fence: Final = Fence(fence_timeout)
         POOLS.allow(self._home.allowed)
         try:
@@ -558,6 +559,7 @@ class Checkpointer:
                 keeper, version, steady, replaced, made, asked
             ),
             guilty=self._snapshots.suspects.accuse,
+            changed=lambda indices: self._say_inexact(wanted.step, tensors, indices),
         )
         job.paths = wanted.references.keys()
         save = job.save = Save(snapshot, self._home.draft(snapshot), lambda: self._before, policy)
@@ -689,6 +691,20 @@ class Checkpointer:
             self._writer.touch([grown], lambda: not self._queue.has_more())
         except (MediumError, TransportError) as error:
             _log.warning("%s: the next save may not fit: %s", self.path, error)
+
+    def _say_inexact(
+        self, step: int, tensors: Sequence[TensorSpec], changed: Sequence[int]
+    ) -> None:
+        if not self._said_inexact:
+            self._said_inexact = True
+            _log.warning(
+                "portus: step %d: another process wrote to %s%s while it was copied. What was "
+                "copied is saved, and the version is marked inexact. This is said once; "
+                "SaveStats.inexact_bytes tells of each save",
+                step,
+                name_of(tensors, changed[0]),
+                f" and {len(changed) - 1} more" if len(changed) > 1 else "",
+            )
 
     def _nothing_stepped(self) -> bool:
         """True if no optimizer stepped since the last save was called."""

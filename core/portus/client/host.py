@@ -6,9 +6,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from portus.errors import (
@@ -253,12 +254,13 @@ class HostDraft:
             layout=None if same_layout else labels.layout,
             tree=None if same_tree else labels.tree,
             retire=packed_column(sorted(retire)),
+            inexact=labels.inexact,
         )
         try:
             answer = self._pool.links.ask_for_work(link, confirm)
             if isinstance(answer, said.Missing):
-                whole = said.Confirm(
-                    confirm.digests, _NO_TOKEN, labels.layout, labels.tree, confirm.retire
+                whole = msgspec.structs.replace(
+                    confirm, before=_NO_TOKEN, layout=labels.layout, tree=labels.tree
                 )
                 answer = self._pool.links.ask_for_work(link, whole)
         except TransportError as error:
@@ -267,6 +269,8 @@ class HostDraft:
             if not isinstance(answer, said.Committed):
                 raise raised(answer)
             record = decode_version(memoryview(answer.record))
+            info = replace(record.info, inexact=labels.inexact)
+            record = replace(record, info=info)
         self.release()
         return Before(record, labels.layout, labels.tree)
 

@@ -15,6 +15,7 @@ from portus.client.device import feeds_of
 from portus.client.state import FlatState, Flattener
 from portus.client.writers import classify, with_kin
 from portus.index.records import encode_layout
+from portus.media import written
 from portus.pipeline.plan import Column, Flags, Snapshot
 from portus.spec import TensorSpec
 
@@ -96,6 +97,9 @@ class Snapshots:
         length = np.array([storage.nbytes() for storage in flat.storages], np.int64)
         here = np.ones(len(pointers), np.bool_)
         here[list(feeds)] = False
+        address = np.where(here & (length > 0), pointers, 0)
+        exposed = written.exposed(address, length)
+        late &= ~exposed
         guarded = late.copy()
         guarded[list(owned)] = False
         return Snapshot(
@@ -104,7 +108,7 @@ class Snapshots:
             token=token or os.urandom(16),
             tree=flat.tree,
             layout=layout,
-            address=np.where(here & (length > 0), pointers, 0),
+            address=address,
             length=length,
             late=late,
             steady=self._hint(late, unchanged),
@@ -113,6 +117,7 @@ class Snapshots:
             changes=functools.partial(_changes, flat),
             alive=(flat.storages, feeds),
             owners=flat.storages,
+            exposed=np.flatnonzero(exposed),
         )
 
     def learn(self, steady: Flags) -> None:

@@ -458,7 +458,14 @@ class _Requests:
         if known is None:
             return said.Missing()
         begin = draft.begin
-        labels = Labels(model=begin.model, step=begin.step, token=begin.token, layout=b"", tree=b"")
+        labels = Labels(
+            model=begin.model,
+            step=begin.step,
+            token=begin.token,
+            layout=b"",
+            tree=b"",
+            inexact=message.inexact,
+        )
         retire = set(column(message.retire, "retire").tolist())
         self._refuse_known(begin.token)
         if message.layout is not None:

@@ -29,13 +29,21 @@ DATA_START: Final = 8 * PAGE
 COPIES: Final = 1
 """A compat bit: roots lead to copies of records. An old program leaves them out of its roots."""
 
-COMPAT_KNOWN: Final = COPIES
+MARKS: Final = 2
+"""A compat bit: entries of model indices may have flags. An old program leaves them out of the
+indices that it writes."""
+
+COMPAT_KNOWN: Final = COPIES | MARKS
 READ_ONLY_COMPAT_KNOWN: Final = 0
 INCOMPAT_KNOWN: Final = 0
 
 VERSION_ID_MAX: Final = 1 << 61
 NAME_SIZE_MAX: Final = 4096
 RECORD_SIZE_MAX: Final = 1 << 36
+
+
+INEXACT: Final = 1
+"""A flag of an entry of a model index."""
 
 
 class Kind(enum.IntEnum):
@@ -130,7 +138,7 @@ INDEX_ENTRY: Final = Record(
         Field("time_ns", "Q", "Unix time in nanoseconds"),
         Field("token", "16s", "random, names the version in reference files"),
         Field("size", "Q", "sum of its storages in bytes, shared ones included"),
-        Field("reserved", "8s", "zero"),
+        Field("flags", "Q", "1: inexact; the other bits are zero"),
         Field("offset", "Q", "version record"),
         Field("length", "Q", "its bytes, header included"),
         Field("digest", "16s", "its digest"),

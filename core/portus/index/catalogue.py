@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
@@ -184,7 +184,7 @@ def read_version(medium: Medium, entry: VersionEntry) -> VersionRecord:
             f"version {entry.info.id} reaches beyond the {size} bytes of {medium.info.name}; "
             f"was it truncated?"
         )
-    return record
+    return replace(record, info=entry.info)
 
 
 def version_runs(entry: VersionEntry, record: VersionRecord) -> Runs:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, cast
 
+import numpy as np
+
 from portus.errors import CorruptionError, MediumError, PortusError, StaleError
 from portus.format.checksum import digest
 from portus.format.layout import (
@@ -16,6 +18,7 @@ from portus.format.layout import (
     HOLDER_OFFSET,
     HOLDER_SIZE,
     INDEX_ENTRY,
+    INEXACT,
     MAGIC,
     RECORD_MAGIC,
     ROOT_MAGIC,
@@ -361,7 +364,8 @@ def _check_index_payload(findings: Findings, where: str, name: str, payload: mem
     start = 16 + length + -length % 8
     zeros(findings, f"{where}, name", payload[16 + length : start])
     rows = INDEX_ENTRY.array(payload, start, count)
-    zeros(findings, f"{where}, entries", rows["reserved"].tobytes())
+    unknown = int(np.bitwise_or.reduce(rows["flags"], initial=0)) & ~INEXACT
+    findings.require(not unknown, "F2", f"{where}, entries", "no unknown flag", f"{unknown}")
     left = len(payload) - start - count * INDEX_ENTRY.size
     findings.require(left == 0, "F8", where, "nothing behind the entries", f"{left} bytes")
 

@@ -111,6 +111,7 @@ class NewVersion:
 
     ``layout`` is a pointer to a layout record that a version in the catalogue uses, or the
     payload of a new one; so is ``tree``. Rows as in the format; ``born`` 0 stands for this commit.
+    ``inexact``: see ``VersionInfo``.
     """
 
     model: str
@@ -121,6 +122,7 @@ class NewVersion:
     storages: Rows
     extents: Rows
     units: Rows
+    inexact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -905,6 +907,7 @@ class _Draft:
             token=new.token,
             time_ns=time.time_ns(),
             size=int(storages["length"].sum()),
+            inexact=new.inexact,
         )
         record = VersionRecord(info, layout, tree, storages, new.extents, new.units)
         entry = VersionEntry(info, self._add(Kind.VERSION, encode_version(record)))

@@ -23,6 +23,7 @@ from portus.format.layout import (
     EXTENT,
     HEADER,
     INDEX_ENTRY,
+    INEXACT,
     KIND_VERSION,
     NAME_SIZE_MAX,
     RECORD_MAGIC,
@@ -82,6 +83,7 @@ class VersionEntry:
 class VersionRecord:
     """Everything about one version but its bytes, its tree and its layout.
 
+    ``info``: what only the model's index says, it has where it was read by that.
     ``storages``, ``extents`` and ``units`` are arrays of the format's rows of those names.
     """
 
@@ -205,7 +207,12 @@ def decode_table(payload: memoryview) -> list[tuple[str, Pointer]]:
 def encode_index(model: str, entries: Sequence[VersionEntry]) -> bytes:
     """Payload of a model index: name length, count, the name padded to 8, the entries."""
     rows = [
-        INDEX_ENTRY.pack(**_info_fields(entry.info), **_fields(entry.pointer)) for entry in entries
+        INDEX_ENTRY.pack(
+            **_info_fields(entry.info),
+            flags=INEXACT if entry.info.inexact else 0,
+            **_fields(entry.pointer),
+        )
+        for entry in entries
     ]
     raw = model.encode("utf-8")
     return (
@@ -227,7 +234,8 @@ def decode_index(payload: memoryview) -> list[VersionEntry]:
     entries = []
     for index in range(count):
         row = INDEX_ENTRY.unpack(payload, start + index * INDEX_ENTRY.size)
-        entries.append(VersionEntry(_info(model, row), pointer_of(row)))
+        info = _info(model, row, inexact=bool(_int(row, "flags") & INEXACT))
+        entries.append(VersionEntry(info, pointer_of(row)))
     return entries
 
 
@@ -355,9 +363,17 @@ def _info_fields(info: VersionInfo) -> dict[str, Value]:
     }
 
 
-def _info(model: str, row: dict[str, Value]) -> VersionInfo:
-    numbers = {name: _int(row, name) for name in ("id", "commit", "step", "time_ns", "size")}
-    return VersionInfo(model=model, token=_bytes(row, "token"), **numbers)
+def _info(model: str, row: dict[str, Value], *, inexact: bool = False) -> VersionInfo:
+    return VersionInfo(
+        model=model,
+        id=_int(row, "id"),
+        commit=_int(row, "commit"),
+        step=_int(row, "step"),
+        token=_bytes(row, "token"),
+        time_ns=_int(row, "time_ns"),
+        size=_int(row, "size"),
+        inexact=inexact,
+    )
 
 
 def _int(row: dict[str, Value], name: str) -> int:

@@ -1,4 +1,5 @@
-"""Which memory of this process was written since a moment, told by the kernel.
+"""Which memory of this process was written since a moment, and which is not its own: told by the
+kernel.
 
 Linux 6.7 and later: pages are protected (userfaultfd with ``WP_ASYNC``); a write to one goes on at
 once, and leaves a note that ``PAGEMAP_SCAN`` finds. Nothing is missed, whoever writes in this
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 from portus.media import linux, process
 
 Column = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 Run = tuple[int, int]
 """Start and end, in bytes, of memory."""
 
@@ -34,6 +37,7 @@ HUGE: Final = 2 << 20
 
 _MAPS: Final = "/proc/self/maps"
 _MAPS_MAX: Final = "/proc/sys/vm/max_map_count"
+_SHARED: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s", re.MULTILINE)
 
 
 class WriteWatch:
@@ -90,6 +94,29 @@ def pages_of(address: Column, length: Column) -> list[Run]:
     first = np.flatnonzero(np.append(True, start[1:] > end[:-1])) if len(order) else order
     last = np.append(first[1:], len(order))[: len(first)] - 1
     return list(zip(start[first].tolist(), end[last].tolist(), strict=True))
+
+
+def exposed(address: Column, length: Column) -> Flags:
+    """Which memory other processes may have too, by a shared mapping, so that they may write it at
+    any moment. None of it where the system does not say."""
+    try:
+        with open(_MAPS, "rb") as file:
+            found = _SHARED.findall(file.read())
+    except OSError:
+        found = []
+    runs = np.array([(int(start, 16), int(end, 16)) for start, end in found], np.uint64)
+    low = np.minimum(runs, np.iinfo(np.int64).max).astype(np.int64).reshape(-1, 2)
+    return meet(low, address, address + length)
+
+
+def meet(runs: Column, start: Column, end: Column) -> Flags:
+    """Which of the ranges meet a run; runs (n, 2) are in order, and apart."""
+    if not len(runs):
+        return np.zeros(len(start), np.bool_)
+    first = np.searchsorted(runs[:, 1], start, "right")
+    starts = np.append(runs[:, 0], np.iinfo(np.int64).max)
+    meets: Flags = (starts[first] < end) & (start < end)
+    return meets
 
 
 def make_huge(address: Column, length: Column, wanted: Callable[[], bool]) -> bool:

@@ -174,9 +174,9 @@ class Watched:
         digests, runs = stored.digests, self._watch.written()
         torn = np.zeros(len(self._units), np.bool_)
         torn[self._small] = self._rest.differ(digests[self._rows_of(self._small)])
-        inside = _meet(runs, self._inner_start, self._inner_end)
+        inside = written.meet(runs, self._inner_start, self._inner_end)
         torn[self._big[inside]] = True
-        for number in np.flatnonzero(_meet(runs, self._start, self._end) & ~inside).tolist():
+        for number in np.flatnonzero(written.meet(runs, self._start, self._end) & ~inside).tolist():
             row = self._big[number : number + 1]
             torn[row] = not self._held(number, digests[self._rows_of(row)])
         return torn
@@ -334,13 +334,3 @@ def _kept(start: Column, end: Column) -> list[bytes]:
     return [
         bytes(memory(*each)) for each in zip(start.tolist(), (end - start).tolist(), strict=True)
     ]
-
-
-def _meet(runs: Column, start: Column, end: Column) -> Flags:
-    """Which of the ranges meet a run; runs are in order, and apart."""
-    if not len(runs):
-        return np.zeros(len(start), np.bool_)
-    first = np.searchsorted(runs[:, 1], start, "right")
-    starts = np.append(runs[:, 0], np.iinfo(np.int64).max)
-    meets: Flags = (starts[first] < end) & (start < end)
-    return meets

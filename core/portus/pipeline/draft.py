@@ -27,13 +27,14 @@ from portus.transport.local import copy, same_bytes, stored
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """What a version says of itself, besides its bytes."""
+    """What a version says of itself, besides its bytes. ``inexact``: see ``VersionInfo``."""
 
     model: str
     step: int
     token: bytes
     layout: bytes
     tree: bytes
+    inexact: bool = False
 
 
 class Draft(Protocol):
@@ -212,6 +213,7 @@ class PoolDraft:
             storages=storages,
             extents=extents,
             units=units,
+            inexact=labels.inexact,
         )
         return Change(new, self._copied, retire)
 

@@ -21,7 +21,8 @@ class SaveStats:
     written, ``shared_bytes`` were found in an older version. ``bounced_bytes``: of those copied to
     a storage host, what went through a buffer or a socket, not straight from memory to pool.
     ``guard``: how it was made sure that what was copied late is the state at the call: by the
-    "kernel" or a "hash", which are exact, or by a "probe"; "" if nothing was.
+    "kernel" or a "hash", which are exact, or by a "probe"; "" if nothing was. ``inexact_bytes``:
+    of storages that another process wrote while they were copied; the version has what was copied.
     """
 
     call_s: float = 0.0
@@ -35,6 +36,7 @@ class SaveStats:
     shared_bytes: int = 0
     hashed_bytes: int = 0
     bounced_bytes: int = 0
+    inexact_bytes: int = 0
     guard: str = ""
 
     @property

@@ -62,7 +62,8 @@ class Snapshot:
     pointers of the late ones, by which a fence knows them. ``feeds``: by index, those on a
     device. ``alive``: held until the save is over, so that no address is used again. ``owners``:
     the object of each storage whose life is that of its memory; empty: nobody says. ``changes``:
-    a count for each storage, which grows with the writes to it that are counted.
+    a count for each storage, which grows with the writes to it that are counted. ``exposed``: the
+    indices of those in memory that other processes may have too; none of them is late.
     """
 
     model: str
@@ -79,6 +80,7 @@ class Snapshot:
     changes: Callable[[], Column] | None = None
     alive: object = None
     owners: Sequence[object] = ()
+    exposed: Column = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,8 @@ class Policy:
     ``publishing``: what must be durable before the commit is. ``committed``: told after it,
     before anybody who waits, with which storages equalled those of the version before (or the
     hint that was given, if there was none to compare with). ``guilty``: told the addresses of
-    storages that an audit found torn. Nothing here may hold on to the state.
+    storages that an audit found torn. ``changed``: told the indices of storages that another
+    process wrote while they were copied. Nothing here may hold on to the state.
     """
 
     retire: Callable[[], Collection[int]] = tuple
@@ -67,6 +68,7 @@ class Policy:
     publishing: Callable[[], None] = lambda: None
     committed: Callable[[Before, Flags], None] = lambda version, steady: None
     guilty: Callable[[Sequence[int]], None] = lambda indices: None
+    changed: Callable[[Sequence[int]], None] = lambda indices: None
 
 
 class Save:
@@ -221,7 +223,12 @@ class Save:
         start = time.perf_counter()
         rest = self._share(indices)
         fed = np.isin(rest, np.array(list(self._snapshot.feeds), np.int64))
-        for some, move in ((rest[~fed], self._copy_from_here), (rest[fed], self._copy_from_feeds)):
+        exposed = np.isin(rest, self._snapshot.exposed)
+        for some, move in (
+            (rest[~fed & ~exposed], self._copy_from_here),
+            (rest[exposed], self._copy_exposed),
+            (rest[fed], self._copy_from_feeds),
+        ):
             if len(some):
                 move(some)
         self._stats.copied_bytes += int(self._snapshot.length[rest].sum())
@@ -231,6 +238,18 @@ class Save:
     def _copy_from_here(self, indices: Column) -> None:
         address = self._snapshot.address[indices]
         self._note(indices, self._draft.copy(indices, address, self._stop))
+
+    def _copy_exposed(self, indices: Column) -> None:
+        """No fence keeps another process out. What was copied counts; if the source is not the same
+        any more, it may be of several moments."""
+        self._copy_from_here(indices)
+        address, lengths = self._snapshot.address[indices], self._snapshot.length[indices]
+        found = hash_sources(sources(address, lengths, NO_EXTENTS), self._stop)
+        equal = equal_storages(found, self._digests_of(indices), lengths)
+        changed = np.delete(indices, equal)
+        if len(changed):
+            self._stats.inexact_bytes += int(self._snapshot.length[changed].sum())
+            self._policy.changed(changed.tolist())
 
     def _copy_from_feeds(self, indices: Column) -> None:
         feeds = [self._snapshot.feeds[index] for index in indices.tolist()]
@@ -322,7 +341,7 @@ class Save:
         )
 
     def _digests_of(self, indices: Column) -> Digests:
-        """The unit digests that were stored for late storages."""
+        """The unit digests that were stored for some storages."""
         lengths = self._snapshot.length
         units = np.zeros((int(unit_counts(lengths).sum()), 16), np.uint8)
         first = np.cumsum(unit_counts(lengths)) - unit_counts(lengths)
@@ -357,6 +376,7 @@ class Save:
             token=snapshot.token,
             layout=snapshot.layout,
             tree=snapshot.tree,
+            inexact=self._stats.inexact_bytes > 0,
         )
         committed = self._draft.commit(labels, self._before(), self._policy.retire())
         self._stats.commit_s = time.perf_counter() - start

@@ -18,7 +18,7 @@ from msgspec import Meta
 from portus.errors import TransportError
 from portus.spec import Extent
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Of the protocol. A host refuses a greeting of another version, and names its own."""
 
 MAGIC: Final = "portus"
@@ -276,7 +276,8 @@ class Shared(Message, frozen=True):
 class Confirm(Message, frozen=True):
     """All storages are pulled or shared, and their digests, which the client found itself, are
     ``digests``: commit. Layout and tree are those of ``before``, a token, where they are None.
-    ``retire``: ids of versions to let go of in the same commit."""
+    ``retire``: ids of versions to let go of in the same commit. ``inexact``: the client saw a part
+    of it being written by another process while it was pulled."""
 
     kind: ClassVar[Kind] = Kind.CONFIRM
     digests: Digests
@@ -284,6 +285,7 @@ class Confirm(Message, frozen=True):
     layout: Annotated[bytes, Meta(max_length=LAYOUT_SIZE_MAX)] | None
     tree: Annotated[bytes, Meta(max_length=TREE_SIZE_MAX)] | None
     retire: Ids
+    inexact: bool = False
 
 
 class Committed(Message, frozen=True):

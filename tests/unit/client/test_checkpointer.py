@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -853,40 +852,6 @@ def test_saves_from_several_threads_are_all_kept(pool: Path) -> None:
         checkpointer.wait()
         expected = sorted(100 * n + i for n in range(4) for i in range(10))
         assert sorted(checkpointer.steps()) == expected
-
-
-ACTOR = """
-import numpy as np, sys
-memory = np.memmap(sys.argv[1], np.uint64, "r+")
-print("begun", flush=True)
-while True:
-    memory += 1
-"""
-
-
-@pytest.fixture
-def replay(tmp_path: Path) -> Iterator[torch.Tensor]:
-    """A replay buffer, which an actor process writes all the time."""
-    path = tmp_path / "replay"
-    shared = torch.from_file(str(path), shared=True, size=1 << 19, dtype=torch.int64).zero_()
-    command = [sys.executable, "-c", ACTOR, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as actor:
-        assert actor.stdout is not None
-        actor.stdout.readline()
-        yield shared
-        actor.kill()
-
-
-def test_every_version_of_what_another_process_writes_all_the_time_loads(
-    checkpointer: Checkpointer, replay: torch.Tensor
-) -> None:
-    wrote = replay.clone()
-    for step in range(20):
-        checkpointer.save({"replay": replay}, step).wait()
-        assert checkpointer.load(step) is not None
-    until_s = time.monotonic() + 60
-    while torch.equal(wrote, replay):
-        assert time.monotonic() < until_s, "nobody wrote"
 
 
 def test_states_that_threads_save_at_once_keep_their_own_layouts(pool: Path) -> None:
