@@ -14,7 +14,6 @@ import os
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
@@ -180,7 +179,8 @@ def lead(files: CrashFiles, path: str, pool: PoolReader | None) -> int | None:
     token = reference.leads_to(steps)
     if token is not None:
         return steps[token]
-    is_linked = any(name.startswith(reference.id) for name in files.entries(LINKS))
+    links = reference_files.links(LINKS, files, adopt=False)
+    is_linked = any(each.reference.id == reference.id for each in links)
     # Without a durable link its version was never committed, and it holds nothing.
     assert reference.fallback is None or not is_linked, f"{path} leads nowhere, fallback too"
     return PENDING
@@ -393,15 +393,12 @@ class Trainer:
         deleted = self.deleted_steps(model)
         added = changed(self.ledger.state, model, [step], surplus)
         after = changed(added, model, drop=self.led_to(path))
-        some = [  # why others stay is not known yet: see the plan "collect" when a persist failed
-            list(each)
-            for count in range(1, len(deleted) + 1)
-            for each in combinations(deleted, count)
-        ]
+        newest = self.steps(model)[-1:]  # what a file that is placed falls back to, and holds
+        drops = [deleted] + ([[each for each in deleted if each not in newest]] if path else [])
         between = [added] + [
             changed(each, model, drop=drop)
             for each in (self.ledger.state, added, after)
-            for drop in (some or [[]])
+            for drop in drops
         ]
         leads = None if path is None else {path: step}
         with self.ledger.change(after, *between, leads=leads):
@@ -440,9 +437,12 @@ class Trainer:
         return free[: max(0, len(free) - (keep - 1))]
 
     def deleted_steps(self, model: str) -> list[int]:
-        """Steps whose files were all removed behind the keeper's back."""
+        """Steps whose files were all removed behind the keeper's back, and that no file whose own
+        version was never committed falls back to."""
         links = reference_files.links(LINKS, self.files)
         gone = {each.reference.token for each in links if each.state is DELETED}
+        there = {entry.info.token.hex() for entry in self.writer.catalogue().entries()}
+        gone -= {each.reference.leads_to(there) for each in links if each.state is not DELETED}
         found = self.writer.catalogue().models.get(model)
         entries = found.versions if found else ()
         return [entry.info.step for entry in entries if entry.info.token.hex() in gone]
