@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
@@ -20,22 +19,16 @@ from portus_lightning.copies import Copies
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
+    from typing_extensions import Unpack
 
     from portus.dcp import PortusStorageWriter
 else:
     CheckpointIO = object  # stock.adopt makes it one, in whichever copy of Lightning is loaded
 
-Result = TypeVar("Result")
-
 _log: Final = logging.getLogger("portus_lightning")
 
 _STEP_KEYS: Final = ("global_step", "step", "iteration", "iter", "num_steps")
 """Where a checkpoint says its step: the Trainer's key, then what Fabric loops call it."""
-
-_WRITERS_MAX: Final = 64
-"""Runs that save to the same checkpoint directory at once; each has its own pool file."""
-
-_NAME_MAX: Final = 120
 
 _MENDED_S: Final = 10.0
 """The longest wait for other ranks that put the same pool in order."""
@@ -52,7 +45,6 @@ _KEPT: Final = (
     "_settings",
     "_root",
     "_over",
-    "_number",
 )
 """Attributes that go into a copy of a plugin."""
 
@@ -68,12 +60,6 @@ class PortusIO(CheckpointIO):
             storage host (``portus://host:7117``). By default ``$PORTUS_POOL``, or ``.portus``
             under the Trainer's ``default_root_dir``.
         model: The name of this run in the pool. By default from the checkpoint directory.
-        on_error: What the next save does after one failed: "warn" logs it and training goes on,
-            "raise" raises it. Until the first checkpoint is committed it is raised in any case,
-            at the end of training too. A pool that cannot be opened at the start raises always.
-        snapshot: "auto" copies what optimizers write in the background and the rest at once;
-            "sync" copies all at once; "device" clones GPU memory on the GPU first, if it fits.
-        verify: Whether loads compare checksums.
         materialize: When real torch files are put in place of the small ones: "end" does it at
             the normal end of training, for the best, the last, and then the other checkpoints;
             "all" for each at once, "none" never. Unless "none", what is saved after the end of
@@ -83,18 +69,11 @@ class PortusIO(CheckpointIO):
         copy_to: A real torch file that is renewed from the newest checkpoint now and then and at
             the end, on a file system that outlives this machine. By default there is none.
         copy_every_minutes: How often.
-        fence_timeout: The longest, in seconds, that an optimizer's step waits for a save; then
-            that save is given up and training goes on.
-        max_bytes: The pool file does not grow beyond this many bytes.
         prepare: Whether the start of training makes room in the pool, in the background, so that
             the first save is as fast as later ones. Room that no save used is given back.
-        guard: How a checkpoint is made sure of to be the state at the call: "exact" notices every
-            byte that somebody writes meanwhile, "probe" costs less and sees what changes a whole
-            tensor, "auto" is exact wherever that costs at most 5 ms, or 1 % of the time between
-            saves.
+        settings: How to save, and what to do about failures: see ``portus.Settings``.
     """
 
-    _name: str | None
     _newest: str | None
     _last: portus.SaveHandle | None
     _saved: dict[str, None]
@@ -105,17 +84,12 @@ class PortusIO(CheckpointIO):
         pool: str | os.PathLike[str] | None = None,
         *,
         model: str | None = None,
-        on_error: Literal["warn", "raise"] = "warn",
-        snapshot: Literal["auto", "sync", "device"] = "auto",
-        verify: bool = True,
         materialize: Literal["end", "all", "none"] = "end",
         materialize_within: float = 600.0,
         copy_to: str | os.PathLike[str] | None = None,
         copy_every_minutes: float = 30.0,
-        fence_timeout: float = 60.0,
-        max_bytes: int | None = None,
         prepare: bool = True,
-        guard: Literal["auto", "exact", "probe"] = "auto",
+        **settings: Unpack[portus.SettingsDict],
     ) -> None:
         if materialize not in ("end", "all", "none"):
             raise portus.UsageError(
@@ -132,15 +106,7 @@ class PortusIO(CheckpointIO):
         self._model: Final = model
         self._copy_to: Final = None if copy_to is None else portus.local_path(copy_to, "copy_to")
         self._copy_every_s: Final = copy_every_minutes * 60
-        self._settings: Final[dict[str, Any]] = {
-            "on_error": on_error,
-            "snapshot": snapshot,
-            "verify": verify,
-            "fence_timeout": fence_timeout,
-            "max_bytes": max_bytes,
-            "guard": guard,
-        }
-        portus.Checkpointer.check_settings(pool=pool, **self._settings)
+        self._settings: Final = portus.Settings(**settings)
         self._start()
 
     def save_checkpoint(
@@ -206,7 +172,7 @@ class PortusIO(CheckpointIO):
         if local is None or not os.path.isfile(local):
             stock.torch_io().remove_checkpoint(path)
             return
-        checkpointer = self._mine()
+        checkpointer = self._checkpointer
         if checkpointer is not None:
             checkpointer.remove(local)
         elif self._last is not None and not self._last.committed:
@@ -253,9 +219,7 @@ class PortusIO(CheckpointIO):
         if self._shards is None:
             from portus.dcp import PortusStorageWriter
 
-            place, name, links = self._place_of(directory)
-            settings = {key: each for key, each in self._settings.items() if key != "verify"}
-            self._shards = PortusStorageWriter(place, name, keep=1, links=links, **settings)
+            self._shards = PortusStorageWriter.of(self._run_of(directory))
         return self._shards
 
     def save_shards(
@@ -283,11 +247,11 @@ class PortusIO(CheckpointIO):
     def begin(self, root: str | None) -> None:
         """A Trainer starts: saves are in the background. ``root``: its directory, if local."""
         self._root = root
+        self._directory = ""
         self._over = False
         self._newest = self._last = None
         self._saved = {}
         self._copies = Copies(self._copy_to, self._copy_every_s) if self._copy_to else None
-        self._number = 1
 
     def put_aside(self, path: str) -> bool:
         """If the save of the file at ``path`` was cut off before it was committed, put it aside;
@@ -295,9 +259,9 @@ class PortusIO(CheckpointIO):
         reference = portus.read_reference(path) if os.path.isfile(path) else None
         if reference is None:
             return False
-        place, _, links = self._place_of(os.path.dirname(os.path.realpath(path)))
+        run = self._run_of(os.path.dirname(os.path.realpath(path)))
         gone = portus.mend(
-            place, uncommitted=True, links=links, model=reference.model, wait_s=_MENDED_S
+            run.place, uncommitted=True, links=run.links, model=reference.model, wait_s=_MENDED_S
         )
         return os.path.realpath(path) in map(os.path.realpath, gone) or not os.path.exists(path)
 
@@ -306,8 +270,7 @@ class PortusIO(CheckpointIO):
 
         Raises what opening a pool raises: better now than at the first save, hours later.
         """
-        path = os.path.join(directory, "checkpoint")
-        self._with_pool(path, lambda checkpointer: checkpointer.prepare(size))
+        self._opened(directory).use(lambda checkpointer: checkpointer.prepare(size))
 
     def is_on(self) -> bool:
         """False where saves are left to Lightning: ``$PORTUS_DISABLE``, or not on Linux."""
@@ -357,7 +320,11 @@ class PortusIO(CheckpointIO):
     def _is_of_run(self, path: str) -> bool:
         with contextlib.suppress(portus.PortusError):
             reference = portus.read_reference(path)
-            return reference is not None and reference.model == self._name
+            return (
+                reference is not None
+                and self._run is not None
+                and reference.model == self._run.name
+            )
         return False
 
     # One instance goes through deepcopy, pickle and fork; its pool does not.
@@ -372,10 +339,8 @@ class PortusIO(CheckpointIO):
 
     def _start(self) -> None:
         self.begin(None)
-        self._checkpointer: portus.Checkpointer | None = None
-        self._name = None
+        self._run: portus.Run | None = None
         self._shards = None
-        self._process = 0
         self._guard = threading.RLock()
         self._handles: deque[portus.SaveHandle] = deque(maxlen=16)
         self._count = 0
@@ -397,21 +362,7 @@ class PortusIO(CheckpointIO):
                 self._save_stock(checkpointer, checkpoint, path, error)
                 return None
 
-        return self._with_pool(path, save)
-
-    def _with_pool(self, path: str, use: Callable[[portus.Checkpointer], Result]) -> Result:
-        """``use`` the pool of the run that saves to ``path``. Where another run saves to the same
-        directory, that one has its pool file, and this one takes the next."""
-        while True:
-            try:
-                return use(self._open(path))
-            except portus.BusyError:
-                place = self._shared()
-                one_pool = place is not None and not (place.is_directory or place.is_host)
-                if one_pool or self._model is not None or self._number >= _WRITERS_MAX:
-                    raise
-                self._close()
-                self._number += 1
+        return self._opened(os.path.dirname(path)).use(save)
 
     def _step_of(self, checkpoint: dict[str, Any]) -> int:
         for key in _STEP_KEYS:
@@ -432,43 +383,42 @@ class PortusIO(CheckpointIO):
         checkpointer.wait()  # or a save in flight would replace the file
         stock.torch_io().save_checkpoint(checkpoint, path)
 
-    def _mine(self) -> portus.Checkpointer | None:
-        """The open pool; None in a forked child, which has no part in its parent's."""
-        return self._checkpointer if self._process == os.getpid() else None
+    @property
+    def _checkpointer(self) -> portus.Checkpointer | None:
+        return None if self._run is None else self._run.checkpointer
 
-    def _open(self, path: str) -> portus.Checkpointer:
+    def _opened(self, directory: str) -> portus.Run:
+        """The run whose pool is open; if none is, that of checkpoints in ``directory``."""
         with self._guard:
-            checkpointer = self._mine()
-            if checkpointer is None:
-                checkpointer = self._checkpointer = self._make(path)
-                self._process = os.getpid()
-            return checkpointer
+            if self._run is None or (not self._checkpointer and self._directory != directory):
+                self._run, self._directory = self._run_of(directory), directory
+            return self._run
 
-    def _make(self, path: str) -> portus.Checkpointer:
-        place, name, links = self._place_of(os.path.dirname(path))
-        if self._number > 1:
-            name = f"{name}~{self._number}"
-        self._name = name
-        return portus.Checkpointer(place, name, keep=1, links=links, **self._settings)
+    def _run_of(self, directory: str) -> portus.Run:
+        """The run that saves checkpoints to ``directory``. Its ``.portus`` is in the Trainer's
+        ``default_root_dir``, or in the working directory, and never among the checkpoints."""
+        roots = [] if self._root is None else [os.path.abspath(self._root)]
+        here = os.getcwd()
+        if os.path.commonpath([here, directory]) == here:
+            roots.append(here)
+        return portus.Run.beside(
+            directory,
+            self._settings,
+            roots=roots,
+            otherwise=os.path.dirname(directory),
+            pool=self._pool,
+            name=self._model,
+        )
 
     def _shared(self) -> portus.Place | None:
         """What the user named, which other runs may share; None: the run has a place of its own."""
         return self._pool or portus.Place.by_variable()
 
-    def _place_of(self, directory: str) -> tuple[portus.Place, str, str]:
-        """For checkpoints in ``directory``: the pool, the run's name in it, and where links are."""
-        root = run_root(directory, self._root)
-        shared = self._shared()
-        name = self._model or _name(directory, root, is_shared=shared is not None)
-        own = os.path.join(root, ".portus")
-        return shared or portus.Place.named(own), name, own
-
     def _close(self) -> None:
         with self._guard:
-            checkpointer, shards = self._mine(), self._shards
-            self._checkpointer = self._shards = None
-            if checkpointer is not None:
-                checkpointer.close()
+            shards, self._shards = self._shards, None
+            if self._run is not None:
+                self._run.close()
             if shards is not None:
                 shards.close()
 
@@ -483,47 +433,6 @@ INSTANCES: Final[deque[bool]] = deque(maxlen=1)
 def _is_last_chance(path: str) -> bool:
     """True for what Lightning saves when SLURM is about to end the job: it must be durable now."""
     return os.path.basename(path).startswith("hpc_ckpt_")
-
-
-def run_root(directory: str, root: str | None) -> str:
-    """The directory that gets ``.portus``: never the checkpoint directory, on its file system.
-
-    directory: of the checkpoints. root: the Trainer's ``default_root_dir``, None if unknown.
-    """
-    for candidate in (root, os.getcwd()):
-        if candidate is None:
-            continue
-        candidate = os.path.abspath(candidate)
-        is_above = os.path.commonpath([candidate, directory]) == candidate
-        if (is_above or candidate == root) and _device(candidate) == _device(directory):
-            return candidate
-    return os.path.dirname(directory)
-
-
-def _device(path: str) -> int:
-    """The file system of ``path``, or of what is to hold it. Raises ``MediumError``."""
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    try:
-        return os.stat(path).st_dev
-    except OSError as error:
-        raise portus.MediumError(
-            error.errno, f"{path}: cannot ask for its file system: {error.strerror}"
-        ) from error
-
-
-def _name(directory: str, root: str, *, is_shared: bool) -> str:
-    """A name for the run that saves to ``directory``: the same after a restart.
-
-    Where several projects share a pool directory, a part of a digest keeps them apart.
-    """
-    below = os.path.relpath(directory, root).replace(os.sep, "/")
-    name = "/".join(part for part in below.split("/") if part not in (".", ".."))
-    name = name.removesuffix("/checkpoints") or os.path.basename(root) or "run"
-    if is_shared or len(name) > _NAME_MAX:
-        mark = hashlib.sha256(os.fsencode(directory)).hexdigest()[:8]
-        name = f"{name[-_NAME_MAX:]}-{mark}"
-    return name
 
 
 def _moved(state: object, map_location: Any) -> object:

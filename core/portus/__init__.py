@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from portus.client.resolve import is_reference as is_reference
     from portus.client.resolve import load_reference as load_reference
     from portus.client.resolve import read_reference as read_reference
+    from portus.client.run import Run as Run
+    from portus.client.settings import Settings as Settings
+    from portus.client.settings import SettingsDict as SettingsDict
     from portus.client.view import PoolView as PoolView
     from portus.errors import AbandonedError as AbandonedError
     from portus.errors import BusyError as BusyError
@@ -63,8 +66,11 @@ _MODULE_OF: Final = {
     "PoolView": "portus.client.view",
     "PortusError": "portus.errors",
     "Remaining": "portus.client.in_turn",
+    "Run": "portus.client.run",
     "SaveHandle": "portus.pipeline.handle",
     "SaveStats": "portus.pipeline.handle",
+    "Settings": "portus.client.settings",
+    "SettingsDict": "portus.client.settings",
     "StaleError": "portus.errors",
     "TransportError": "portus.errors",
     "UsageError": "portus.errors",

@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import portus
 from portus_lightning import PortusIO, stock
 from portus_lightning.companion import bypass, metrics_of, warnings_for
-from portus_lightning.io import run_root
 
 STATE = {"global_step": 3, "weight": torch.arange(6.0), "note": "x"}
 
@@ -186,14 +185,20 @@ def test_steps_come_from_the_checkpoint_or_are_counted(io: PortusIO, root: Path)
 
 
 def test_the_pool_is_under_the_root_and_never_in_the_checkpoint_directory(root: Path) -> None:
-    inside, outside = str(root / "runs" / "ckpt"), "/dev/shm/portus-test/ckpt"
-    assert run_root(inside, str(root / "runs")) == str(root / "runs")
-    assert run_root(inside, None) == str(root)
-    assert run_root(str(root.parent / "other" / "ckpt"), None) == str(root.parent / "other")
-    assert run_root(str(root.parent / "other" / "ckpt"), str(root)) == str(root)
+    def root_of(directory: Path, default: Path | None) -> str:
+        io = PortusIO()
+        io.begin(None if default is None else str(default))
+        links = io._run_of(str(directory)).links
+        assert links is not None
+        return os.path.dirname(links)
+
+    assert root_of(root / "runs" / "ckpt", root / "runs") == str(root / "runs")
+    assert root_of(root / "runs" / "ckpt", None) == str(root)
+    assert root_of(root.parent / "other" / "ckpt", None) == str(root.parent / "other")
+    assert root_of(root.parent / "other" / "ckpt", root) == str(root)
     if os.stat("/dev/shm").st_dev != os.stat(root).st_dev:
         # On the file system of the checkpoints, so that hard links can be.
-        assert run_root(outside, str(root)) == "/dev/shm/portus-test"
+        assert root_of(Path("/dev/shm/portus-test/ckpt"), root) == "/dev/shm/portus-test"
 
 
 def pools(place: Path) -> list[str]:
@@ -326,7 +331,7 @@ def test_a_forked_child_opens_a_pool_of_its_own(io: PortusIO, root: Path) -> Non
     if child == 0:
         try:
             assert equal(io.load_checkpoint(root / "ckpt" / "a.ckpt"))
-            assert io._mine() is None
+            assert io._checkpointer is None
             os._exit(0)
         finally:
             os._exit(1)

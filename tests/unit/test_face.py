@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import subprocess
 import sys
 from importlib import import_module, metadata
@@ -168,3 +169,9 @@ def test_the_version_is_the_distributions() -> None:
         assert metadata.version("portus-checkpoint") == portus.__version__
     except metadata.PackageNotFoundError:
         pytest.skip("portus-checkpoint is not installed here, only on the path")
+
+
+def test_settings_as_arguments_are_the_settings() -> None:
+    fields = {field.name: field.type for field in dataclasses.fields(portus.Settings)}
+    told = {name: each.__forward_arg__ for name, each in portus.SettingsDict.__annotations__.items()}
+    assert told == fields

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from portus.client import nested, order, restore, view
 from portus.client.fence import Fence, before_write, steps_seen
@@ -23,6 +23,7 @@ from portus.client.keeper import Keeper, held_in
 from portus.client.removals import Removal, Removals
 from portus.client.resolve import POOLS
 from portus.client.restore import Patterns, Rename, Restored
+from portus.client.settings import Settings, SettingsDict
 from portus.client.snapshot import SnapshotMode, Snapshots, name_of
 from portus.client.state import FlatState
 from portus.errors import (
@@ -39,16 +40,17 @@ from portus.index.place import Place
 from portus.index.pool import PoolReader, PoolWriter
 from portus.index.records import VersionEntry
 from portus.media import calls
-from portus.pipeline.audit import GUARDS, Auditor, Guard
+from portus.pipeline.audit import Auditor
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.queue import Queue, Turn
 from portus.pipeline.run import Policy, Save
 from portus.spec import TensorSpec, VersionInfo
 
-_log: Final = logging.getLogger("portus")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-OnError = Literal["warn", "raise"]
+_log: Final = logging.getLogger("portus")
 
 Result = TypeVar("Result")
 
@@ -74,23 +76,9 @@ class Checkpointer:
     model: a name for the run (or for this rank's part of it).
     keep: newest versions kept; older ones are retired by the commit that makes them surplus. A
         version that a reference file leads to is kept besides. None keeps all.
-    on_error: what the next call does after a save failed: "warn" logs it, "raise" raises it. Until
-        a first save is committed it is raised in any case, and by ``close`` at the latest: a run
-        that saves nothing must not look like one that did. (One that was given up, see
-        ``AbandonedError``, is only logged by ``save``: the next one may come through.) A pool that
-        cannot be opened at the start raises always.
-    snapshot: "auto" copies what the fence guards in the background and the rest at once; "sync"
-        copies all at once; "device" clones device memory on the device first, if it fits.
-    verify: False loads without comparing checksums, on your own account.
-    fence_timeout: the longest, in seconds, that an optimizer's step waits for a copy, or a call
-        of ``save`` for its place in the queue; then that save is given up and training goes on.
-        Keep it under the process group's time-out.
-    max_bytes: the pool file does not grow beyond. A storage host has quotas of its own.
     links: with a storage host, the directory of this machine that tells living reference files
         from deleted ones; None: ``.portus`` in the current directory.
-    guard: how a version is made sure of to be the state at the call, whoever writes meanwhile.
-        "exact" notices every byte; "probe" sees what changes a whole tensor, and costs less;
-        "auto" is exact wherever that costs at most 5 ms, or 1 % of the time between saves.
+    settings: how to save, and what to do about failures: see ``portus.Settings``.
 
     A pool file has one writer process: an existing one is locked here. Raises ``BusyError`` naming
     the holder, ``MediumError``, ``CorruptionError``, ``UsageError``. Threads may share it; a
@@ -108,35 +96,22 @@ class Checkpointer:
         model: str = "default",
         *,
         keep: int | None = 2,
-        on_error: OnError = "warn",
-        snapshot: Literal["auto", "sync", "device"] = "auto",
-        verify: bool = True,
-        fence_timeout: float = 60.0,
-        max_bytes: int | None = None,
         links: str | None = None,
-        guard: Guard = "auto",
+        **settings: Unpack[SettingsDict],
     ) -> None:
         _check_model(model)
-        self.check_settings(
-            keep=keep,
-            on_error=on_error,
-            snapshot=snapshot,
-            verify=verify,
-            fence_timeout=fence_timeout,
-            max_bytes=max_bytes,
-            guard=guard,
-        )
+        check_keep(keep)
+        self.settings: Final = Settings(**settings)
+        """How it saves and loads."""
         self.model: Final = model
+        max_bytes = self.settings.max_bytes
         self._home: Final[Home] = home_of(Place.named(pool), model, max_bytes, links)
         self.surplus: Callable[[Sequence[VersionInfo]], Collection[int]] | None = None
         """In place of ``keep``: which versions, by id, the next commit retires, if no reference
         file holds them. For parts of groups, where others have a say. Runs on the worker."""
         self._keep: Final = keep
-        self._on_error: Final = on_error
-        self._verify: Final = verify
-        self._fence_timeout: Final = fence_timeout
         self._process: Final = os.getpid()
-        self._snapshots: Final = Snapshots(model, SnapshotMode(snapshot))
+        self._snapshots: Final = Snapshots(model, SnapshotMode(self.settings.snapshot))
         self._queue: Final = Queue(f"portus-{model}")
         self._opening: Final = threading.RLock()
         self._writer: Pool | None = None
@@ -147,7 +122,7 @@ class Checkpointer:
         """The first save that was given up, if none was committed before it was logged."""
         self._last: Save | None = None
         self._asked: Save | RefusedSave | nested.WrittenSave | None = None
-        self._auditor: Final = Auditor(guard)
+        self._auditor: Final = Auditor(self.settings.guard)
         self._commits = 0
         self._removals: Final = Removals()
         self._newest_is_file = False
@@ -165,7 +140,7 @@ class Checkpointer:
         """Versions that are surplus once the commit is made that is being made."""
         self._steps_at_last = -1
         self._said_inexact = False
-        self._fence: Final = Fence(fence_timeout)
+        self._fence: Final = Fence(self.settings.fence_timeout)
         POOLS.allow(self._home.allowed)
         try:
             if self._home.exists():
@@ -175,54 +150,6 @@ class Checkpointer:
             raise
         _OPEN.add(self)
 
-    @staticmethod
-    def check_settings(
-        *,
-        pool: str | os.PathLike[str] | None = None,
-        keep: int | None = 2,
-        on_error: str = "warn",
-        snapshot: str = "auto",
-        verify: bool = True,
-        fence_timeout: float = 60.0,
-        max_bytes: int | None = None,
-        guard: str = "auto",
-    ) -> None:
-        """Raise ``UsageError`` for what the constructor refuses. Opens nothing."""
-        Place.named(pool)
-        if keep is not None and not (isinstance(keep, int) and keep >= 1):
-            raise UsageError(f"keep: expected at least 1, or None for all, found {keep!r}")
-        if on_error not in ("warn", "raise"):
-            raise UsageError(f"on_error: expected 'warn' or 'raise', found {on_error!r}")
-        modes = [mode.value for mode in SnapshotMode]
-        if snapshot not in modes:
-            raise UsageError(f"snapshot: expected one of {modes}, found {snapshot!r}")
-        if not isinstance(verify, bool):
-            raise UsageError(f"verify: expected True or False, found {verify!r}")
-        if not (isinstance(fence_timeout, int | float) and fence_timeout > 0):
-            raise UsageError(f"fence_timeout: expected seconds over 0, found {fence_timeout!r}")
-        if max_bytes is not None and not (isinstance(max_bytes, int) and max_bytes > 0):
-            raise UsageError(f"max_bytes: expected bytes, or None, found {max_bytes!r}")
-        if guard not in GUARDS:
-            raise UsageError(f"guard: expected one of {list(GUARDS)}, found {guard!r}")
-
-    def _save_nested(
-        self,
-        state: object,
-        step: int,
-        *,
-        reference: str | os.PathLike[str] | Mapping[str, str] | None = None,
-        synchronous: bool = False,
-        token: bytes | None = None,
-    ) -> SaveHandle:
-        self._check_usable()
-        if token is not None:
-            raise calls.refused(f"save of step {step} under a token, perhaps as a part of a group")
-        files = _references(reference, state)
-        save = nested.WrittenSave(self.model, _checked_step(step), state, files)
-        self._newest_is_file, self._asked = True, save
-        return SaveHandle(save)
-
-    @calls.entry_or(_save_nested)
     def save(
         self,
         state: object,
@@ -247,19 +174,32 @@ class Checkpointer:
         Raises ``UsageError`` naming the key path of what cannot be saved. What fails later is on
         the handle, and reported at the next call (``on_error``).
         """
-        start = time.perf_counter()
         self._check_usable()
+        files = _references(reference, state)
+        wanted = _Wanted(_checked_step(step), files, synchronous, _checked(token))
+        return (self._save_nested if calls.is_nested() else self._save)(state, wanted)
+
+    def _save_nested(self, state: object, wanted: _Wanted) -> SaveHandle:
+        step = wanted.step
+        if wanted.token is not None:
+            raise calls.refused(f"save of step {step} under a token, perhaps as a part of a group")
+        save = nested.WrittenSave(self.model, step, state, wanted.references)
+        self._newest_is_file, self._asked = True, save
+        return SaveHandle(save)
+
+    @calls.marked
+    def _save(self, state: object, wanted: _Wanted) -> SaveHandle:
+        start = time.perf_counter()
         self._report(is_save=True)
-        step = _checked_step(step)
+        step, synchronous = wanted.step, wanted.synchronous
         turn, job = Turn(), _Job(self)
         self._newest_is_file = False
         try:
-            admitted = self._queue.admit(turn, None if synchronous else self._fence_timeout)
+            admitted = self._queue.admit(turn, None if synchronous else self.settings.fence_timeout)
             queue_s = time.perf_counter() - start
             if not admitted:
                 return SaveHandle(self._refuse(step, self._too_late(step, queue_s), queue_s))
             flat = self._snapshots.flatten(state)
-            wanted = _Wanted(step, _references(reference, state), synchronous, _checked(token))
             try:
                 writer, keeper = self._open_or_create()
             except PortusError as error:
@@ -308,7 +248,7 @@ class Checkpointer:
 
     def _load_nested(self, step: int | None = None, names: Patterns = None) -> object:
         with self._pools_nested() as pools:
-            return view.load_from(pools, self.model, step, names, verify=self._verify)
+            return view.load_from(pools, self.model, step, names, verify=self.settings.verify)
 
     @calls.entry_or(_load_nested)
     def load(self, step: int | None = None, names: Patterns = None) -> object:
@@ -322,7 +262,7 @@ class Checkpointer:
         self._settle_to_read()
         with self._pools() as pools:
             return view.again(
-                lambda: view.load_from(pools, self.model, step, names, verify=self._verify)
+                lambda: view.load_from(pools, self.model, step, names, verify=self.settings.verify)
             )
 
     @calls.entry
@@ -351,7 +291,7 @@ class Checkpointer:
             return view.again(
                 lambda: view.restore_from(
                     pools, state, self.model, step, strict=strict, names=names, rename=rename,
-                    verify=self._verify,
+                    verify=self.settings.verify,
                 )
             )  # fmt: skip
 
@@ -360,7 +300,8 @@ class Checkpointer:
         its key ``part``. Waits for saves in flight if it is not there: else one of those might
         retire it meanwhile."""
         return self.use_version(
-            token, lambda pool, entry: restore.load_part(pool, entry, part, verify=self._verify)
+            token,
+            lambda pool, entry: restore.load_part(pool, entry, part, verify=self.settings.verify),
         )
 
     @calls.marked
@@ -741,9 +682,9 @@ class Checkpointer:
                 if error is None or save.reported:
                     continue
                 if not self.has_committed and not self._queue.on_worker():
-                    self._queue.catch_up(self._fence_timeout)  # the first may be in flight
+                    self._queue.catch_up(self.settings.fence_timeout)  # the first may be in flight
                 goes_on = self.has_committed or (is_save and isinstance(error, AbandonedError))
-                if self._on_error == "raise" or not goes_on:
+                if self.settings.on_error == "raise" or not goes_on:
                     raise error
                 if isinstance(error, AbandonedError) and not self.has_committed:
                     self._given_up = self._given_up or error
@@ -934,6 +875,12 @@ def _close_all() -> None:
             checkpointer.close()
         except PortusError as error:  # nobody is left to catch it, and others are still to close
             _log.error("portus: %s: a save failed: %s", checkpointer.path, error)
+
+
+def check_keep(keep: int | None) -> None:
+    """Raise ``UsageError`` for what is no number of versions to keep."""
+    if keep is not None and not (isinstance(keep, int) and keep >= 1):
+        raise UsageError(f"keep: expected at least 1, or None for all, found {keep!r}")
 
 
 def _check_model(model: str) -> None:

@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from portus.client.checkpointer import Checkpointer
+from portus.client.checkpointer import Checkpointer, check_keep
 from portus.client.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, Placed, encode
 from portus.client.dcp_reader import reason_of, step_of
 from portus.client.grouped import (
@@ -50,12 +50,16 @@ from portus.client.grouped import (
     shard_name,
 )
 from portus.client.planned import Planned, agreed, all_or_none, standing, values_of
+from portus.client.run import Run
+from portus.client.settings import Settings, SettingsDict, as_arguments
 from portus.errors import PortusError, UsageError
 from portus.index.groups import Group, new_id, part_model, part_token, surplus
 from portus.index.place import Place, PlaceKind
-from portus.pipeline.audit import Guard
 from portus.pipeline.handle import SaveHandle
 from portus.spec import VersionInfo
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _log: Final = logging.getLogger("portus")
 
@@ -93,7 +97,7 @@ class PortusStorageWriter(StorageWriter):
         run. keep: complete groups kept; None keeps all. What checkpoint directories lead to is kept
         besides.
     synchronous: ``dcp.save`` returns when this rank's part is committed.
-    The others are those of ``Checkpointer``.
+    links, settings: those of ``Checkpointer``.
     """
 
     def __init__(
@@ -103,30 +107,16 @@ class PortusStorageWriter(StorageWriter):
         *,
         keep: int | None = 2,
         synchronous: bool = False,
-        on_error: Literal["warn", "raise"] = "warn",
-        snapshot: Literal["auto", "sync", "device"] = "auto",
-        fence_timeout: float = 60.0,
-        max_bytes: int | None = None,
         links: str | None = None,
-        guard: Guard = "auto",
+        **settings: Unpack[SettingsDict],
     ) -> None:
         super().__init__()
-        self.place: Final = Place.named(pool)
+        self._run: Final = Run(Place.named(pool), model, Settings(**settings), links=links)
         if self.place.kind is PlaceKind.FILE:
             raise UsageError(f"{self.place}: every rank has a file of its own; give a directory")
-        if keep is not None and keep < 1:
-            raise UsageError(f"keep: expected at least 1, or None for all, found {keep}")
-        self.model: Final = model
+        check_keep(keep)
         self.synchronous = synchronous
         self._keep: Final = keep
-        self._settings: Final[dict[str, Any]] = {
-            "on_error": on_error,
-            "snapshot": snapshot,
-            "fence_timeout": fence_timeout,
-            "max_bytes": max_bytes,
-            "links": links,
-            "guard": guard,
-        }
         self._checkpointer: Checkpointer | None = None
         self._step = 0
         self._rank = 0
@@ -146,6 +136,21 @@ class PortusStorageWriter(StorageWriter):
             # So that steps are seen before the first save, which is then in the background too.
             self._rank, self._count = dist.get_rank(), dist.get_world_size()
             self._open()
+
+    @classmethod
+    def of(cls, run: Run) -> PortusStorageWriter:
+        """For the shards of ``run``. It keeps the newest group, and what directories lead to."""
+        return cls(run.place, run.name, keep=1, links=run.links, **as_arguments(run.settings))
+
+    @property
+    def place(self) -> Place:
+        """Where it saves."""
+        return self._run.place
+
+    @property
+    def model(self) -> str:
+        """The name of the run."""
+        return self._run.name
 
     # What a user calls.
 
@@ -242,7 +247,8 @@ class PortusStorageWriter(StorageWriter):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process goes what it was made with."""
-        return _sent, (type(self), self.place, self.model, {"keep": self._keep, **self._settings})
+        more = {"keep": self._keep, "links": self._run.links, **as_arguments(self._run.settings)}
+        return _sent, (type(self), self.place, self.model, more)
 
     # What torch calls, in this order.
 
@@ -364,7 +370,7 @@ class PortusStorageWriter(StorageWriter):
     def _open(self) -> Checkpointer:
         if self._checkpointer is None:
             name = part_model(self.model, self._rank, self._count)
-            self._checkpointer = Checkpointer(self.place, name, keep=None, **self._settings)
+            self._checkpointer = self._run.part(name)
             self._checkpointer.surplus = self._surplus
         return self._checkpointer
 
@@ -414,9 +420,9 @@ class PortusStorageWriter(StorageWriter):
 
 
 def _sent(
-    kind: type[PortusStorageWriter], place: Place, model: str, settings: dict[str, Any]
+    kind: type[PortusStorageWriter], place: Place, model: str, more: dict[str, Any]
 ) -> PortusStorageWriter:
-    writer = kind(place, model, **settings)
+    writer = kind(place, model, **more)
     writer._is_sent = True
     return writer
 

@@ -1,0 +1,162 @@
+"""``Run``: a training run that saves, as adapters and sharded saves see it.
+
+What every one of them has to know is here: where it saves, what it is called there, where the links
+of its files are, with which settings; and what to do where another run has that pool file already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterable
+from typing import Final, TypeVar
+
+from portus.client.checkpointer import Checkpointer
+from portus.client.settings import Settings, as_arguments
+from portus.errors import BusyError, MediumError
+from portus.index.place import DEFAULT_DIRECTORY, Place
+
+Result = TypeVar("Result")
+
+_FILES_MAX: Final = 64
+"""Runs that save beside each other at once; each has its own pool file."""
+
+_NAME_MAX: Final = 120
+
+
+class Run:
+    """Where a run saves, as what, and how; and its ``Checkpointer``, open when it is needed.
+
+    place: where. name: of the run there. settings: how. links: the directory of this machine that
+        tells living reference files from deleted ones, see ``Checkpointer``.
+    is_named: True if a user gave the name: then the run has no other. Else, where another process
+        has the pool file (or the name, on a storage host), the next one is taken: ``name~2``.
+
+    Nothing is opened before it is used. A forked child has no part in what its parent opened.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        name: str,
+        settings: Settings | None = None,
+        *,
+        links: str | None = None,
+        is_named: bool = True,
+    ) -> None:
+        self.place: Final = place
+        self.settings: Final = settings or Settings()
+        self.links: Final = links
+        self._name: Final = name
+        self._may_be_next: Final = not is_named and (place.is_directory or place.is_host)
+        self._number = 1
+        self._guard: Final = threading.RLock()
+        self._checkpointer: Checkpointer | None = None
+        self._process = 0
+
+    @classmethod
+    def beside(
+        cls,
+        checkpoints: str,
+        settings: Settings | None = None,
+        *,
+        roots: Iterable[str],
+        otherwise: str,
+        pool: Place | None = None,
+        name: str | None = None,
+    ) -> Run:
+        """The run whose checkpoints are in the directory ``checkpoints``; the same one after a
+        restart.
+
+        pool, name: what a user said. By default the place is ``$PORTUS_POOL``, else ``.portus`` in
+            the first of ``roots`` that is on the file system of ``checkpoints``, else in
+            ``otherwise``. In that ``.portus`` the links are, wherever the pool is.
+
+        All paths are absolute. Raises ``MediumError`` where a file system cannot be asked, and
+        ``UsageError`` for what ``$PORTUS_POOL`` says.
+        """
+        home = _device(checkpoints)
+        root = next((each for each in roots if _device(each) == home), otherwise)
+        shared = pool or Place.by_variable()
+        links = os.path.join(root, DEFAULT_DIRECTORY)
+        return cls(
+            shared or Place.named(links),
+            name or _name_of(checkpoints, root, is_shared=shared is not None),
+            settings,
+            links=links,
+            is_named=name is not None,
+        )
+
+    @property
+    def name(self) -> str:
+        """What it is called in the pool; another one once the first was found taken."""
+        return self._name if self._number == 1 else f"{self._name}~{self._number}"
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """What is open in this process, if it is."""
+        return self._checkpointer if self._process == os.getpid() else None
+
+    def use(self, act: Callable[[Checkpointer], Result]) -> Result:
+        """What ``act`` gives for the ``Checkpointer`` of the run; for that of the next pool file,
+        where it raises ``BusyError``. Raises what ``act`` raises, and what opening does."""
+        while True:
+            try:
+                return act(self._open())
+            except BusyError:
+                if not self._may_be_next or self._number >= _FILES_MAX:
+                    raise
+                self.close()
+                self._number += 1
+
+    def part(self, name: str) -> Checkpointer:
+        """A ``Checkpointer`` of its own for a part of the run, such as a rank's, at the same place
+        and with the same settings. It keeps all versions, and the caller closes it."""
+        return self._made(name, keep=None)
+
+    def close(self) -> None:
+        """Finish what is in flight and let go of the pool; it may be used again. Raises as
+        ``Checkpointer.close``."""
+        with self._guard:
+            checkpointer, self._checkpointer = self.checkpointer, None
+            if checkpointer is not None:
+                checkpointer.close()
+
+    def _open(self) -> Checkpointer:
+        with self._guard:
+            checkpointer = self.checkpointer
+            if checkpointer is None:
+                checkpointer = self._checkpointer = self._made(self.name, keep=1)
+                self._process = os.getpid()
+            return checkpointer
+
+    def _made(self, name: str, keep: int | None) -> Checkpointer:
+        settings = as_arguments(self.settings)
+        return Checkpointer(self.place, name, keep=keep, links=self.links, **settings)
+
+
+def _device(path: str) -> int:
+    """The file system of ``path``, or of what is to hold it. Raises ``MediumError``."""
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    try:
+        return os.stat(path).st_dev
+    except OSError as error:
+        raise MediumError(
+            error.errno, f"{path}: cannot ask for its file system: {error.strerror}"
+        ) from error
+
+
+def _name_of(directory: str, root: str, *, is_shared: bool) -> str:
+    """A name for the run that saves to ``directory``: the same after a restart.
+
+    Where several projects share a pool directory, a part of a digest keeps them apart.
+    """
+    below = os.path.relpath(directory, root).replace(os.sep, "/")
+    name = "/".join(part for part in below.split("/") if part not in (".", ".."))
+    name = name.removesuffix("/checkpoints") or os.path.basename(root) or "run"
+    if is_shared or len(name) > _NAME_MAX:
+        mark = hashlib.sha256(os.fsencode(directory)).hexdigest()[:8]
+        name = f"{name[-_NAME_MAX:]}-{mark}"
+    return name
