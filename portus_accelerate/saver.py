@@ -8,13 +8,9 @@ name in the directory is a reference to its part, which ``torch.load`` follows, 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
-import shutil
 import sys
-import time
-import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +21,7 @@ from accelerate.utils import other
 import portus
 from portus_accelerate import intent, place, resume, sharded
 from portus_accelerate.capture import Capture, capturing, torch_name
+from portus_accelerate.cut_off import CutOff
 from portus_accelerate.origin import of_others, origin_of, saying_of_what
 from portus_accelerate.peers import Peers
 from portus_accelerate.settings import Settings, is_disabled
@@ -33,9 +30,6 @@ if TYPE_CHECKING:
     from portus.dcp import PortusStorageWriter
 
 _log: Final = logging.getLogger("portus_accelerate")
-
-_WRITERS_MAX: Final = 64
-"""Runs that save beside each other at once; each has its own pool file."""
 
 _BYPASSES: Final = {
     "DEEPSPEED": "DeepSpeed",
@@ -60,19 +54,20 @@ class Saver:
         self._accelerator: Final = accelerator
         self._settings: Final = settings
         self._peers: Final = _peers_of(accelerator)
-        self._checkpointer: portus.Checkpointer | None = None
-        self._number = 1
+        self._run: portus.Run | None = None
         self._count = 0
         self._newest: str | None = None
         self._uploaded: str | None = None
         self._deferred: list[tuple[portus.SaveHandle | None, list[Callable[[], Any]]]] = []
-        self._note: intent.Note | None = None
+        self._cut_off: Final = CutOff(
+            accelerator, self._run_of, settings.pool, is_writer=self._peers.is_writer
+        )
         self._handle: portus.SaveHandle | None = None
         self._over = False
         self._watch: portus.Checkpointer | None = None
         self._shards: PortusStorageWriter | None = None
         if self.is_on():
-            self._mend_all()
+            self._cut_off.mend_all()
             if self._peers.is_writer or self._is_sharded():
                 # Never saves, so it makes no file: while one is open, Portus learns which
                 # optimizer steps what, and the first save too is copied in the background.
@@ -119,7 +114,8 @@ class Saver:
                 )
             finally:
                 project.total_limit = limit
-        with self._noted(directory, fills=False):
+        self._ready(directory)
+        with self._cut_off.noted(directory, fills=False):
             try:
                 with capturing() as capture, self._collecting() as shards:
                     location = stock()
@@ -144,7 +140,8 @@ class Saver:
         if portus.is_nested():
             self._save_nested(stock, directory, exchange, accepts)
             return
-        with self._noted(directory, fills=True) as after_commit:
+        self._ready(directory)
+        with self._cut_off.noted(directory, fills=True) as after_commit:
             with capturing(accepts) as capture:
                 stock()
             received = exchange(capture)
@@ -174,9 +171,7 @@ class Saver:
     def begin(self, directory: str) -> None:
         """A training starts that saves beside ``directory``: put in order what is there."""
         self._over = False
-        directory = os.path.abspath(directory)
-        pool, _ = self._pool_of(directory)
-        self._mend([pool], [self._home_of(directory)], uncommitted=True)
+        self._cut_off.mend(os.path.abspath(directory), uncommitted=True)
 
     def make_room(self, directory: str, size: int) -> None:
         """Training is about to start, and checkpoints of about ``size`` bytes in the pool will be
@@ -200,16 +195,11 @@ class Saver:
 
     def was_cut_off(self, directory: str) -> bool:
         """True if ``directory`` was a checkpoint that was put aside, since it is not whole."""
-        return bool(self._aside(os.path.abspath(directory)))
+        return self._cut_off.was_cut_off(os.path.abspath(directory))
 
     def has_saved(self, directory: str) -> bool:
         """True if Portus has begun to save checkpoints beside ``directory``, in any process."""
-        directory = os.path.abspath(directory)
-        home = self._home_of(directory)
-        pool, name = self._pool_of(directory)
-        own = os.path.join(pool, urllib.parse.quote(name, safe="") + ".portus")
-        is_alone = os.path.dirname(home) == os.path.dirname(directory) and os.path.isdir(home)
-        return is_alone or os.path.exists(own) or bool(self._aside(directory, any_step=True))
+        return self._cut_off.has_saved(os.path.abspath(directory))
 
     def wait(self) -> None:
         """Return when all saves are committed, or failed: see ``_await``. Unlike ``_drain``, not
@@ -276,10 +266,9 @@ class Saver:
         self._over = True
         self._stop_watching()
         self.run_deferred()
-        self._drop_note()
-        if self._checkpointer is not None:
-            checkpointer, self._checkpointer = self._checkpointer, None
-            checkpointer.close()
+        self._cut_off.drop_note()
+        if self._run is not None:
+            self._run.close()
         if self._shards is not None:
             shards, self._shards = self._shards, None
             shards.close()
@@ -342,8 +331,10 @@ class Saver:
         step = self._count if number is None else number
         references = {os.path.join(directory, torch_name(name)): name for name in parts}
         try:
-            handle = self._open(directory).save(
-                parts, step, reference=references, synchronous=self._over
+            handle = self._open(directory).use(
+                lambda checkpointer: checkpointer.save(
+                    parts, step, reference=references, synchronous=self._over
+                )
             )
         except portus.UsageError as error:
             self._save_stock(capture, parts, directory, error)
@@ -352,7 +343,7 @@ class Saver:
         with _saying(f"what {directory} held before stays"):
             for name in place.names_in(directory):
                 if name.endswith(".safetensors") and name in parts:
-                    self._open(directory).remove(os.path.join(directory, name), after=handle)
+                    self._remove(os.path.join(directory, name), after=handle)
         return handle
 
     def _exchange(self, capture: Capture, directory: str) -> dict[str, Any]:
@@ -420,129 +411,44 @@ class Saver:
                 )
             from portus.dcp import PortusStorageWriter
 
-            pool, name = self._pool_of(directory)
-            self._shards = PortusStorageWriter(
-                pool,
-                name,
-                keep=1,
-                on_error=self._settings.on_error,
-                snapshot=self._settings.snapshot,
-                fence_timeout=self._settings.fence_timeout,
-                max_bytes=self._settings.max_bytes,
-                guard=self._settings.guard,
-                links=self._home_of(directory),
-            )
+            self._shards = PortusStorageWriter.of(self._run_of(directory))
             self._shards.prepare(0)  # so that what this rank did not commit can be told from lost
             self._stop_watching()
         return self._shards
 
-    # Directories that are not whole.
+    # The pool.
 
-    @contextlib.contextmanager
-    def _noted(self, directory: str, *, fills: bool) -> Iterator[list[Callable[[], Any]]]:
-        """Inside, it is on record that ``directory`` is being made; what is given is to be done
-        after the commit. fills: whether Accelerate writes into it what has to be whole, also if
-        it is there already."""
-        self._drop_note()
+    @property
+    def _checkpointer(self) -> portus.Checkpointer | None:
+        return None if self._run is None else self._run.checkpointer
+
+    def _ready(self, directory: str) -> None:
+        """A save to ``directory`` begins. Raises what opening a pool raises, before anything is in
+        that directory."""
+        self._cut_off.drop_note()
         if self._peers.is_writer and self._is_sharded():
             self._open_shards(directory)
         elif self._peers.is_writer:
             self._open(directory)
-        is_new = not os.path.exists(directory)
-        after_commit: list[Callable[[], Any]] = []
-        note = None
-        if is_new or (fills and self._peers.is_writer):
-            home = self._home_of(directory)
-            note = intent.note(home, directory, is_writer=self._peers.is_writer)
-        yield after_commit  # after an error the note stays, for the next run
-        if note is None:
-            return
-        if not self._peers.is_writer:
-            self._note = note  # the writer may not have come so far
-        elif is_new:
-            note.drop()
-        else:
-            after_commit.append(note.drop)
 
-    def _drop_note(self) -> None:
-        note, self._note = self._note, None
-        if note is not None:
-            note.drop()
+    def _open(self, directory: str, size: int = 0) -> portus.Run:
+        """The run, with its pool; that is made now if there is none, and given room for states of
+        ``size`` bytes. Raises ``MediumError`` and the like."""
+        if self._run is None or self._run.checkpointer is None:
+            run = self._run_of(directory)
+            run.use(lambda checkpointer: checkpointer.prepare(size))
+            self._run = run
+            self._stop_watching()
+        return self._run
 
-    def _home_of(self, directory: str) -> str:
-        return place.home_of(directory, self._accelerator.project_dir, self._uploaded)
+    def _run_of(self, directory: str) -> portus.Run:
+        """The run that saves the checkpoint ``directory``; nothing of it is opened."""
+        project = self._accelerator.project_dir
+        return place.run_of(directory, self._settings, project, self._uploaded)
 
-    def _aside(self, directory: str, *, any_step: bool = False) -> list[str]:
-        """What was put aside of ``directory``, or of the run that it belongs to; oldest first."""
-        start = _aside_name(
-            self._run_of(directory), "" if any_step else os.path.basename(directory)
-        )
-        home = self._home_of(directory)
-        names = place.names_in(home) if os.path.isdir(home) else []
-        found = [name for name in names if name.startswith(start)]
-        return [os.path.join(home, name) for name in sorted(found, key=_when)]
-
-    def _take_away(self, directory: str) -> None:
-        """A checkpoint that is not whole is out of the way of whoever looks for the newest one. Of
-        each run the last one is kept, for what hooks wrote into it."""
-        older = self._aside(directory, any_step=True)
-        run, home = self._run_of(directory), self._home_of(directory)
-        name = _aside_name(run, os.path.basename(directory)) + str(time.time_ns())
-        try:
-            os.makedirs(home, exist_ok=True)
-            os.rename(directory, os.path.join(home, name))
-        except OSError as error:
-            _log.warning("Portus: %s is not a whole checkpoint; remove it: %s", directory, error)
-            return
-        _log.warning("Portus: %s was never committed (its save was cut off)", directory)
-        for path in older:
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _run_of(self, directory: str) -> str:
-        return self._pool_of(directory)[1]
-
-    def _open(self, directory: str, size: int = 0) -> portus.Checkpointer:
-        """The pool, made now if there is none, and given room for states of ``size`` bytes. Raises
-        ``MediumError`` and the like."""
-        while self._checkpointer is None:
-            try:
-                made = self._make(directory)
-                made.prepare(size)
-                self._checkpointer = made
-                self._stop_watching()
-            except portus.BusyError:
-                # Another run saves beside this one; it has its pool file, take the next.
-                pool, _ = self._pool_of(directory)
-                one_pool = not (pool.is_directory or pool.is_host)  # a file, or a device
-                if one_pool or self._settings.model is not None or self._number >= _WRITERS_MAX:
-                    raise
-                self._number += 1
-        return self._checkpointer
-
-    def _pool_of(self, directory: str) -> tuple[portus.Place, str]:
-        """The pool for a checkpoint directory, and what the run is called in it."""
-        shared = self._settings.pool or portus.Place.by_variable()
-        root = place.root_of(directory, self._accelerator.project_dir, self._uploaded)
-        name = place.name_of(directory, root, is_shared=shared is not None)
-        own = portus.Place.named(os.path.join(root, ".portus"))
-        return shared or own, self._settings.model or name
-
-    def _make(self, directory: str) -> portus.Checkpointer:
-        settings = self._settings
-        pool, name = self._pool_of(directory)
-        if self._number > 1:
-            name = f"{name}~{self._number}"
-        return portus.Checkpointer(
-            pool,
-            name,
-            keep=1,
-            on_error=settings.on_error,
-            snapshot=settings.snapshot,
-            fence_timeout=settings.fence_timeout,
-            max_bytes=settings.max_bytes,
-            guard=settings.guard,
-            links=self._home_of(directory),
-        )
+    def _remove(self, path: str, after: portus.SaveHandle | None = None) -> None:
+        assert self._checkpointer is not None
+        self._checkpointer.remove(path, after=after)
 
     def _save_stock(
         self, capture: Capture, parts: dict[str, Any], directory: str, error: portus.UsageError
@@ -564,7 +470,7 @@ class Saver:
         """``total_limit``: older checkpoints go once the new one is committed."""
         with _saying("older checkpoints stay"):
             for old in place.surplus(directory, limit):
-                self._open(directory).remove(old)
+                self._remove(old)
 
     # Loading.
 
@@ -572,8 +478,7 @@ class Saver:
         if directory is None:
             return stock(directory)
         directory = os.path.abspath(directory)
-        pool, _ = self._pool_of(directory)
-        self._mend([pool], [self._home_of(directory)], uncommitted=False)
+        self._cut_off.mend(directory, uncommitted=False)
         if not self._is_sharded():
             return stock(directory)
         with sharded.reading(directory):
@@ -589,31 +494,6 @@ class Saver:
         said = of_others(origin, state.process_index, count, state.num_processes)
         if said is not None:
             _log.warning("Portus: %s", said)
-
-    def _mend_all(self) -> None:
-        """Put checkpoints aside that are not whole: they would be taken for the newest."""
-        homes = [
-            os.path.join(root, ".portus") for root in place.roots(self._accelerator.project_dir)
-        ]
-        own = map(portus.Place.named, homes)
-        pools = [self._settings.pool, portus.Place.by_variable(), *own]
-        self._mend([pool for pool in dict.fromkeys(pools) if pool], homes, uncommitted=True)
-
-    def _mend(self, pools: list[portus.Place], homes: list[str], *, uncommitted: bool) -> None:
-        """On the process that saves, while the others wait."""
-        pairs = itertools.product(pools, homes)  # a home has links, if the pool is on a host
-        for pool, home in pairs if self._peers.is_writer else ():
-            try:
-                removed = portus.mend(pool, uncommitted=uncommitted, links=home)
-            except portus.PortusError as error:
-                _log.warning("Portus: %s was not put in order: %s", pool, error)
-                continue
-            for directory in sorted({os.path.dirname(path) for path in removed}):
-                self._take_away(directory)
-        for home in homes if self._peers.is_writer and uncommitted else ():
-            for directory in intent.cut_off(home):
-                self._take_away(directory)
-        self._accelerator.wait_for_everyone()
 
 
 def _size_of(model: torch.nn.Module) -> int:
@@ -632,17 +512,6 @@ def _peers_of(accelerator: Any) -> Peers:
     size = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes - first))
     here = range(first, first + size)
     return Peers(state.process_index, first, [rank for rank in here if rank != first])
-
-
-def _aside_name(run: str, checkpoint: str) -> str:
-    """How the name begins of what was put aside; a time follows."""
-    start = f"incomplete-{urllib.parse.quote(run, safe='')}-"
-    return f"{start}{checkpoint}-" if checkpoint else start
-
-
-def _when(name: str) -> int:
-    end = name.rpartition("-")[2]
-    return int(end) if end.isdigit() else 0
 
 
 def _sync(directory: str) -> None:

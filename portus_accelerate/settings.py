@@ -15,26 +15,22 @@ VARIABLE: Final = "PORTUS_ACCELERATE_CONFIG"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(portus.Settings):
     """The keys of ``portus_config:``; all may be left out.
 
     pool: a pool file, or a directory for pool files; by default ``$PORTUS_POOL``, or ``.portus``
         beside the directory of the checkpoints. model: the name of the run in the pool.
     materialize: "end" makes the newest checkpoint one of real torch files at
         ``end_training()``; "none" never.
-    The others are those of ``portus.Checkpointer``.
+    The others are those of ``portus.Settings``.
     """
 
     pool: portus.Place | None = None
     model: str | None = None
-    on_error: Literal["warn", "raise"] = "warn"
-    snapshot: Literal["auto", "sync", "device"] = "auto"
-    fence_timeout: float = 60.0
-    max_bytes: int | None = None
     materialize: Literal["end", "none"] = "end"
-    guard: Literal["auto", "exact", "probe"] = "auto"
 
     def __post_init__(self) -> None:
+        portus.Settings.__post_init__(self)
         if self.pool is not None:  # as text in YAML and JSON
             object.__setattr__(self, "pool", portus.Place.named(self.pool))
         if self.materialize not in ("end", "none"):
@@ -54,7 +50,7 @@ def from_mapping(values: Mapping[str, object], where: str) -> Settings:
     unknown = sorted(set(values) - known)
     if unknown:
         raise portus.UsageError(f"{where}: unknown keys {unknown}; there are {sorted(known)}")
-    return Settings(**values)  # type: ignore[arg-type]  # Checkpointer looks at each
+    return Settings(**values)  # type: ignore[arg-type]  # it looks at each itself
 
 
 def from_environment() -> Settings:

@@ -173,5 +173,7 @@ def test_the_version_is_the_distributions() -> None:
 
 def test_settings_as_arguments_are_the_settings() -> None:
     fields = {field.name: field.type for field in dataclasses.fields(portus.Settings)}
-    told = {name: each.__forward_arg__ for name, each in portus.SettingsDict.__annotations__.items()}
+    told = {
+        name: each.__forward_arg__ for name, each in portus.SettingsDict.__annotations__.items()
+    }
     assert told == fields
