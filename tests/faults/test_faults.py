@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from typing import Final
 
 import pytest
 
@@ -25,8 +24,11 @@ pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
 SAMPLE = 4
 """Faults of each kind of training that are tried each time."""
 
-LONG_S = 50
-"""Seconds of each kind in a long search."""
+LONG_S, LONG_S_MAX = 50, 400
+"""Seconds of each kind in a long search; and the most, on a machine that is slow."""
+
+MET_MIN = 50
+"""Of the calls that it lets fail, so many are reached, however long that takes."""
 
 POOL, LINKS, FILES = Where
 
@@ -44,6 +46,8 @@ TELLING = {
         Fault(Call.OPEN, FILES, 26, errno.ELOOP, True),
         Fault(Call.FSTAT, FILES, 27, errno.ESTALE, True),
         Fault(Call.ANY, FILES, 181, errno.EACCES, True),
+        Fault(Call.FDATASYNC, POOL, 26, errno.ENOSPC, False),
+        Fault(Call.OPEN, LINKS, 11, errno.ESTALE, False),
     ],
     "accelerate": [
         Fault(Call.LIST, FILES, 66, errno.ELOOP, True),
@@ -52,7 +56,7 @@ TELLING = {
         Fault(Call.WRITE, FILES, 2, errno.EACCES, False),
     ],
 }
-"""Each of these once ended a training, or left a lock behind."""
+"""Each of these once ended a training, left a lock behind, or a file that led to another step."""
 
 
 def wrong(kind: str, root: Path, fault: Fault, stock: Counter[str]) -> tuple[bool, list[str]]:
@@ -93,25 +97,17 @@ def test_of_calls_by_chance_none_stops_a_training_that_has_a_version(
     assert met >= SAMPLE / 2
 
 
-OPEN: Final = pytest.mark.xfail(
-    strict=False,
-    reason="open: until its run starts again, the file of a save that failed loads the step before",
-)
-
-
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=OPEN if kind == "lightning" else ()) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_longer_search_finds_no_call_that_stops_a_training_either(
     kind: str, tmp_path: Path, seed: int
 ) -> None:
     counted = report_of(kind, str(tmp_path / "run"), None)
-    until, tried, met, stock = time.monotonic() + LONG_S, 0, 0, Counter[str]()
+    start, tried, met, stock = time.monotonic(), 0, 0, Counter[str]()
     found: list[str] = []
     for fault in faults(counted, random.Random(seed)):
-        if time.monotonic() > until:
+        if time.monotonic() > start + (LONG_S if met > MET_MIN else LONG_S_MAX):
             break
         reached, complained = wrong(kind, tmp_path / "run", fault, stock)
         tried, met = tried + 1, met + reached
@@ -121,4 +117,4 @@ def test_a_longer_search_finds_no_call_that_stops_a_training_either(
     for place, count in stock.most_common():
         print(f"stopped by the framework's own call {count} times: {place}")
     assert not found
-    assert met > 50
+    assert met > MET_MIN

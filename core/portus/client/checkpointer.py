@@ -502,7 +502,7 @@ class Checkpointer:
             guilty=self._snapshots.suspects.accuse,
             changed=lambda indices: self._say_inexact(wanted.step, tensors, indices),
         )
-        job.paths = wanted.references.keys()
+        job.paths, job.placed, job.keeper = wanted.references.keys(), made, keeper
         save = job.save = Save(snapshot, self._home.draft(snapshot), lambda: self._before, policy)
         try:
             self._check_room(writer, snapshot)
@@ -609,12 +609,15 @@ class Checkpointer:
         for old in nested.take_displaced(keeper.is_here):
             keeper.let_go(old, retire=retire)
 
-    def _after(self, save: Save, paths: Collection[str]) -> None:
-        """On the worker, when nobody waits any more. ``paths``: those of its reference files."""
+    def _after(self, job: _Job) -> None:
+        """On the worker, when nobody waits any more."""
+        save, paths = job.save, job.paths
+        assert save is not None
         assert self._writer is not None
         assert self._keeper is not None
         if save.error is not None:
             self._note_failed(save, save.step)
+            job.withdraw()
             self._removals.failed(save, self._keeper)
             return
         self._drop_older()
@@ -791,18 +794,34 @@ class _Job:
         self._owner: Final = owner
         self.asked: Final = order.asked()
         self.save: Save | None = None
+        self.keeper: Keeper | None = None
         self.paths: Collection[str] = ()
+        """Those of its reference files."""
+        self.placed: Mapping[str, Reference] = {}
+        """Those that are there before the commit."""
 
     def run(self) -> None:
         assert self.save is not None
         self.save.run()
         time.sleep(0)  # whoever waited for it goes on first
-        self._owner._after(self.save, self.paths)
+        self._owner._after(self)
 
     def fail(self, error: BaseException) -> None:
         if self.save is not None and not self.save.over:
             self.save.fail(error)
             self._owner._note_failed(self.save, self.save.step)
+            self._owner._queue.put(_Withdrawal(self))
+
+    def withdraw(self) -> None:
+        """On the worker, once it failed: what was placed for it would be taken for checkpoints.
+        Not if a storage host did not say what became of its commit."""
+        save, keeper = self.save, self.keeper
+        if save is None or keeper is None:
+            return
+        if save.is_in_doubt and isinstance(save.error, TransportError):
+            return
+        for path, reference in self.placed.items():
+            keeper.withdraw(path, reference, self.asked, is_in_doubt=save.is_in_doubt)
 
     def hurry(self) -> None:
         if self.save is not None:
@@ -812,13 +831,11 @@ class _Job:
         """No reservation and no fence is left behind; whoever called hears of it at once."""
         if self.save is not None:
             self.save.fail(error)
+            self._owner._queue.put(_Withdrawal(self))
 
 
 class _Chore:
     """Work that leaves nothing to end, and for which nobody waits."""
-
-    def __init__(self, owner: Checkpointer) -> None:
-        self._owner: Final = owner
 
     def fail(self, error: BaseException) -> None:
         """Nothing to end."""
@@ -831,7 +848,7 @@ class _Preparation(_Chore):
     """Room for the first saves, made in the background."""
 
     def __init__(self, owner: Checkpointer, size: int) -> None:
-        super().__init__(owner)
+        self._owner: Final = owner
         self._size: Final = size
 
     def run(self) -> None:
@@ -845,18 +862,28 @@ class _Note(_Chore):
     """A save failed, and others may ask: on the worker, since a medium that hangs holds this up."""
 
     def __init__(self, owner: Checkpointer, text: str) -> None:
-        super().__init__(owner)
+        self._owner: Final = owner
         self._text: Final = text
 
     def run(self) -> None:
         self._owner._home.note_failure(self._text)
 
 
+class _Withdrawal(_Chore):
+    """The files of a save that failed outside of the worker."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job: Final = job
+
+    def run(self) -> None:
+        self._job.withdraw()
+
+
 class _Removing(_Chore):
     """A removal in the queue."""
 
     def __init__(self, owner: Checkpointer, removal: Removal) -> None:
-        super().__init__(owner)
+        self._owner: Final = owner
         self._removal: Final = removal
 
     def run(self) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from portus.client.keeper import is_aside
 from portus.client.materialize import give_back, in_place
 from portus.client.reference import read
 from portus.client.resolve import POOLS, Pools, pool_of, use_reference
@@ -36,6 +37,7 @@ def materialize_in_turn(
     does, in this order. What there is no room for stays, and all that is left after ``within_s``
     seconds. What nothing leads to then goes, and its space is given back.
 
+    Files that were put aside (``.uncommitted``) stay as they are, and are not named.
     Returns what stayed, and why. Raises none of our errors: they are reasons.
     """
     end = time.monotonic() + within_s
@@ -44,7 +46,7 @@ def materialize_in_turn(
         if time.monotonic() >= end:
             raise AbandonedError(f"it was not done within {within_s:g} s")
 
-    left, found = [], dict.fromkeys(os.path.realpath(os.fspath(each)) for each in paths)
+    left, found = [], _found(paths)
     led_to = _pools_of(found, pools)
     for path in found:
         try:
@@ -54,6 +56,12 @@ def materialize_in_turn(
     for pool in led_to:
         give_back(pool)
     return left
+
+
+def _found(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """Where they really are, each once; none that was put aside."""
+    found = dict.fromkeys(os.path.realpath(os.fspath(each)) for each in paths)
+    return [path for path in found if not is_aside(path)]
 
 
 def _pools_of(paths: Iterable[str], pools: Pools) -> list[str]:
@@ -71,8 +79,9 @@ def remaining_references(
     paths: Iterable[str | os.PathLike[str]], reason: str, pools: Pools = POOLS
 ) -> list[Remaining]:
     """Those of ``paths`` that are reference files, or have some below them, as what remains."""
-    found = dict.fromkeys(os.path.realpath(os.fspath(each)) for each in paths)
-    return [Remaining(path, _size(path, pools), reason) for path in found if _references(path)]
+    return [
+        Remaining(path, _size(path, pools), reason) for path in _found(paths) if _references(path)
+    ]
 
 
 def _size(path: str, pools: Pools) -> int | None:
@@ -90,7 +99,8 @@ def _references(path: str) -> list[str]:
     if not os.path.isdir(path):
         return [path] if _is_reference(path) else []
     files = [os.path.join(above, name) for above, _, names in os.walk(path) for name in names]
-    return [each for each in files if not os.path.islink(each) and _is_reference(each)]
+    there = [each for each in files if not os.path.islink(each) and not is_aside(each)]
+    return [each for each in there if _is_reference(each)]
 
 
 def _is_reference(path: str) -> bool:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import shutil
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
@@ -22,7 +24,7 @@ from portus.client.host import HostPool
 from portus.client.notes import note
 from portus.client.reference import Link, State
 from portus.client.survey import Survey, survey_of
-from portus.errors import MediumError
+from portus.errors import MediumError, PortusError
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
 from portus.index.directory import links_directory, make_directory
@@ -36,7 +38,18 @@ from portus.spec import VersionInfo
 _log: Final = logging.getLogger("portus")
 
 ASIDE: Final = ".uncommitted"
-"""Behind the name of a reference file whose save was cut off."""
+"""Behind the name of a reference file whose save was cut off, or failed."""
+
+_WITHDRAWN_MAX: Final = 16
+"""Files that one run leaves of saves that failed; the oldest goes. It may fail for weeks."""
+
+
+_ASIDE: Final = re.compile(re.escape(ASIDE) + r"(-\d+)?$")
+
+
+def is_aside(path: str) -> bool:
+    """True for a file that was put aside, by its name: what it is named after is not there."""
+    return _ASIDE.search(path) is not None
 
 
 class HeldPool(Protocol):
@@ -55,6 +68,9 @@ class HeldPool(Protocol):
 
     def retire(self, versions: Collection[int]) -> None:
         """Let go of versions, by id."""
+
+    def may_have(self, token: bytes) -> bool:
+        """True if readers may find the version of that token, though its commit failed."""
 
 
 class InFlight(Protocol):
@@ -120,6 +136,7 @@ class Keeper:
         self._begun = False
         self._seen: list[Link] = []
         """The links when they were looked at last."""
+        self._withdrawn: Final[deque[str]] = deque()
         self._untold: list[Reference] = []
         """Files of which the storage host is to hear before what they lead to is committed."""
         files_of.tidy(self._directory, self._files)
@@ -304,10 +321,33 @@ class Keeper:
             return  # and there may be saves in flight
         try:
             for path, each in self._uncommitted(model, frozenset()).items():
-                if each.part is None and part_of(each.model) is None:  # others are mended as wholes
+                if _stands_alone(each):
                     self._put_aside(path, each)
         except MediumError as error:
             _log.warning("portus: files of saves that were cut off stay: %s", error)
+
+    def withdraw(self, path: str, placed: Reference, asked: int, *, is_in_doubt: bool) -> None:
+        """The save failed that ``placed`` was put at ``path`` for: put the file aside, or until its
+        run starts again it would be taken for a checkpoint of its step. asked: as for ``place``.
+
+        is_in_doubt: its commit had begun. Then the file stays if readers may find its version. What
+        cannot be put aside stays too, which is logged; nothing is raised.
+        """
+        if not _stands_alone(placed):
+            return
+        try:
+            if not (is_in_doubt and self._writer.may_have(bytes.fromhex(placed.token))):
+                aside = self._put_aside(path, placed, asked)
+                if aside is not None:
+                    self._withdrawn.append(aside)
+                if len(self._withdrawn) > _WITHDRAWN_MAX:
+                    self._files.remove(self._withdrawn.popleft())
+        except PortusError as error:
+            _log.warning(
+                "portus: %s, whose save failed, stays, and does not lead to its own step: %s",
+                path,
+                error,
+            )
 
     def mend(
         self, *, uncommitted: bool, cut_off: Collection[bytes] = (), model: str | None = None
@@ -359,8 +399,9 @@ class Keeper:
             if each.token not in committed and model in (None, each.model)
         }
 
-    def _put_aside(self, path: str, reference: Reference) -> None:
-        """Rename a file whose save was never committed: it would be taken for a checkpoint."""
+    def _put_aside(self, path: str, reference: Reference, asked: int | None = None) -> str | None:
+        """Rename a file whose save was never committed: it would be taken for a checkpoint. Its
+        name then; None if it is not there any more."""
         aside = path + ASIDE
         for number in itertools.count(2):
             if self._files.status(aside) is None:
@@ -369,18 +410,20 @@ class Keeper:
         newest = self._newest_file(reference.model)
         if newest is not None:
             files_of.lead_links_to(newest, path)  # a last.ckpt that leads nowhere is a fresh start
-        self._files.replace(path, aside)
+        if not files_of.move(path, aside, reference, self._files, asked):
+            return None
         self._files.sync(os.path.dirname(path))
         self._forget(reference)
         with self._guard:
             self._known.pop(reference.id, None)
             self._untold = [each for each in self._untold if each.id != reference.id]
         _log.warning(
-            "portus: the save of step %s to %s was cut off and never committed: the file is %s now",
+            "portus: the save of step %s to %s was never committed: the file is %s now",
             reference.step,
             path,
             os.path.basename(aside),
         )
+        return aside
 
     def _newest_file(self, model: str) -> str | None:
         """The path of a file of the newest version of ``model`` that has one."""
@@ -611,6 +654,11 @@ def _falling_back(
         in_flight=in_flight.token.hex() if in_flight else None,
         in_flight_step=in_flight.step if in_flight else None,
     )
+
+
+def _stands_alone(reference: Reference) -> bool:
+    """False for parts of a directory, and of a group: those are mended as wholes."""
+    return reference.part is None and part_of(reference.model) is None
 
 
 def _home(link: Link) -> str:

@@ -13,7 +13,7 @@ from typing import BinaryIO, Final
 
 from portus.client import torch_file, weights_file
 from portus.client.grouped import is_shard, shards_at
-from portus.client.keeper import keeper_of
+from portus.client.keeper import is_aside, keeper_of
 from portus.client.reference import State, is_link, read
 from portus.client.resolve import POOLS, Pools, use_reference
 from portus.errors import BusyError, MediumError, PortusError, UsageError
@@ -51,7 +51,8 @@ def materialize(
     The bytes go from the pool to a hidden file beside it, verified on the way, 16 MiB at a time;
     then that is synced, and renamed into place. The time of last change and the mode stay. In
     memory is what of the state is no tensor: numbers, text, arrays of numpy.
-    Symbolic links below a directory are left alone; what they lead to is found where it lies.
+    Symbolic links below a directory are left alone; what they lead to is found where it lies. So
+    are files that were put aside (``.uncommitted``).
     Weights that Accelerate would have saved as ``model.safetensors`` become that file.
 
     A directory of a sharded checkpoint (``portus.dcp``) becomes one that
@@ -91,10 +92,10 @@ def in_place(place: str, pools: Pools, advanced: Advanced) -> Iterator[str]:
 
 
 def _directories(place: str) -> Iterator[list[str]]:
-    """The files in a directory and below it, by directory; no links."""
+    """The files in a directory and below it, by directory; no links, and none put aside."""
     for directory, _, names in os.walk(place):
         paths = [os.path.join(directory, name) for name in sorted(names)]
-        yield [path for path in paths if not os.path.islink(path)]
+        yield [path for path in paths if not os.path.islink(path) and not is_aside(path)]
 
 
 def _materialize_directory(paths: list[str], pools: Pools, advanced: Advanced) -> Iterator[str]:

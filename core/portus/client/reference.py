@@ -194,6 +194,19 @@ def take_away(path: str, files: FileSystem, asked: int | None = None) -> None:
     files.sync(os.path.dirname(path))
 
 
+def move(path: str, to: str, reference: Reference, files: FileSystem, asked: int | None) -> bool:
+    """Rename the file of ``reference`` at ``path``; durable once its directory is synced. False if
+    another file is there by now, or none; asked: or one that is newer (see ``order``). Raises
+    ``MediumError``."""
+    with order.turn:
+        if asked is not None and order.is_newer(path, asked):
+            return False
+        if read_through(path, files) != reference:
+            return False
+        files.replace(path, to)
+        return True
+
+
 def settle_removals(directory: str, files: FileSystem) -> None:
     """Return when what was removed from ``directory``, by anybody, stays removed, also when the
     directory itself is gone. Raises ``MediumError``."""

@@ -84,6 +84,8 @@ class Save:
         self._stats: Final = SaveStats(state_bytes=int(snapshot.length.sum()))
         self.reported = False
         """True once somebody was told why it failed."""
+        self.is_in_doubt = False
+        """Of a save that failed: True if its commit had begun, so that its version may be there."""
         self.token: Final = snapshot.token
         self.step: Final = snapshot.step
         self.model: Final = snapshot.model
@@ -378,6 +380,7 @@ class Save:
             tree=snapshot.tree,
             inexact=self._stats.inexact_bytes > 0,
         )
+        self.is_in_doubt = True
         committed = self._draft.commit(labels, self._before(), self._policy.retire())
         self._stats.commit_s = time.perf_counter() - start
         self._stats.total_s = time.perf_counter() - self._born

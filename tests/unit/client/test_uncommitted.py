@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,11 @@ from typer.testing import CliRunner
 
 import portus
 from portus.cli.app import app
+from portus.client.keeper import ASIDE
+from portus.format.layout import DATA_START
+from portus.index.pool import PoolWriter
+from portus.spec import Extent
+from tests.unit.client.stuck import gated
 
 CUT_OFF = """
 import os, sys, torch, portus
@@ -115,3 +123,90 @@ def test_a_file_that_leads_to_another_pool_keeps_its_name(
     with portus.Checkpointer(tmp_path / "pools", "run") as checkpointer:
         checkpointer.save({}, 9).wait()
     assert [path.exists() for path in paths] == [True, True, True]
+
+
+def test_the_file_of_a_save_that_failed_is_put_aside_while_its_run_goes_on(
+    tmp_path: Path, paths: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    last = paths[0].with_name("last.ckpt")
+    with portus.Checkpointer(tmp_path / "pools", "run", keep=1) as checkpointer:
+        checkpointer.save({"step": 0}, 0, reference=paths[0]).wait()
+        checkpointer.wait()
+        with failing(checkpointer):
+            checkpointer.save({"step": 1}, 1, reference=paths[1])
+            last.symlink_to(paths[1].name)
+            checkpointer.wait()
+        aside = paths[1].with_name(f"{paths[1].name}{ASIDE}")
+        assert sorted(os.listdir(last.parent)) == [last.name, paths[0].name, aside.name]
+        assert f"the file is {aside.name} now" in caplog.text
+        assert torch.load(last) == {"step": 0}
+        assert len(os.listdir(tmp_path / "pools" / "run.references")) == 1
+        assert portus.materialize_in_turn([aside, aside.parent], within_s=60) == []
+        checkpointer.save({"step": 2}, 2, reference=paths[1]).wait()
+    assert torch.load(paths[1]) == {"step": 2}
+    assert not portus.is_reference(paths[0])
+    assert portus.is_reference(aside), "of what was never committed there is no real file"
+
+
+def test_a_run_whose_saves_all_fail_leaves_few_files(
+    tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.client.keeper._WITHDRAWN_MAX", 2)
+    with portus.Checkpointer(tmp_path / "pools", "run") as checkpointer:
+        checkpointer.save({}, 0).wait()
+        with failing(checkpointer):
+            for step in range(5):
+                checkpointer.save({}, step, reference=paths[0].with_name(f"{step}.ckpt"))
+                checkpointer.wait()
+    assert sorted(os.listdir(paths[0].parent)) == [f"{step}.ckpt{ASIDE}" for step in (3, 4)]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_file_whose_version_readers_may_find_stays(
+    tmp_path: Path, paths: list[Path], stored: bool
+) -> None:
+    """A persist of the root that fails leaves the version in caches, and on the disk perhaps."""
+    pool = tmp_path / "pools" / "run.portus"
+    gate = gated(pool)
+
+    def persist(writer: PoolWriter, ranges: Sequence[Extent]) -> None:
+        is_root = all(extent.end <= DATA_START for extent in ranges)
+        gate.broken = is_root or not stored
+        writer.medium.persist(ranges)
+
+    with portus.Checkpointer(pool, "run") as checkpointer:
+        checkpointer.save({"step": 0}, 0, reference=paths[0]).wait()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PoolWriter, "_persist", persist)
+            with pytest.raises(portus.MediumError, match="not written to any more"):
+                checkpointer.save({"step": 1}, 1, reference=paths[1]).wait()
+        checkpointer.save({"step": 2}, 2, reference=paths[2]).wait()
+        assert paths[1].exists() == stored
+    if stored:
+        assert torch.load(paths[1]) == {"step": 1}
+
+
+def test_what_cannot_be_put_aside_stays_which_is_said_once(
+    tmp_path: Path, paths: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    long = paths[0].with_name("x" * 250)  # and no longer name is possible
+    with portus.Checkpointer(tmp_path / "pools", "run") as checkpointer:
+        checkpointer.save({"step": 0}, 0, reference=paths[0]).wait()
+        with failing(checkpointer):
+            checkpointer.save({"step": 1}, 1, reference=long)
+            checkpointer.wait()
+        checkpointer.save({"step": 2}, 2, reference=paths[2]).wait()
+    assert long.exists()
+    assert caplog.text.count("stays, and does not lead to its own step") == 1
+
+
+@contextlib.contextmanager
+def failing(checkpointer: portus.Checkpointer) -> Iterator[None]:
+    """Saves fail when their files are there, before anything is committed."""
+
+    def fail(infos: object) -> list[int]:
+        raise portus.MediumError(errno.EIO, "the disk fails")
+
+    checkpointer.surplus = fail
+    yield
+    checkpointer.surplus = None
