@@ -6,20 +6,24 @@ import ctypes
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from portus.errors import MediumError
-from portus.media.base import MappedMedium, Medium, MediumKind
+from portus.media.base import MappedMedium, Medium, MediumKind, SparseMedium
 from portus.media.dax import SpaceMedium
-from portus.media.file import PlainFile
+from portus.media.file import MappedFile, PlainFile
 from portus.media.local import LocalFiles
 from portus.media.memory import Memory
 from portus.spec import Extent
 from portus.testing import lines
-from portus.testing.contract import MappedMediumContract, MediumContract
+from portus.testing.contract import (
+    MappedMediumContract,
+    MediumContract,
+    SparseMediumContract,
+)
 from portus.testing.crash import CrashFiles
 from portus.testing.lines import CrashSpace
 
@@ -66,18 +70,22 @@ class OnDisk:
     def break_persist(self, medium: Medium) -> None:
         self.sync.fails = True
 
+    def after_power_loss(self, medium: SparseMedium) -> Iterable[bytes]:
+        """What a real file system leaves, ``faults/test_power.py`` looks at."""
+        yield self.read_behind(medium, 0, medium.size)
 
-class TestMappedFile(OnDisk, MappedMediumContract):
-    def make(self, size: int) -> MappedMedium:
+
+class TestMappedFile(OnDisk, MappedMediumContract, SparseMediumContract):
+    def make(self, size: int) -> MappedFile:
         medium = LocalFiles(sync=self.sync).create(self.new_path(), size)
         if medium.info.kind is not MediumKind.FILE_MAPPED:
             pytest.skip(f"the file system of {self.directory} is not one to be mapped")
-        assert isinstance(medium, MappedMedium)
+        assert isinstance(medium, MappedFile)
         return medium
 
 
-class TestPlainFile(OnDisk, MediumContract):
-    def make(self, size: int) -> Medium:
+class TestPlainFile(OnDisk, SparseMediumContract):
+    def make(self, size: int) -> PlainFile:
         medium = LocalFiles(mapped=False, sync=self.sync).create(self.new_path(), size)
         assert medium.info.kind is MediumKind.FILE_PLAIN
         assert type(medium) is PlainFile

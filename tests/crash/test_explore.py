@@ -27,6 +27,7 @@ from tests.crash.trainer import (
     collect,
     disk,
     give_back,
+    give_back_and_go_on,
     grow,
     process,
     refer,
@@ -60,6 +61,7 @@ EXPLORATIONS: Final[Mapping[str, tuple[Plans, tuple[int, ...]]]] = {
     "grow": ((grow, save_one), (60, 4)),
     "collect what was deleted": ((collect,), (30,)),
     "give space back": ((give_back, save_one), (30, 3)),
+    "give space back in a run": ((give_back_and_go_on,), (40,)),
     "reference files": ((refer, save_one), (60, 3)),
     "crash in recovery from a crash": ((save_one, save_one, save_one), (60, 6, 3)),
 }

@@ -179,10 +179,10 @@ class SpaceUsedAgainTooEarly(PoolWriter):
 class SpaceGivenBackTooEarly(PoolWriter):
     """What the other slot still reaches goes back to the file system."""
 
-    def give_back(self) -> int:
+    def give_back(self, at_most: int | None = None) -> int:
         roots, self._roots = self._roots, self._roots[:1]
         try:
-            return super().give_back()
+            return super().give_back(at_most)
         finally:
             self._roots = roots
 

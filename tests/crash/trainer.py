@@ -563,14 +563,26 @@ def collect(trainer: Trainer) -> None:
             trainer.user_removes(trainer.paths()[0])
 
 
+ALL = 1 << 30
+"""Bytes to give back. Unless it is said how many, room for records is left, and these pools are no
+larger than that."""
+
+
 def give_back(trainer: Trainer) -> None:
     """Space of retired versions, some just now, goes back; then the pool is opened anew, and
     takes it again."""
     for _ in range(3):
         trainer.save(keep=1)
-    trainer.writer.give_back()
+    trainer.writer.give_back(ALL)
     trainer.reopen()
     trainer.save(keep=1)
+
+
+def give_back_and_go_on(trainer: Trainer) -> None:
+    """The same in a run: what went back, all of it or a page, is taken again."""
+    for step in range(5):
+        trainer.save(keep=1)
+        trainer.writer.give_back(ALL if step % 2 else PAGE)
 
 
 def refer(trainer: Trainer) -> None:

@@ -6,18 +6,18 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from portus.errors import MediumError, UsageError
-from portus.media.base import MappedMedium, Medium, MediumKind
-from portus.media.dax import DaxDevice, device_facts, is_device, open_device
+from portus.media.base import MappedMedium, Medium, MediumKind, SparseMedium
+from portus.media.dax import DaxDevice, DaxFile, device_facts, is_device, open_device
 from portus.media.local import LocalFiles
 from portus.media.pmem import Libpmem, processor
 from portus.spec import Extent
-from portus.testing.contract import MappedMediumContract, assert_raises
+from portus.testing.contract import MappedMediumContract, SparseMediumContract, assert_raises
 from tests.hardware.conftest import DEVDAX, EXPANDER, FSDAX
 
 pytestmark = [pytest.mark.pmem, pytest.mark.timeout(600)]
@@ -134,7 +134,7 @@ class TestExpander(OnDevice):
         assert medium.info.volatile
 
 
-class TestFsdax(MappedMediumContract):
+class TestFsdax(MappedMediumContract, SparseMediumContract):
     @pytest.fixture(autouse=True)
     def place(self) -> Iterator[None]:
         self.cpu = Breaking(processor())
@@ -143,13 +143,16 @@ class TestFsdax(MappedMediumContract):
         for path in self.paths:
             path.unlink()
 
-    def make(self, size: int) -> MappedMedium:
+    def make(self, size: int) -> DaxFile:
         path = Path(FSDAX, f"medium {len(self.paths)}")
         medium = LocalFiles(cpu=self.cpu).create(str(path), size)
         self.paths.append(path)
         assert medium.info.kind is MediumKind.FSDAX
-        assert isinstance(medium, MappedMedium)
+        assert isinstance(medium, DaxFile)
         return medium
+
+    def after_power_loss(self, medium: SparseMedium) -> Iterable[bytes]:
+        yield self.read_behind(medium, 0, medium.size)
 
     def read_behind(self, medium: Medium, offset: int, length: int) -> bytes:
         with open(medium.info.name, "rb") as file:

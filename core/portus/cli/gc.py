@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from portus.cli.output import Json, Output, error_document, exit_code, said, size_text
-from portus.cli.pools import find_pool, nearest, on_disk, version_document
+from portus.cli.pools import find_pool, nearest, version_document
 from portus.cli.rm import writing
 from portus.client.home import host_links
 from portus.client.host import HostPool
@@ -17,7 +17,7 @@ from portus.client.keeper import gone_for_good, unheld
 from portus.client.reference import Link, State, links, read_through
 from portus.errors import PortusError, UsageError
 from portus.format.reference import Reference
-from portus.index.directory import links_directory, open_reader, pools_at, remove_pool
+from portus.index.directory import links_directory, on_disk, open_reader, pools_at, remove_pool
 from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind
 from portus.media.local import LocalFiles
 from portus.spec import VersionInfo

@@ -21,13 +21,13 @@ from portus.cli.pools import (
     holders,
     link_document,
     link_text,
-    on_disk,
     version_document,
 )
 from portus.client.keeper import missing
 from portus.client.reference import Link
 from portus.errors import MediumError
 from portus.index.catalogue import Catalogue
+from portus.index.directory import on_disk
 from portus.index.groups import Group, groups_of
 from portus.index.place import Place
 from portus.index.pool import read_failure

@@ -48,15 +48,6 @@ def find_pool(pool: str | None, near: str | None = None) -> Place:
     return Place.named(place)
 
 
-def on_disk(path: str) -> int:
-    """Bytes that a pool file takes of its file system: less than its size, if it has holes. 0 for a
-    storage host, a device, and where nothing is."""
-    try:
-        return 0 if is_address(path) else os.stat(path).st_blocks * 512
-    except OSError:
-        return 0
-
-
 def nearest(start: str) -> str | None:
     """``.portus`` in ``start`` or in a directory above it; None if there is none."""
     for directory in _upwards(start):

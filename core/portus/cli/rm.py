@@ -53,7 +53,7 @@ def run(
 def writing(path: str) -> Iterator[tuple[PoolWriter, Keeper]]:
     """A pool file opened for writing; at the end what nothing reaches is given back to the file
     system. Raises ``BusyError`` naming who writes it."""
-    writer = WRITERS.open(path, timeout_s=WAIT_S)
+    writer = WRITERS.open(path, timeout_s=WAIT_S, mapped=False)  # else holes would be filled
     last: Callable[[], object] = lambda: None  # noqa: E731  # after an error nothing is touched
     try:
         yield writer, keeper_of(path, writer)

@@ -632,7 +632,7 @@ class Checkpointer:
             return  # the next save has its space by now, and sees to that of the one after it
         try:
             grown = self._writer.ensure(size)
-            self._writer.touch([grown], lambda: not self._queue.has_more())
+            self._writer.touch(grown, lambda: not self._queue.has_more())
         except (MediumError, TransportError) as error:
             _log.warning("%s: the next save may not fit: %s", self.path, error)
 

@@ -25,6 +25,7 @@ from portus.index.directory import (
     links_directory,
     make_directory,
     newest_generation,
+    on_disk,
     open_reader,
     remove_pool,
 )
@@ -140,8 +141,7 @@ class FileHome:
         if self._max_bytes is None:
             return None
         others = [each for each in generations(self._first).values() if each != self.path]
-        sizes = [found.size for each in others if (found := LocalFiles().status(each))]
-        return max(DATA_START, self._max_bytes - sum(sizes))
+        return max(DATA_START, self._max_bytes - sum(map(on_disk, others)))
 
     def older(self) -> dict[PoolReader, str]:
         return dict(self._older)
@@ -174,7 +174,7 @@ class FileHome:
         else:
             pool.close()
             try:
-                writer = WRITERS.open(path, timeout_s=0)
+                writer = WRITERS.open(path, timeout_s=0, mapped=False)
             except PortusError as error:
                 _log.warning("%s is not needed any more, and stays: %s", path, error)
                 return

@@ -102,7 +102,7 @@ class HostPool(PoolReader):
             self._known = uuid, found
             return found
 
-    def ensure(self, free: int) -> Extent:
+    def ensure(self, free: int) -> list[Extent]:
         """Have the host make room; what was added is its own affair."""
         self.links.ask(said.Status())  # one that hangs is not waited for as one that works
         try:
@@ -113,7 +113,7 @@ class HostPool(PoolReader):
                 raise MediumError(error.errno, f"{error.strerror}{self.advice()}") from error
             self.retire(gone)
             self.links.ask(said.Room(free), ROOM_S)
-        return Extent(0, 0)
+        return []
 
     def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
         """The host did when it made room."""

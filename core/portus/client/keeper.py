@@ -15,9 +15,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from portus.client import reference as files_of
 from portus.client.host import HostPool
@@ -29,6 +29,7 @@ from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
 from portus.index.directory import links_directory, make_directory
 from portus.index.groups import part_of
+from portus.index.pool import NO_SPACE, PoolWriter
 from portus.index.roots import Superblock
 from portus.media.base import Medium
 from portus.media.file import PlainFile
@@ -36,6 +37,8 @@ from portus.media.local import LocalFiles
 from portus.spec import VersionInfo
 
 _log: Final = logging.getLogger("portus")
+
+Result = TypeVar("Result")
 
 ASIDE: Final = ".uncommitted"
 """Behind the name of a reference file whose save was cut off, or failed."""
@@ -50,6 +53,11 @@ _ASIDE: Final = re.compile(re.escape(ASIDE) + r"(-\d+)?$")
 def is_aside(path: str) -> bool:
     """True for a file that was put aside, by its name: what it is named after is not there."""
     return _ASIDE.search(path) is not None
+
+
+_FILE_ROOM: Final = 64 << 10
+"""Bytes that the pool gives back for one reference file: it, its link, and what their directories
+grow by. Not more, since the next save needs the rest."""
 
 
 class HeldPool(Protocol):
@@ -174,7 +182,7 @@ class Keeper:
         asked: when this was asked for; what is at ``path`` and is newer stays (see ``order``).
         """
         self._follow()
-        self._make_directories(path)
+        self._with_room(lambda: self._make_directories(path))
         while True:  # ends: each turn but the last something was decided about versions that go
             decisions, going = self._decisions, self._going
             others = [each for each in going if not each[0].over and each[0].token != token]
@@ -189,7 +197,9 @@ class Keeper:
         placed = False
         try:
             with self._placing:
-                placed = files_of.place(path, made, self._files, self._directory, asked)
+                placed = self._with_room(
+                    lambda: files_of.place(path, made, self._files, self._directory, asked)
+                )
             if placed and self._host is not None:
                 self._untold.append(made)
         finally:
@@ -197,6 +207,19 @@ class Keeper:
                 with self._guard:
                     self._known.pop(made.id, None)
         return made
+
+    def _with_room(self, act: Callable[[], Result]) -> Result:
+        """What ``act`` gives; on a full disk it is called once more, after the pool gave back some
+        of the space that nothing reaches."""
+        try:
+            return act()
+        except MediumError as error:
+            pool = self._writer
+            if error.errno not in NO_SPACE or not isinstance(pool, PoolWriter):
+                raise
+            if not pool.give_back(_FILE_ROOM):
+                raise
+        return act()
 
     def _reference(
         self, path: str, token: bytes, step: int, model: str, part: str | None
@@ -617,7 +640,7 @@ class Keeper:
         ):
             return
         uuid = self._writer.superblock.uuid.hex()
-        make_directory(self._directory)
+        self._with_room(lambda: make_directory(self._directory))
         self._survey.renew()
         for each in files_of.strays(self._directory, self._files, uuid, self._survey):
             if each.leads_to(there):

@@ -598,7 +598,7 @@ class _Requests:
 
     def _room(self, message: said.Room) -> Said:
         grown = self._writer.ensure(message.size)
-        self._writer.touch([grown], lambda: not self._link.closed)
+        self._writer.touch(grown, lambda: not self._link.closed)
         return said.Done()
 
     def _retire(self, message: said.Retire) -> Said:

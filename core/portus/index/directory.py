@@ -80,6 +80,15 @@ def generation_of(path: str, number: int) -> str:
     return path if number == 1 else f"{stem}+{number}{suffix}"
 
 
+def on_disk(path: str) -> int:
+    """Bytes that a pool file takes of its file system: less than its size, if it has holes. 0 for
+    an address, for a device, and where nothing is."""
+    try:
+        return os.stat(path).st_blocks * 512
+    except OSError:
+        return 0
+
+
 def links_directory(pool_path: str) -> str:
     """Where the links of the pool at ``pool_path`` are: beside a file. Nothing lasts beside a
     device, and its name may change: there it is ``<uuid>.references``, among what programs keep

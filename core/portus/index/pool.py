@@ -7,7 +7,8 @@ Commits that come while another one persists are made as one (``line``), if they
 models: their versions have ids of their own, and one commit number.
 
 Reuse (V1, V10): a page may be reserved when neither root reaches it, nobody pins a version that
-holds it, and no reservation in progress holds it.
+holds it, and no reservation in progress holds it. Space of such pages may be given back to the file
+system (``give_back``): then they are holes, and to use them again is to grow, but within the pool.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ from portus.index.space import (
     merged,
     page_count,
     runs_of,
+    without,
 )
 from portus.media.base import Locks, Medium, SparseMedium
 from portus.media.warm import warm
@@ -97,6 +99,9 @@ _TOUCHED: Final = 2 << 20
 
 REFRESH_COMMITS: Final = 64
 """What versions share is written afresh after so many commits, so that rot cannot hide in all."""
+
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What a medium says that cannot grow, or fill its holes."""
 
 _COPIES_MAX: Final = 16 << 20
 """Bytes of records of earlier commits that one commit copies; the rest is left to the next."""
@@ -293,6 +298,8 @@ class PoolWriter(PoolReader):
         self._touched: Final = bytearray()
         self._guard: Final = threading.Lock()
         self._held: Final[list[Runs]] = []
+        self._holes: Runs = EMPTY
+        """Pages that may have no space: they are filled before they are reserved."""
         self._reach: Final[dict[int, Runs]] = {}
         self._shapes: Final[dict[int, tuple[Pointer | bytes, Pointer | bytes]]] = {}
         self._slots: Final[dict[int, Root]] = {}
@@ -301,6 +308,8 @@ class PoolWriter(PoolReader):
         self._strangers: set[int] = set()
         self._strange: Runs = EMPTY
         self._recover()
+        if isinstance(medium, SparseMedium):
+            self._holes = extents_runs(medium.holes())
 
     def catalogue(self) -> Catalogue:
         """What is committed now, from memory."""
@@ -354,7 +363,7 @@ class PoolWriter(PoolReader):
         runs = runs_of(offsets, lengths)
         with self._guard:
             self._held.append(runs)
-        return [Extent(first * PAGE, (after - first) * PAGE) for first, after in runs.tolist()]
+        return _extents(runs)
 
     def release(self, extents: Sequence[Extent]) -> None:
         """Give back what ``reserve`` gave, or ``hold`` held, once. What a root reaches stays
@@ -367,23 +376,19 @@ class PoolWriter(PoolReader):
                     return
         assert not len(runs), f"{extents} was not reserved"
 
-    def ensure(self, free: int) -> Extent:
+    def ensure(self, free: int) -> list[Extent]:
         """Make room until ``free`` bytes can be reserved; what the pool grew by. As for a
         reservation, it grows last.
 
         Raises ``MediumError``.
         """
         with self._committing:
-            before = self.medium.size
             pages = -(-free // PAGE)
-            pages += _left_to_records(pages)
-            missing = pages - page_count(self._free())
+            wanted = _Wanted(pages, False, _left_to_records(pages))
             for free_more in (self._settle, self._retire_deleted):
-                if missing > 0 and free_more():
-                    missing = pages - page_count(self._free())
-            if missing > 0:
-                self._grow(missing)
-            return Extent(before, self.medium.size - before)
+                if self._missing(wanted) > 0:
+                    free_more()
+            return self._grow(self._missing(wanted))
 
     def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
         """Have the pages of reserved space present, where this writer has not stored yet: one call
@@ -410,10 +415,12 @@ class PoolWriter(PoolReader):
                 first = end
         return found
 
-    def give_back(self) -> int:
+    def give_back(self, at_most: int | None = None) -> int:
         """Give the space that nothing reaches back to whatever holds the medium; bytes that came
-        back. Call it last: nothing may be stored before the pool was opened anew.
+        back. What is saved later takes it again, as if the pool grew, if there is any then.
 
+        at_most: bytes; None: all but what the next commit needs for its records, or nothing could
+        be retired from this pool on a disk that is full.
         Settles first (V1): what only the older root reaches may be needed until then. Raises
         ``MediumError``. A poisoned pool stays as it is, and so does one whose medium has all its
         space for good: a device, memory.
@@ -424,13 +431,27 @@ class PoolWriter(PoolReader):
             self._settle()
             with self._guard:
                 free = self._free_now()
-                self._held.append(free)  # so that nobody reserves it
-            return self.medium.discard(
-                [Extent(first * PAGE, (after - first) * PAGE) for first, after in free.tolist()]
-            )
+                if at_most is None:
+                    kept = choose(free, min(page_count(free), self._record_pages())) or []
+                    given = without(self._unreached(), extents_runs(kept))
+                else:
+                    given = extents_runs(choose(free, min(page_count(free), at_most // PAGE)) or [])
+                self._holes = merged([self._holes, given])
+                self._forget_touched(given)
+            return self.medium.discard(_extents(given))
+
+    def _record_pages(self) -> int:
+        """For the records, and their copies, of a commit that retires something, and some more."""
+        return 8 + 2 * page_count(merged(each.record_runs for each in self._roots))
+
+    def _forget_touched(self, given: Runs) -> None:
+        for first, after in given.tolist():
+            first, after = first * PAGE // _TOUCHED, -(-after * PAGE // _TOUCHED)
+            known = len(self._touched[first:after])
+            self._touched[first : first + known] = bytes(known)
 
     def free_bytes(self) -> int:
-        """Bytes that can be reserved without growing."""
+        """Bytes that can be reserved without growing, and without space that was given back."""
         return page_count(self._free()) * PAGE
 
     def commit(
@@ -575,6 +596,10 @@ class PoolWriter(PoolReader):
             return self._free_now()
 
     def _free_now(self) -> Runs:
+        return without(self._unreached(), self._holes)
+
+    def _unreached(self) -> Runs:
+        """What nobody needs, holes too; under the guard."""
         alive = frozenset().union(*(catalogue.ids() for catalogue in self._roots))
         for version in [each for each in self._reach if each not in alive]:
             if not self.locks.pinned(version):
@@ -606,17 +631,33 @@ class PoolWriter(PoolReader):
                     return extents
         while True:  # ends: who takes what is added here needs no turn, but has what it wanted then
             try:
-                self._grow(wanted.pages + wanted.spare)
-            except MediumError:
-                extents = self._take(replace(wanted, spare=0))
-                if extents is None and self._drop_copies(wanted.pages):
-                    extents = self._take(replace(wanted, spare=0))
+                self._grow(self._missing(wanted), contiguous=wanted.contiguous)
+            except MediumError as error:
+                extents = self._scrape(replace(wanted, spare=0), error)
                 if extents is None:
                     raise
                 return extents
             extents = self._take(wanted)
             if extents is not None:
                 return extents
+
+    def _scrape(self, wanted: _Wanted, why: MediumError) -> list[Extent] | None:
+        """Room where the pool cannot grow any more: what was to be spared; many small pieces, given
+        back for one at the end; copies of records, last."""
+        extents = self._take(wanted)
+        scattered = extents is None and wanted.contiguous and why.errno in NO_SPACE
+        if scattered and self.give_back(wanted.pages * PAGE):
+            with contextlib.suppress(MediumError):
+                self._grow(wanted.pages, contiguous=True)
+                extents = self._take(wanted)
+        if extents is None and self._drop_copies(wanted.pages):
+            extents = self._take(wanted)
+        return extents
+
+    def _missing(self, wanted: _Wanted) -> int:
+        """By how many pages the pool would have to grow."""
+        pages = wanted.pages + wanted.spare
+        return pages if wanted.contiguous else pages - page_count(self._free())
 
     def _settle(self) -> bool:
         """Commit the same catalogue once more if the older root alone reaches something, so that
@@ -665,22 +706,60 @@ class PoolWriter(PoolReader):
             self._reclaiming = False
         return self._settle()
 
-    def _grow(self, pages: int) -> None:
-        size = self.medium.size + pages * PAGE
-        size += -size % _GROWTH
+    def _grow(self, pages: int, *, contiguous: bool = False) -> list[Extent]:
+        """Have so many pages more: those that were given back first, then new ones at the end. What
+        was added. Raises ``MediumError``."""
+        if pages <= 0:
+            return []
+        filled = self._fill_holes(pages, contiguous=contiguous)
+        pages -= page_count(extents_runs(filled))
+        if not pages:
+            return filled
+        before = self.medium.size
+        exact = before + pages * PAGE
+        size = exact + -exact % _GROWTH
         if self.max_bytes is not None:
             size = min(size, self.max_bytes - self.max_bytes % PAGE)
-            if size < self.medium.size + pages * PAGE:
+            if size < exact:
                 raise MediumError(
                     errno.ENOSPC,
                     self._full(pages, f"max_bytes is {self.max_bytes}") + self.advice(),
                 )
+        self._grow_to(size, exact)
+        return [*filled, Extent(before, self.medium.size - before)]
+
+    def _grow_to(self, size: int, at_least: int) -> None:
         try:
-            self.medium.grow(size)
+            try:
+                self.medium.grow(size)
+            except MediumError as error:
+                if error.errno not in NO_SPACE or size == at_least:
+                    raise
+                self.medium.grow(at_least)
         except MediumError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in NO_SPACE:
                 raise
             raise MediumError(error.errno, f"{error.strerror}{self.advice()}") from error
+
+    def _fill_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
+        """Have space again where it was given back, for so many pages at most; where."""
+        with self._guard:
+            unreached = self._unreached()
+            holes = without(unreached, without(unreached, self._holes))
+            count = min(pages, page_count(holes))
+            extents = choose(holes, count) or []
+        if not extents or (contiguous and (count < pages or len(extents) > 1)):
+            return []
+        assert isinstance(self.medium, SparseMedium)
+        try:
+            self.medium.fill(extents)
+        except MediumError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            return []  # there may be less at the end
+        with self._guard:
+            self._holes = without(self._holes, extents_runs(extents))
+        return extents
 
     def _full(self, pages: int, why: str) -> str:
         versions = list(self._reach)  # at once: a reservation in another thread forgets some
@@ -716,7 +795,7 @@ class PoolWriter(PoolReader):
         extents = self._take(wanted)
         if extents is None:
             with contextlib.suppress(MediumError):
-                self._grow(wanted.pages + wanted.spare)
+                self._grow(wanted.pages + wanted.spare, contiguous=True)
                 extents = self._take(wanted)
         if extents is None and not self._cramped:
             _log.warning("%s: no room to keep records twice", self.medium.info.name)
@@ -783,6 +862,10 @@ class PoolWriter(PoolReader):
                 self._reach[entry.info.id] = version_runs(entry, record)
                 self._shapes[entry.info.id] = record.layout, record.tree
             self._damaged.difference_update(draft.kept.damaged)
+
+
+def _extents(runs: Runs) -> list[Extent]:
+    return [Extent(first * PAGE, (after - first) * PAGE) for first, after in runs.tolist()]
 
 
 def _model_of(change: Change) -> str | None:

@@ -58,6 +58,14 @@ def gaps(reach: Runs, first_page: int, after_page: int) -> Runs:
     return np.stack([starts[some], ends[some]], axis=1)
 
 
+def without(runs: Runs, others: Runs) -> Runs:
+    """The pages of ``runs`` that are not among ``others``; both merged."""
+    if not len(runs):
+        return runs
+    first, after = int(runs[0, 0]), int(runs[-1, 1])
+    return gaps(merged([gaps(runs, first, after), others]), first, after)
+
+
 def page_count(runs: Runs) -> int:
     """Pages in merged runs."""
     return int((runs[:, 1] - runs[:, 0]).sum())

@@ -87,9 +87,16 @@ class SparseMedium(Medium, Protocol):
     def discard(self, ranges: Sequence[Extent]) -> int:
         """Give the space of ``ranges`` back; how many bytes came back, 0 where there are no holes.
 
-        These bytes read as zero, or as they were until power is lost. Whoever discards stores
-        nothing more there before the medium was opened anew: there may be no space left for it.
+        These bytes read as zero; after power loss as zero or as they were. Nobody stores there
+        before they were filled: there may be no space left for it.
         """
+
+    def fill(self, ranges: Sequence[Extent]) -> None:
+        """Give ``ranges`` space again, where they have none; no byte changes. ``MediumError``
+        (ENOSPC) if there is none, and then maybe a part of them has some."""
+
+    def holes(self) -> list[Extent]:
+        """Where bytes may be without space; they read as zero. What is not listed has some."""
 
 
 @runtime_checkable

@@ -212,6 +212,28 @@ class PlainFile:
                 raise file_error("give back", self.path, error, what) from error
         return max(0, before - os.fstat(number).st_blocks) * 512
 
+    def fill(self, ranges: Sequence[Extent]) -> None:
+        """By fallocate(2). Nothing to do on a file system without holes."""
+        self._check_writable()
+        for extent in ranges:
+            self._check_range(extent.offset, extent.length)
+        for extent in ranges:
+            try:
+                linux.allocate(self._descriptor.number, extent.offset, extent.length)
+            except OSError as error:
+                if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+                    return
+                what = f"{extent.length} bytes at {extent.offset}"
+                raise file_error("find space for", self.path, error, what) from error
+
+    def holes(self) -> list[Extent]:
+        """What was allocated and never stored to may be listed too."""
+        try:
+            found = linux.holes(self._descriptor.number, self.size)
+        except OSError as error:
+            raise file_error("look for holes of", self.path, error) from error
+        return [Extent(offset, length) for offset, length in found]
+
     def _is_gone(self) -> bool:
         """True if the file has no name any more: what is stored to it ends with this process."""
         status = os.fstat(self._descriptor.number)
@@ -352,6 +374,7 @@ class MappedFile(PlainFile):
         except OSError as error:
             raise file_error("fill holes of", descriptor.path, error) from error
         self._addresses: Final = AddressRange(descriptor.path, size)
+        self._has_holes = False
         try:
             self._map(size, descriptor, file_system)
         except MediumError:
@@ -384,6 +407,15 @@ class MappedFile(PlainFile):
         self._check_writable()
         self._check_range(extent.offset, extent.length)
         self._write_early(extent.offset, extent.length)
+
+    def discard(self, ranges: Sequence[Extent]) -> int:
+        """Storing through an address there is SIGBUS on a full disk, until it was filled."""
+        self._has_holes = True
+        return super().discard(ranges)
+
+    def holes(self) -> list[Extent]:
+        """None before anything was discarded."""
+        return super().holes() if self._has_holes else []
 
     def close(self) -> None:
         """Also gives the addresses back: nobody may use one any more."""

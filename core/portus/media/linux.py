@@ -146,6 +146,27 @@ def punch(descriptor: int, offset: int, length: int) -> None:
             raise _error()
 
 
+def holes(descriptor: int, size: int) -> list[tuple[int, int]]:
+    """Offset and length of what below ``size`` has no blocks, by lseek(2); some of it may have some
+    that were never stored to. None where this platform, or the file system, does not say."""
+    found: list[tuple[int, int]] = []
+    if sys.platform != "linux":
+        return found
+    end = 0
+    while end < size:
+        start = os.lseek(descriptor, end, os.SEEK_HOLE)
+        if start >= size:
+            break
+        try:
+            end = min(size, os.lseek(descriptor, start, os.SEEK_DATA))
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # no data behind it
+                raise
+            end = size
+        found.append((start, end - start))
+    return found
+
+
 def file_system_type(descriptor: int) -> int | None:
     """``f_type`` of fstatfs(2), or None where this platform has none."""
     if sys.platform != "linux":

@@ -14,14 +14,14 @@ import errno
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import pytest
 
 from portus.errors import BusyError, MediumError, UsageError
-from portus.media.base import Files, Locks, MappedMedium, Medium, Names
+from portus.media.base import Files, Locks, MappedMedium, Medium, Names, SparseMedium
 from portus.spec import PAGE, Extent
 
 SIZE: Final = 3 * PAGE
@@ -302,6 +302,98 @@ class MappedMediumContract(MediumContract):
         mapped.close()
         with pytest.raises(UsageError):
             mapped.address(Extent(0, 1))
+
+
+class SparseMediumContract(MediumContract):
+    """``MediumContract``, and tests of giving space back, of a ``SparseMedium``. A medium that has
+    addresses too inherits both."""
+
+    @abc.abstractmethod
+    def make(self, size: int) -> SparseMedium:
+        """As in ``MediumContract``."""
+
+    @abc.abstractmethod
+    def after_power_loss(self, medium: SparseMedium) -> Iterable[bytes]:
+        """All bytes that may be found if the power fails now: as many cases as can be had, and at
+        least the one in which nothing is lost."""
+
+    @pytest.fixture
+    def sparse(self) -> Iterator[SparseMedium]:
+        """A medium of 16 pages: page n holds the byte n + 1, durably."""
+        medium = self.make(len(_PAGES))
+        medium.store(0, _PAGES)
+        medium.persist([Extent(0, len(_PAGES))])
+        yield medium
+        medium.close()
+
+    def test_it_is_seen_to_give_space_back(self, sparse: SparseMedium) -> None:
+        assert isinstance(sparse, SparseMedium)
+
+    def test_what_is_discarded_is_zero_and_all_else_stays(self, sparse: SparseMedium) -> None:
+        assert sparse.discard(_given(2, 3, 4, 9)) >= 0
+        assert sparse.discard([]) == 0
+        assert sparse.size == len(_PAGES)
+        assert load(sparse, 0, len(_PAGES)) == _pages_without(2, 3, 4, 9)
+        assert self.read_behind(sparse, 0, len(_PAGES)) == _pages_without(2, 3, 4, 9)
+        for hole in sparse.holes():
+            assert load(sparse, hole.offset, hole.length) == bytes(hole.length)
+
+    def test_what_is_filled_keeps_its_bytes_and_is_stored_to(self, sparse: SparseMedium) -> None:
+        sparse.discard(_given(2, 3, 4, 9))
+        sparse.fill([Extent(0, 4 * PAGE), Extent(9 * PAGE, PAGE)])
+        assert load(sparse, 0, len(_PAGES)) == _pages_without(2, 3, 4, 9)
+        assert sparse.size == len(_PAGES)
+        for hole in sparse.holes():
+            sparse.fill([hole])
+        sparse.store(2 * PAGE, b"\x03" * PAGE)
+        sparse.persist([Extent(2 * PAGE, PAGE)])
+        assert self.read_behind(sparse, 0, len(_PAGES)) == _pages_without(3, 4, 9)
+
+    def test_it_grows_behind_what_was_discarded_at_its_end(self, sparse: SparseMedium) -> None:
+        sparse.discard(_given(14, 15))
+        sparse.grow(len(_PAGES) + PAGE)
+        assert sparse.size == len(_PAGES) + PAGE
+        assert load(sparse, 0, sparse.size) == _pages_without(14, 15) + bytes(PAGE)
+
+    def test_power_loss_leaves_what_was_discarded_or_zero(self, sparse: SparseMedium) -> None:
+        discarded, tried = (2, 3, 9), 0
+        sparse.discard(_given(*discarded))
+        for found in self.after_power_loss(sparse):
+            tried += 1
+            assert len(found) == len(_PAGES)
+            for place in range(0, len(found), 512):
+                sector, before = found[place : place + 512], _PAGES[place : place + 512]
+                is_zero = place // PAGE in discarded and sector == bytes(512)
+                assert sector == before or is_zero
+        assert tried
+
+    def test_power_loss_after_a_persist_leaves_what_was_stored_there(
+        self, sparse: SparseMedium
+    ) -> None:
+        sparse.discard(_given(2, 3))
+        sparse.fill(_given(2))
+        sparse.store(2 * PAGE, b"new" + bytes(PAGE - 3))
+        sparse.persist([Extent(2 * PAGE, PAGE)])
+        for found in self.after_power_loss(sparse):
+            assert found[2 * PAGE : 3 * PAGE] == b"new" + bytes(PAGE - 3)
+
+    def test_nothing_outside_is_discarded_or_filled(self, sparse: SparseMedium) -> None:
+        end = len(_PAGES)
+        for extent in (Extent(end, 1), Extent(end - 1, 2), Extent(end + PAGE, PAGE)):
+            for give in (sparse.discard, sparse.fill):
+                with pytest.raises(UsageError):
+                    give([Extent(0, PAGE), extent])
+        assert load(sparse, 0, end) == _PAGES
+
+    def test_a_poisoned_medium_gives_nothing_back(self, sparse: SparseMedium) -> None:
+        self.break_persist(sparse)
+        sparse.store(0, b"newer")
+        with pytest.raises(MediumError):
+            sparse.persist([Extent(0, 5)])
+        assert_raises(
+            MediumError, lambda: sparse.discard(_given(2)), lambda: sparse.fill(_given(2))
+        )
+        assert load(sparse, PAGE, len(_PAGES) - PAGE) == _PAGES[PAGE:]
 
 
 class FilesContract(abc.ABC):
@@ -606,6 +698,18 @@ class LocksContract(abc.ABC):
         second.pin(1)
         first.release_writer()
         assert first.pinned(1)
+
+
+_PAGES: Final = b"".join(bytes([number + 1]) * PAGE for number in range(16))
+
+
+def _given(*pages: int) -> list[Extent]:
+    return [Extent(page * PAGE, PAGE) for page in pages]
+
+
+def _pages_without(*pages: int) -> bytes:
+    kept = (0 if number in pages else number + 1 for number in range(16))
+    return b"".join(bytes([value]) * PAGE for value in kept)
 
 
 def load(medium: Medium, offset: int, length: int) -> bytes:

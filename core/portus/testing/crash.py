@@ -259,9 +259,20 @@ class CrashMedium:
 
     def discard(self, ranges: Sequence[Extent]) -> int:
         """Zeros that nobody persists: any page of them may be on the disk at power loss."""
+        self.fill(ranges)
         for extent in ranges:
             self.store(extent.offset, bytes(extent.length))
         return sum(extent.length for extent in ranges)
+
+    def fill(self, ranges: Sequence[Extent]) -> None:
+        """This disk has room for all of its files."""
+        self._check_writable()
+        for extent in ranges:
+            self._check_range(extent.offset, extent.length)
+
+    def holes(self) -> list[Extent]:
+        """None: see ``fill``."""
+        return []
 
     def load(self, offset: int, target: memoryview) -> None:
         """See ``Medium``."""

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.cli.pools import on_disk
 from portus.client.checkpointer import Checkpointer
-from portus.index.directory import open_reader
+from portus.index.directory import on_disk, open_reader
 from tests.unit.cli.scene import Run, portus, portus_json
 
 

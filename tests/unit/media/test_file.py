@@ -25,7 +25,7 @@ from portus.media.memory import Memory
 from portus.media.process import Descriptor
 from portus.spec import PAGE, Extent
 from portus.testing.contract import assert_raises, load
-from tests.unit.media.conftest import SMALL_BYTES, Mount
+from tests.unit.conftest import SMALL_BYTES, Mount
 
 MIB = 1 << 20
 TREE_BYTES = 16 << 10

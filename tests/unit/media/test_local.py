@@ -23,7 +23,7 @@ from portus.media.base import MappedMedium, MediumKind
 from portus.media.local import LocalFiles
 from portus.spec import Extent
 from portus.testing.contract import assert_errno, load
-from tests.unit.media.conftest import SMALL_BYTES, Mount
+from tests.unit.conftest import SMALL_BYTES, Mount
 
 F_TYPES = {"ext2": 0xEF53, "ext4": 0xEF53, "tmpfs": 0x01021994, "overlay": 0x794C7630}
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import errno
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
 from portus.errors import MediumError
 from portus.format.checksum import digest
-from portus.media.base import Files, Medium, Names
+from portus.media.base import Files, Medium, Names, SparseMedium
 from portus.spec import PAGE, Extent
-from portus.testing.contract import FilesContract, MediumContract
+from portus.testing.contract import FilesContract, SparseMediumContract
 from portus.testing.crash import (
     Crash,
     CrashFiles,
@@ -25,13 +25,13 @@ from portus.testing.crash import (
 )
 from portus.testing.disk import Disk, File, Page
 from portus.testing.explore import Explorer, ImageError
-from portus.testing.outcomes import NOISE
+from portus.testing.outcomes import NOISE, outcomes, power_loss
 
 # --- it is a medium and it is files ---------------------------------------------------------
 
 
-class TestCrashMedium(MediumContract):
-    def make(self, size: int) -> Medium:
+class TestCrashMedium(SparseMediumContract):
+    def make(self, size: int) -> CrashMedium:
         self.files = CrashFiles()
         return self.files.create("/medium", size)
 
@@ -48,6 +48,12 @@ class TestCrashMedium(MediumContract):
 
     def break_persist(self, medium: Medium) -> None:
         self.files.faults = Faults(persist=frozenset({self.files.persists + 1}))
+
+    def after_power_loss(self, medium: SparseMedium) -> Iterable[bytes]:
+        self.files.sync("/")
+        disk = self.files.disk
+        for choices in itertools.islice(outcomes(disk, random.Random(1)), 400):
+            yield content(power_loss(disk.lost(), choices), 1)
 
 
 class TestCrashFiles(FilesContract):
