@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -369,6 +370,77 @@ def test_digests_that_are_not_those_of_what_was_read_make_no_version(server: Ser
         assert answer.fault is said.Fault.CORRUPTION
         draft.release()
         assert steps(pool) == []
+    check_sound(server)
+
+
+# --- what others write while it is saved ---
+
+ACTOR = """
+import numpy as np, sys
+memory = np.memmap(sys.argv[1], np.uint64, "r+")
+print("begun", flush=True)
+while True:
+    memory += 1
+"""
+
+
+@contextlib.contextmanager
+def written_by_a_process(array: Bytes, path: Path) -> Iterator[None]:
+    """``array`` is a mapping of the file ``path``."""
+    command = [sys.executable, "-c", ACTOR, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as actor:
+        assert actor.stdout is not None
+        actor.stdout.readline()
+        try:
+            yield
+        finally:
+            actor.kill()
+
+
+def test_every_version_of_what_another_process_writes_all_the_time_loads(
+    server: Server, tmp_path: Path
+) -> None:
+    """It goes over the socket, where what is hashed is what is sent; the rest goes by verbs."""
+    path = tmp_path / "replay"
+    path.write_bytes(bytes(SOME))
+    replay: Bytes = np.memmap(path, np.uint8, "r+")
+    state = [*state_of(SOME, 3), replay]
+    with written_by_a_process(replay, path), pool_on(url(server)) as pool:
+        for step in range(20):
+            late = np.array([True, True, True, False])
+            snapshot = replace(snapshot_of(state, step), late=late, exposed=np.array([3]))
+            assert saved(pool, snapshot).bounced_bytes == SOME
+            assert loaded(pool, [np.zeros_like(each) for each in state], step)
+        assert server._house.counters["pulled_bytes"] == 20 * 2 * SOME
+    check_sound(server)
+
+
+def test_what_another_thread_writes_all_the_time_costs_one_version_at_most(server: Server) -> None:
+    state = [*state_of(SOME, 3), np.zeros(2 * SOME, np.uint8)]
+    late = np.array([True, True, True, False])
+    over, failed = threading.Event(), []
+
+    def write() -> None:
+        while not over.is_set():
+            state[3] += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        with pool_on(url(server)) as pool:
+            for step in range(20):
+                try:
+                    saved(pool, replace(snapshot_of(state, step), late=late))
+                except TransportError as error:
+                    failed.append(str(error))
+                else:
+                    assert loaded(pool, [np.zeros_like(each) for each in state], step)
+            assert len(steps(pool)) == 20 - len(failed)
+    finally:
+        over.set()
+        thread.join()
+    assert len(failed) <= 1, "from then on it goes over the socket"
+    assert all("not what was sent" in each for each in failed)
     check_sound(server)
 
 

@@ -41,7 +41,7 @@ from portus.protocol.messages import (
 )
 from portus.protocol.session import State
 from portus.spec import Extent
-from portus.transport.base import Digests, Sources, Stop, cut, unit_counts
+from portus.transport.base import Digests, Sources, Stop, cut, owners, unit_counts
 from portus.transport.dial import Credentials, raised
 from portus.transport.host import ROOM_S, HostLocks, HostMedium, Links, patience_s
 from portus.transport.local import best_engine
@@ -169,13 +169,16 @@ class HostDraft:
     The host pulls, says what arrived by its digests, and this compares them with its own, made of
     the same bytes on their way out. The confirmation carries these again: the host compares too.
 
-    By verbs the host reaches the storages by itself, and this hashes them meanwhile. Whatever ends
-    a save before its commit revokes that first: the queue pair is closed, and then it is said.
+    By verbs the host reaches the storages by itself, and this hashes them meanwhile. What others
+    may write between the two goes over the socket: there each piece is hashed as it is sent.
+    Whatever ends a save before its commit revokes first: the queue pair is closed, and then it is
+    said.
     """
 
     def __init__(self, pool: HostPool, snapshot: Snapshot) -> None:
         self._pool: Final = pool
         self._lengths: Final = snapshot.length
+        self._late: Final = snapshot.late
         self._snapshot: Snapshot | None = snapshot
         self._begin: Final = said.Begin(
             snapshot.model, snapshot.step, snapshot.token, packed_column(snapshot.length)
@@ -205,7 +208,7 @@ class HostDraft:
 
         self._ready(stop)
         reached = self._reached
-        if reached is None:
+        if reached is None or not reached.has(indices, self._lengths):
             return self._offer(indices, send, stop)
         parts = Parts.of(moved, reached.gathered[indices], reached.address[indices])
         return self._offer(indices, send, stop, parts)
@@ -223,7 +226,7 @@ class HostDraft:
 
         self._ready(stop)
         reached = self._reached
-        if reached is None or not reached.key[indices].all():
+        if reached is None or not reached.has(indices, self._lengths):
             return self._offer(indices, send, stop)
         gathered, place = reached.gathered[indices], reached.address[indices]
         parts = _FedParts(feeds, self._lengths[indices], gathered, place)
@@ -342,6 +345,8 @@ class HostDraft:
                 wrong = self._wrong(answer, digests)
                 if wrong is not None and isinstance(parts, _FedParts):
                     self._distrust(parts, wrong)
+                elif isinstance(answer, said.Pulled) and parts is not None:
+                    self._avoid(indices, digests, digest_rows(answer.digests, "pulled"))
                 if wrong is not None or not isinstance(answer, said.Pulled):
                     raise wrong or raised(answer)
         except BaseException:
@@ -393,6 +398,15 @@ class HostDraft:
         """The next save takes another way than one that brings other bytes, or none."""
         if self._reached is not None and isinstance(wrong, TransportError | UsageError):
             self._reached.regions.distrust(parts.devices, str(wrong))
+
+    def _avoid(self, indices: Column, sent: Digests, arrived: Digests) -> None:
+        """What no fence guards, and changed between the pull and the hash, goes over the socket
+        from the next save on."""
+        reached = self._reached
+        if reached is not None and sent.shape == arrived.shape:
+            changed = np.any(sent != arrived, axis=1)
+            storages = indices[np.unique(owners(self._lengths[indices])[changed])]
+            reached.regions.avoid(reached.address[storages[~self._late[storages]]].tolist())
 
     def _revoke(self, link: Link) -> None:
         """The host reaches nothing any more, and what is registered is not trusted again."""
@@ -447,6 +461,10 @@ class _Reached:
     address: Column
     key: Column
 
+    def has(self, indices: Column, lengths: Column) -> bool:
+        """True if the host reaches all of these that have bytes."""
+        return bool(((self.key[indices] != 0) | (lengths[indices] == 0)).all())
+
 
 def _reach(links: Links, link: Link, snapshot: Snapshot) -> _Reached | None:
     """Register what a save needs; None: it goes over the socket. Raises ``TransportError``."""
@@ -474,6 +492,7 @@ class _Memory:
     late: Flags
     lasting: Flags
     device: Column
+    exposed: Column
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> _Memory:
@@ -483,11 +502,14 @@ class _Memory:
             there = feed.there
             lasting[index] &= there.owner is owners[index]  # else it is a copy, for this save
             owners[index], address[index], device[index] = there.owner, there.address, there.device
-        return cls(owners, address, snapshot.length, snapshot.late, lasting, device)
+        exposed = snapshot.exposed
+        return cls(owners, address, snapshot.length, snapshot.late, lasting, device, exposed)
 
     def registered(self, lane: Lane, regions: Regions) -> _Reached:
-        """All but what is staged. Raises ``RegisterError``."""
+        """All but what is staged, and what others may write meanwhile. Raises ``RegisterError``."""
         found = (self.address > 0) & ~np.isin(self.device, regions.staged())
+        found &= ~np.isin(self.address, regions.unsteady())
+        found[self.exposed] = False
         small, offsets, size = gathered(self.length, found, self.late)
         big = np.flatnonzero(found & ~small)
         address, key = np.zeros(len(found), np.int64), np.zeros(len(found), np.int64)

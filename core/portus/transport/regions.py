@@ -89,6 +89,7 @@ class Regions:
         self._guard: Final = threading.Lock()
         self._known: Final[dict[_Key, Known]] = {}
         self._refused: Final[dict[int, list[str]]] = {}
+        self._unsteady: Final[set[int]] = set()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -107,6 +108,16 @@ class Regions:
             for device in devices:
                 while self.way(device) is not Way.STAGED:
                     self._refuse(device, why)
+
+    def avoid(self, addresses: Collection[int]) -> None:
+        """Do not register these from now on: they changed while they were pulled."""
+        with self._guard:
+            self._unsteady.update(addresses)
+
+    def unsteady(self) -> list[int]:
+        """Where memory is that is not to be registered."""
+        with self._guard:
+            return list(self._unsteady)
 
     def take(
         self,
