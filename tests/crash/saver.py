@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import multiprocessing
 import os
@@ -145,15 +146,26 @@ def end_while_a_thread_saves(say: Say, pool: str) -> None:
 
 
 def save_beside_a_child(say: Say, pool: str, method: str) -> None:
-    """Save for ever, with a child that was forked or spawned while the pool was open."""
+    """Save for ever, with a child that was forked (by C too) or spawned while the pool was open."""
     checkpointer = Checkpointer(pool, keep=KEEP)
     checkpointer.save(Training(1).state(), 1).wait()
-    context: Any = multiprocessing.get_context(method)
-    child = context.Process(target=pause_for_ever, daemon=True)
-    child.start()
-    say(f"child {child.pid}")
+    if method == "fork of C":
+        say(f"child {_forked_by_c()}")
+    else:
+        context: Any = multiprocessing.get_context(method)
+        child = context.Process(target=pause_for_ever, daemon=True)
+        child.start()
+        say(f"child {child.pid}")
     checkpointer.close()
     save_for_ever(say, pool, 0)
+
+
+def _forked_by_c() -> int:
+    """A child that Python knows nothing of."""
+    pid = int(ctypes.PyDLL(None).fork())
+    if pid == 0:
+        pause_for_ever()
+    return pid
 
 
 def fork_while_saving(say: Say, pool: str, own: str) -> None:

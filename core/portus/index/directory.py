@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import threading
@@ -26,6 +27,8 @@ from portus.media.base import Files, FileStatus, Locks, MediumKind, Names
 from portus.media.dax import is_device
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
+from portus.media.process import NUMBERS
+from portus.transport import native
 
 _CACHE_TAG: Final = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
@@ -242,8 +245,18 @@ def _publish(fresh: str, path: str, files: FileSystem) -> None:
         files.replace(fresh, path)
 
 
+@functools.cache
+def _leave_in_children() -> None:
+    """Have children of the ``fork()`` of C close what is opened here, as those of Python do. Where
+    there is no helper in C they do not."""
+    helper = native.helper()
+    if helper is not None:
+        helper.close_in_children(NUMBERS)
+
+
 def open_reader(path: str, files: FileSystem | None = None) -> PoolReader:
     """The pool file at ``path``, for reading; somebody may be writing it."""
+    _leave_in_children()
     with contextlib.ExitStack() as undo:
         medium = (files or LocalFiles()).open(path, writable=False)
         undo.callback(medium.close)
@@ -340,6 +353,7 @@ def open_writer(
 
     locks: instead of those of the file, for tests on files of another kind.
     """
+    _leave_in_children()
     before = files.status(path)  # whoever holds the lock may remove the file meanwhile
     with contextlib.ExitStack() as undo:
         medium = files.open(path, writable=True)

@@ -5,10 +5,15 @@ killed (a loader worker: up to 19 s measured), so each one is closed in the chil
 child's first line runs. Opening and closing hold a lock that fork waits for: no fork falls
 between a descriptor's birth and its registration. Programs started by exec inherit nothing:
 Python opens every descriptor non-inheritable.
+
+The ``fork()`` of C runs no hook of Python. So the numbers of descriptors are also in a table that
+C can read: the helper (``portus_close_in_children``) closes them in every child, and clears the
+table. What is cleared there is closed, whatever a ``Descriptor`` that the child inherited believes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
@@ -40,6 +45,16 @@ def leave_in_child(thing: Inherited) -> None:
     _held.add(thing)
 
 
+_SLOTS: Final = 4096
+"""Descriptors that the table holds; of more than these, children of the fork of C have copies."""
+
+NUMBERS: Final = (ctypes.c_int32 * _SLOTS)()
+"""Of each open descriptor its number plus one, in a slot of its own; 0: none, or closed in a forked
+child."""
+
+_free: Final = list(range(_SLOTS))
+
+
 class Descriptor:
     """An open file, in this process only."""
 
@@ -48,14 +63,18 @@ class Descriptor:
         self.path: Final = path
         self._process: Final = os.getpid()
         self._number = -1
+        self._slot: int | None = None
         with still:
             self._number = os.open(path, flags | getattr(os, "O_BINARY", 0), mode)
+            self._slot = _free.pop() if _free else None
+            if self._slot is not None:
+                NUMBERS[self._slot] = self._number + 1
             leave_in_child(self)
 
     @property
     def number(self) -> int:
         """The number of the descriptor. ``UsageError`` if it is closed, or in a forked child."""
-        if self._number < 0:
+        if self._number < 0 or not self._is_here():
             raise not_here(self.path, self._process)
         return self._number
 
@@ -69,6 +88,12 @@ class Descriptor:
             number, self._number = self._number, -1
             if number < 0:
                 return
+            is_here, slot = self._is_here(), self._slot
+            if slot is not None:
+                NUMBERS[slot] = 0
+                _free.append(slot)
+            if not is_here:
+                return  # by now the number may be another file's
             try:
                 os.close(number)
             except OSError as error:
@@ -76,6 +101,10 @@ class Descriptor:
 
     def leave(self) -> None:
         self.close()
+
+    def _is_here(self) -> bool:
+        """False in a forked child in which it was closed by C."""
+        return self._slot is None or NUMBERS[self._slot] != 0
 
 
 def not_here(name: str, process: int) -> UsageError:

@@ -14,7 +14,9 @@
    the time: what idles is often the other half of the core that the training is on, and the
    memory is the same for all. Once somebody waits, the caller's own thread goes on where that one
    is, and shares what is left with a second one of a lower priority than its own. Neither of the
-   two ever runs Python. */
+   two ever runs Python.
+
+   Beside that it closes descriptors in forked children, for which Python has no hook. */
 
 #include <pthread.h>
 #include <signal.h>
@@ -23,11 +25,12 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <time.h>
+#include <unistd.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
-#define ABI 6           /* grows with every change of a signature or a struct below */
+#define ABI 7           /* grows with every change of a signature or a struct below */
 #define LINE 64         /* bytes of a line of the cache */
 #define STREAM_MIN 1024 /* bytes from which going around the cache pays */
 #define GRAIN (1 << 20) /* bytes that a thread takes at a time, or else one unit */
@@ -309,4 +312,25 @@ int64_t portus_same(int64_t segments, const int64_t *source, const int64_t *targ
         count(shared, length[i]);
     }
     return i;
+}
+
+/* What forked children are to have closed: descriptors, each plus one; 0 is none. */
+static int32_t *kept;
+static int64_t kept_max;
+
+/* Runs in each child, whoever forked it, before anything else does: async-signal-safe. */
+static void close_kept(void) {
+    for (int64_t i = 0; i < kept_max; i++) {
+        if (!kept[i]) continue;
+        close(kept[i] - 1);
+        kept[i] = 0;
+    }
+}
+
+/* From now on forked children close the descriptors that are in `numbers` then, and clear it there.
+   Once for a process: `numbers` is there for good. Returns 0, or an errno. */
+int64_t portus_close_in_children(int32_t *numbers, int64_t count) {
+    kept_max = count;
+    kept = numbers;
+    return pthread_atfork(NULL, NULL, close_kept);
 }

@@ -3,6 +3,8 @@
 ``native.c`` has no hash of its own. It calls the xxHash inside the ``xxhash`` extension module,
 whose functions are found by name in that file. A helper that is not there, is of another version,
 or computes anything else than ``xxhash`` does, is refused, and pure Python does the work.
+
+It also closes descriptors in children of the ``fork()`` of C, which pure Python cannot.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from portus.transport.base import Column, Digests, Segments, Stop
 
 PATH: Final = os.path.join(os.path.dirname(__file__), "_native.so")
 
-ABI: Final = 6
+ABI: Final = 7
 """The same numbers as in ``native.c``."""
 
 PIECE: Final = 16 << 10
@@ -102,6 +104,13 @@ class Helper:
         stop.check()
         return bool(equal == len(segments))
 
+    def close_in_children(self, numbers: ctypes.Array[ctypes.c_int32]) -> None:
+        """From now on every forked child, of the ``fork()`` of C too, closes the descriptors that
+        are in ``numbers`` then, each plus one, and puts 0 there. Once for a process."""
+        result = self._library.portus_close_in_children(ctypes.addressof(numbers), len(numbers))
+        if result != 0:
+            raise MemoryError("no memory for a hook of fork")
+
 
 def load(path: str) -> Helper | None:
     """The helper at ``path``, loaded and tested; None if it cannot be used."""
@@ -140,8 +149,9 @@ def _declare(library: ctypes.CDLL) -> None:
     library.portus_abi.argtypes = []
     library.portus_move.argtypes = [pointer, number, *[pointer] * 4, *[number] * 2, *[pointer] * 2]
     library.portus_same.argtypes = [number, *[pointer] * 4]
-    for function in (library.portus_abi, library.portus_move, library.portus_same):
-        function.restype = number
+    library.portus_close_in_children.argtypes = [pointer, number]
+    for name in ("abi", "move", "same", "close_in_children"):
+        getattr(library, f"portus_{name}").restype = number
 
 
 def _processors() -> int:

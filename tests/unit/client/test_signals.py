@@ -21,6 +21,7 @@ import torch
 from portus.client.checkpointer import Checkpointer
 from portus.client.view import PoolView
 from portus.spec import PAGE
+from portus.transport import native
 from tests.crash import saver
 from tests.crash.nursery import nursery
 from tests.unit.client.same import assert_same
@@ -262,7 +263,12 @@ def test_forked_children_leave_the_pool_to_their_parent(path: Path, tmp_path: Pa
         assert code == 0
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+OF_C = pytest.param(
+    "fork of C", marks=pytest.mark.skipif(not native.available(), reason="no helper in C")
+)
+
+
+@pytest.mark.parametrize("method", ["fork", OF_C, "spawn"])
 def test_children_that_outlive_their_parent_hold_no_lock(
     path: Path, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:

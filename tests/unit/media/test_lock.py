@@ -16,6 +16,7 @@ import pytest
 
 from portus.errors import BusyError, MediumError, UsageError
 from portus.media.lock import PIN_BASE, WRITER_BYTE, FileLocks
+from portus.transport import native
 
 TIMEOUT_S = 60
 
@@ -115,9 +116,11 @@ sys.stdin.read()
 
 
 FORKS_THEN_WAITS = """
-import multiprocessing, os, sys
+import ctypes, multiprocessing, os, sys
 from portus.errors import UsageError
 from portus.media.lock import FileLocks
+from portus.media.process import NUMBERS
+from portus.transport import native
 
 def live_on():
     for call in (lambda: locks.acquire_writer(0), lambda: locks.pin(4), lambda: locks.pinned(4)):
@@ -127,7 +130,10 @@ def live_on():
             assert f"opened in process {os.getppid()}" in str(error)
         else:
             print("the child could use the locks", flush=True)
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]  # of the same numbers now
     locks.close()
+    for other in others:
+        os.fstat(other)
     print(os.getpid(), flush=True)
     os.read(0, 1)
     os._exit(0)
@@ -138,6 +144,10 @@ locks.pin(4)
 if sys.argv[2] == "fork":
     if os.fork() == 0:
         live_on()
+elif sys.argv[2] == "fork of C":
+    native.helper().close_in_children(NUMBERS)
+    if ctypes.PyDLL(None).fork() == 0:
+        live_on()
 else:
     worker = multiprocessing.get_context("fork").Process(target=live_on)
     stdin, sys.stdin = sys.stdin, None  # Or multiprocessing would close it in the child.
@@ -146,7 +156,12 @@ os.waitpid(-1, 0)
 """
 
 
-@pytest.mark.parametrize("way", ["fork", "multiprocessing"])
+OF_C = pytest.param(
+    "fork of C", marks=pytest.mark.skipif(not native.available(), reason="no helper in C")
+)
+
+
+@pytest.mark.parametrize("way", ["fork", OF_C, "multiprocessing"])
 def test_a_child_that_outlives_its_killed_parent_holds_nothing(
     pool: str, locks: FileLocks, way: str
 ) -> None:
