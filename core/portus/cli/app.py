@@ -78,6 +78,22 @@ def verify(target: OptionalTarget = None, pool: Pool = None, as_json: AsJson = F
 
 
 @app.command(epilog=EXIT_CODES)
+def scrub(
+    place: PoolArgument = None,
+    pool: Pool = None,
+    rate: Annotated[
+        str, typer.Option("--rate", metavar="SIZE/s", help="read that many bytes a second, at most")
+    ] = "50M/s",
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte as verify does, slowly, and from the disk itself. Exit code 4 for damage."""
+    with reported(as_json) as output:
+        from portus.cli import scrub
+
+        output.code = scrub.run(place or pool, rate, output)
+
+
+@app.command(epilog=EXIT_CODES)
 def rescue(
     place: Annotated[
         str, typer.Argument(metavar="POOL", help="a pool file, whatever its name is, or a device")
@@ -270,6 +286,12 @@ def serve(
     metrics: Annotated[
         str | None, typer.Option("--metrics", metavar="[HOST:]PORT", help="for prometheus")
     ] = None,
+    scrub: Annotated[
+        str | None,
+        typer.Option(
+            "--scrub", metavar="SIZE/s", help="read all again for rot, so many bytes a second"
+        ),
+    ] = None,
     transport: Annotated[
         str,
         typer.Option(
@@ -277,7 +299,8 @@ def serve(
         ),
     ] = "auto",
 ) -> None:
-    """Serve pools to trainers on other machines, until SIGTERM."""
+    """Serve pools to trainers on other machines, until SIGTERM. Exit code 3, of this command: a
+    connection hung at the end, and was not waited for."""
     with reported(False) as output:
         from portus.cli import serve
         from portus.daemon.main import Wish
@@ -291,5 +314,6 @@ def serve(
             quota=quota,
             metrics=metrics,
             transport=transport,
+            scrub=scrub,
         )
         output.code = serve.run(wish, output)

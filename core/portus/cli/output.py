@@ -25,6 +25,7 @@ from portus.errors import (
 FOUND: Final = 1
 USAGE: Final = 2
 MEND: Final = 3
+ROT: Final = 4
 MEDIUM: Final = 74
 BUSY: Final = 75
 INTERRUPTED: Final = 130
@@ -32,7 +33,8 @@ BROKEN_PIPE: Final = 141
 
 EXIT_CODES: Final = (
     "Exit codes: 0 all is well; 1 damage was found; 2 the call must be changed; 3 nothing is lost, "
-    "but something is to be put right, which opening the pool for writing does; 74 the machine "
+    "but something is to be put right, which opening the pool for writing does; 4 a scrub found "
+    "damage; 74 the machine "
     "refused (no space, no permission, a failing disk); 75 somebody holds the pool, or it changed "
     "meanwhile: try again; 130 interrupted."
 )

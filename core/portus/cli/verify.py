@@ -6,7 +6,8 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 
 from portus.cli.output import (
     FOUND,
@@ -23,9 +24,10 @@ from portus.cli.pools import find_pool, open_pools
 from portus.cli.progress import Progress, bar
 from portus.client.home import open_place
 from portus.errors import PortusError, UsageError
-from portus.index.check import RULES, Finding, Severity, check
+from portus.index.check import RULES, Finding, Look, Severity, check_file, check_medium
 from portus.index.directory import pools_at
 from portus.index.place import Place
+from portus.index.scrub import scrub
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
@@ -59,14 +61,16 @@ class Verdict:
         return {FOUND: "DAMAGED", MEND: "TO BE PUT RIGHT"}.get(self.code, "healthy")
 
 
-def run(target: str | None, pool: str | None, output: Output) -> int:
-    """Verify; the exit code."""
+def run(
+    target: str | None, pool: str | None, output: Output, *, bytes_per_s: int | None = None
+) -> int:
+    """Verify; the exit code. bytes_per_s: scrub, and say at once what is found."""
     verdicts = []
     if target is not None and pool is None and is_address(target):
         target, pool = None, target
     for chosen, only in _chosen(target, pool):
         with bar(os.path.basename(chosen.path)) as advanced:
-            verdict = _verify(chosen, only, advanced)
+            verdict = _verify(chosen, only, advanced, output, bytes_per_s)
         verdicts.append(verdict)
         _say(verdict, output)
     if not verdicts:
@@ -78,11 +82,11 @@ def run(target: str | None, pool: str | None, output: Output) -> int:
     return FOUND if damaged else max(codes, default=0)
 
 
-def _chosen(target: str | None, pool: str | None) -> Iterator[tuple[Place, Only | None]]:
+def _chosen(target: str | None, pool: str | None) -> Iterator[tuple[Place, Only]]:
     """The pool files, and what to look at in each."""
     if target is None:
         for each in pools_at(find_pool(pool)):
-            yield each, None
+            yield each, lambda info: True
         return
     chosen: dict[Place, set[int]] = {}
     with open_pools(pool, target) as pools:
@@ -92,7 +96,9 @@ def _chosen(target: str | None, pool: str | None) -> Iterator[tuple[Place, Only 
         yield each, lambda info, ids=ids: info.id in ids  # type: ignore[misc]
 
 
-def _verify(pool: Place, only: Only | None, advanced: Progress) -> Verdict:
+def _verify(
+    pool: Place, only: Only, advanced: Progress, output: Output, bytes_per_s: int | None
+) -> Verdict:
     verdict, start = Verdict(pool.path), time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -100,20 +106,31 @@ def _verify(pool: Place, only: Only | None, advanced: Progress) -> Verdict:
         advanced(done, total)
 
     def counted(info: VersionInfo) -> bool:
-        wanted = only is None or only(info)
+        wanted = only(info)
         verdict.versions += wanted
         return wanted
 
+    look = Look(progress=progress, only=counted)
     try:
-        if pool.is_host:
-            with contextlib.closing(open_place(pool)) as reader:
-                verdict.findings = check(reader, progress=progress, only=counted)
-        else:  # opened by the check: a pool whose first pages are damaged has findings too
-            verdict.findings = check(pool.path, progress=progress, only=counted)
+        with contextlib.ExitStack() as stack:
+            # A file is opened by the check: a pool whose first pages are damaged has findings too.
+            reader = None if not pool.is_host else stack.enter_context(closing(open_place(pool)))
+            if bytes_per_s is not None:
+                look = replace(look, told=lambda finding: _tell(pool, finding, output))
+                verdict.findings = scrub(reader or pool, bytes_per_s, look)
+            elif reader is not None:
+                verdict.findings = check_medium(reader.medium, reader.locks, look)
+            else:
+                verdict.findings = check_file(pool.path, look)
     except PortusError as error:
         verdict.error = error
     verdict.passed_s = time.monotonic() - start
     return verdict
+
+
+def _tell(pool: Place, finding: Finding, output: Output) -> None:
+    if finding.severity is Severity.ERROR:
+        output.note(f"portus: {pool}: {finding}")
 
 
 def _say(verdict: Verdict, output: Output) -> None:

@@ -20,6 +20,7 @@ COUNTED: Final = {
     "bounced_bytes": "bytes of these that went through a buffer",
     "shared_bytes": "bytes that versions share with earlier ones",
     "read_bytes": "bytes sent to readers",
+    "scrubbed_bytes": "bytes read again by scrubs that were over",
     "pull_seconds": "time spent receiving, or moving by verbs, and hashing",
     "hash_seconds": "time spent hashing what came through a socket, a part of pull_seconds",
     "wire_seconds": "time with requests of verbs under way",
@@ -44,12 +45,14 @@ BOUNDS_S: Final = (
 class Counted:
     """``counts`` of what is in ``COUNTED``; ``failures`` by the name of the fault. Of each thing in
     ``TIMED``: how many took up to each of ``BOUNDS_S`` and no less (and more than all of them), in
-    ``buckets``, and ``seconds`` in all."""
+    ``buckets``, and ``seconds`` in all. ``rot``: damaged places that the last scrub found, by
+    tenant."""
 
     counts: Mapping[str, float]
     failures: Mapping[str, int]
     buckets: Mapping[str, Sequence[int]]
     seconds: Mapping[str, float]
+    rot: Mapping[str, int]
 
 
 class Counters:
@@ -61,6 +64,7 @@ class Counters:
         self._failures: Final = {fault.name.lower(): 0 for fault in Fault}
         self._buckets: Final = {name: [0] * (len(BOUNDS_S) + 1) for name in TIMED}
         self._seconds: Final = dict.fromkeys(TIMED, 0.0)
+        self._rot: Final[dict[str, int]] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
         """Count."""
@@ -78,6 +82,15 @@ class Counters:
             self._buckets[name][bisect.bisect_left(BOUNDS_S, seconds)] += 1
             self._seconds[name] += seconds
 
+    def rotten(self, tenant: str, count: int) -> None:
+        """So many places of a tenant's pool are damaged."""
+        with self._guard:
+            self._rot[tenant] = count
+
+    def rot(self, tenant: str) -> int:
+        """How many were, when it was looked last."""
+        return self._rot.get(tenant, 0)
+
     def __getitem__(self, name: str) -> float:
         return self._counts[name]
 
@@ -89,4 +102,5 @@ class Counters:
                 failures=dict(self._failures),
                 buckets={name: list(each) for name, each in self._buckets.items()},
                 seconds=dict(self._seconds),
+                rot=dict(self._rot),
             )

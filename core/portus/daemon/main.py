@@ -14,7 +14,8 @@ from types import FrameType
 from portus.daemon.counters import Counters
 from portus.daemon.events import tell
 from portus.daemon.fabric import Fabric
-from portus.daemon.pools import Pools, parse_size
+from portus.daemon.pools import Pools, parse_rate, parse_size
+from portus.daemon.scrubber import Scrubber
 from portus.daemon.secrets import read_secrets
 from portus.daemon.server import Door, Server, open_door, shut, tls_context
 from portus.daemon.session import House, Patience
@@ -25,7 +26,8 @@ from portus.protocol.address import Address, Scheme, Transport, is_address, pars
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
     """What to serve and how. ``listen``: HOST[:PORT], unix:PATH, or addresses; ``metrics``:
-    [HOST:]PORT; ``quota``: a size; ``transport``: auto, tcp or verbs."""
+    [HOST:]PORT; ``quota``: a size; ``transport``: auto, tcp or verbs; ``scrub``: a size, of what is
+    read again in a second."""
 
     place: str
     listen: Sequence[str] = ()
@@ -35,6 +37,7 @@ class Wish:
     quota: str | None = None
     metrics: str | None = None
     transport: str = ""
+    scrub: str | None = None
 
 
 def serve(wish: Wish) -> bool:
@@ -43,7 +46,9 @@ def serve(wish: Wish) -> bool:
     Raises what keeps it from starting: ``UsageError``, ``MediumError``, ``BusyError``,
     ``CorruptionError``.
     """
+    rate = parse_rate(wish.scrub) if wish.scrub else None
     server = prepared(wish)
+    scrubber = None if rate is None else Scrubber(server.house.pools, server.house.counters, rate)
     ended = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -62,9 +67,13 @@ def serve(wish: Wish) -> bool:
             address=address,
         )
     notify("READY=1")
+    if scrubber is not None:
+        scrubber.start()
     ended.wait()
     notify("STOPPING=1")
     tell(logging.INFO, "ending", "ending")
+    if scrubber is not None:
+        scrubber.stop()
     return server.stop()
 
 

@@ -79,6 +79,12 @@ class HostCollector(Collector):
         for fault, count in counted.failures.items():
             failures.add_metric([fault], count)
         yield failures
+        rot = GaugeMetricFamily(
+            "portus_rot", "damaged places that the last scrub found", labels=["tenant"]
+        )
+        for tenant, number in counted.rot.items():
+            rot.add_metric([tenant], number)
+        yield rot
         bounds = [*(f"{bound:g}" for bound in BOUNDS_S), "+Inf"]
         for name, buckets in counted.buckets.items():
             yield HistogramMetricFamily(
@@ -88,10 +94,10 @@ class HostCollector(Collector):
                 sum_value=counted.seconds[name],
             )
         hosted = self._house.pools.all()
-        for name, kind, text, number in _STANDING:
+        for name, kind, text, value in _STANDING:
             family = kind(f"portus_{name}", text, labels=["tenant"])
             for each in hosted:
-                family.add_metric([each.tenant], number(each))
+                family.add_metric([each.tenant], value(each))
             yield family
         yield GaugeMetricFamily(
             "portus_connections_open", "connections there are", value=self._connections()

@@ -19,10 +19,12 @@ from portus.index.directory import (
     links_directory,
     make_directory,
     open_writer,
+    pools_at,
+    writer_of,
 )
 from portus.index.holds import Holds
 from portus.index.place import Place
-from portus.index.pool import PoolWriter, format_pool
+from portus.index.pool import PoolReader, PoolWriter, format_pool
 from portus.media.local import LocalFiles
 from portus.media.lock import LockTable, ProcessLocks
 from portus.media.memory import Memory
@@ -138,6 +140,15 @@ class Pools:
         with self._guard:
             return list(self._open.values())
 
+    def everywhere(self) -> list[tuple[str, Place | PoolReader]]:
+        """Every pool that there is, with its tenant, also of those that nobody asked for yet: where
+        it is; of one in memory, who has it. Raises ``MediumError``."""
+        if self._where is None:
+            return [(hosted.tenant, hosted.writer) for hosted in self.all()]
+        if not self._where.is_directory:
+            return [(TENANT, self._where)]
+        return [(writer_of(each), each) for each in pools_at(self._where)]
+
     def close(self) -> None:
         """Let go of all. Nobody may use them any more."""
         with self._guard:
@@ -173,6 +184,11 @@ def parse_size(text: str) -> int:
     if not number.isdecimal() or not int(number):
         raise UsageError(f"{text!r}: expected a size, such as 64G or 512M")
     return int(number) * _UNITS[unit]
+
+
+def parse_rate(text: str) -> int:
+    """Bytes a second: ``50M/s``, ``50MB/s``, ``50M``. Raises ``UsageError``."""
+    return parse_size(text.strip().removesuffix("/s"))
 
 
 def room_bytes(hosted: Hosted) -> int:

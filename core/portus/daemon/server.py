@@ -108,6 +108,11 @@ class Server:
         self._ending: Final = threading.Event()
         self._budget: Final = Budget(BODIES_MAX)
 
+    @property
+    def house(self) -> House:
+        """What it serves."""
+        return self._house
+
     def start(self) -> None:
         """Let clients in."""
         for door in self.doors:

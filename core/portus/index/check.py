@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from portus.errors import CorruptionError, StaleError, UsageError
@@ -26,7 +26,7 @@ from portus.index.check_catalogue import (
     load_slots,
 )
 from portus.index.check_reach import check_reach
-from portus.index.check_version import Bytes, Flags, Seen, Versions
+from portus.index.check_version import BATCH, Bytes, Flags, Seen, Versions
 from portus.index.directory import pools_at
 from portus.index.findings import RULES, Finding, Findings, Severity
 from portus.index.place import Place
@@ -39,12 +39,36 @@ from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
 from portus.spec import VersionInfo
 
-__all__ = ["RULES", "Finding", "Severity", "check"]
+__all__ = ["RULES", "Finding", "Look", "Severity", "check", "check_file", "check_medium"]
 
 _RETRIES_MAX: Final = 1000
 
 Progress = Callable[[int, int], None]
 """Told bytes done, and bytes to do in all."""
+
+Only = Callable[[VersionInfo], bool]
+
+
+def _to_nobody(*told: object) -> None:
+    pass
+
+
+def _every(info: VersionInfo) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """How a check looks. ``data``, ``progress``, ``only``: as for ``check``. ``told``: of each
+    finding, when it is found. ``batch``: bytes of versions that are read at once, one unit at
+    least; ``reading``: told how many, before they are. What they raise ends the check."""
+
+    data: bool = True
+    progress: Progress = _to_nobody
+    only: Only = _every
+    told: Callable[[Finding], None] = _to_nobody
+    batch: int = BATCH
+    reading: Callable[[int], None] = _to_nobody
 
 
 def check(
@@ -52,7 +76,7 @@ def check(
     *,
     data: bool = True,
     progress: Progress | None = None,
-    only: Callable[[VersionInfo], bool] | None = None,
+    only: Only | None = None,
 ) -> list[Finding]:
     """Every broken rule of a pool file, or of all in a pool directory, each with its path; none
     for healthy ones. Changes nothing.
@@ -65,43 +89,38 @@ def check(
     or its first pages cannot be read, ``UsageError`` if there is none or a newer Portus wrote it,
     ``StaleError`` if commits never stop for long enough.
     """
+    look = Look(data=data, progress=progress or _to_nobody, only=only or _every)
     if isinstance(pool, PoolReader):
-        return _check(pool.medium, pool.locks, data, progress, only)
+        return check_medium(pool.medium, pool.locks, look)
     place = Place.named(pool)
     if place.is_host:
         raise UsageError(f"{place}: `portus verify --pool {place}` checks what a storage host has")
     if not os.path.isdir(place.path):
-        return _check_file(place.path, data, progress, only)
+        return check_file(place.path, look)
     found = pools_at(place)
     if not found:
         raise UsageError(f"{place}: there is no pool file in this directory")
     return [
         replace(finding, where=f"{each}: {finding.where}")
         for each in found
-        for finding in _check_file(each.path, data, progress, only)
+        for finding in check_file(each.path, look)
     ]
 
 
-def _check_file(
-    path: str,
-    data: bool,
-    progress: Progress | None,
-    only: Callable[[VersionInfo], bool] | None,
-) -> list[Finding]:
+def check_file(path: str, look: Look, *, cached: bool = True) -> list[Finding]:
+    """As ``check``, of one pool file or device. cached: False reads past the pages that the system
+    keeps of a file, where it can."""
+    files = LocalFiles()
     with contextlib.ExitStack() as stack:
-        medium = stack.enter_context(contextlib.closing(LocalFiles().open(path, writable=False)))
+        medium = files.open(path, writable=False) if cached else files.open_uncached(path)
+        stack.callback(medium.close)
         locks = stack.enter_context(contextlib.closing(FileLocks(path, writable=False)))
-        return _check(medium, locks, data, progress, only)
+        return check_medium(medium, locks, look)
 
 
-def _check(
-    medium: Medium,
-    locks: Locks,
-    data: bool,
-    progress: Progress | None,
-    only: Callable[[VersionInfo], bool] | None,
-) -> list[Finding]:
-    findings = Findings()
+def check_medium(medium: Medium, locks: Locks, look: Look) -> list[Finding]:
+    """As ``check``, of the pool on a medium."""
+    findings = Findings(look.told)
     uuid = check_fixed_pages(medium, findings)
     if uuid is None:
         return findings.all
@@ -109,10 +128,10 @@ def _check(
     subject = Subject(medium, uuid, findings, standing.copies)
     _look_ahead(subject, standing)
     pins = _Pins(subject, standing, locks)
-    seen = _look(subject, standing, pins, only)
+    seen = _look(subject, standing, pins, look.only)
     check_reach(seen, standing.records.values(), findings)
-    if data:
-        _read_bytes(subject, seen, pins, progress or (lambda done, total: None))
+    if look.data:
+        _read_bytes(subject, seen, pins, look)
     return findings.all
 
 
@@ -141,11 +160,11 @@ def _look(
     subject: Subject,
     standing: Standing,
     pins: _Pins,
-    only: Callable[[VersionInfo], bool] | None,
+    only: Only,
 ) -> list[Seen]:
     versions, found = Versions(subject, standing), []
     for entry in standing.entries.values():
-        if only is None or only(entry.info):
+        if only(entry.info):
             with pins.held(entry) as there:
                 seen = versions.look(entry) if there else None
             if seen is not None:
@@ -153,8 +172,8 @@ def _look(
     return found
 
 
-def _read_bytes(subject: Subject, seen: list[Seen], pins: _Pins, progress: Progress) -> None:
-    verifier = Bytes(subject)
+def _read_bytes(subject: Subject, seen: list[Seen], pins: _Pins, look: Look) -> None:
+    verifier, progress = Bytes(subject, look.batch, look.reading), look.progress
     todo: list[tuple[Seen, Flags, int]] = []
     for each in seen:
         some = verifier.unknown(each)

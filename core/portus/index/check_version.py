@@ -290,9 +290,17 @@ class Bytes:
     """Verifies the bytes of versions, each storage once however many versions share it; one that
     is damaged is looked at again for each of them, so that each is named."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        batch: int = BATCH,
+        reading: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        """batch: bytes that are read at once, one unit at least. reading: told how many, before."""
         self._medium: Final = subject.medium
         self._findings: Final = subject.findings
+        self._batch: Final = batch
+        self._reading: Final = reading
         self._known: Final[set[bytes]] = set()
         self._bad: Final[set[bytes]] = set()
 
@@ -319,9 +327,11 @@ class Bytes:
 
     def _read(self, stream: _Stream, advanced: Callable[[int], None]) -> list[Damage]:
         damaged: list[Damage] = []
-        for first, after in stream.batches():
+        for first, after in stream.batches(self._batch):
+            size = int(stream.lengths[first:after].sum())
+            self._reading(size)
             damaged += self._damaged(stream, first, after)
-            advanced(int(stream.lengths[first:after].sum()))
+            advanced(size)
         return damaged
 
     def _damaged(self, stream: _Stream, first: int, after: int) -> list[Damage]:
@@ -362,9 +372,9 @@ class _Stream:
         self._extent_end: Final[Column] = np.cumsum(self._length)
         self._unit_end: Final[Column] = np.cumsum(self.lengths)
 
-    def batches(self) -> Iterator[tuple[int, int]]:
-        """Runs of units of about ``BATCH`` bytes: the first one, and the one after the last."""
-        cuts = np.flatnonzero(np.diff((self._unit_end - self.lengths) // BATCH)) + 1
+    def batches(self, size: int) -> Iterator[tuple[int, int]]:
+        """Runs of units of about ``size`` bytes: the first one, and the one after the last."""
+        cuts = np.flatnonzero(np.diff((self._unit_end - self.lengths) // size)) + 1
         places = [0, *cuts.tolist(), len(self.lengths)]
         return itertools.pairwise(places) if len(self.lengths) else iter(())
 

@@ -13,6 +13,7 @@ import functools
 import os
 import re
 import threading
+import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -53,6 +54,11 @@ def pools_at(place: Place) -> list[Place]:
     if not found:
         raise UsageError(f"{place}: there is no pool, and no pool directory, of this name")
     return [Place(place.kind, path) for path in found.values()]
+
+
+def writer_of(pool: Place) -> str:
+    """Who has a pool file in a directory: the name that ``Place.pool_of`` was asked for."""
+    return urllib.parse.unquote(os.path.basename(pool.path).removesuffix(SUFFIX))
 
 
 def generations(path: str) -> dict[int, str]:

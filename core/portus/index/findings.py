@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -101,7 +101,9 @@ class Finding:
 class Findings:
     """Collects findings, each once: what both roots reach is looked at twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[Finding], None] = lambda finding: None) -> None:
+        """told: of each, when it is found."""
+        self._told: Final = told
         self._found: Final[dict[Finding, None]] = {}
 
     @property
@@ -128,8 +130,11 @@ class Findings:
 
     def extend(self, others: Findings) -> None:
         """Add those of another collection."""
-        self._found.update(others._found)
+        for finding in others._found:
+            self._add(finding)
 
     def _add(self, finding: Finding) -> None:
         assert finding.invariant in RULES
-        self._found[finding] = None
+        if finding not in self._found:
+            self._found[finding] = None
+            self._told(finding)

@@ -1,4 +1,5 @@
 """Files as media: ``PlainFile`` writes with pwrite, ``MappedFile`` also has addresses.
+``UncachedFile`` is only read from.
 
 Theory. Each file has one descriptor, opened before the first store and kept: the kernel reports
 a failed write-back once, to descriptors that were open when it happened. Loads use preadv, so a
@@ -12,6 +13,7 @@ begins during the copy.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -32,6 +34,12 @@ WRITEBACK_MIN: Final = 16 << 20
 """Bytes stored before write-back is started on them: fewer calls, longer runs on the disk."""
 
 _ZEROS: Final = bytes(1 << 20)
+
+UNCACHED: Final = 1 << 20
+"""Bytes that are read at once past the system's pages."""
+
+_BLOCK: Final = 4096
+"""Such reads begin and end at multiples of it, in memory too: no disk asks for more."""
 
 _ADVICE: Final = {
     errno.ENOSPC: "free space on it, or put the pool elsewhere",
@@ -352,6 +360,32 @@ class PlainFile:
 
     def _start_writeback(self, extent: Extent) -> None:
         linux.start_writeback(self._descriptor.number, extent.offset, extent.length)
+
+
+class UncachedFile(PlainFile):
+    """A file that is only read from, past the pages that the system keeps of it: what the disk has,
+    and nothing that others keep there is displaced. Its descriptor is opened with ``O_DIRECT``."""
+
+    def __init__(self, descriptor: Descriptor, file_system: FileSystem) -> None:
+        """Raises ``OSError`` where the file system cannot read so."""
+        super().__init__(descriptor, file_system, writable=False)
+        self._buffer: Final = memoryview(mmap.mmap(-1, UNCACHED))
+        os.preadv(descriptor.number, [self._buffer[:_BLOCK]], 0)
+
+    def _read(self, offset: int, target: memoryview) -> int:
+        done = 0
+        with self._lock:
+            while done < len(target):
+                start = (offset + done) // _BLOCK * _BLOCK
+                skip = offset + done - start
+                wanted = min(UNCACHED, skip + len(target) - done + _BLOCK - 1) // _BLOCK * _BLOCK
+                found = os.preadv(self._descriptor.number, [self._buffer[:wanted]], start)
+                length = min(found - skip, len(target) - done)
+                if length <= 0:
+                    break
+                target[done : done + length] = self._buffer[skip : skip + length]
+                done += length
+        return done
 
 
 class MappedFile(PlainFile):

@@ -8,6 +8,7 @@ SIGBUS; there pwrite is used, whose failure is an error.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -19,7 +20,15 @@ from portus.errors import MediumError, UsageError
 from portus.media import linux
 from portus.media.base import Birth, FileStatus
 from portus.media.dax import DaxDevice, DaxFile, accepts_map_sync, is_device, open_device
-from portus.media.file import FileSystem, MappedFile, PlainFile, Sync, data_sync, file_error
+from portus.media.file import (
+    FileSystem,
+    MappedFile,
+    PlainFile,
+    Sync,
+    UncachedFile,
+    data_sync,
+    file_error,
+)
 from portus.media.pmem import Processor
 from portus.media.process import Descriptor
 
@@ -65,6 +74,19 @@ class LocalFiles:
         flags = os.O_RDWR if writable else os.O_RDONLY
         descriptor = _translate("open", path, lambda: Descriptor(path, flags))
         return self._medium(descriptor, writable=writable)
+
+    def open_uncached(self, path: str) -> PlainFile | DaxDevice:
+        """As ``open``, for reading what the disk has, past the pages that the system keeps of it;
+        where that cannot be (memory, devices, some network file systems), as ``open``."""
+        with contextlib.suppress(OSError, AttributeError):  # no O_DIRECT on this platform
+            if stat.S_ISREG(os.stat(path).st_mode):
+                descriptor = Descriptor(path, os.O_RDONLY | os.O_DIRECT)
+                try:
+                    return UncachedFile(descriptor, _file_system(descriptor)[0])
+                except OSError:
+                    descriptor.close()
+                    raise
+        return self.open(path, writable=False)
 
     def link(self, source: str, target: str) -> None:
         """A hard link. ``MediumError`` also where the file system has none (EPERM, EXDEV)."""

@@ -9,8 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -19,7 +20,14 @@ import pytest
 
 from portus.errors import MediumError, UsageError
 from portus.media.base import Medium, MediumKind
-from portus.media.file import WRITEBACK_MIN, FileSystem, MappedFile, PlainFile
+from portus.media.file import (
+    UNCACHED,
+    WRITEBACK_MIN,
+    FileSystem,
+    MappedFile,
+    PlainFile,
+    UncachedFile,
+)
 from portus.media.local import LocalFiles
 from portus.media.memory import Memory
 from portus.media.process import Descriptor
@@ -493,3 +501,80 @@ def test_what_is_discarded_takes_no_space_and_all_else_stays(mount: Mount, mappe
         medium.store(MIB, b"\2" * MIB)
         medium.persist([Extent(MIB, MIB)])
     assert path.read_bytes() == b"\1" * MIB + b"\2" * MIB + b"\1" * MIB + bytes(MIB)
+
+
+# Past the pages that the system keeps.
+
+
+@pytest.fixture
+def uncached(tmp_path: Path) -> Iterator[tuple[UncachedFile, bytes]]:
+    """A file that is read so, and what is in it."""
+    data = os.urandom(3 * UNCACHED + 4096)
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    opened = LocalFiles().open_uncached(str(path))
+    try:
+        if not isinstance(opened, UncachedFile):
+            pytest.skip("this file system has no O_DIRECT")
+        yield opened, data
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4095, 4096, UNCACHED - 1, UNCACHED + 100])
+@pytest.mark.parametrize("length", [0, 1, 4096, 4097, UNCACHED, UNCACHED + 1, 2 * UNCACHED])
+def test_what_is_read_past_the_pages_is_what_is_there(
+    uncached: tuple[UncachedFile, bytes], offset: int, length: int
+) -> None:
+    medium, data = uncached
+    assert load(medium, offset, length) == data[offset : offset + length]
+    end = len(data) - length
+    assert load(medium, end, length) == data[end:]
+
+
+def test_what_is_read_past_the_pages_comes_from_the_disk(
+    uncached: tuple[UncachedFile, bytes],
+) -> None:
+    medium, data = uncached
+    with open(medium.path, "rb", buffering=0) as file:
+
+        def is_kept(offset: int) -> bool:
+            """True if a read finds the page in memory; if not, the system may go and read it."""
+            try:
+                return os.preadv(file.fileno(), [bytearray(4096)], offset, os.RWF_NOWAIT) > 0
+            except BlockingIOError:
+                return False
+            except OSError:
+                pytest.skip("this file system does not say")
+
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert load(medium, 0, len(data)) == data
+        assert not is_kept(0), "nor does it take the room of what others keep there"
+        with closing(LocalFiles().open(medium.path, writable=False)) as plain:
+            assert load(plain, 0, len(data)) == data
+        assert is_kept(UNCACHED)
+
+
+def test_what_was_stored_just_before_is_read_past_the_pages(
+    uncached: tuple[UncachedFile, bytes],
+) -> None:
+    medium, data = uncached
+    with closing(LocalFiles().open(medium.path, writable=True)) as writer:
+        writer.store(5000, b"new")
+        assert load(medium, 4999, 5) == data[4999:5000] + b"new" + data[5003:5004]
+
+
+def test_a_file_in_memory_is_opened_as_any() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        path = os.path.join(directory, "file")
+        Path(path).write_bytes(b"x" * 5000)
+        with closing(LocalFiles().open_uncached(path)) as opened:
+            assert load(opened, 4000, 1000) == b"x" * 1000
+
+
+def test_what_is_no_file_is_refused_as_ever(tmp_path: Path) -> None:
+    with pytest.raises(MediumError):
+        LocalFiles().open_uncached(str(tmp_path / "none"))
+    with pytest.raises(UsageError, match="a directory"):
+        LocalFiles().open_uncached(str(tmp_path))
