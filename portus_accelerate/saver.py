@@ -66,6 +66,8 @@ class Saver:
         self._over = False
         self._watch: portus.Checkpointer | None = None
         self._shards: PortusStorageWriter | None = None
+        if settings.pool is not None:
+            portus.allow(settings.pool)  # every process loads, and before anything was saved
         if self.is_on():
             self._cut_off.mend_all()
             if self._peers.is_writer or self._is_sharded():

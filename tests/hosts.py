@@ -1,8 +1,8 @@
-"""Storage hosts for tests: ``portus serve`` in a process of its own, or a server in this one."""
+"""Storage hosts for tests: ``portus serve`` in a process of its own; a server in this one is in
+``portus.testing.hosting``."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -10,15 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from portus.daemon.counters import Counters
-from portus.daemon.pools import Pools
-from portus.daemon.secrets import Secrets
-from portus.daemon.server import Server, open_door
-from portus.daemon.session import House, Patience
-from portus.protocol.address import Address, Scheme
+from portus.testing.hosting import serving as serving
+from portus.testing.hosting import url as url
 
 START_S_MAX = 120.0
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,41 +95,3 @@ class Host:
             time.sleep(0.005)
         self.log += text
         return text
-
-
-@contextlib.contextmanager
-def serving(
-    place: str | Path,
-    *,
-    secrets: dict[str, bytes] | None = None,
-    quota: int | None = None,
-    patience: Patience | None = None,
-    address: Address | None = None,
-) -> Iterator[Server]:
-    """A server in this process, on a free port of loopback."""
-    house = House(
-        pools=Pools(str(place), quota),
-        secrets=Secrets(secrets),
-        counters=Counters(),
-        patience=patience or Patience(),
-    )
-    door = open_door(address or Address(Scheme.TCP, host="127.0.0.1", port=0), None)
-    try:
-        server = Server([door], house)
-    except BaseException:
-        door.socket.close()
-        raise
-    server.start()
-    try:
-        yield server
-    finally:
-        assert server.stop(), "a connection did not end"
-
-
-def url(server: Server, tenant: str = "") -> str:
-    """How the first door of ``server`` is reached."""
-    address = server.doors[0].address
-    who = f"{tenant}@" if tenant else ""
-    if address.scheme is Scheme.UNIX:
-        return f"portus+unix://{who}{address.path}"
-    return f"portus://{who}127.0.0.1:{server.doors[0].port}"

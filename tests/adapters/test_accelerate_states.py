@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import portus
 import portus_accelerate
 from portus.index.pool import PoolWriter
+from portus.testing.nursery import nursery
 from portus_accelerate import capture, launching, patch, peers, settings
 from portus_accelerate import saver as saver_module
-from tests.crash.nursery import nursery
 from tests.hosts import serving, url
 
 FILES = [

@@ -11,7 +11,7 @@ from collections import deque
 import torch
 
 import portus
-from tests.crash.nursery import Say
+from portus.testing.nursery import Say
 
 SIZES = (512, 256, 64, 1)
 

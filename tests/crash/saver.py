@@ -22,8 +22,8 @@ from portus.client.view import PoolView
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS
 from portus.pipeline.handle import SaveHandle
+from portus.testing.nursery import Say, pause_for_ever
 from portus.transport import native
-from tests.crash.nursery import Say, pause_for_ever
 from tests.unit.client.same import assert_same
 
 KEEP = 3

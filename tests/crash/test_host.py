@@ -14,8 +14,8 @@ import portus
 from portus.index.check import check
 from portus.index.findings import Severity
 from portus.testing.lossy import LossyLink
+from portus.testing.nursery import Child, nursery
 from tests.crash import host_trainer
-from tests.crash.nursery import Child, nursery
 from tests.hosts import Host
 from tests.unit.client.same import assert_same
 

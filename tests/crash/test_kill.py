@@ -18,7 +18,7 @@ import portus
 from portus.client.checkpointer import Checkpointer
 from portus.index.check import check
 from portus.index.findings import Severity
-from tests.crash.nursery import Child, nursery
+from portus.testing.nursery import Child, nursery
 from tests.crash.saver import KEEP, Training
 from tests.unit.client.same import assert_same
 

@@ -20,7 +20,7 @@ import portus
 from portus.client.checkpointer import Checkpointer
 from portus.index.check import check
 from portus.index.findings import Severity
-from tests.crash.nursery import nursery
+from portus.testing.nursery import nursery
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 

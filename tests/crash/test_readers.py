@@ -14,7 +14,7 @@ import torch
 from portus.client.resolve import AWAITED_S_MAX
 from portus.client.view import PoolView
 from portus.errors import StaleError, UsageError
-from tests.crash.nursery import Child, Say, nursery
+from portus.testing.nursery import Child, Say, nursery
 from tests.crash.saver import KEEP, Training
 from tests.crash.saver import warm_up as warm_up  # the nursery of this module calls it
 from tests.unit.client.same import assert_same

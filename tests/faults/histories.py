@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import portus
-from tests.crash.nursery import Child, nursery
+from portus.testing.nursery import Child, nursery
 from tests.crash.saver import Training
 from tests.faults import calls
 from tests.faults.calls import ERRORS, Call, Fault, Where

@@ -26,9 +26,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import portus
 from portus.client.checkpointer import Checkpointer
 from portus.pipeline.handle import SaveHandle
+from portus.testing.nursery import Say
 from portus_lightning.companion_of_lightning import PortusCompanion
 from tests.adapters import tiny
-from tests.crash.nursery import Say
 from tests.faults import calls
 from tests.faults.calls import Fault
 

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 
-from tests.crash.nursery import Nursery, nursery
+from portus.testing.nursery import Nursery, nursery
 from tests.faults import calls
 from tests.faults.calls import ERRORS, Call, Fault, Where
 from tests.faults.runs import Report

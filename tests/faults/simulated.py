@@ -15,8 +15,8 @@ from typing import Any
 
 import portus
 from portus.client.checkpointer import Checkpointer
+from portus.testing.nursery import Say
 from tests.crash import saver
-from tests.crash.nursery import Say
 from tests.crash.saver import Training
 from tests.faults import calls
 from tests.faults.calls import Fault

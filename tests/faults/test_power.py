@@ -17,7 +17,7 @@ import portus
 from portus.client.checkpointer import Checkpointer
 from portus.index.check import check
 from portus.index.findings import Severity
-from tests.crash.nursery import nursery
+from portus.testing.nursery import nursery
 from tests.crash.saver import Training
 from tests.faults.writelog import MARK, Cut, logged_disk, why_not
 from tests.unit.client.same import assert_same

@@ -23,10 +23,10 @@ from portus.protocol import messages as said
 from portus.protocol.messages import Said, packed_column, packed_handles
 from portus.protocol.session import State
 from portus.testing.lossy import LossyLink
+from portus.testing.nursery import Nursery, nursery
 from portus.transport.base import Stop
 from portus.transport.dial import raised
 from portus.transport.verbs import RegisterError
-from tests.crash.nursery import Nursery, nursery
 from tests.hardware.conftest import DEVDAX, WAIT_S_MAX
 from tests.hardware.states import begun, holds, loaded, saved, snapshot_of, state_of, steps
 from tests.hardware.test_verbs_host import (

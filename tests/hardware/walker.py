@@ -19,12 +19,12 @@ from portus.pipeline.parts import shared, sources
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, parse
 from portus.protocol.messages import Said, packed_column, packed_handles
+from portus.testing.nursery import Say, pause_for_ever
 from portus.transport.dial import Credentials
 from portus.transport.host import Links
 from portus.transport.regions import Lane
 from portus.transport.stream import Link
 from portus.transport.verbs import Region, load
-from tests.crash.nursery import Say, pause_for_ever
 from tests.hardware.states import Bytes, snapshot_of, state_of
 from tests.hosts import serving
 

@@ -22,6 +22,7 @@ BROAD_EXCEPT = {
     "core/portus/client/planned.py: _is_same": "other ranks wait; torch meets it again and tells",
     "core/portus/client/planned.py: all_or_none": "other ranks wait for a word; it is raised after",
     "core/portus/pipeline/queue.py: _run": "the top of the worker thread; the error is kept",
+    "core/portus/testing/nursery.py: _run": "the top of a forked process; it is told",
     "portus_accelerate/autoload.py: look": "inside of an import; it is said, and stock goes on",
 }
 

@@ -21,9 +21,9 @@ import torch
 from portus.client.checkpointer import Checkpointer
 from portus.client.view import PoolView
 from portus.spec import PAGE
+from portus.testing.nursery import nursery
 from portus.transport import native
 from tests.crash import saver
-from tests.crash.nursery import nursery
 from tests.unit.client.same import assert_same
 from tests.unit.client.stuck import WAIT_S_MAX, Training, gated, is_in, until
 

@@ -22,14 +22,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 Say = Callable[[str], None]
 """Writes one line; it has left the process when this returns."""
 
 ANSWER_S_MAX = 60.0
-ROOT = Path(__file__).resolve().parents[2]
+_HERE = os.getcwd()
+"""A test may be elsewhere by the time a nursery is asked for."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,16 +41,18 @@ class Nursery:
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._module = module
+        path = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.nursery", module, str(theirs.fileno())],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            [sys.executable, "-m", "portus.testing.nursery", module, str(theirs.fileno())],
+            cwd=_HERE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
 
     def start(self, function: str, *arguments: object) -> Child:
-        """A child that runs ``function(say, *arguments)``; the arguments go through JSON.
+        """A child that runs ``function(say, *arguments)``; the arguments go through JSON. One of
+        another module than the nursery's is called ``module:function``.
 
         It ends at once when the function returns, and as programs do on ``SystemExit``.
         """
@@ -167,9 +170,16 @@ def _serve(module: str, number: int) -> None:
             answer = os.fork()
             if answer == 0:
                 connection.close()
-                _run(getattr(functions, request["start"]), request["arguments"], *descriptors)
+                function = _named(request["start"], module)
+                _run(function, request["arguments"], *descriptors)
             os.close(descriptors[0])
         connection.send(str(answer).encode())
+
+
+def _named(name: str, module: str) -> Callable[..., None]:
+    owner, _, function = name.rpartition(":")
+    found: Callable[..., None] = getattr(importlib.import_module(owner or module), function)
+    return found
 
 
 def _run(function: Callable[..., None], arguments: list[Any], descriptor: int) -> None:

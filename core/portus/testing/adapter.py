@@ -1,0 +1,239 @@
+"""What every adapter must do for the checkpoints it told of, as tests to inherit.
+
+A training saves through the adapter, to each kind of place; then something happens to the run, as
+it does to runs: it is started again, in another working directory, after it was moved, copied or
+killed. Each checkpoint that was told, and that still exists, loads its own step; training goes on
+from where it was; a copy and its original leave each other alone.
+
+Trainings are real, in real processes. So an adapter says what to do in a module that can be
+imported: once, by a process that is then forked for each of them (``portus.testing.nursery``)::
+
+    def warm_up() -> None: ...  # may import more, and starts no thread
+
+
+    class Mine:  # ``Trains``
+        @staticmethod
+        def train(order: Order) -> None: ...
+
+        @staticmethod
+        def load(path: str) -> int: ...
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib
+import itertools
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final, Protocol
+
+import pytest
+
+from portus.errors import PortusError
+from portus.index.place import Place
+from portus.protocol.address import Address, Scheme
+from portus.testing.hosting import serving, url
+from portus.testing.nursery import Say, nursery
+
+PLACES: Final = ("beside", "elsewhere", "host")
+"""Where the pool is: in ``.portus`` of the run, as is the default; in a directory elsewhere; on a
+storage host."""
+
+EVENTS: Final = ("restarted", "other cwd", "moved", "copied", "restored", "killed")
+"""What happens to the run between two trainings. ``copied``: both go on. ``restored``: of the run
+there is a copy, elsewhere, and no more. ``killed``: in a save."""
+
+FIRST: Final = 4
+"""Steps of the first training; the one after it makes as many."""
+
+_IN_FLIGHT: Final = 2
+"""Saves that may not be over when the newest one was asked for: one is in flight, one queued."""
+
+Case = tuple[str, str]
+"""Of ``PLACES`` and of ``EVENTS``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A training to be made, in a process of its own, which ends with it.
+
+    run: the directory of the run, which may be there. pool: where to save; None: not said.
+    until: the last step. In the run is what an earlier training left, perhaps a copy of it:
+    training goes on from the newest checkpoint that the framework finds, if there is one.
+    """
+
+    run: str
+    pool: str | None
+    until: int
+    kill_at: int
+    say: Say
+
+    def saved(self, step: int, path: str) -> None:
+        """To be called at each step, right after its save was asked for."""
+        self.say(f"{step} {path}")
+        if step == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Trains(Protocol):
+    """What an adapter says."""
+
+    @staticmethod
+    def train(order: Order) -> None:
+        """Make the training of ``order``: save at each step, and remove no checkpoint."""
+
+    @staticmethod
+    def load(path: str) -> int:
+        """The step of the checkpoint at ``path``, as stock code of the framework loads it.
+
+        Raises where that does; ``AssertionError`` where it is not the state of that step.
+        """
+
+
+class AdapterContract(abc.ABC):
+    """Tests of an adapter; of each kind of place with each event.
+
+    trains: where a ``Trains`` is, as ``module:name``. The module has a function ``warm_up`` too.
+    """
+
+    trains: ClassVar[str]
+
+    def marks(self, case: Case) -> Collection[pytest.MarkDecorator]:
+        """Marks of a case, such as one that keeps it out of short runs."""
+        return ()
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Each place with each event."""
+        if "case" in metafunc.fixturenames:
+            cases = [
+                pytest.param(case, id="-".join(case).replace(" ", "_"), marks=self.marks(case))
+                for case in itertools.product(PLACES, EVENTS)
+            ]
+            metafunc.parametrize("case", cases)
+
+    def test_each_told_checkpoint_loads_its_step_and_training_goes_on(
+        self, case: Case, tmp_path: Path
+    ) -> None:
+        place, event = case
+        with _place(place, tmp_path) as pool:
+            _Scene(self.trains, tmp_path, pool).play(event)
+
+
+class _Scene:
+    """The processes of one test."""
+
+    def __init__(self, trains: str, root: Path, pool: str | None) -> None:
+        self._nursery: Final = nursery(trains.partition(":")[0])
+        self._trains: Final = trains
+        self._root: Final = root
+        self._pool: Final = pool
+        for name in ("here", "there"):
+            (root / name).mkdir()
+
+    def play(self, event: str) -> None:
+        run = self._root / "here" / "run"
+        told = self._train(run, FIRST, kill_at=FIRST if event == "killed" else 0)
+        assert list(told) == list(range(1, FIRST + 1))
+        if event == "killed":
+            self._check({step: told[step] for step in list(told)[:-_IN_FLIGHT]})
+            found = self._train(run, 2 * FIRST)
+            assert min(found) > 1, "it began anew, though checkpoints had been committed"
+            self._check({**told, **found}, missing_max=_IN_FLIGHT)
+            return
+        runs = {run: told}
+        if event == "moved":
+            away = self._root / "there" / "run"
+            run.rename(away)
+            runs = {away: _below(told, run, away)}
+        elif event in ("copied", "restored"):
+            copy = self._root / "there" / "run"
+            shutil.copytree(run, copy, symlinks=True)
+            runs[copy] = _below(told, run, copy)
+            if event == "restored":
+                shutil.rmtree(run)
+                del runs[run]
+        for where, before in runs.items():
+            found = self._train(where, 2 * FIRST, cwd="there" if event == "other cwd" else "")
+            assert list(found) == list(range(FIRST + 1, 2 * FIRST + 1)), "it did not go on"
+            before.update(found)
+        for before in runs.values():  # when all have gone on
+            self._check(before)
+
+    def _train(self, run: Path, until: int, *, kill_at: int = 0, cwd: str = "") -> dict[int, str]:
+        """What was told, by step. cwd: the working directory, if not the one above the run."""
+        where = str(self._root / cwd if cwd else run.parent)
+        lines = self._child("train", where, [str(run), self._pool, until, kill_at], bool(kill_at))
+        return {int(step): path for step, path in (line.split(" ", 1) for line in lines)}
+
+    def _check(self, told: dict[int, str], missing_max: int = 0) -> None:
+        """Each loads its own step. missing_max: how many, whose save was cut off, may be gone."""
+        there = {step: path for step, path in told.items() if os.path.exists(path)}
+        assert len(told) - len(there) <= missing_max, f"gone: {told.keys() - there.keys()}"
+        lines = self._child("look", str(self._root), [list(there.values()), self._pool])
+        found = dict(line.split("\t", 1) for line in lines)
+        wrong = {path: found[path] for step, path in there.items() if found[path] != str(step)}
+        assert not wrong, f"these do not load their own step: {wrong}"
+
+    def _child(
+        self, act: str, cwd: str, arguments: list[object], is_killed: bool = False
+    ) -> list[str]:
+        """What it said, up to its end."""
+        home = str(self._root / "state")
+        with self._nursery.start(
+            f"{__name__}:act", act, self._trains, cwd, home, arguments
+        ) as child:
+            code, lines = child.wait(), child.rest()
+        assert code == (-signal.SIGKILL if is_killed else 0), f"{act} ended with {code}: {lines}"
+        return lines
+
+
+def _below(told: dict[int, str], old: Path, new: Path) -> dict[int, str]:
+    return {step: str(new / Path(path).relative_to(old)) for step, path in told.items()}
+
+
+@contextlib.contextmanager
+def _place(kind: str, root: Path) -> Iterator[str | None]:
+    if kind == "beside":
+        yield None
+    elif kind == "elsewhere":
+        yield str(root / "pools")
+    else:
+        with tempfile.TemporaryDirectory() as short, contextlib.ExitStack() as undo:
+            # The path of a socket has 107 bytes at most.
+            address = Address(Scheme.UNIX, path=os.path.join(short, "host"))
+            yield url(undo.enter_context(serving("memory:256M", address=address)))
+
+
+# In a child of the nursery.
+
+
+def act(say: Say, what: str, trains: str, cwd: str, home: str, arguments: list[Any]) -> None:
+    """Train or look, in a working directory. home: where the user's notes are."""
+    os.environ["XDG_STATE_HOME"] = home
+    os.chdir(cwd)
+    module, _, name = trains.partition(":")
+    adapter: Trains = getattr(importlib.import_module(module), name)
+    if what == "train":
+        run, pool, until, kill_at = arguments
+        adapter.train(Order(run, pool, until, kill_at, say))
+        return
+    paths, pool = arguments
+    if pool is not None and Place.named(pool).is_host:
+        os.environ["PORTUS_POOL"] = pool  # a reference alone leads to no host
+    for path in paths:
+        say(f"{path}\t{_look(adapter, path)}")
+
+
+def _look(adapter: Trains, path: str) -> str:
+    """Which step is at ``path``, or what is wrong there."""
+    try:
+        return str(adapter.load(path))
+    except (PortusError, AssertionError, OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}".replace("\n", " ")

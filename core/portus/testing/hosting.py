@@ -1,0 +1,52 @@
+"""A storage host in the process of the tests."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from portus.daemon.counters import Counters
+from portus.daemon.pools import Pools
+from portus.daemon.secrets import Secrets
+from portus.daemon.server import Server, open_door
+from portus.daemon.session import House, Patience
+from portus.protocol.address import Address, Scheme
+
+
+@contextlib.contextmanager
+def serving(
+    place: str | Path,
+    *,
+    secrets: dict[str, bytes] | None = None,
+    quota: int | None = None,
+    patience: Patience | None = None,
+    address: Address | None = None,
+) -> Iterator[Server]:
+    """A server in this process, on a free port of loopback if no address is given."""
+    house = House(
+        pools=Pools(str(place), quota),
+        secrets=Secrets(secrets),
+        counters=Counters(),
+        patience=patience or Patience(),
+    )
+    door = open_door(address or Address(Scheme.TCP, host="127.0.0.1", port=0), None)
+    try:
+        server = Server([door], house)
+    except BaseException:
+        door.socket.close()
+        raise
+    server.start()
+    try:
+        yield server
+    finally:
+        assert server.stop(), "a connection did not end"
+
+
+def url(server: Server, tenant: str = "") -> str:
+    """How the first door of ``server`` is reached."""
+    address = server.doors[0].address
+    who = f"{tenant}@" if tenant else ""
+    if address.scheme is Scheme.UNIX:
+        return f"portus+unix://{who}{address.path}"
+    return f"portus://{who}127.0.0.1:{server.doors[0].port}"

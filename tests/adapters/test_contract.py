@@ -1,0 +1,40 @@
+"""The adapters of this package, held to the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+
+from portus.testing.adapter import EVENTS, PLACES, AdapterContract, Case
+
+
+class Covering(AdapterContract):
+    """In short runs one case for each kind of place, and no two adapters have the same."""
+
+    first = 0
+
+    def marks(self, case: Case) -> Collection[pytest.MarkDecorator]:
+        place, event = PLACES.index(case[0]), EVENTS.index(case[1])
+        is_short = event == (2 * place + self.first) % len(EVENTS)
+        return () if is_short else (pytest.mark.long,)
+
+
+class TestByHand(Covering):
+    trains = "tests.adapters.trainings:ByHand"
+    first = 0
+
+
+class TestLightning(Covering):
+    trains = "tests.adapters.trainings:Lightning"
+    first = 5
+
+
+class TestAccelerate(Covering):
+    trains = "tests.adapters.trainings:Accelerate"
+    first = 4
+
+
+class TestShards(Covering):
+    trains = "tests.adapters.trainings:Shards"
+    first = 3

@@ -1,0 +1,221 @@
+"""A small training for each adapter, for ``portus.testing.adapter``: at step n the weight is -n."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import portus
+import portus_accelerate
+from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.dcp import load as load_shards
+from portus.testing.adapter import Order
+from portus_lightning import PortusIO
+from portus_lightning.companion_of_lightning import PortusCompanion
+
+SIZE = 5000
+
+
+def warm_up() -> None:
+    """What is imported above is all."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+def started() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+    weight = torch.nn.Parameter(torch.zeros(SIZE))
+    return weight, torch.optim.SGD([weight], lr=1.0)
+
+
+def step_of(weight: torch.Tensor, said: int) -> int:
+    """The step that was said, if all of the weight is of that one."""
+    assert torch.equal(weight, torch.full((SIZE,), -float(said))), f"step {said}: {weight}"
+    return said
+
+
+def newest(directory: Path, is_whole: Callable[[Path], bool] = bool) -> Path | None:
+    """The checkpoint with the highest number in its name; none whose save was cut off."""
+    found = directory.glob("step*[0-9]*") if directory.is_dir() else ()
+    whole = [path for path in found if path.suffix != ".uncommitted" and is_whole(path)]
+    return max(whole, key=lambda path: int("".join(filter(str.isdigit, path.name))), default=None)
+
+
+class ByHand:
+    """A loop of one's own, with ``portus.Checkpointer``."""
+
+    @staticmethod
+    def train(order: Order) -> None:
+        run, links = Path(order.run), f"{order.run}/.portus"
+        pool = order.pool or links
+        portus.mend(pool, uncommitted=True, links=links)
+        weight, optimizer = started()
+        with portus.Checkpointer(pool, "net", keep=1, links=links) as checkpointer:
+            state: dict[str, Any] = {"weight": weight.data, "step": 0}
+            found = newest(run / "ckpt")
+            if found is not None:
+                state = torch.load(found)
+                weight.data.copy_(state["weight"])
+            for step in range(state["step"] + 1, order.until + 1):
+                weight.sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                path = str(run / "ckpt" / f"step={step}.ckpt")
+                checkpointer.save({"weight": weight.data, "step": step}, step, reference=path)
+                order.saved(step, path)
+
+    @staticmethod
+    def load(path: str) -> int:
+        state = torch.load(path)
+        return step_of(state["weight"], state["step"])
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(SIZE))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Tells(ModelCheckpoint):
+    """Keeps all, and the last once more."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__(
+            f"{order.run}/ckpt", "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True
+        )
+        self._order = order
+
+    def _save_checkpoint(self, trainer: Any, path: str) -> None:
+        super()._save_checkpoint(trainer, path)
+        if "last" not in path:
+            self._order.saved(trainer.global_step, path)
+
+
+class Lightning:
+    """``PortusIO`` in a Trainer."""
+
+    @staticmethod
+    def train(order: Order) -> None:
+        data: Any = DataLoader(TensorDataset(torch.zeros(3, 1)))
+        Trainer(
+            accelerator="cpu",
+            default_root_dir=order.run,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            plugins=[PortusIO(order.pool, materialize="none")],
+            callbacks=[PortusCompanion(), Tells(order)],
+            max_steps=order.until,
+            max_epochs=-1,
+        ).fit(Net(), data, ckpt_path="last")
+
+    @staticmethod
+    def load(path: str) -> int:
+        state = torch.load(path, weights_only=False)
+        return step_of(state["state_dict"]["weight"], state["global_step"])
+
+
+class Counter:
+    """Where an Accelerate script is."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+class Weight(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(SIZE))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.sum()
+
+
+class Accelerate:
+    """``save_state`` and ``load_state``, in a script that names its directories."""
+
+    @staticmethod
+    def train(order: Order) -> None:
+        accelerator = accelerate.Accelerator(cpu=True, project_dir=order.run)
+        portus_accelerate.enable(accelerator, pool=order.pool, materialize="none")
+        model = Weight()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        counter = Counter()
+        accelerator.register_for_checkpointing(counter)
+        found = newest(Path(order.run, "ckpt"))
+        if found is not None:
+            accelerator.load_state(str(found))
+        while counter.step < order.until:
+            accelerator.backward(model())
+            optimizer.step()
+            optimizer.zero_grad()
+            counter.step += 1
+            path = os.path.join(order.run, "ckpt", f"step_{counter.step}")
+            accelerator.save_state(path)
+            order.saved(counter.step, path)
+        accelerator.end_training()
+
+    @staticmethod
+    def load(path: str) -> int:
+        state = torch.load(os.path.join(path, "pytorch_model.bin"))
+        step = torch.load(os.path.join(path, "custom_checkpoint_0.pkl"))["step"]
+        return step_of(state["weight"], step)
+
+
+class Shards:
+    """``portus.dcp``, at one rank."""
+
+    @staticmethod
+    def train(order: Order) -> None:
+        links = f"{order.run}/.portus"
+        pool = order.pool or links
+        portus.mend(pool, uncommitted=True, links=links)
+        weight, optimizer = started()
+        writer = PortusStorageWriter(pool, "net", keep=1, links=links)
+        writer.prepare(0)  # and from then on references may lead there
+        found = newest(Path(order.run, "ckpt"), lambda each: bool(PortusStorageReader.at(each)))
+        step = 0 if found is None else Shards._load(str(found), weight.data)
+        while step < order.until:
+            weight.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            path = os.path.join(order.run, "ckpt", f"step_{step}")
+            state = {"weight": weight.data, "step": torch.tensor(step)}
+            writer.save_directory(state, path, step=step)
+            order.saved(step, path)
+        writer.close()
+
+    @staticmethod
+    def load(path: str) -> int:
+        weight = torch.zeros(SIZE)
+        return step_of(weight, Shards._load(path, weight))
+
+    @staticmethod
+    def _load(path: str, weight: torch.Tensor) -> int:
+        reader = PortusStorageReader.at(path)
+        assert reader is not None, f"{path}: no checkpoint"
+        state = {"weight": weight, "step": torch.tensor(0)}
+        load_shards(state, reader)
+        return int(state["step"])
