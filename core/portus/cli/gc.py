@@ -51,15 +51,13 @@ def run(pool: str | None, wish: Wish, output: Output) -> int:
     code = 0
     for each in pools_at(find_pool(pool)):
         path = each.path
-        before = on_disk(path)
         try:
-            infos, removed = _collected(each, wish)
+            infos, removed, freed = _collected(each, wish)
         except PortusError as error:
             documents.append({"path": path, "error": error_document(error)})
             output.note(f"portus: {said(error)}")
             code = max(code, exit_code(error))
         else:
-            freed = max(0, before - on_disk(path))
             _say(path, infos, removed, freed, wish, output)
             retired: list[Json] = [version_document(info) for info in infos]
             documents.append({"path": path, "retired": retired, "removed": removed, "freed": freed})
@@ -69,14 +67,17 @@ def run(pool: str | None, wish: Wish, output: Output) -> int:
     return code
 
 
-def _collected(pool: Place, wish: Wish) -> tuple[list[VersionInfo], bool]:
-    """The versions let go of, or that would be, and whether the pool file went too."""
+_Collected = tuple[list[VersionInfo], bool, int]
+"""The versions let go of, or that would be; whether the pool file went too, and bytes freed."""
+
+
+def _collected(pool: Place, wish: Wish) -> _Collected:
     if pool.is_host:
         return _collect_from_host(pool, wish)
     return (_look if wish.dry_run else _collect)(pool, wish)
 
 
-def _look(pool: Place, wish: Wish) -> tuple[list[VersionInfo], bool]:
+def _look(pool: Place, wish: Wish) -> _Collected:
     """Changes nothing."""
     reader = open_reader(pool.path)
     try:
@@ -87,20 +88,22 @@ def _look(pool: Place, wish: Wish) -> tuple[list[VersionInfo], bool]:
     gone = unheld(found, catalogue, wish.states)
     infos = [entry.info for entry in catalogue.entries() if entry.info.id in gone]
     is_device = pool.kind is PlaceKind.DEVICE
-    return infos, wish.empty and len(gone) == len(catalogue.ids()) and not is_device
+    return infos, wish.empty and len(gone) == len(catalogue.ids()) and not is_device, 0
 
 
-def _collect(pool: Place, wish: Wish) -> tuple[list[VersionInfo], bool]:
+def _collect(pool: Place, wish: Wish) -> _Collected:
+    taken = on_disk(pool.path)
     with writing(pool.path) as (writer, keeper):
         before = {entry.info.id: entry.info for entry in writer.catalogue().entries()}
         gone = keeper.collect(wish.states)
         removed = wish.empty and not writer.catalogue().ids() and pool.kind is not PlaceKind.DEVICE
         if removed:  # while it is locked: whoever waits for it finds that it is gone
             remove_pool(pool.path, _FILES)
-    return [before[version] for version in sorted(gone)], removed
+    freed = max(0, taken - on_disk(pool.path))
+    return [before[version] for version in sorted(gone)], removed, freed
 
 
-def _collect_from_host(place: Place, wish: Wish) -> tuple[list[VersionInfo], bool]:
+def _collect_from_host(place: Place, wish: Wish) -> _Collected:
     """By the links that trainers of this machine keep, which may be at work: nothing of theirs is
     changed, and a reference file that is young may be about to get its name. What the host knows
     besides was written elsewhere: whether it is there is not known here."""
@@ -133,7 +136,8 @@ def _collect_from_host(place: Place, wish: Wish) -> tuple[list[VersionInfo], boo
             for each in lost:
                 if each.leads_to(there) is None:
                     host.let_go(each)
-    return infos, False
+        freed = 0 if wish.dry_run else host.give_back()
+    return infos, False, freed
 
 
 def _written_elsewhere(reference: Reference) -> Link:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from portus.cli.grouped import group_document, ranks_text
@@ -23,14 +25,15 @@ from portus.cli.pools import (
     link_text,
     version_document,
 )
-from portus.client.keeper import missing
-from portus.client.reference import Link
+from portus.client.host import HostPool
+from portus.client.keeper import missing, unheld
+from portus.client.reference import Link, State
 from portus.errors import MediumError
 from portus.index.catalogue import Catalogue
 from portus.index.directory import on_disk
 from portus.index.groups import Group, groups_of
 from portus.index.place import Place
-from portus.index.pool import read_failure
+from portus.index.pool import PoolReader, read_failure
 from portus.spec import VersionInfo
 
 NEWEST: Final = 10
@@ -56,10 +59,13 @@ def run(pool: str | None, every: bool, output: Output) -> int:
                 output.line()
             documents.append(document)
             count = count_text(len(catalogue.ids()), "version")
-            taken = on_disk(path)
-            document.update(on_disk=taken)
-            holes = f", {size_text(taken)} on disk" if 0 < taken < size else ""
-            output.line(f"{path}: {count}, file of {size_text(size)}{holes}")
+            space = _space(reader, _let_go_of(catalogue, held))
+            document.update(asdict(space))
+            holes = f", {size_text(space.on_disk)} on disk" if 0 < space.on_disk < size else ""
+            output.line(
+                f"{path}: {count}, file of {size_text(size)}{holes}: kept {size_text(space.kept)}, "
+                f"reclaimable {size_text(space.reclaimable)}, free {size_text(space.free)}"
+            )
             _say(catalogue, held, every, output)
             _say_missing(catalogue, held, document, output)
             if failure:
@@ -74,6 +80,33 @@ def run(pool: str | None, every: bool, output: Output) -> int:
         _say_groups(groups, every, output)
         output.document({"pools": documents, "groups": [group_document(g) for g in groups]})
         return max(map(exit_code, pools.failed.values()), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """Bytes of a pool. ``on_disk``: that it takes of its file system; 0 if it is on none. ``kept``:
+    that its versions reach. ``reclaimable``: what ``portus gc`` would give back. ``free``: what
+    saves can use without letting go of a version, and before it gets longer."""
+
+    on_disk: int
+    kept: int
+    reclaimable: int
+    free: int
+
+
+def _space(reader: PoolReader, gone: Collection[int]) -> _Space:
+    """gone: versions, by id, that ``portus gc`` would let go of."""
+    name = reader.medium.info.name
+    taken = reader.standing().taken if isinstance(reader, HostPool) else on_disk(name)
+    kept = reader.kept_bytes(gone)
+    free = reader.medium.size - (reader.kept_bytes() if gone else kept)
+    return _Space(taken, kept, max(0, taken - kept), max(0, free))
+
+
+def _let_go_of(catalogue: Catalogue, held: Holders) -> set[int]:
+    """Versions whose files are all deleted."""
+    links = [link for each in held.values() for link in each]
+    return unheld(links, catalogue, {State.DELETED})
 
 
 def _holders(pool: Place, catalogue: Catalogue, output: Output) -> Holders:

@@ -57,7 +57,8 @@ def writing(path: str) -> Iterator[tuple[PoolWriter, Keeper]]:
     last: Callable[[], object] = lambda: None  # noqa: E731  # after an error nothing is touched
     try:
         yield writer, keeper_of(path, writer)
-        last = writer.give_back
+        if os.path.exists(path):  # else it was removed
+            last = writer.give_back
     finally:
         WRITERS.close(writer, last=last)
 
@@ -106,6 +107,7 @@ def _remove_versions(
         if place.is_host:
             with contextlib.closing(HostPool(place.path)) as host:
                 host.retire(ids)
+                host.give_back()
             continue
         with writing(place.path) as (writer, keeper):
             keeper.renounce(ids)

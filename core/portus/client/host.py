@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,7 +23,7 @@ from portus.errors import (
 from portus.format.checksum import DIGEST_SIZE
 from portus.format.reference import Reference, decode, encode
 from portus.index.catalogue import Catalogue, newest_catalogue
-from portus.index.pool import PoolReader
+from portus.index.pool import NO_SPACE, PoolReader
 from portus.index.records import VersionRecord, decode_version
 from portus.index.roots import Superblock, read_superblock
 from portus.pipeline.draft import Labels
@@ -105,15 +105,26 @@ class HostPool(PoolReader):
     def ensure(self, free: int) -> list[Extent]:
         """Have the host make room; what was added is its own affair."""
         self.links.ask(said.Status())  # one that hangs is not waited for as one that works
-        try:
-            self.links.ask(said.Room(free), ROOM_S)
-        except MediumError as error:
-            gone = self.catalogue().ids().intersection(self.deleted())
-            if not gone:
-                raise MediumError(error.errno, f"{error.strerror}{self.advice()}") from error
-            self.retire(gone)
-            self.links.ask(said.Room(free), ROOM_S)
+        with self.advised():
+            try:
+                self.links.ask(said.Room(free), ROOM_S)
+            except MediumError:
+                gone = self.catalogue().ids().intersection(self.deleted())
+                if not gone:
+                    raise
+                self.retire(gone)
+                self.links.ask(said.Room(free), ROOM_S)
         return []
+
+    @contextlib.contextmanager
+    def advised(self) -> Iterator[None]:
+        """Where the host says that there is no space, add what can be done."""
+        try:
+            yield
+        except MediumError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            raise MediumError(error.errno, f"{error.strerror}{self.advice()}") from error
 
     def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
         """The host did when it made room."""
@@ -122,6 +133,24 @@ class HostPool(PoolReader):
         """Let go of versions, by id; those that are not there are ignored."""
         if versions:
             self.links.ask(said.Retire(packed_column(sorted(versions))), self.links.silence_s)
+
+    def standing(self) -> said.Standing:
+        """How the pool is, in bytes."""
+        answer = self.links.ask(said.Status())
+        assert isinstance(answer, said.Standing)
+        return answer
+
+    def give_back(self) -> int:
+        """Have the host give the space that nothing reaches back to its file system; bytes that
+        came back. Trainers may go on saving."""
+        before = self.standing().taken
+        self.links.ask(said.GiveBack(), ROOM_S)
+        return max(0, before - self.standing().taken)
+
+    def kept_bytes(self, but: Collection[int] = ()) -> int:
+        """As the host knows it, of all versions; saves under way count."""
+        now = self.standing()
+        return now.size - now.free - now.holes
 
     def hold(self, reference: Reference) -> None:
         """Have the host keep on record that a file leads there; durable when this returns."""
@@ -270,7 +299,8 @@ class HostDraft:
             record = self._outcome(labels.token, error)
         else:
             if not isinstance(answer, said.Committed):
-                raise raised(answer)
+                with self._pool.advised():
+                    raise raised(answer)
             record = decode_version(memoryview(answer.record))
             info = replace(record.info, inexact=labels.inexact)
             record = replace(record, info=info)
@@ -302,7 +332,7 @@ class HostDraft:
         links = self._pool.links
         link, reached = links.borrow(), None
         try:
-            with link.under(stop):
+            with link.under(stop), self._pool.advised():
                 reached = _reach(links, link, snapshot)
                 self._register(link, reached)
                 self._ask(link, self._begin, links.answer_s)
@@ -340,7 +370,7 @@ class HostDraft:
         link = self._ready(stop)
         size = int(self._lengths[indices].sum())
         try:
-            with link.under(stop):
+            with link.under(stop), self._pool.advised():
                 digests, answer = self._pulled(link, indices, send, stop, parts)
                 wrong = self._wrong(answer, digests)
                 if wrong is not None and isinstance(parts, _FedParts):

@@ -77,6 +77,16 @@ class Fabric:
             raise
         return Lane(link, hosted, pair, device)
 
+    def give_back(self, hosted: Hosted) -> int:
+        """Give the free space of a pool back; bytes that came back. None while a device has its
+        pages pinned: it would go on with pages that are the pool's no more."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._guard)  # nobody begins to pin any meanwhile
+            for device in self._devices.values():
+                if stack.enter_context(device.pinning(hosted)):
+                    return 0
+            return hosted.writer.give_back()
+
     def close(self) -> None:
         """Let go of all devices; no lane is in use any more."""
         with self._guard:
@@ -108,6 +118,12 @@ class _Device:
             if hosted not in self._pools:
                 self._pools[hosted] = self._registered(hosted)
             return self._pools[hosted]
+
+    @contextlib.contextmanager
+    def pinning(self, hosted: Hosted) -> Iterator[bool]:
+        """True if pages of a pool are pinned; that stays so inside."""
+        with self._guard:
+            yield self._pools.get(hosted) is not None
 
     def _registered(self, hosted: Hosted) -> PoolRegions | None:
         medium = hosted.writer.medium

@@ -18,6 +18,7 @@ from portus.index.directory import (
     create_pool,
     links_directory,
     make_directory,
+    on_disk,
     open_writer,
     pools_at,
     writer_of,
@@ -48,6 +49,8 @@ class Hosted:
         self._changed: Final = threading.Condition()
         self._claims: Final[dict[str, tuple[bytes, int]]] = {}
         self._saves = 0
+        self._parting = False
+        """True once a client that had claims said goodbye, and none has claimed anything since."""
 
     @property
     def saves(self) -> int:
@@ -79,14 +82,18 @@ class Hosted:
                     "stop it, or give this one another model name",
                 )
             self._claims[model] = client, self._claims.get(model, (client, 0))[1] + 1
+            self._parting = False
 
-    def disclaim(self, model: str) -> None:
-        """One connection less."""
+    def disclaim(self, model: str, *, goodbye: bool) -> bool:
+        """One connection less; True if nobody saves here any more, and who did said ``goodbye`` on
+        one of his connections: a client that was cut off comes back."""
         with self._changed:
             client, count = self._claims.pop(model)
             if count > 1:
                 self._claims[model] = client, count - 1
+            self._parting = self._parting or goodbye
             self._changed.notify_all()
+            return self._parting and not self._claims
 
 
 class Pools:
@@ -197,16 +204,29 @@ def room_bytes(hosted: Hosted) -> int:
     writer = hosted.writer
     growth = []
     if writer.max_bytes is not None:
-        growth.append(max(0, writer.max_bytes - writer.medium.size))
+        growth.append(max(0, writer.max_bytes - writer.medium.size) + hole_bytes(hosted))
     if os.path.isfile(writer.medium.info.name):
         status = os.statvfs(writer.medium.info.name)
         growth.append(status.f_bavail * status.f_frsize)
     return free_bytes(hosted) + min(growth, default=0)
 
 
+def taken_bytes(hosted: Hosted) -> int:
+    """Bytes that the pool takes of its file system; 0 if it is on none."""
+    return on_disk(hosted.writer.medium.info.name)
+
+
 def free_bytes(hosted: Hosted) -> int:
     """Bytes that a tenant can still save, without growth of its pool."""
     try:
         return hosted.writer.free_bytes()
+    except MediumError:
+        return 0
+
+
+def hole_bytes(hosted: Hosted) -> int:
+    """Bytes of the pool that are free, and were given back to the file system."""
+    try:
+        return hosted.writer.hole_bytes()
     except MediumError:
         return 0

@@ -24,7 +24,7 @@ import numpy as np
 from portus.daemon.counters import Counters
 from portus.daemon.events import tell
 from portus.daemon.fabric import Fabric, Lane
-from portus.daemon.pools import Hosted, Pools, free_bytes
+from portus.daemon.pools import Hosted, Pools, free_bytes, hole_bytes, taken_bytes
 from portus.daemon.secrets import Secrets
 from portus.errors import (
     BusyError,
@@ -188,6 +188,7 @@ class Session:
                 if isinstance(event, Payload):
                     raise ProtocolError("payload where a request was due")
                 if event.kind is Kind.BYE:
+                    requests.goodbye = True
                     return
                 requests.answer(event)
         finally:
@@ -209,6 +210,8 @@ class _Requests:
         self._regions: Final[dict[int, _Region]] = {}
         self._pins: Final[Counter[int]] = Counter()
         self._draft: _Draft | None = None
+        self.goodbye = False
+        """True once the client said so."""
         self._answers: Final[dict[Kind, Callable[..., Said]]] = {
             Kind.CLAIM: self._claim,
             Kind.CONNECT: self._connect,
@@ -228,6 +231,7 @@ class _Requests:
             Kind.RETIRE: self._retire,
             Kind.HOLD: self._hold,
             Kind.HOLDS: self._holds,
+            Kind.GIVE_BACK: self._give_back,
             Kind.STATUS: self._status,
         }
 
@@ -275,8 +279,11 @@ class _Requests:
             for _ in range(count):
                 self._writer.locks.unpin(version)
         self._pins.clear()
+        was_last = False
         while self._claimed:
-            self._hosted.disclaim(self._claimed.pop())
+            was_last = self._hosted.disclaim(self._claimed.pop(), goodbye=self.goodbye)
+        if was_last:
+            self._give_back_at_the_end()
 
     def _drop(self, why: str) -> None:
         draft, self._draft = self._draft, None
@@ -618,9 +625,22 @@ class _Requests:
         found = self._hosted.holds.after(message.after.hex(), said.HELD_SIZE_MAX)
         return said.Held(said.packed_column([len(each) for each in found]), b"".join(found))
 
+    def _give_back(self, message: said.GiveBack) -> Said:
+        freed = self._fabric.give_back(self._hosted)
+        self._tell(logging.INFO, "gave_back", f"{freed} bytes given back", bytes=freed)
+        return said.Done()
+
+    def _give_back_at_the_end(self) -> None:
+        """The last trainer ended as it should: until another one comes nobody needs the space."""
+        try:
+            self._give_back(said.GiveBack())
+        except PortusError as error:
+            self._tell(logging.WARNING, "log", f"its free space stays: {error}")
+
     def _status(self, message: said.Status) -> Said:
-        size = self._writer.medium.size
-        return said.Standing(size, free_bytes(self._hosted), self._hosted.saves)
+        hosted, size = self._hosted, self._writer.medium.size
+        free, holes, taken = free_bytes(hosted), hole_bytes(hosted), taken_bytes(hosted)
+        return said.Standing(size, free, hosted.saves, holes, taken)
 
 
 _Known = tuple[Pointer | bytes, Pointer | bytes]

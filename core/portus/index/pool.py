@@ -234,6 +234,21 @@ class PoolReader:
         """True if somebody may be storing a slot just now."""
         return self.locks.has_writer()
 
+    def kept_bytes(self, but: Collection[int] = ()) -> int:
+        """Bytes of pages that the versions reach, all ``but`` some by their ids, and what leads to
+        them. Reads the record of each."""
+        catalogue = self.catalogue()
+        kept = [entry for entry in catalogue.entries() if entry.info.id not in but]
+        whole = replace(catalogue, copies=read_copies(self.medium, catalogue.root))
+        reaches = [self._reach_of(entry) for entry in kept]
+        return DATA_START + page_count(merged([*reaches, whole.record_runs])) * PAGE
+
+    def _reach_of(self, entry: VersionEntry) -> Runs:
+        """The pages of a version; of one whose record is damaged, those of the record."""
+        with contextlib.suppress(CorruptionError):
+            return version_runs(entry, self.record(entry))
+        return extents_runs([entry.pointer.extent])
+
     @contextlib.contextmanager
     def pinned(self, version: int) -> Iterator[VersionEntry]:
         """Hold a version while it is read: its space is not reused before this ends (V1).
@@ -454,6 +469,11 @@ class PoolWriter(PoolReader):
         """Bytes that can be reserved without growing, and without space that was given back."""
         return page_count(self._free()) * PAGE
 
+    def hole_bytes(self) -> int:
+        """Bytes that are free, and were given back: to use them is to grow."""
+        with self._guard:
+            return page_count(self._free_holes()) * PAGE
+
     def commit(
         self,
         new: NewVersion | None,
@@ -597,6 +617,10 @@ class PoolWriter(PoolReader):
 
     def _free_now(self) -> Runs:
         return without(self._unreached(), self._holes)
+
+    def _free_holes(self) -> Runs:
+        unreached = self._unreached()
+        return without(unreached, without(unreached, self._holes))
 
     def _unreached(self) -> Runs:
         """What nobody needs, holes too; under the guard."""
@@ -744,8 +768,7 @@ class PoolWriter(PoolReader):
     def _fill_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
         """Have space again where it was given back, for so many pages at most; where."""
         with self._guard:
-            unreached = self._unreached()
-            holes = without(unreached, without(unreached, self._holes))
+            holes = self._free_holes()
             count = min(pages, page_count(holes))
             extents = choose(holes, count) or []
         if not extents or (contiguous and (count < pages or len(extents) > 1)):

@@ -18,7 +18,7 @@ from msgspec import Meta
 from portus.errors import TransportError
 from portus.spec import Extent
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Of the protocol. A host refuses a greeting of another version, and names its own."""
 
 MAGIC: Final = "portus"
@@ -80,6 +80,7 @@ class Kind(enum.IntEnum):
     PUSH = 21
     HOLD = 22
     HOLDS = 23
+    GIVE_BACK = 24
     CHALLENGE = 64
     WELCOME = 65
     DONE = 66
@@ -412,13 +413,23 @@ class Status(Message, frozen=True):
     kind: ClassVar[Kind] = Kind.STATUS
 
 
+class GiveBack(Message, frozen=True):
+    """Give the space of the pool that nothing reaches back to the file system."""
+
+    kind: ClassVar[Kind] = Kind.GIVE_BACK
+
+
 class Standing(Message, frozen=True):
-    """Bytes of the pool, those free, and how many saves are under way."""
+    """Bytes of the pool, those free, and how many saves are under way. ``holes``: bytes besides
+    that are free, but were given back to the file system. ``taken``: bytes that the pool takes of
+    it, 0 if it is on none."""
 
     kind: ClassVar[Kind] = Kind.STATE
     size: Number
     free: Number
     saves: Number
+    holes: Number
+    taken: Number
 
 
 class Done(Message, frozen=True):
@@ -470,7 +481,7 @@ _TYPES: Final[dict[Kind, type[Said]]] = {
             Pulled,
         ),
         *(Shared, Committed, Missing, Abandoned, Checked, Standing, Refused),
-        *(Connect, Connected, Push, Pushed, Hold, Holds, Held),
+        *(Connect, Connected, Push, Pushed, Hold, Holds, Held, GiveBack),
     )
 }
 

@@ -152,3 +152,18 @@ def test_the_end_of_a_run_gives_space_back(tmp_path: Path) -> None:
         loaded = run.load()
     assert isinstance(loaded, dict)
     assert torch.equal(loaded["x"], torch.full((size // 4,), 4.0))
+
+
+def test_a_pool_that_is_emptied_and_removed_at_once_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer(model="run") as run:
+        for step in (1, 2):
+            run.save({"x": torch.zeros(4)}, step, reference=tmp_path / f"{step}.ckpt").wait()
+    for step in (1, 2):
+        (tmp_path / f"{step}.ckpt").unlink()
+    said = portus("gc", "--empty")
+    assert said.code == 0, said.err
+    assert "empty, removed" in said.out
+    assert not (tmp_path / ".portus").exists()

@@ -8,8 +8,10 @@ import torch
 
 from portus.cli import gc
 from portus.client.checkpointer import Checkpointer
+from portus.index.directory import on_disk
 from tests.hosts import serving, url
 from tests.unit.cli.scene import portus, portus_json, state
+from tests.unit.client.stuck import until
 
 
 @pytest.fixture
@@ -129,3 +131,48 @@ def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
     said = portus("ls", "portus+unix:///nowhere.sock")
     assert said.code == 75
     assert "portus serve" in said.err + said.out
+
+
+SIZE = 1 << 20
+
+
+def save(saver: Checkpointer, *steps: int) -> None:
+    for step in steps:
+        saver.save({"x": torch.full((SIZE // 4,), float(step))}, step).wait()
+
+
+def test_rm_and_gc_have_a_host_give_space_back_while_others_save(
+    address: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "host" / "default.portus")
+    with Checkpointer(address, model="mine", keep=None) as saver:
+        save(saver, 1, 2, 3, 4)
+        saver.wait()
+        before, (listed,) = on_disk(path), portus_json("ls", address)["pools"]
+        assert listed["on_disk"] == before
+        assert 4 * SIZE < listed["kept"] < listed["size"] - listed["free"] + 1
+        assert portus("rm", "mine@1", "--force", "--pool", address).code == 0
+        assert portus("rm", "mine@2", "--force", "--pool", address).code == 0
+        assert on_disk(path) <= before - 2 * SIZE
+        save(saver, 5, 6, 7)
+        saver.wait()
+        taken = on_disk(path)
+        (collected,) = portus_json("gc", address, "--missing")["pools"]
+        assert collected["freed"] == taken - on_disk(path) > 0
+        save(saver, 8)
+        loaded = saver.load(4)
+        assert isinstance(loaded, dict)
+        assert torch.equal(loaded["x"], torch.full((SIZE // 4,), 4.0))
+    assert portus_json("verify", address)["healthy"]
+
+
+def test_a_host_gives_space_back_when_the_last_trainer_ends(address: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "host" / "default.portus")
+    with Checkpointer(address, model="second", keep=1) as second:
+        with Checkpointer(address, model="first", keep=1) as first:
+            save(first, 1, 2, 3)
+        save(second, 1, 2, 3)
+        second.wait()
+        assert on_disk(path) > 4 * SIZE
+    until(lambda: on_disk(path) < 3 * SIZE)
+    assert portus_json("verify", address)["healthy"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from portus.cli.output import size_text
 from portus.client.checkpointer import Checkpointer
 from portus.spec import VersionInfo
 from tests.unit.cli.scene import Run, portus, portus_json, state
@@ -81,7 +82,10 @@ def test_a_damaged_pool_does_not_hide_the_others(run: Run) -> None:
     assert "other" in said.out
     document = portus_json("ls", code=1)
     assert [sorted(pool) for pool in document["pools"]] == [
-        ["failure", "missing", "models", "on_disk", "path", "size", "uuid"],
+        [
+            *("failure", "free", "kept", "missing", "models", "on_disk", "path"),
+            *("reclaimable", "size", "uuid"),
+        ],
         ["error", "path"],
     ]
 
@@ -168,3 +172,27 @@ def test_it_tells_which_save_failed_last_and_why(run: Run, why: str) -> None:
     assert line.startswith("the last save that failed: net@40 at 20")
     assert ("needs room for" if why == "no space" else "the disk is gone") in line
     assert portus_json("ls", run.net)["pools"][0]["failure"] in line
+
+
+def test_it_tells_what_is_kept_what_gc_gives_back_and_what_saves_can_use(run: Run) -> None:
+    size = 1 << 20
+    files = [run.root / f"{step}.ckpt" for step in range(30, 34)]
+    with run.trainer() as trainer:
+        for step, path in enumerate(files, 30):
+            trainer.save({"x": torch.full((size // 4,), float(step))}, step, reference=path).wait()
+        before = portus_json("ls", run.net)["pools"][0]
+        assert 4 * size < before["kept"] < 5 * size
+        assert before["kept"] + before["free"] == before["size"]
+        assert before["reclaimable"] == before["on_disk"] - before["kept"]
+    for path in files[:2]:
+        path.unlink()
+    between = portus_json("ls", run.net)["pools"][0]
+    assert 2 * size < between["kept"] < 3 * size, "what gc lets go of is not kept"
+    assert between["free"] < before["free"] + size, "and not free yet"
+    assert f"reclaimable {size_text(between['reclaimable'])}" in portus("ls", run.net).out
+    [collected] = portus_json("gc", run.net)["pools"]
+    assert 2 * size <= collected["freed"] <= between["reclaimable"]
+    assert between["reclaimable"] - collected["freed"] < 256 << 10, "room for records stays"
+    after = portus_json("ls", run.net)["pools"][0]
+    assert after["free"] > between["free"] + 2 * size - (64 << 10), "but for records"
+    assert after["reclaimable"] < 256 << 10

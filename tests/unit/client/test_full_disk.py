@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,10 +19,11 @@ from portus.index.pool import PoolWriter
 from portus.media.base import MappedMedium
 from portus.media.local import LocalFiles
 from portus.spec import PAGE
+from tests.hosts import serving, url
 from tests.moments import at
 from tests.unit.cli.scene import portus as command
 from tests.unit.cli.scene import portus_json
-from tests.unit.conftest import Mount
+from tests.unit.conftest import SMALL_BYTES, Mount
 from tests.unit.index.engine import save, stored
 
 MIB = 1 << 20
@@ -180,3 +183,37 @@ def test_tidying_takes_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         before = on_disk(path)
     assert before < 2 * MIB
     assert command("verify").code == 0
+
+
+@pytest.mark.parametrize("limit", ["disk", "max_bytes", "quota"])
+def test_no_space_says_how_much_is_held_for_files_that_nobody_finds(
+    tmp_path: Path, mount: Mount, limit: str
+) -> None:
+    home = mount("tmpfs") if limit == "disk" else tmp_path
+    with contextlib.ExitStack() as stack:
+        pool, most = str(home / "run" / ".portus"), None
+        if limit == "quota":
+            pool = url(stack.enter_context(serving(tmp_path / "host", quota=SMALL_BYTES)))
+        elif limit == "max_bytes":
+            most = SMALL_BYTES
+        checkpointer = stack.enter_context(
+            portus.Checkpointer(
+                pool, keep=1, max_bytes=most, links=str(home / "run" / ".portus"), on_error="raise"
+            )
+        )
+        for step in range(3):
+            path = home / "run" / "removed" / f"{step}.ckpt"
+            checkpointer.save(state(step), step, reference=path).wait()
+        shutil.rmtree(home / "run" / "removed")
+
+        def save_on() -> None:
+            for step in range(3, 40):
+                path = home / "run" / f"{step}.ckpt"
+                checkpointer.save(state(step), step, reference=path).wait()
+
+        with pytest.raises(MediumError) as caught:
+            save_on()
+    assert caught.value.errno == errno.ENOSPC
+    said = str(caught.value)
+    assert f"{3 * MIB} bytes are 3 versions whose files are not where they were" in said
+    assert "portus gc --missing" in said

@@ -61,7 +61,8 @@ EXAMPLES: dict[Kind, Said] = {
         said.Missing(),
         said.Abandoned(),
         said.Checked(b"d" * 16),
-        said.Standing(1, 2, 3),
+        said.Standing(1, 2, 3, 4, 5),
+        said.GiveBack(),
         said.Refused(Fault.MEDIUM, 28, "no space"),
     )
 }
