@@ -28,6 +28,7 @@ from portus.client.snapshot import SnapshotMode, Snapshots, name_of
 from portus.client.state import FlatState
 from portus.errors import (
     AbandonedError,
+    CorruptionError,
     MediumError,
     PortusError,
     StaleError,
@@ -515,7 +516,7 @@ class Checkpointer:
                     path, snapshot.token, wanted.step, self.model, part, last, asked
                 )
             self._fence.guard(save)
-        except (MediumError, TransportError) as error:
+        except (CorruptionError, MediumError, TransportError) as error:
             save.fail(error)
         return save
 

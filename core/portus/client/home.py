@@ -27,10 +27,12 @@ from portus.index.directory import (
     newest_generation,
     on_disk,
     open_reader,
+    open_superseded,
     remove_pool,
 )
 from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind, local_path
 from portus.index.pool import PoolReader, PoolWriter, store_failure
+from portus.index.roots import successor_uuid
 from portus.media.local import LocalFiles
 from portus.pipeline.draft import Draft, PoolDraft
 from portus.pipeline.plan import Snapshot
@@ -131,10 +133,22 @@ class FileHome:
         known = set(self._older.values())
         for number, path in generations(self._first).items():
             if number < self._generation and path not in known:
-                try:
-                    self._older[open_reader(path)] = path
-                except PortusError as error:
-                    _log.warning("what was saved before %s cannot be read: %s", self.path, error)
+                reader = open_superseded(path)
+                if reader is not None:
+                    self._take_older(reader, path, self._generation - number)
+
+    def _take_older(self, reader: PoolReader, path: str, generations_ago: int) -> None:
+        assert self._writer is not None
+        uuid = self._writer.superblock.uuid
+        if successor_uuid(reader.superblock.uuid, generations_ago) == uuid:
+            self._older[reader] = path
+            return
+        reader.close()
+        _log.warning(
+            "%s is not the pool that %s goes on from: somebody put it there. It is left alone",
+            path,
+            self.path,
+        )
 
     def _room(self) -> int | None:
         """The bytes that this generation may have, if there is a bound for all together."""
@@ -155,7 +169,8 @@ class FileHome:
                 return False  # this is the successor: the machine has to be looked at
             make_directory(os.path.dirname(before))
             successor = generation_of(self._first, self._generation + 1)
-            create_pool(successor, LocalFiles(), after=writer.catalogue().root)
+            uuid = successor_uuid(writer.superblock.uuid)
+            create_pool(successor, LocalFiles(), uuid, writer.catalogue().root)
         self._go_on()
         self._older[writer] = before
         self._writer = None
@@ -171,6 +186,9 @@ class FileHome:
         path = self._older.pop(pool)
         if isinstance(pool, PoolWriter):
             writer = pool
+            if writer.changed_by_others:  # it may be the pool of another by now
+                WRITERS.close(writer)
+                return
         else:
             pool.close()
             try:
@@ -193,6 +211,12 @@ class FileHome:
         return PoolDraft(self._writer, snapshot.length)
 
     def note_failure(self, text: str) -> None:
+        writer = self._writer
+        with contextlib.suppress(PortusError):
+            if writer is not None and not writer.medium.poisoned:
+                writer.look()  # that may be why
+        if writer is not None and writer.changed_by_others:
+            return
         # Opened anew: what is open may take no stores any more, and that is what is to be said.
         with contextlib.suppress(PortusError):
             medium = LocalFiles(mapped=False).open(self.path, writable=True)
@@ -215,7 +239,7 @@ class FileHome:
         def tidy() -> None:
             unused = (made or succeeded) and writer.catalogue().root.is_first
             try:
-                if unused:
+                if unused and not writer.changed_by_others:
                     remove_pool(self.path, LocalFiles())
                 else:
                     writer.give_back()

@@ -14,7 +14,7 @@ from portus.client.home import open_place
 from portus.client.restore import Patterns, Rename, Restored
 from portus.errors import StaleError, TransportError, UsageError
 from portus.index.catalogue import Catalogue
-from portus.index.directory import pools_at
+from portus.index.directory import open_superseded, pools_at, superseded
 from portus.index.place import Place
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
@@ -70,10 +70,11 @@ def again(load: Callable[[], Result]) -> Result:
 class PoolFile:
     """One pool file, for reading. Close it, or use it as a context manager."""
 
-    def __init__(self, pool: Place) -> None:
-        """Raises ``UsageError``, ``MediumError`` or ``CorruptionError`` if it cannot be read."""
+    def __init__(self, pool: Place, reader: PoolReader | None = None) -> None:
+        """reader: of that pool, if it is open already. Raises ``UsageError``, ``MediumError`` or
+        ``CorruptionError`` if it cannot be read."""
         self.path: Final = pool.path
-        self.reader: Final[PoolReader] = open_place(pool)
+        self.reader: Final[PoolReader] = reader or open_place(pool)
 
     @property
     def uuid(self) -> bytes:
@@ -111,17 +112,25 @@ def open_pool(pool: Place) -> PoolFile:
     return PoolFile(pool)
 
 
+def _opened(places: Sequence[Place]) -> Iterator[PoolFile]:
+    old = superseded(place.path for place in places if not place.is_host)
+    for place in places:
+        reader = open_superseded(place.path) if place.path in old else open_place(place)
+        if reader is not None:
+            yield PoolFile(place, reader)
+
+
 class PoolView:
     """What ``portus.open`` gives: all pool files of a directory as one, or one pool file."""
 
     def __init__(self, pool: str | os.PathLike[str] | None = None) -> None:
         """pool: a pool file, a pool directory, or the address of a storage host; None: the
-            default one. Raises ``UsageError`` if
-        there is none, and what opening raises."""
+        default one. Raises ``UsageError`` if there is none, and what opening raises. A pool file
+        that cannot be read is passed over, with an error in the log, if it has a successor."""
         with contextlib.ExitStack() as stack:
             self._files: Final = [
-                stack.enter_context(contextlib.closing(PoolFile(each)))
-                for each in pools_at(Place.named(pool))
+                stack.enter_context(contextlib.closing(each))
+                for each in _opened(pools_at(Place.named(pool)))
             ]
             self._stack: Final = stack.pop_all()
 

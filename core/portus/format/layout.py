@@ -67,7 +67,11 @@ SUPERBLOCK: Final = Record(
         Field("compat", "Q", "feature bits that an old program may ignore"),
         Field("read_only_compat", "Q", "feature bits that an old program may read but not write"),
         Field("incompat", "Q", "feature bits that an old program must refuse"),
-        Field("uuid", "16s", "random, names this pool"),
+        Field(
+            "uuid",
+            "16s",
+            "names this pool: random; of a successor, the xxh3_128 of its predecessor's",
+        ),
         Field("created_ns", "Q", "Unix time in nanoseconds"),
         Field("reserved", "40s", "zero"),
         Field("digest", "16s", "of the 112 bytes before"),

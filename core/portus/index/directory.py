@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import logging
 import os
 import re
 import threading
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from portus.errors import BusyError, MediumError, UsageError
+from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.format.layout import DATA_START
 from portus.index import device
 from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
@@ -30,6 +31,8 @@ from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
 from portus.media.process import NUMBERS
 from portus.transport import native
+
+_log: Final = logging.getLogger("portus")
 
 _CACHE_TAG: Final = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
@@ -87,6 +90,17 @@ def generation_of(path: str, number: int) -> str:
     """The path of a generation of the pool file at ``path``, which may not be there yet."""
     stem, suffix = os.path.splitext(path)
     return path if number == 1 else f"{stem}+{number}{suffix}"
+
+
+def superseded(paths: Iterable[str]) -> set[str]:
+    """Those of some pool files that have a successor among them."""
+    runs: dict[str, list[tuple[int, str]]] = {}
+    for path in paths:
+        stem, suffix = os.path.splitext(path)
+        first, _, number = stem.rpartition("+")
+        own = (first + suffix, int(number)) if number.isdecimal() and first else (path, 1)
+        runs.setdefault(own[0], []).append((own[1], path))
+    return {path for run in runs.values() for _, path in sorted(run)[:-1]}
 
 
 def on_disk(path: str) -> int:
@@ -153,9 +167,11 @@ _unfinished: Final[set[str]] = set()
 """What the threads of this process are making."""
 
 
-def create_pool(path: str, files: FileSystem, after: Root | None = None) -> None:
+def create_pool(
+    path: str, files: FileSystem, uuid: bytes | None = None, after: Root | None = None
+) -> None:
     """Make an empty pool file at ``path``, durable with its name; nothing if one is there.
-    after: the newest root of the pool that it is a successor of.
+    uuid, after: of a successor: see ``format_superblock``.
 
     Its directory exists. Raises ``MediumError``; then there is no pool, and nothing half-made.
     On a DAX device the pool is made in place, if it is blank.
@@ -171,7 +187,7 @@ def create_pool(path: str, files: FileSystem, after: Root | None = None) -> None
     try:
         medium = files.create(fresh, DATA_START)
         try:
-            format_pool(medium, after)
+            format_pool(medium, uuid, after)
         finally:
             medium.close()
         _publish(fresh, path, files)
@@ -269,6 +285,21 @@ def open_reader(path: str, files: FileSystem | None = None) -> PoolReader:
         locks = FileLocks(path, writable=False)
         undo.callback(locks.close)
         reader = PoolReader(medium, locks)
+        undo.pop_all()
+        return reader
+
+
+def open_superseded(path: str) -> PoolReader | None:
+    """A pool file that has a successor, for reading. None, with an error in the log, if it cannot
+    be read: it is not to stand in the way of what is in its successor."""
+    with contextlib.ExitStack() as undo:
+        try:
+            reader = open_reader(path)
+            undo.callback(reader.close)
+            reader.catalogue()
+        except PortusError as error:
+            _log.error("what was saved before there was a successor cannot be read: %s", error)
+            return None
         undo.pop_all()
         return reader
 

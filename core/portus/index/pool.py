@@ -140,10 +140,10 @@ class Change:
     retire: Collection[int] = ()
 
 
-def format_pool(medium: Medium, after: Root | None = None) -> None:
+def format_pool(medium: Medium, uuid: bytes | None = None, after: Root | None = None) -> None:
     """Make an empty pool of a new medium of at least ``DATA_START`` bytes, durable on return.
-    after: see ``format_superblock``."""
-    format_superblock(medium, after=after)
+    uuid, after: see ``format_superblock``."""
+    format_superblock(medium, uuid, after)
     medium.persist([Extent(0, DATA_START)])
 
 
@@ -204,9 +204,11 @@ class PoolReader:
 
     def may_have(self, token: bytes) -> bool:
         """True if readers may find the version of that token, though its commit failed: its root
-        is in a slot, durable or not. Reads the pool anew. Raises ``MediumError``,
-        ``CorruptionError``."""
-        there = newest_catalogue(self.medium, self.superblock.uuid)
+        is in a slot, durable or not. Reads the pool anew. Raises ``MediumError``."""
+        try:
+            there = newest_catalogue(self.medium, self.superblock.uuid)
+        except CorruptionError:
+            return False  # nobody finds anything there
         return any(entry.info.token == token for entry in there.entries())
 
     def _ahead(self, found: Catalogue) -> Catalogue:
@@ -320,6 +322,8 @@ class PoolWriter(PoolReader):
         self._slots: Final[dict[int, Root]] = {}
         self._damaged: Final[set[Pointer]] = set()
         self._cramped = False
+        self.changed_by_others = False
+        """True once somebody else was found to have changed the pool; it is poisoned then."""
         self._strangers: set[int] = set()
         self._strange: Runs = EMPTY
         self._recover()
@@ -515,9 +519,22 @@ class PoolWriter(PoolReader):
         self._slots[root.slot] = root
         self._persist([store_root(self.medium, self.superblock.uuid, root)])
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Raise ``CorruptionError`` unless the pool is as this writer left it, by its size, its
-        superblock and its newest root. A damaged copy of the superblock is restored."""
+        superblock and its newest root. If it is not, it is poisoned: it may be somebody else's by
+        now. A damaged copy of the superblock is restored. Every commit does it."""
+        with self._committing:
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            self._compare()
+        except CorruptionError:
+            self.changed_by_others = True
+            self.medium.poison("somebody else changed it while it was written")
+            raise
+
+    def _compare(self) -> None:
         root, name = self._roots[0].root, self.medium.info.name
         if self.medium.size < root.size:
             raise CorruptionError(
@@ -735,6 +752,10 @@ class PoolWriter(PoolReader):
         was added. Raises ``MediumError``."""
         if pages <= 0:
             return []
+        try:
+            self._look()  # what was cut off would come back as zeros
+        except CorruptionError as error:
+            raise MediumError(errno.EIO, str(error)) from error
         filled = self._fill_holes(pages, contiguous=contiguous)
         pages -= page_count(extents_runs(filled))
         if not pages:

@@ -81,13 +81,21 @@ def format_superblock(
     """Store (not persist) the superblock, twice, and the first root. For a new medium only.
 
     after: the newest root of the pool that this one goes on from. Commits and ids of versions are
-    numbered on from there, also past a commit that failed: it may be there all the same.
+    numbered on from there, also past a commit that failed: it may be there all the same. uuid: that
+    of a successor follows from its own (``successor_uuid``).
     """
     block = Superblock(uuid or os.urandom(16), time.time_ns())
     for offset in SUPERBLOCK_OFFSETS:
         store_superblock(medium, block, offset)
     store_root(medium, block.uuid, FIRST_ROOT if after is None else _first_after(after))
     return block
+
+
+def successor_uuid(uuid: bytes, generations: int = 1) -> bytes:
+    """Who the successor is of the pool ``uuid``, or the successor of that, and so on."""
+    for _ in range(generations):
+        uuid = digest(uuid)
+    return uuid
 
 
 def _first_after(root: Root) -> Root:

@@ -9,7 +9,8 @@
    space, reads as zero until stored, and the new size survives power loss.
 4. After a failed ``persist`` or ``grow`` that may have lost bytes, the medium is *poisoned*: every
    later ``grow``, ``store`` and ``persist`` raises ``MediumError``; ``load`` goes on. Durability
-   is unknown, so nobody retries.
+   is unknown, so nobody retries. So it is once its user said so (``poison``): what is there was
+   changed by somebody else, whom no store of ours may harm.
 
 All methods raise ``MediumError`` for what the machine refuses and ``UsageError`` for a range
 outside the medium. ``load`` and ``store`` may be called from several threads on disjoint ranges.
@@ -78,6 +79,9 @@ class Medium(Protocol):
 
     def close(self) -> None:
         """Let go of everything. A second call does nothing. Does not persist."""
+
+    def poison(self, reason: str) -> None:
+        """Take no stores any more, for good; see 4. reason: for messages, as a clause."""
 
 
 @runtime_checkable

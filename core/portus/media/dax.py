@@ -172,8 +172,12 @@ class SpaceMedium:
 
     @property
     def poisoned(self) -> bool:
-        """True since a persist failed."""
+        """True since a persist failed, or since ``poison``."""
         return bool(self._poison)
+
+    def poison(self, reason: str) -> None:
+        """See ``Medium``."""
+        self._poison = self._poison or f"{self._info.name}: not written to any more: {reason}"
 
     def grow(self, size: int) -> None:
         """Use more of the device, cleared first. ``MediumError`` (ENOSPC) behind its end."""

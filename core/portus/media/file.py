@@ -132,8 +132,12 @@ class PlainFile:
 
     @property
     def poisoned(self) -> bool:
-        """True since a persist, or the sync of a growth, failed."""
+        """True since a persist, or the sync of a growth, failed; or since ``poison``."""
         return bool(self._poison)
+
+    def poison(self, reason: str) -> None:
+        """See ``Medium``."""
+        self._poison = self._poison or f"{self.path}: not written to any more: {reason}"
 
     def grow(self, size: int) -> None:
         """Without space it is undone, and does not poison; a failed sync does."""

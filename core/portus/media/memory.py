@@ -54,8 +54,12 @@ class Memory:
 
     @property
     def poisoned(self) -> bool:
-        """True since a persist failed."""
+        """True since a persist failed, or since ``poison``."""
         return bool(self._poison)
+
+    def poison(self, reason: str) -> None:
+        """See ``Medium``."""
+        self._poison = self._poison or f"{self.name}: not written to any more: {reason}"
 
     def grow(self, size: int) -> None:
         """``MediumError`` if the system refuses; that does not poison."""

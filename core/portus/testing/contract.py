@@ -160,6 +160,23 @@ class MediumContract(abc.ABC):
         assert load(medium, 0, 1) == b"\0"
         medium.close()
 
+    def test_what_is_poisoned_by_its_user_takes_no_stores_and_can_be_loaded(
+        self, medium: Medium
+    ) -> None:
+        medium.store(0, b"older")
+        medium.persist([Extent(0, 5)])
+        medium.poison("somebody else wrote it")
+        assert medium.poisoned
+        assert_raises(
+            MediumError,
+            lambda: medium.store(0, b"newer"),
+            lambda: medium.persist([Extent(0, 5)]),
+            lambda: medium.grow(2 * SIZE),
+            match="somebody else wrote it",
+        )
+        assert medium.size == SIZE
+        assert load(medium, 0, 5) == b"older"
+
     def test_persist_takes_any_ranges_inside(self, medium: Medium) -> None:
         medium.store(10, b"kept")
         medium.persist([])

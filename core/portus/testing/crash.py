@@ -228,6 +228,10 @@ class CrashMedium:
         """See ``Medium``."""
         return bool(self._poison)
 
+    def poison(self, reason: str) -> None:
+        """See ``Medium``."""
+        self._poison = self._poison or f"{self._path}: not written to any more: {reason}"
+
     def grow(self, size: int) -> None:
         """See ``Medium``. A failed growth changes nothing, and does not poison."""
         self._check_writable()

@@ -319,6 +319,9 @@ class HostMedium:
     def persist(self, ranges: Sequence[Extent]) -> None:
         raise self._refused()
 
+    def poison(self, reason: str) -> None:
+        raise self._refused()
+
     def load(self, offset: int, target: memoryview) -> None:
         if not target.nbytes:
             return

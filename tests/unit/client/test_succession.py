@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,11 @@ import torch
 
 import portus
 from portus.client.resolve import Pools, _open_view
-from portus.errors import MediumError, UsageError
+from portus.errors import CorruptionError, MediumError, UsageError
+from portus.format.layout import DATA_START
 from portus.index.directory import generations
 from portus.index.place import Place
+from tests.crash.test_rot import blanked, emptied, halved, replaced
 from tests.unit.client.stuck import Gate, gated
 
 
@@ -147,6 +149,7 @@ def test_a_process_killed_around_the_first_commit_to_a_successor_loses_nothing(
     program = f"""
 import os, portus
 from pathlib import Path
+from tests.crash.test_rot import blanked, emptied, halved, replaced
 from tests.unit.client.stuck import gated
 from tests.unit.client.test_succession import fail, save
 pool = Path({str(pool)!r})
@@ -227,3 +230,40 @@ def test_several_that_share_a_pool_file_share_its_successor(pool: Path, gate: Ga
         assert value_of(other.load()) == 4
         with pytest.raises(UsageError, match="step 9"):
             other.load(9)
+
+
+@pytest.mark.parametrize("deed", [halved, emptied, blanked, replaced])
+def test_a_pool_that_others_change_has_a_successor_and_is_never_written_again(
+    deed: Callable[[Path, bytes], None], pool: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.portus"
+    with portus.Checkpointer(other, "run") as checkpointer:
+        save(checkpointer, 7)
+    path = tmp_path / "4.ckpt"
+    with portus.Checkpointer(pool, "run", keep=2) as checkpointer:
+        save(checkpointer, 1)
+        save(checkpointer, 2)
+        checkpointer.wait()
+        deed(pool, other.read_bytes())
+        head = pool.read_bytes()[:DATA_START]
+        with pytest.raises((CorruptionError, MediumError), match=r"somebody (else|wrote)|trunc"):
+            save(checkpointer, 3)
+        checkpointer.wait()
+        changed = pool.read_bytes()
+        assert changed[:DATA_START] == head, "not even a message"
+        save(checkpointer, 4, path)
+        assert checkpointer.path == str(successor_of(pool))
+        for step in (5, 6, 7, 8):
+            save(checkpointer, step)
+        checkpointer.wait()
+        assert value_of(checkpointer.load()) == 8
+        commits = [info.commit for info in checkpointer.versions()]
+        assert commits == sorted(set(commits))
+    assert value_of(torch.load(path)) == 4
+    with portus.open(pool) as view:
+        assert value_of(view.load("run", 8)) == 8
+    with portus.Checkpointer(pool, "run", keep=2) as checkpointer:
+        assert checkpointer.path == str(successor_of(pool))
+        assert value_of(checkpointer.load()) == 8
+        save(checkpointer, 9)
+    assert pool.read_bytes() == changed

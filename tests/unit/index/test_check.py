@@ -737,6 +737,8 @@ class Interrupted:
 
     def close(self) -> None: ...
 
+    def poison(self, reason: str) -> None: ...
+
 
 def test_commits_between_any_two_loads_are_not_mistaken_for_damage() -> None:
     """All that was there is retired, and every free byte is written over."""

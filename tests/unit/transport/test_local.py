@@ -322,6 +322,7 @@ class Unmapped:
         self.grow = self._memory.grow
         self.load: Callable[[int, memoryview], None] = self._memory.load
         self.persist, self.close = self._memory.persist, self._memory.close
+        self.poison = self._memory.poison
         self.stores = 0
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
