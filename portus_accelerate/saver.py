@@ -22,6 +22,7 @@ import portus
 from portus_accelerate import intent, place, resume, sharded
 from portus_accelerate.capture import Capture, capturing, torch_name
 from portus_accelerate.cut_off import CutOff
+from portus_accelerate.ending import Ending
 from portus_accelerate.origin import of_others, origin_of, saying_of_what
 from portus_accelerate.peers import Peers
 from portus_accelerate.settings import Settings, is_disabled
@@ -56,7 +57,7 @@ class Saver:
         self._peers: Final = _peers_of(accelerator)
         self._run: portus.Run | None = None
         self._count = 0
-        self._newest: str | None = None
+        self._ending: Final = Ending(settings)
         self._uploaded: str | None = None
         self._deferred: list[tuple[portus.SaveHandle | None, list[Callable[[], Any]]]] = []
         self._cut_off: Final = CutOff(
@@ -173,6 +174,7 @@ class Saver:
     def begin(self, directory: str) -> None:
         """A training starts that saves beside ``directory``: put in order what is there."""
         self._over = False
+        self._ending.begin()
         self._cut_off.mend(os.path.abspath(directory), uncommitted=True)
 
     def make_room(self, directory: str, size: int) -> None:
@@ -274,9 +276,7 @@ class Saver:
         if self._shards is not None:
             shards, self._shards = self._shards, None
             shards.close()
-        newest, self._newest = self._newest, None
-        if newest is not None and self._settings.materialize == "end" and os.path.isdir(newest):
-            _put_real_files(newest)
+        self._ending.materialize()
 
     # Saving.
 
@@ -307,7 +307,7 @@ class Saver:
         intent.take_back(directory)
         for action in capture.deferred:
             action()
-        self._newest, self._handle = directory, None
+        self._handle = None
         return result
 
     def _stop_watching(self) -> None:
@@ -333,7 +333,8 @@ class Saver:
         step = self._count if number is None else number
         references = {os.path.join(directory, torch_name(name)): name for name in parts}
         try:
-            handle = self._open(directory).use(
+            run = self._open(directory)
+            handle = run.use(
                 lambda checkpointer: checkpointer.save(
                     parts, step, reference=references, synchronous=self._over
                 )
@@ -341,7 +342,8 @@ class Saver:
         except portus.UsageError as error:
             self._save_stock(capture, parts, directory, error)
             return None
-        self._newest, self._handle = directory, handle
+        self._handle = handle
+        self._ending.saved(run, directory)
         with _saying(f"what {directory} held before stays"):
             for name in place.names_in(directory):
                 if name.endswith(".safetensors") and name in parts:
@@ -524,19 +526,6 @@ def _sync(directory: str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _put_real_files(directory: str) -> None:
-    try:
-        portus.materialize(directory)
-    except portus.PortusError as error:
-        _log.warning(
-            "Portus: %s stays references into the pool: %s. Before you copy or upload it: "
-            "portus materialize %s",
-            directory,
-            error,
-            directory,
-        )
 
 
 @contextlib.contextmanager

@@ -20,14 +20,17 @@ class Settings(portus.Settings):
 
     pool: a pool file, or a directory for pool files; by default ``$PORTUS_POOL``, or ``.portus``
         beside the directory of the checkpoints. model: the name of the run in the pool.
-    materialize: "end" makes the newest checkpoint one of real torch files at
-        ``end_training()``; "none" never.
+    materialize: "end" makes the checkpoints of the run ones of real files at ``end_training()``,
+        or where the program ends without it: the newest first; "none" never.
+    materialize_within: the longest, in seconds, that the end waits for that. What there is no time
+        or no room for stays as it is, and is listed.
     The others are those of ``portus.Settings``.
     """
 
     pool: portus.Place | None = None
     model: str | None = None
     materialize: Literal["end", "none"] = "end"
+    materialize_within: float = 600.0
 
     def __post_init__(self) -> None:
         portus.Settings.__post_init__(self)
@@ -37,6 +40,7 @@ class Settings(portus.Settings):
             raise portus.UsageError(
                 f"materialize: expected 'end' or 'none', found {self.materialize!r}"
             )
+        portus.checked_within(self.materialize_within)
 
 
 def is_disabled() -> bool:

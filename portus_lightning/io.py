@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -95,12 +94,8 @@ class PortusIO(CheckpointIO):
             raise portus.UsageError(
                 f"materialize: expected 'end', 'all' or 'none', found {materialize!r}"
             )
-        if not (isinstance(materialize_within, int | float) and materialize_within >= 0):
-            raise portus.UsageError(
-                f"materialize_within: expected seconds, 0 or more, found {materialize_within!r}"
-            )
         self.materialize: Literal["end", "all", "none"] = materialize
-        self.materialize_within: Final = materialize_within
+        self.materialize_within: Final = portus.checked_within(materialize_within)
         self.prepare: bool = prepare
         self._pool: Final = None if pool is None else portus.Place.named(pool)
         self._model: Final = model
@@ -294,38 +289,17 @@ class PortusIO(CheckpointIO):
     def put_real_files(self, paths: Iterable[str]) -> None:
         """Materialise these files, in this order; what stays a reference is said, with what to do
         about it."""
-        self._say(portus.materialize_in_turn(paths, within_s=self.materialize_within))
+        portus.materialize_at_end(paths, within_s=self.materialize_within)
 
     def say_what_stays(self, paths: Iterable[str]) -> None:
         """Say which of these files stay references, since training did not come to its end."""
-        self._say(portus.remaining_references(paths, "training did not come to its end"))
-
-    def _say(self, remaining: list[portus.Remaining]) -> None:
-        if remaining:
-            _log.warning(
-                "Portus: these stay references into the pool; before you copy or upload one:\n%s",
-                "\n".join(map(str, remaining)),
-            )
+        portus.say_remaining(portus.remaining_references(paths, "training did not come to its end"))
 
     def saved_in(self, directories: Iterable[str]) -> list[str]:
         """The files that this run saved, newest first, and those in ``directories`` that it saved
         before it was resumed."""
-        found = dict.fromkeys(reversed(self._saved))
-        for directory in directories:
-            with contextlib.suppress(OSError):
-                paths = [entry.path for entry in os.scandir(directory) if entry.is_file()]
-                found.update(dict.fromkeys(filter(self._is_of_run, sorted(paths))))
-        return list(found)
-
-    def _is_of_run(self, path: str) -> bool:
-        with contextlib.suppress(portus.PortusError):
-            reference = portus.read_reference(path)
-            return (
-                reference is not None
-                and self._run is not None
-                and reference.model == self._run.name
-            )
-        return False
+        older = [] if self._run is None else portus.saved_in(directories, self._run.name)
+        return list(dict.fromkeys([*reversed(self._saved), *filter(os.path.isfile, older)]))
 
     # One instance goes through deepcopy, pickle and fork; its pool does not.
 

@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     )
     from portus.client.checkpointer import Checkpointer as Checkpointer
     from portus.client.in_turn import Remaining as Remaining
+    from portus.client.in_turn import checked_within as checked_within
+    from portus.client.in_turn import materialize_at_end as materialize_at_end
     from portus.client.in_turn import materialize_in_turn as materialize_in_turn
     from portus.client.in_turn import remaining_references as remaining_references
+    from portus.client.in_turn import saved_in as saved_in
+    from portus.client.in_turn import say_remaining as say_remaining
     from portus.client.materialize import materialize as materialize
     from portus.client.mend import mend as mend
     from portus.client.nested import note_written as note_written
@@ -77,11 +81,13 @@ _MODULE_OF: Final = {
     "VersionInfo": "portus.spec",
     "allow": "portus.client.resolve",
     "check": "portus.index.check",
+    "checked_within": "portus.client.in_turn",
     "is_nested": "portus.media.calls",
     "is_reference": "portus.client.resolve",
     "load_reference": "portus.client.resolve",
     "local_path": "portus.index.place",
     "materialize": "portus.client.materialize",
+    "materialize_at_end": "portus.client.in_turn",
     "materialize_in_turn": "portus.client.in_turn",
     "mend": "portus.client.mend",
     "note_written": "portus.client.nested",
@@ -90,6 +96,8 @@ _MODULE_OF: Final = {
     "read_reference": "portus.client.resolve",
     "register_reference_loader": "portus._autoload",
     "remaining_references": "portus.client.in_turn",
+    "saved_in": "portus.client.in_turn",
+    "say_remaining": "portus.client.in_turn",
     "this_is_a_reference_run_portus_materialize": "portus._autoload",
     "unpack": "portus.client.pack",
     "write_file": "portus.client.nested",

@@ -30,6 +30,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         sys.path.remove(str(site))
 
 
+@pytest.fixture(autouse=True)
+def no_training_left() -> Iterator[None]:
+    """What a test of Accelerate did not end is not made real files when the tests end."""
+    yield
+    ending = sys.modules.get("portus_accelerate.ending")
+    if ending is not None:
+        ending._OPEN.clear()
+
+
 def _write_metadata(site: Path) -> None:
     information = site / "portus_checkpoint-0.dist-info"
     information.mkdir()

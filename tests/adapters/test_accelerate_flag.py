@@ -36,6 +36,7 @@ def run(
     root.mkdir(exist_ok=True)
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}
     more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site), "HF_HOME": str(root / "hf")}
+    more[VARIABLE] = '{"materialize": "none"}'  # so that the pool tells that there was one
     command = [sys.executable, *launcher, str(SCRIPT), "--root", str(root)]
     return subprocess.run(
         [*command, *map(str, arguments)],
@@ -171,7 +172,8 @@ def test_the_yaml_of_accelerate_launch_turns_it_on(
     stock: list[str], tmp_path: Path, installed: Path, flag: bool
 ) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(f"{YAML}portus_config:\n  pool: {tmp_path}/pools\n  model: yaml\n")
+    ours = f"pool: {tmp_path}/pools, model: yaml, materialize: none"
+    config.write_text(f"{YAML}portus_config: {{{ours}}}\n")
     launcher = (*LAUNCH, "--config_file", str(config))
     done = run(tmp_path, installed, "--limit", 2, launcher=launcher, flag=flag)
     assert done.returncode == 0, done.stderr

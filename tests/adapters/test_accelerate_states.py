@@ -233,7 +233,7 @@ def test_materialised_it_is_a_checkpoint_of_stock_accelerate(tmp_path: Path) -> 
     then = scene.facts()
     scene.accelerator.end_training()
     assert not any(portus.is_reference(path) for path in (tmp_path / "one").iterdir())
-    shutil.rmtree(tmp_path / ".portus")
+    assert not (tmp_path / ".portus").exists()  # nothing led there any more
     stock = Scene(tmp_path, on=False)
     stock.step()
     stock.accelerator.load_state(str(tmp_path / "one"))
@@ -758,7 +758,6 @@ def test_after_the_end_a_save_is_durable_when_it_returns(tmp_path: Path) -> None
     scene.accelerator.save_state(str(tmp_path / "step_1"))
     scene.accelerator.end_training()
     scene.accelerator.save_state(str(tmp_path / "step_2"))
-    assert len(portus.open(tmp_path / ".portus").versions()) >= 1
     real = sorted(re.sub(r"^pytorch_(model.*)\.bin$", r"\1.safetensors", name) for name in FILES)
     assert sorted(os.listdir(tmp_path / "step_2")) == real
     assert not any(portus.is_reference(tmp_path / "step_2" / name) for name in real)

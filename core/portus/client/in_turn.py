@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shlex
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from portus.client.keeper import is_aside
 from portus.client.materialize import give_back, in_place
 from portus.client.reference import read
 from portus.client.resolve import POOLS, Pools, pool_of, use_reference
-from portus.errors import AbandonedError, PortusError
+from portus.errors import AbandonedError, PortusError, UsageError
+
+_log: Final = logging.getLogger("portus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,40 @@ def materialize_in_turn(
     return left
 
 
+def materialize_at_end(paths: Iterable[str | os.PathLike[str]], *, within_s: float) -> None:
+    """``materialize_in_turn``, for the end of a training; what stays is said, once."""
+    say_remaining(materialize_in_turn(paths, within_s=within_s))
+
+
+def say_remaining(remaining: Iterable[Remaining]) -> None:
+    """Log what stays references, with the commands that make real files of it; nothing for none."""
+    lines = list(map(str, remaining))
+    if lines:
+        _log.warning(
+            "Portus: these stay references into the pool; before you copy or upload one:\n%s",
+            "\n".join(lines),
+        )
+
+
+def checked_within(seconds: float) -> float:
+    """The longest that the end of a training may wait, as a user says it (``materialize_within``).
+    Raises ``UsageError``."""
+    if not (isinstance(seconds, int | float) and seconds >= 0):
+        raise UsageError(f"materialize_within: expected seconds, 0 or more, found {seconds!r}")
+    return seconds
+
+
+def saved_in(directories: Iterable[str], model: str) -> list[str]:
+    """What lies in ``directories`` and was saved as ``model``, in whichever process, the newest
+    first: reference files, and directories with such files in them. What cannot be read is none."""
+    found: dict[str, int] = {}
+    for directory in dict.fromkeys(directories):
+        with contextlib.suppress(OSError):
+            for path in sorted(entry.path for entry in os.scandir(directory)):
+                found[path] = _written_ns(path, model)
+    return sorted((path for path in found if found[path]), key=lambda path: -found[path])
+
+
 def _found(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Where they really are, each once; none that was put aside."""
     found = dict.fromkeys(os.path.realpath(os.fspath(each)) for each in paths)
@@ -92,6 +130,20 @@ def _size(path: str, pools: Pools) -> int | None:
             info = use_reference(each, lambda pool, entry, reference: entry.info, pools)
             sizes[info.token] = info.size
     return sum(sizes.values()) if sizes else None
+
+
+def _written_ns(path: str, model: str) -> int:
+    """When the newest reference file of ``model`` was written at ``path``, or in it; 0: none."""
+    inside = [path]
+    if os.path.isdir(path):
+        inside = [each for each in _references(path) if os.path.dirname(each) == path]
+    written = [0]
+    for each in inside:
+        with contextlib.suppress(PortusError, OSError):
+            reference = read(each)
+            if reference is not None and reference.model == model:
+                written.append(reference.written_ns)
+    return max(written)
 
 
 def _references(path: str) -> list[str]:

@@ -548,12 +548,21 @@ class _Judge:
         for path in dict.fromkeys((self._relative(reference), reference.written_path)):
             if path is None or not self._is_home(reference, path, name.births[1]):
                 continue
-            home = home_of(reference, path)
-            entry = os.path.relpath(path, home).split(os.sep)[0]
             is_there = self._files.status(path) is not None
-            return path if is_there or entry not in self._files.entries(home) else None
+            return path if is_there or self._is_absent(path, home_of(reference, path)) else None
         found = self._survey.directory(name.births[1])
         return None if found is None else os.path.join(found, reference.id)
+
+    def _is_absent(self, path: str, home: str) -> bool:
+        """True if the way from ``home`` to ``path`` ends in a directory without the next name."""
+        at = home
+        for name in os.path.relpath(path, home).split(os.sep):
+            if self._files.status(at) is None:
+                return False
+            if name not in self._files.entries(at):
+                return True
+            at = os.path.join(at, name)
+        return False
 
     def _is_home(self, reference: Reference, path: str, home: Birth) -> bool:
         return self._files.birth(home_of(reference, path)) == home
