@@ -35,12 +35,17 @@ hypothesis.settings.register_profile(
 def pytest_configure(config: pytest.Config) -> None:
     # A shell ignores Ctrl-C for what it runs behind, and processes inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.get("PORTUS_TEST_USERFAULTFD") == "refused":
+        from tests.refused import refuse_userfaultfd
+
+        refuse_userfaultfd()
     asked_for_long = config.getoption("markexpr") == "long"
     hypothesis.settings.load_profile("long" if asked_for_long else "quick")
 
 
 def pytest_report_header() -> str:
-    return f"seed: PORTUS_TEST_SEED={SEED}"
+    wish = os.environ.get("PORTUS_TEST_USERFAULTFD")
+    return f"seed: PORTUS_TEST_SEED={SEED}" + (f", userfaultfd: {wish}" if wish else "")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

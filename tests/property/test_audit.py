@@ -52,7 +52,11 @@ def swap(tensor: torch.Tensor, rng: random.Random) -> None:
 
 
 def clamp(tensor: torch.Tensor, rng: random.Random) -> None:
-    tensor.data.clamp_(min=tensor.max().item() + 1)  # all of it, or it is like a row
+    least = 2 * abs(tensor.max().item()) + 1  # above all of it, or it is like a row
+    if least < 1e6:
+        tensor.data.clamp_(min=least)
+    else:  # a bit was flipped before: above such numbers, and above no number, there are few
+        tensor.data.fill_(rng.random())
 
 
 def noise(tensor: torch.Tensor, rng: random.Random) -> None:

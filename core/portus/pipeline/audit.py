@@ -214,7 +214,7 @@ class Probed:
         count = -(-late.length // PROBE_EACH)
         row = np.repeat(np.arange(len(count)), count)
         each = (np.arange(len(row)) - (np.cumsum(count) - count)[row]) * PROBE_EACH
-        last = np.maximum(late.length - PROBE, 0) // PROBE * PROBE
+        last = (late.length - 1) // PROBE * PROBE  # to the end: that may be all that is torn
         rows = np.concatenate([row, np.arange(len(count))])
         offset = np.concatenate([each, last])
         length = np.minimum(PROBE, late.length[rows] - offset)

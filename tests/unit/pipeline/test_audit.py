@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from portus.media import linux, written
-from portus.pipeline.audit import Auditor, Guard, Late, Way
+from portus.pipeline.audit import Auditor, Guard, Late, Probed, Way
 from portus.transport.base import Stop
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +80,39 @@ def test_the_guard_may_be_said(memory: np.ndarray, refused: None) -> None:
     assert ways("probe", late) == [Way.PROBE] * 2
 
 
+@pytest.mark.parametrize("size", [1, 15, 64, 4000, 65_540, 270_001])
+@pytest.mark.parametrize("stored_late", [1, 32])
+def test_probes_see_a_whole_write_of_which_the_last_bytes_alone_were_stored(
+    size: int, stored_late: int
+) -> None:
+    """A storage begins anywhere in a page, so any of its bytes may be the last to be stored."""
+    source = np.ones(size, np.uint8)
+    audit = Probed(Late(column(source.ctypes.data), column(size)))
+    assert not audit.torn(As(source)).any()
+    found = source.copy()
+    found[-stored_late:] += 1
+    assert audit.torn(As(found)).all()
+
+
+class As:
+    """What was stored of one storage."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.digests: np.ndarray = np.zeros((0, 16), np.uint8)
+        self._data = data
+
+    def bytes_of(self, row: np.ndarray, offset: np.ndarray, length: np.ndarray) -> np.ndarray:
+        pieces = zip(offset.tolist(), length.tolist(), strict=True)
+        return np.concatenate([self._data[at : at + size] for at, size in pieces])
+
+
 REFUSED = """
-import ctypes, os, struct
 import numpy as np
-from portus.media import linux, written
 from portus.pipeline.audit import Auditor, Late
 from portus.transport.base import Stop
+from tests.refused import refuse_userfaultfd
 
-def ins(code, yes, no, number):
-    return struct.pack("=HBBI", code, yes, no, number)
-
-call = linux._USERFAULTFD[os.uname().machine]
-program = ins(0x20, 0, 0, 0) + ins(0x15, 0, 1, call)
-program += ins(6, 0, 0, 0x50001) + ins(6, 0, 0, 0x7FFF0000)
-text = ctypes.create_string_buffer(program, len(program))
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0
-filters = struct.pack("@HP", 4, ctypes.addressof(text))
-assert libc.prctl(22, 2, ctypes.create_string_buffer(filters, len(filters)), 0, 0) == 0
+refuse_userfaultfd()
 memory = np.ones(64 << 20, np.uint8)
 late = Late(np.array([memory.ctypes.data]), np.array([memory.nbytes]))
 print(Auditor("exact").begin(late, Stop()).way.value)
@@ -106,7 +123,7 @@ print(Auditor("exact").begin(late, Stop()).way.value)
 def test_where_seccomp_refuses_the_call_hashes_tell() -> None:
     """As in a container."""
     ran = subprocess.run(
-        [sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=60, cwd=ROOT
     )
     assert (ran.stdout, ran.stderr) == ("hash\n", "")
 
