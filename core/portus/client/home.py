@@ -13,9 +13,10 @@ import urllib.parse
 from typing import Final, Protocol
 
 from portus.client.host import HostPool
-from portus.client.keeper import Keeper, forget_deleted, keeper_of
+from portus.client.keeper import Keeper, forget_deleted, is_deserted, keeper_of
 from portus.errors import MediumError, PortusError
 from portus.format.layout import DATA_START
+from portus.index.catalogue import Catalogue
 from portus.index.directory import (
     WRITERS,
     create_pool,
@@ -226,10 +227,14 @@ class FileHome:
     def close(self, *, made: bool) -> None:
         writer, self._writer = self._writer, None
         succeeded = False
-        for pool in self.older():
-            del self._older[pool]
+        for pool, path in self.older().items():
+            succeeded = succeeded or isinstance(pool, PoolWriter)
+            with contextlib.suppress(PortusError):
+                if is_deserted(path, pool.catalogue()):
+                    self.drop(pool)
+                    continue
+            self._older.pop(pool, None)
             if isinstance(pool, PoolWriter):
-                succeeded = True
                 WRITERS.close(pool)
             else:
                 pool.close()
@@ -237,8 +242,9 @@ class FileHome:
             return
 
         def tidy() -> None:
-            unused = (made or succeeded) and writer.catalogue().root.is_first
+            unused = False
             try:
+                unused = self._is_unused(writer.catalogue(), made or succeeded)
                 if unused and not writer.changed_by_others:
                     remove_pool(self.path, LocalFiles())
                 else:
@@ -248,6 +254,13 @@ class FileHome:
                 _log.warning("%s: %s: %s", self.path, what, error)
 
         WRITERS.close(writer, last=tidy)
+
+    def _is_unused(self, catalogue: Catalogue, made: bool) -> bool:
+        """True if nothing was ever saved to a pool that was ``made`` here; or if all of it is gone,
+        and no file of a save leads there."""
+        if catalogue.root.is_first:
+            return made
+        return not catalogue.ids() and not LocalFiles().entries(links_directory(self.path))
 
 
 class HostHome:

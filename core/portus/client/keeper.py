@@ -720,6 +720,17 @@ def held_in(path: str, catalogue: Catalogue) -> set[int]:
     return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in tokens}
 
 
+def is_deserted(path: str, catalogue: Catalogue) -> bool:
+    """True if files led to each version of the pool file at ``path``, and all of them were deleted,
+    durably. However long it takes to look for copies. Raises ``MediumError``."""
+    files, directory = LocalFiles(), links_directory(path)
+    found = files_of.links(directory, files, adopt=False, survey=survey_of(directory, None))
+    gone_for_good(found, {State.DELETED}, files)
+    if any(link.state is not State.DELETED for link in found):
+        return False
+    return catalogue.ids() <= unheld(found, catalogue, {State.DELETED})
+
+
 def forget_deleted(path: str) -> None:
     """Remove the links of deleted reference files from those of the pool file at ``path``."""
     files, directory = LocalFiles(), links_directory(path)

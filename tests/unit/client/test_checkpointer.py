@@ -476,6 +476,17 @@ def test_a_pool_that_was_never_used_goes_while_nobody_else_can_open_it(pool: Pat
     assert not pool.exists()
 
 
+def test_a_pool_of_which_all_was_removed_goes_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "1.ckpt"
+    with Checkpointer(tmp_path / ".portus", keep=1, on_error="raise") as checkpointer:
+        checkpointer.save({"x": torch.zeros(4)}, 1, reference=path).wait()
+        checkpointer.remove(path)
+    assert os.listdir(tmp_path) == []
+    with Checkpointer(tmp_path / ".portus", keep=1, on_error="raise") as checkpointer:
+        checkpointer.save({"x": torch.zeros(4)}, 2, reference=path).wait()
+    assert torch.load(path)["x"].tolist() == [0.0] * 4
+
+
 def test_a_pool_that_another_used_stays(pool: Path) -> None:
     first = Checkpointer(pool / "one.portus", "first")
     first.prepare(1 << 20)

@@ -18,9 +18,11 @@ import portus
 from portus.client.resolve import Pools, _open_view
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.layout import DATA_START
-from portus.index.directory import generations
+from portus.index.directory import generations, on_disk
 from portus.index.place import Place
 from tests.crash.test_rot import blanked, emptied, halved, replaced
+from tests.unit.cli.scene import portus as command
+from tests.unit.cli.scene import portus_json
 from tests.unit.client.stuck import Gate, gated
 
 
@@ -267,3 +269,83 @@ def test_a_pool_that_others_change_has_a_successor_and_is_never_written_again(
         assert value_of(checkpointer.load()) == 8
         save(checkpointer, 9)
     assert pool.read_bytes() == changed
+
+
+def test_an_old_pool_that_nothing_leads_to_goes_at_the_end(
+    pool: Path, gate: Gate, tmp_path: Path
+) -> None:
+    """The last file that led there is removed after the last save, which cannot let go of it."""
+    first, second = tmp_path / "1.ckpt", tmp_path / "3.ckpt"
+    with portus.Checkpointer(pool, "run", keep=1) as checkpointer:
+        save(checkpointer, 1, first)
+        fail(checkpointer, gate, 2)
+        save(checkpointer, 3, second)
+        gate.broken = False
+        first.unlink()
+    assert generations(str(pool)) == {2: str(successor_of(pool))}
+    assert value_of(torch.load(second)) == 3
+
+
+def test_an_old_pool_that_holds_what_no_file_ever_led_to_stays(pool: Path, gate: Gate) -> None:
+    with portus.Checkpointer(pool, "run", keep=2) as checkpointer:
+        save(checkpointer, 1)
+        fail(checkpointer, gate, 2)
+        save(checkpointer, 3)
+        gate.broken = False
+    with portus.Checkpointer(pool, "run", keep=2) as checkpointer:
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_at_the_end_all_generations_go_if_all_files_are_real(
+    pool: Path, gate: Gate, tmp_path: Path
+) -> None:
+    paths = [tmp_path / "1.ckpt", tmp_path / "3.ckpt"]
+    with portus.Checkpointer(pool, "run", keep=1) as checkpointer:
+        save(checkpointer, 1, paths[0])
+        fail(checkpointer, gate, 2)
+        save(checkpointer, 3, paths[1])
+        gate.broken = False
+    assert list(generations(str(pool))) == [1, 2]
+    assert not portus.materialize_in_turn(paths, within_s=60)
+    assert [value_of(torch.load(path)) for path in paths] == [1, 3]
+    assert not generations(str(pool))
+
+
+def test_tidying_up_reaches_all_generations(pool: Path, gate: Gate, tmp_path: Path) -> None:
+    big = 1 << 20
+    paths = [tmp_path / f"{step}.ckpt" for step in (1, 2, 4)]
+    with portus.Checkpointer(pool, "run", keep=None) as checkpointer:
+        for step, path in zip((1, 2), paths, strict=False):
+            checkpointer.save({"x": torch.zeros(big // 4) + step}, step, reference=path).wait()
+        fail(checkpointer, gate, 3)
+        checkpointer.save({"x": torch.zeros(big // 4)}, 4, reference=paths[2]).wait()
+        gate.broken = False
+    both = portus_json("ls", pool)["pools"]
+    assert [each["path"] for each in both] == [str(pool), str(successor_of(pool))]
+    assert [each["kept"] // big for each in both] == [2, 1]
+    paths[0].unlink()
+    old, new = portus_json("gc", pool)["pools"]
+    assert [each["step"] for each in old["retired"]] == [1]
+    assert old["freed"] > big * 0.9 > new["freed"], "room for records stays"
+    removed = portus_json("rm", "run", "--keep", "1", "--force", "--pool", pool)["removed"]
+    assert [each["step"] for each in removed] == [2]
+    assert on_disk(str(pool)) < big
+    assert portus_json("gc", "--empty", pool)["pools"][0]["removed"] is True
+    assert generations(str(pool)) == {2: str(successor_of(pool))}
+
+
+def test_what_an_old_generation_gave_back_is_room_for_its_successor(
+    pool: Path, gate: Gate, tmp_path: Path
+) -> None:
+    size, paths = 1 << 20, [tmp_path / "1.ckpt", tmp_path / "2.ckpt"]
+    with portus.Checkpointer(pool, "run", keep=None, max_bytes=16 * size) as checkpointer:
+        for step, path in enumerate(paths, 1):
+            checkpointer.save({"x": torch.zeros(size)}, step, reference=path).wait()
+        fail(checkpointer, gate, 3)
+        save(checkpointer, 4)
+        gate.broken = False
+    paths[0].unlink()
+    assert command("gc", pool).code == 0
+    with portus.Checkpointer(pool, "run", keep=None, max_bytes=16 * size) as checkpointer:
+        checkpointer.save({"x": torch.zeros(size)}, 5).wait()
+        assert checkpointer.path == str(successor_of(pool))
