@@ -120,11 +120,11 @@ def test_full_states_of_fsdp_are_one_version_of_the_main_process(
     kind = ("--kind", "FULL_STATE_DICT")
     run(tmp_path / "stock", installed, *kind, flag=False)
     run(tmp_path / "on", installed, *kind, "--kill-after", 3)
+    with portus.open(tmp_path / "on/.portus") as pool:
+        assert pool.models() == ["checkpoints"]
     run(tmp_path / "on", installed, *kind)
     for rank in (0, 1):
         assert set(losses(tmp_path / "on", rank)) == set(losses(tmp_path / "stock", rank))
-    with portus.open(tmp_path / "on/.portus") as pool:
-        assert pool.models() == ["on"]
     newest = tmp_path / "on/checkpoints/checkpoint_5"
     assert not portus.is_reference(newest / "pytorch_model_fsdp.bin"), "materialised at the end"
 
