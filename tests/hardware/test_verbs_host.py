@@ -6,6 +6,7 @@ import contextlib
 import logging
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -136,6 +137,24 @@ def test_a_pool_in_memory_grows_under_its_regions() -> None:
         assert saved(pool, snapshot_of(state, 9)).bounced_bytes == 0
         assert holds(pool, state, 9)
         check_sound(server)
+
+
+def test_a_pool_whose_pages_are_pinned_gives_nothing_back(tmp_path: Path) -> None:
+    """The device would go on with pages that are the file's no more."""
+    place = Path("/dev/shm", f"verbs-{tmp_path.name}")
+    try:
+        with serving(place, patience=PATIENCE) as server, pool_on(url(server)) as pool:
+            for step in (1, 2, 3):
+                saved(pool, snapshot_of(state_of(SOME, 3, step=step), step))
+            pool.retire([entry.info.id for entry in pool.catalogue().entries()][:2])
+            assert pool.give_back() == 0
+            for step in (4, 5):
+                state = state_of(SOME, 3, step=step)
+                assert saved(pool, snapshot_of(state, step)).bounced_bytes == 0
+                assert holds(pool, state, step)
+            check_sound(server)
+    finally:
+        shutil.rmtree(place)
 
 
 def test_several_clients_save_at_once(server: Server) -> None:
