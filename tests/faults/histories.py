@@ -25,6 +25,7 @@ from tests.faults.calls import ERRORS, Call, Fault, Where
 from tests.unit.client.same import assert_same
 
 STEPS_MAX = 5
+FAILING_STEPS = 8
 RUNS_MAX = 3
 KILL_S_MAX = 0.05
 
@@ -48,7 +49,9 @@ class Run:
 class World:
     """Runs below ``root``, and what happened to them."""
 
-    def __init__(self, root: Path, source: random.Random) -> None:
+    def __init__(self, root: Path, source: random.Random, mistake: str | None = None) -> None:
+        """mistake: the engine that trains is wrong in this way; see ``simulated.MISTAKES``."""
+        self._mistake = mistake
         self._root = root
         self._source = source
         self._count = 0
@@ -64,8 +67,9 @@ class World:
         """Let something happen, and check what is left."""
         acts: list[tuple[int, Callable[[str], None]]] = [
             (5, self.train), (4, self._train_and_kill), (4, self._train_with_fault),
-            (2, self._train_without_space), (2, self._copy), (1, self._move), (1, self._remove),
-            (1, self._delete), (1, self._duplicate), (1, self._rot), (1, self._collect),
+            (2, self._train_without_space), (4, self._train_on_a_failing_disk), (2, self._copy),
+            (1, self._move), (1, self._remove), (1, self._delete), (1, self._duplicate),
+            (1, self._rot), (1, self._collect),
         ]  # fmt: skip
         weights, choices = zip(*acts, strict=True)
         (chosen,) = self._source.choices(choices, weights)
@@ -90,9 +94,9 @@ class World:
         self.runs[name] = Run()
         return name
 
-    def train(self, name: str, fault: Fault | None = None) -> None:
+    def train(self, name: str, fault: Fault | None = None, steps: int | None = None) -> None:
         """It goes on for some steps, in spite of a call that fails."""
-        steps = self._source.randint(1, STEPS_MAX)
+        steps = steps or self._source.randint(1, STEPS_MAX)
         self.acts.append(f"{name} trains {steps} steps" + (f"; {fault}" if fault else ""))
         with self._started(name, steps, fault) as child:
             while (line := child.line()) != "end":
@@ -119,6 +123,12 @@ class World:
         where = self._source.choice((Where.POOL, Where.LINKS, Where.FILES))
         number = self._source.randrange(20)
         self.train(name, Fault(call, where, number, errno.ENOSPC, True))
+
+    def _train_on_a_failing_disk(self, name: str) -> None:
+        """Every save fails from some moment on, and each asks for a removal all the same."""
+        call = self._source.choice((Call.FDATASYNC, Call.WRITE, Call.ANY_CHANGE))
+        number = self._source.randrange(5, 30)
+        self.train(name, Fault(call, Where.POOL, number, errno.EIO, True), FAILING_STEPS)
 
     def _copy(self, name: str) -> None:
         if len(self.runs) == RUNS_MAX:
@@ -191,7 +201,7 @@ class World:
         self._told_in_run = False
         children = nursery("tests.faults.simulated", **calls.environment())
         plain = fault.plain() if fault else None
-        return children.start("train", str(self._root / name), steps, plain)
+        return children.start("train", str(self._root / name), steps, plain, self._mistake)
 
     def _hear(self, name: str, line: str) -> None:
         run = self.runs[name]
@@ -222,9 +232,13 @@ class World:
         """``AssertionError`` for what may not be."""
         for name, run in self.runs.items():
             there = {file.name: file for file in self._files(name)}
+            steps = [self._check_file(run, file) for file in there.values()]
             for missing in run.told.keys() - there.keys():
                 assert missing in run.going, f"{name}/{missing} is gone; nobody asked for it"
-            steps = [self._check_file(run, file) for file in there.values()]
+                step = run.told.pop(missing)
+                assert run.rotten or max(steps, default=0) > step, (
+                    f"{name}/{missing} went before what replaces it: {steps} load"
+                )
             newest = max(run.told.values(), default=0)
             assert run.rotten or max(steps, default=0) >= newest, (
                 f"{name}: step {newest} was told, and the newest that loads is {steps}"

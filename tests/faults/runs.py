@@ -6,6 +6,7 @@ has such a thing, "last". A ``Report`` says what became of it.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -30,10 +31,14 @@ from portus.testing.nursery import Say
 from portus_lightning.companion_of_lightning import PortusCompanion
 from tests.adapters import tiny
 from tests.faults import calls
-from tests.faults.calls import Fault
+from tests.faults.calls import Call, Fault
 
 STEPS = 5
 THREAD_END_S_MAX = 5.0
+
+_SEEN_AS = {Call.CLOSE: errno.EBADF, Call.STAT: errno.EEXIST}
+"""What a framework raises after its own call failed: where it closes twice, or where os.makedirs
+cannot see that a directory is there."""
 
 _OURS = ("core/portus/", "portus_lightning/", "portus_accelerate/")
 _STOCK = tuple(
@@ -216,18 +221,21 @@ def _note_stop(report: Report, error: BaseException, fault: Fault | None) -> Non
     report.stopped = " <- ".join([_text(error), *named[:-6:-1]])
     if isinstance(error, portus.PortusError):
         report.stopped_by = "portus"
-    elif any(part in innermost for part in _STOCK) and fault and _tells(error, fault.error):
+    elif any(part in innermost for part in _STOCK) and fault and _tells(error, fault):
         report.stopped_by = "stock"
     else:
         report.stopped_by = "error"
 
 
-def _tells(error: BaseException, number: int) -> bool:
-    """True for what a framework raises after a call of its own failed so, be it in Rust, be it that
-    ``shutil`` closes twice, or that ``os.makedirs`` takes a directory for something else."""
-    own = isinstance(error, OSError) and (error.errno == number or error.filename == _hit_path())
+def _tells(error: BaseException, fault: Fault) -> bool:
+    """True for what a framework raises after a call of its own failed so, be it in Rust, or as
+    something else."""
+    numbers = {fault.error, *(n for c, n in _SEEN_AS.items() if fault.call in (c, Call.ANY))}
+    own = isinstance(error, OSError) and (error.errno in numbers or error.filename == _hit_path())
     before = error.__context__
-    return own or f"(os error {number})" in str(error) or bool(before and _tells(before, number))
+    return (
+        own or f"(os error {fault.error})" in str(error) or bool(before and _tells(before, fault))
+    )
 
 
 def _hit_path() -> str:

@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import portus
+from portus.client import reference
 from portus.client.checkpointer import Checkpointer
+from portus.client.keeper import Keeper
+from portus.client.reference import Link, State
+from portus.client.removals import Removal, Removals
+from portus.format.reference import Reference
+from portus.index.catalogue import Catalogue
+from portus.pipeline.run import Save, Stage
+from portus.spec import VersionInfo
 from portus.testing.nursery import Say
 from tests.crash import saver
 from tests.crash.saver import Training
@@ -37,8 +45,13 @@ def own_call() -> Iterator[None]:
         raise OwnCallError(f"{error}") from error
 
 
-def train(say: Say, run: str, steps: int, plain: list[int] | None) -> None:
-    """Go on from the newest checkpoint that loads, for so many steps; a call may fail."""
+def train(
+    say: Say, run: str, steps: int, plain: list[int] | None, mistake: str | None = None
+) -> None:
+    """Go on from the newest checkpoint that loads, for so many steps; a call may fail. mistake: the
+    engine is wrong in this way."""
+    if mistake is not None:
+        MISTAKES[mistake]()
     root = Path(run)
     os.chdir(root)
     calls.begin(run)
@@ -103,6 +116,57 @@ def _resumed(say: Say, folder: Path) -> Training:
         return Training(state["step"])
     say("resumed 0")
     return Training()
+
+
+# Engines that are wrong on purpose, from now on in this process.
+
+
+def _remove_at_once() -> None:
+    def reached(self: Removals, removal: Removal, keeper: Keeper) -> None:
+        self._make(removal, keeper)
+
+    setattr(Removals, "reached", reached)  # noqa: B010
+
+
+def _take_one_name_for_deleted() -> None:
+    """What was true of links before they knew which file they are of: a copy has no second name."""
+    stock = reference._Judge._look
+
+    def look(self: reference._Judge, name: reference._Name, of: Reference) -> Link:
+        status = self._files.status(f"{self._directory}/{name}")
+        if status is not None and status.links > 1:
+            return stock(self, name, of)
+        return Link(of, State.DELETED, of.written_path)
+
+    setattr(reference._Judge, "_look", look)  # noqa: B010
+
+
+def _tell_before_the_commit() -> None:
+    committing = Save._commit
+
+    def commit(self: Save) -> None:
+        with self._lock:
+            self._info = VersionInfo(self.model, 0, 0, self.step, self.token, 0, 0)
+            self._stage = Stage.COMMITTED
+            self._changed.notify_all()
+        committing(self)
+
+    setattr(Save, "_commit", commit)  # noqa: B010
+
+
+def _keep_no_version_for_its_files() -> None:
+    def held(self: Keeper, catalogue: Catalogue, coming: object = None) -> set[int]:
+        return set()
+
+    setattr(Keeper, "held", held)  # noqa: B010
+
+
+MISTAKES: dict[str, Callable[[], None]] = {
+    "removed at once": _remove_at_once,
+    "one name is deleted": _take_one_name_for_deleted,
+    "told before the commit": _tell_before_the_commit,
+    "files hold nothing": _keep_no_version_for_its_files,
+}
 
 
 def warm_up() -> None:

@@ -14,8 +14,12 @@ import pytest
 from tests.faults import calls
 from tests.faults.calls import Call, Fault, Where
 from tests.faults.histories import World
+from tests.faults.simulated import MISTAKES
 
 ACTS = 7
+HISTORIES_MAX = 60
+"""Of the slowest to be found, one in six shows it."""
+
 POOL, LINKS, FILES = Where
 LONG_S = 110
 
@@ -28,11 +32,11 @@ def own_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def lived(root: Path, seed: int) -> Iterator[World]:
-    """One history of ``ACTS`` acts; repeat it by its seed."""
+def lived(root: Path, seed: int, mistake: str | None = None) -> Iterator[World]:
+    """One history of ``ACTS`` acts; repeat it by its seed. mistake: of the engine."""
     print(f"history {seed}", flush=True)
     with tempfile.TemporaryDirectory(dir=root) as folder:
-        world = World(Path(folder).resolve(), random.Random(seed))
+        world = World(Path(folder).resolve(), random.Random(seed), mistake)
         for _ in range(ACTS):
             world.act()
         yield world
@@ -57,6 +61,39 @@ def test_a_run_that_a_call_of_its_own_ended_is_told_from_one_that_portus_stopped
     assert world.ended == 1
     world.happens(lambda: world.train("run1"))
     assert world.ended == 1
+
+
+TELLING = {
+    "removed at once": 111,
+    "one name is deleted": 110,
+    "told before the commit": 105,
+    "files hold nothing": 106,
+}
+"""For each engine that is wrong on purpose a seed of a short history that finds it."""
+
+
+def found(root: Path, seed: int, mistake: str, histories: int) -> str:
+    """What the oracle says of a wrong engine, in so many histories at the most."""
+    for number in range(histories):
+        try:
+            for _ in lived(root, seed + number, mistake):
+                pass
+        except AssertionError as error:
+            return str(error)
+    raise AssertionError(f"{mistake}: {histories} histories found nothing")
+
+
+@pytest.mark.parametrize("mistake", TELLING)
+def test_a_wrong_engine_is_found(mistake: str, tmp_path: Path) -> None:
+    said = found(tmp_path, TELLING[mistake], mistake, 3)
+    assert "child" not in said, "the mistake has to be a plausible one"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_engine_is_found_whatever_the_seed(mistake: str, tmp_path: Path, seed: int) -> None:
+    assert "child" not in found(tmp_path, seed, mistake, HISTORIES_MAX)
 
 
 @pytest.mark.long
