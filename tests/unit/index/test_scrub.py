@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,8 @@ from portus.index.check import Finding, Look
 from portus.index.directory import open_reader
 from portus.index.place import Place
 from portus.index.scrub import scrub
+from portus.media.file import UncachedFile
+from portus.media.local import LocalFiles
 
 SIZE = 3 * UNIT + 5000
 
@@ -108,6 +112,18 @@ def test_a_version_that_is_retired_meanwhile_is_no_error_and_is_not_waited_for(
         assert scrub(Place.named(path), 1 << 40, Look(), wait=wait) == []
         assert len(waited) < 2 * SIZE // UNIT, "the retired version was not read"
         assert run.steps() == [7, 8]
+
+
+def test_the_disk_is_read_and_nothing_is_kept_of_it_in_memory(pool: Place) -> None:
+    with open(pool.path, "rb", buffering=0) as file:
+        with contextlib.closing(LocalFiles().open_uncached(pool.path)) as opened:
+            if not isinstance(opened, UncachedFile):
+                pytest.skip("this file system has no O_DIRECT")
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert scrub(pool, 1 << 40, Look(), wait=lambda seconds: None) == []
+        with pytest.raises(BlockingIOError):
+            os.preadv(file.fileno(), [bytearray(4096)], UNIT, os.RWF_NOWAIT)
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
