@@ -320,6 +320,8 @@ class PoolWriter(PoolReader):
         self._reach: Final[dict[int, Runs]] = {}
         self._shapes: Final[dict[int, tuple[Pointer | bytes, Pointer | bytes]]] = {}
         self._slots: Final[dict[int, Root]] = {}
+        self._unsure: Final[set[int]] = set()
+        """Slots of which it is not known what is in them: a store failed."""
         self._damaged: Final[set[Pointer]] = set()
         self._cramped = False
         self.changed_by_others = False
@@ -516,8 +518,11 @@ class PoolWriter(PoolReader):
 
     def _persist_root(self, root: Root) -> None:
         self._look()
+        self._unsure.add(root.slot)  # until the store has returned: it may do a part of it
+        stored = store_root(self.medium, self.superblock.uuid, root)
         self._slots[root.slot] = root
-        self._persist([store_root(self.medium, self.superblock.uuid, root)])
+        self._unsure.discard(root.slot)
+        self._persist([stored])
 
     def look(self) -> None:
         """Raise ``CorruptionError`` unless the pool is as this writer left it, by its size, its
@@ -550,7 +555,7 @@ class PoolWriter(PoolReader):
         if fixed != [self.superblock] * len(fixed):
             settle_superblock(self.medium, self.superblock)
         for there in read_roots(self.medium, self.superblock.uuid):
-            if there != self._slots.get(there.slot):
+            if there.slot not in self._unsure and there != self._slots.get(there.slot):
                 raise CorruptionError(
                     f"{name}: expected commit {root.sequence} to be the newest, found commit "
                     f"{there.sequence} of somebody else, who writes it too; save to a new pool"

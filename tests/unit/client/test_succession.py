@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -349,3 +350,20 @@ def test_what_an_old_generation_gave_back_is_room_for_its_successor(
     with portus.Checkpointer(pool, "run", keep=None, max_bytes=16 * size) as checkpointer:
         checkpointer.save({"x": torch.zeros(size)}, 5).wait()
         assert checkpointer.path == str(successor_of(pool))
+
+
+def test_a_root_that_could_not_be_stored_is_not_taken_for_somebody_elses(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MediumError(errno.EIO, "the disk refuses it")
+
+    with portus.Checkpointer(pool, "run") as checkpointer:
+        save(checkpointer, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("portus.index.pool.store_root", fail)
+            with pytest.raises(MediumError, match="refuses"):
+                save(checkpointer, 2)
+        save(checkpointer, 3)
+        assert checkpointer.path == str(pool)
+        assert checkpointer.steps() == [1, 3]
