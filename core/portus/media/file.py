@@ -213,7 +213,7 @@ class PlainFile:
         for extent in ranges:
             self._check_range(extent.offset, extent.length)
         number = self._descriptor.number
-        before = os.fstat(number).st_blocks
+        before = self._status().st_blocks
         for extent in ranges:
             try:
                 linux.punch(number, extent.offset, extent.length)
@@ -222,7 +222,7 @@ class PlainFile:
                     return 0
                 what = f"{extent.length} bytes at {extent.offset}"
                 raise file_error("give back", self.path, error, what) from error
-        return max(0, before - os.fstat(number).st_blocks) * 512
+        return max(0, before - self._status().st_blocks) * 512
 
     def fill(self, ranges: Sequence[Extent]) -> None:
         """By fallocate(2). Nothing to do on a file system without holes."""
