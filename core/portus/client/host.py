@@ -124,6 +124,7 @@ class HostPool(PoolReader):
         except MediumError as error:
             if error.errno not in NO_SPACE:
                 raise
+            self.deleted()  # looks at the files: the advice is about those that are there now
             raise MediumError(error.errno, f"{error.strerror}{self.advice()}") from error
 
     def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
