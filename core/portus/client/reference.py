@@ -489,18 +489,25 @@ class _Judge:
         if not name.is_copy and status is not None and status.links > 1:
             at = next((place for place in places if self._is_same(place, path)), None)
             if self._adopts and at is not None and not is_original:
-                self.adopt(at, reference, name)
+                self._try_to_adopt(at, reference, name)
             return Link(reference, State.ALIVE, at)
         found = self._found(reference, places)
         if found is not None:
             if self._adopts and not name.is_copy:
-                self.adopt(found, reference, name)
+                self._try_to_adopt(found, reference, name)
             return Link(reference, State.ALIVE, found)
         if is_original and not name.is_copy and self._survey.is_complete:
             gone = self._gone(reference, name)
             if gone is not None:
                 return Link(reference, State.DELETED, gone)
         return Link(reference, State.UNKNOWN)
+
+    def _try_to_adopt(self, path: str, reference: Reference, old: _Name) -> None:
+        """A file that is there is alive, whether or not there is room for a link to it."""
+        try:
+            self.adopt(path, reference, old)
+        except MediumError as error:
+            _log.warning("%s: it gets no link of its own now: %s", path, error)
 
     def _places(self, reference: Reference, home: Birth | None, *, is_original: bool) -> list[str]:
         """Where the file may be. home: known to be the one that it was put into; None: not known.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -365,3 +366,23 @@ def test_what_is_held_for_files_that_nobody_finds_is_said_where_space_is_short(
     gc(run, "--missing")
     with opened(run) as trainer:
         assert trainer.steps() == []
+
+
+def test_a_copy_that_cannot_be_linked_holds_its_version_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, copy = tmp_path / "1.ckpt", tmp_path / "kept.ckpt"
+
+    def full(*_: object) -> None:
+        raise portus.MediumError(errno.ENOSPC, "no room for a name")
+
+    with portus.Checkpointer(tmp_path / ".portus", "run", keep=1) as checkpointer:
+        checkpointer.save({"step": 1}, 1, reference=first).wait()
+        shutil.copy(first, copy)
+        checkpointer.save({"step": 2}, 2, reference=tmp_path / "2.ckpt").wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalFiles, "link", full)
+            checkpointer.remove(first)
+            checkpointer.wait()
+        checkpointer.save({"step": 3}, 3).wait()
+        assert portus.load_reference(copy) == {"step": 1}
