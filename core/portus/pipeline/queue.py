@@ -13,6 +13,7 @@ from collections import deque
 from typing import Final, Protocol
 
 from portus.errors import UsageError
+from portus.pipeline.waiting import Changed
 
 SAVES_MAX: Final = 2
 """Saves that are not over yet: one in flight, one queued."""
@@ -53,7 +54,7 @@ class Queue:
     def __init__(self, name: str) -> None:
         self._name: Final = name
         self._lock: Final = threading.RLock()
-        self._changed: Final = threading.Condition(self._lock)
+        self._changed: Final = Changed(self._lock)
         self._waiting: deque[tuple[Work, Turn | None]] = deque()
         self._turns: set[Turn] = set()
         self._running: Work | None = None

@@ -31,6 +31,7 @@ from portus.pipeline.draft import Draft, Labels
 from portus.pipeline.handle import SaveStats
 from portus.pipeline.parts import equal_storages, ranges, shared, sources
 from portus.pipeline.plan import Before, Column, Flags, Snapshot
+from portus.pipeline.waiting import Changed
 from portus.spec import VersionInfo
 from portus.transport.base import Digests, Stop, unit_counts
 from portus.transport.local import hash_sources
@@ -95,7 +96,7 @@ class Save:
         self._before: Final = before
         self._policy: Final = policy
         self._lock: Final = threading.RLock()
-        self._changed: Final = threading.Condition(self._lock)
+        self._changed: Final = Changed(self._lock)
         self._stop: Final = Stop(awaited=False)
         self._stage = Stage.PLANNED
         self._reading = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import copy
 import logging
@@ -90,8 +91,18 @@ def running(path: Path, *, counts: bool = False) -> Iterator[Run]:
         run.checkpointer.close()
 
 
+def press_key(ident: int) -> None:
+    """As a terminal does: what the thread waits in the kernel for is interrupted."""
+    signal.pthread_kill(ident, signal.SIGINT)
+
+
+def press_key_just_before_it_blocks(ident: int) -> None:
+    """The signal is there, and nothing that the thread waits for is interrupted."""
+    _thread.interrupt_main()
+
+
 @contextlib.contextmanager
-def ctrl_c(when: Callable[[], bool]) -> Iterator[None]:
+def ctrl_c(when: Callable[[], bool], press_it: Callable[[int], None] = press_key) -> Iterator[None]:
     """Inside, Ctrl-C is pressed once ``when`` holds; it must come out."""
     main = threading.main_thread()
     assert threading.current_thread() is main
@@ -99,7 +110,7 @@ def ctrl_c(when: Callable[[], bool]) -> Iterator[None]:
 
     def press(ident: int) -> None:
         until(when)
-        signal.pthread_kill(ident, signal.SIGINT)
+        press_it(ident)
 
     finger = threading.Thread(target=press, args=[main.ident])
     try:
@@ -124,11 +135,12 @@ def test_ctrl_c_while_save_copies(path: Path, synchronous: bool) -> None:
         run.goes_on(lost=1)
 
 
-def test_ctrl_c_while_a_handle_is_waited_for(path: Path) -> None:
+@pytest.mark.parametrize("press", [press_key, press_key_just_before_it_blocks])
+def test_ctrl_c_while_a_handle_is_waited_for(path: Path, press: Callable[[int], None]) -> None:
     with running(path) as run:
         run.gate.shut()
         run.save()
-        with ctrl_c(in_main("result")):
+        with ctrl_c(in_main("result"), press):
             run.checkpointer.save(run.training.state(), 100).wait()
         run.goes_on(lost=0)
 
