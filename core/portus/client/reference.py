@@ -564,11 +564,11 @@ class _Judge:
         """True if the way from ``home`` to ``path`` ends in a directory without the next name."""
         at = home
         for name in os.path.relpath(path, home).split(os.sep):
-            if self._files.status(at) is None:
-                return False
             if name not in self._files.entries(at):
                 return True
             at = os.path.join(at, name)
+            if self._files.status(at) is None:
+                break
         return False
 
     def _is_home(self, reference: Reference, path: str, home: Birth) -> bool:
