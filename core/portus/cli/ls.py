@@ -85,8 +85,9 @@ def run(pool: str | None, every: bool, output: Output) -> int:
 @dataclass(frozen=True, slots=True)
 class _Space:
     """Bytes of a pool. ``on_disk``: that it takes of its file system; 0 if it is on none. ``kept``:
-    that its versions reach. ``reclaimable``: what ``portus gc`` would give back, but for the room that
-    the records of one commit take. ``free``: what saves can use without letting go of a version, and before it gets longer."""
+    that its versions reach. ``reclaimable``: what ``portus gc`` would give back, but for the room
+    that the records of one commit take. ``free``: what saves can use without letting go of a
+    version, and before it gets longer."""
 
     on_disk: int
     kept: int
