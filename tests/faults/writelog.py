@@ -37,6 +37,8 @@ _MAKE = {
     "xfs": ["mkfs.xfs", "-q", "-f", "-m", "reflink=0"],
 }
 
+_JOURNAL_SUPERBLOCKS = (b"\xc0\x3b\x39\x98\0\0\0\3", b"\xc0\x3b\x39\x98\0\0\0\4")
+
 WRITE, FLUSH, MARK = range(3)
 _ENTRY = struct.Struct("<Bqq")
 """Kind; offset and length of a write, whose bytes follow, or the number of a mark."""
@@ -164,9 +166,7 @@ class Cut:
                 if self._source.random() < share:
                     yield each
             else:
-                for start in range(0, len(each.data), SECTOR):
-                    if self._source.random() < share:
-                        yield Entry(WRITE, each.at + start, each.data[start : start + SECTOR])
+                yield from (part for part in _parts(each) if self._source.random() < share)
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[Path]:
@@ -181,6 +181,18 @@ class Cut:
 def run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()}"
+
+
+def _parts(entry: Entry) -> Iterator[Entry]:
+    """The sectors of a write; but the superblocks of ext4 and of its journal as one. Each has one
+    checksum over two sectors and is written in place: torn, it needs e2fsck before a mount."""
+    start = 0
+    while start < len(entry.data):
+        is_ext4 = entry.data[start + 56 : start + 58] == b"\x53\xef"
+        is_whole = is_ext4 or entry.data[start : start + 8] in _JOURNAL_SUPERBLOCKS
+        end = start + (2 * SECTOR if is_whole else SECTOR)
+        yield Entry(WRITE, entry.at + start, entry.data[start:end])
+        start = end
 
 
 def _write(number: int, entry: Entry) -> None:
