@@ -265,6 +265,7 @@ def test_a_pool_that_others_change_under_a_trainer_is_noticed_at_the_next_save(
         other.save(STATES[1], 1).wait()
     with Checkpointer(rotten.path, keep=None) as opened:
         opened.save(STATES[4], 4).wait()
+        opened.wait()  # who makes room for the next save in the background notices it as well
         deed(rotten.path, (tmp_path / "other.portus").read_bytes())
         with pytest.raises((CorruptionError, MediumError), match=r"somebody (else|wrote)|trunc"):
             opened.save(STATES[4], 5).wait()
