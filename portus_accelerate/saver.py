@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -25,7 +24,7 @@ from portus_accelerate.cut_off import CutOff
 from portus_accelerate.ending import Ending
 from portus_accelerate.origin import of_others, origin_of, saying_of_what
 from portus_accelerate.peers import Peers
-from portus_accelerate.settings import Settings, is_disabled
+from portus_accelerate.settings import ACCELERATE, Settings
 
 if TYPE_CHECKING:
     from portus.dcp import PortusStorageWriter
@@ -81,17 +80,14 @@ class Saver:
 
     def is_on(self) -> bool:
         """False where checkpoints are left to Accelerate."""
-        if is_disabled():
-            return False
-        if sys.platform != "linux":
-            _say_once(f"Portus saves on Linux only; on {sys.platform} Accelerate saves by itself")
+        if ACCELERATE.saves_itself():
             return False
         what = _BYPASSES.get(getattr(self._accelerator.distributed_type, "value", ""))
         kind = sharded.kind_of(self._accelerator)
         if kind not in (None, sharded.SHARDED, sharded.FULL):
             what = f"FSDP with {kind}"
         if what is not None:
-            _say_once(
+            ACCELERATE.say_once(
                 f"checkpoints under {what} do NOT go through Portus: Accelerate writes them by "
                 "itself. They are as safe and as fast as without Portus"
             )
@@ -195,7 +191,8 @@ class Saver:
         project = accelerator.project_configuration
         if project.automatic_checkpoint_naming and accelerator._models and accelerator._optimizers:
             first = os.path.join(accelerator.project_dir, "checkpoints", "checkpoint_0")
-            self.make_room(first, sum(map(_size_of, accelerator._models)))
+            size = portus.expected_bytes(accelerator._models, accelerator._optimizers)
+            self.make_room(first, size)
 
     def was_cut_off(self, directory: str) -> bool:
         """True if ``directory`` was a checkpoint that was put aside, since it is not whole."""
@@ -328,9 +325,7 @@ class Saver:
     ) -> portus.SaveHandle | None:
         """Start to save; None if Portus cannot store it, and Accelerate has written it."""
         parts = {**received, **capture.parts}
-        self._count += 1
-        number = place.step_of(directory)
-        step = self._count if number is None else number
+        step = self._step_of(directory)
         references = {os.path.join(directory, torch_name(name)): name for name in parts}
         try:
             run = self._open(directory)
@@ -349,6 +344,12 @@ class Saver:
                 if name.endswith(".safetensors") and name in parts:
                     self._remove(os.path.join(directory, name), after=handle)
         return handle
+
+    def _step_of(self, directory: str) -> int:
+        """The number in its name, else how many were saved."""
+        self._count += 1
+        number = place.step_of(directory)
+        return self._count if number is None else number
 
     def _exchange(self, capture: Capture, directory: str) -> dict[str, Any]:
         """The files of other processes, on the one that saves."""
@@ -378,19 +379,18 @@ class Saver:
         """Start to save this rank's shards, and its files. On every rank."""
         own = self._random_states(capture)
         files = capture.parts if self._peers.is_writer else own
-        self._count += 1
-        number = place.step_of(directory)
+        step = self._step_of(directory)
         writer = self._open_shards(directory)
         writer.synchronous = self._over
         try:
             writer.save_directory(
                 shards,
                 directory,
-                step=self._count if number is None else number,
+                step=step,
                 files={torch_name(name): part for name, part in files.items()},
             )
         except portus.UsageError as error:
-            _say_once(f"Portus cannot store this checkpoint, Accelerate saves it instead: {error}")
+            ACCELERATE.say_it_saves(error)
             writer.wait()  # or a save in flight would replace the files
             sharded.write_stock(shards, directory)
             for write in capture.writes:
@@ -409,7 +409,7 @@ class Saver:
     def _open_shards(self, directory: str) -> PortusStorageWriter:
         if self._shards is None:
             if self._settings.materialize == "end" and self._peers.is_writer:
-                _say_once(
+                ACCELERATE.say_once(
                     "Portus: sharded checkpoints stay in the pool, materialize='end' does not "
                     "reach them. Before you copy or upload one: portus export"
                 )
@@ -457,7 +457,7 @@ class Saver:
     def _save_stock(
         self, capture: Capture, parts: dict[str, Any], directory: str, error: portus.UsageError
     ) -> None:
-        _say_once(f"Portus cannot store this checkpoint, Accelerate saves it instead: {error}")
+        ACCELERATE.say_it_saves(error)
         if self._checkpointer is not None:
             self._checkpointer.wait()  # or a save in flight would replace the files
         for name in parts:
@@ -500,13 +500,6 @@ class Saver:
             _log.warning("Portus: %s", said)
 
 
-def _size_of(model: torch.nn.Module) -> int:
-    """Bytes of a model's weights, and of two moments of each that is trained."""
-    tensors = [*model.parameters(), *model.buffers()]
-    trained = [each for each in model.parameters() if each.requires_grad]
-    return sum(each.nbytes for each in tensors) + 2 * sum(each.nbytes for each in trained)
-
-
 def _peers_of(accelerator: Any) -> Peers:
     state = accelerator.state
     everyone = range(state.num_processes)
@@ -536,12 +529,3 @@ def _saying(what: str) -> Iterator[None]:
         yield
     except portus.PortusError as error:
         _log.warning("Portus: %s: %s", what, error)
-
-
-_said: Final[set[str]] = set()
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _log.warning("%s", message)

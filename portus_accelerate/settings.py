@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final, Literal
 
 import portus
+
+ACCELERATE: Final = portus.Framework("Accelerate", logging.getLogger("portus_accelerate"))
 
 VARIABLE: Final = "PORTUS_ACCELERATE_CONFIG"
 """Settings as a JSON object: how ``accelerate launch`` hands them to the processes it starts."""
@@ -41,11 +44,6 @@ class Settings(portus.Settings):
                 f"materialize: expected 'end' or 'none', found {self.materialize!r}"
             )
         portus.checked_within(self.materialize_within)
-
-
-def is_disabled() -> bool:
-    """True if the environment says that Portus is to save nothing."""
-    return os.environ.get("PORTUS_DISABLE", "") not in ("", "0")
 
 
 def from_mapping(values: Mapping[str, object], where: str) -> Settings:

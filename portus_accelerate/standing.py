@@ -6,7 +6,7 @@ import sys
 
 import portus
 from portus_accelerate import FLAG, autoload, is_on
-from portus_accelerate.settings import from_environment, is_disabled
+from portus_accelerate.settings import from_environment
 
 ON = "on, "
 """How the answer begins if all is well."""
@@ -30,7 +30,7 @@ def status() -> str:
         from_environment()
     except portus.UsageError as error:
         return f"the settings are wrong: {error}"
-    if is_disabled():
+    if portus.is_disabled():
         return "PORTUS_DISABLE is set: Accelerate saves by itself"
     return _told
 

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from portus_accelerate import capture, place
-from portus_accelerate.saver import Saver, _say_once
+from portus_accelerate.saver import Saver
+from portus_accelerate.settings import ACCELERATE
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -87,7 +88,7 @@ def _pushes_all(arguments: Any) -> bool:
     strategy = getattr(arguments.hub_strategy, "value", arguments.hub_strategy)
     if not arguments.push_to_hub or strategy not in _WHOLE:
         return False
-    _say_once(
+    ACCELERATE.say_once(
         f"Portus: hub_strategy={strategy!r} uploads whole checkpoints, so Trainer writes all of "
         "them itself, as real files; training waits for that. hub_strategy='every_save' uploads "
         "weights alone, and the rest goes through Portus"

@@ -112,7 +112,8 @@ class CompanionHooks:
         try:
             io.teardown()
         except portus.PortusError as error:
-            stock.say_once(f"Portus: a save failed: {error}")  # the exception matters more
+            # The exception matters more.
+            stock.LIGHTNING.say_once(f"Portus: a save failed: {error}")
         if io.materialize != "none" and trainer.is_global_zero and not self._ended:
             io.say_what_stays(checkpoints_of(trainer, io))
         self._ended = True
@@ -161,32 +162,14 @@ def _make_room(trainer: Any, pl_module: Any) -> None:
     local = [stock.local_path(each) for each in directories if each]
     if not local or local[0] is None:
         return
+    expected = portus.expected_bytes([pl_module], trainer.optimizers)
     if _saves_shards(trainer.strategy):
         # On every rank, so that each sees its optimizers' steps before the first save.
         shards = io.open_shards(local[0])
         if io.prepare:
-            shards.prepare(_size_of(pl_module, trainer.optimizers))
+            shards.prepare(expected)
     elif io.prepare and trainer.is_global_zero:
-        io.make_room(local[0], _size_of(pl_module, trainer.optimizers))
-
-
-def _size_of(module: Any, optimizers: Any) -> int:
-    """Bytes, on this rank, of weights and of optimizer state; state to come is taken for two
-    moments."""
-    weights = sum(map(_size_here, (*module.parameters(), *module.buffers())))
-    trained = {
-        id(parameter): _size_here(parameter)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad
-    }
-    return int(weights + 2 * sum(trained.values()))
-
-
-def _size_here(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor that this process holds: of a sharded one, its shard."""
-    return int(getattr(tensor, "_local_tensor", tensor).nbytes)
+        io.make_room(local[0], expected)
 
 
 def plugin_of(trainer: Any) -> PortusIO | None:

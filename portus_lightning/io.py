@@ -269,15 +269,7 @@ class PortusIO(CheckpointIO):
 
     def is_on(self) -> bool:
         """False where saves are left to Lightning: ``$PORTUS_DISABLE``, or not on Linux."""
-        if os.environ.get("PORTUS_DISABLE", "") not in ("", "0"):
-            return False
-        if sys.platform != "linux":
-            stock.say_once(
-                f"Portus saves on Linux only; on {sys.platform} checkpoints are saved by "
-                "Lightning itself, and loading works"
-            )
-            return False
-        return True
+        return not stock.LIGHTNING.saves_itself()
 
     def take_stats(self) -> list[portus.SaveStats]:
         """What the saves cost that ended since the last call."""
@@ -353,7 +345,7 @@ class PortusIO(CheckpointIO):
         path: str,
         error: portus.UsageError,
     ) -> None:
-        stock.say_once(f"Portus cannot store this checkpoint, Lightning saves it instead: {error}")
+        stock.LIGHTNING.say_it_saves(error)
         checkpointer.wait()  # or a save in flight would replace the file
         stock.torch_io().save_checkpoint(checkpoint, path)
 

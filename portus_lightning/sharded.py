@@ -96,9 +96,7 @@ class _Sharded:
         try:
             self._save(shards, path, rest, is_first=self._strategy.global_rank == 0)
         except portus.UsageError as error:
-            stock.say_once(
-                f"Portus cannot store this checkpoint, Lightning saves it instead: {error}"
-            )
+            stock.LIGHTNING.say_it_saves(error)
             self._stock("save_checkpoint")(checkpoint, filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *more: Any, **named: Any) -> dict[str, Any]:

@@ -17,7 +17,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-_log: Final = logging.getLogger("portus_lightning")
+import portus
+
+LIGHTNING: Final = portus.Framework("Lightning", logging.getLogger("portus_lightning"))
 
 _COPIES: Final = ("lightning.fabric", "lightning_fabric")
 
@@ -94,16 +96,6 @@ def choose_again(copy: str, is_to_be_passed_over: Callable[[Any, str], bool]) ->
 
     selected.portus_asks = True  # type: ignore[attr-defined]
     connector._select_ckpt_path = selected
-
-
-_said: Final[set[str]] = set()
-
-
-def say_once(message: str) -> None:
-    """Log a warning that this process has not logged yet."""
-    if message not in _said:
-        _said.add(message)
-        _log.warning("%s", message)
 
 
 def _is_installed(copy: str) -> bool:

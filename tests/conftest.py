@@ -99,6 +99,15 @@ def no_pools_from_before() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def nothing_said_before() -> Iterator[None]:
+    """What is said once in a process is said once in a test."""
+    yield
+    stock = sys.modules.get("portus.client.stock")
+    if stock is not None:
+        stock._said.clear()
+
+
+@pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
     """Every thread of Portus (named ``portus...``) has ended when its test has."""
     before = set(threading.enumerate())

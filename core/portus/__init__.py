@@ -33,8 +33,11 @@ if TYPE_CHECKING:
     from portus.client.resolve import load_reference as load_reference
     from portus.client.resolve import read_reference as read_reference
     from portus.client.run import Run as Run
+    from portus.client.run import expected_bytes as expected_bytes
     from portus.client.settings import Settings as Settings
     from portus.client.settings import SettingsDict as SettingsDict
+    from portus.client.stock import Framework as Framework
+    from portus.client.stock import is_disabled as is_disabled
     from portus.client.view import PoolView as PoolView
     from portus.errors import AbandonedError as AbandonedError
     from portus.errors import BusyError as BusyError
@@ -65,6 +68,7 @@ _MODULE_OF: Final = {
     "Checkpointer": "portus.client.checkpointer",
     "CorruptionError": "portus.errors",
     "Finding": "portus.index.findings",
+    "Framework": "portus.client.stock",
     "MediumError": "portus.errors",
     "Place": "portus.index.place",
     "PoolView": "portus.client.view",
@@ -82,6 +86,8 @@ _MODULE_OF: Final = {
     "allow": "portus.client.resolve",
     "check": "portus.index.check",
     "checked_within": "portus.client.in_turn",
+    "expected_bytes": "portus.client.run",
+    "is_disabled": "portus.client.stock",
     "is_nested": "portus.media.calls",
     "is_reference": "portus.client.resolve",
     "load_reference": "portus.client.resolve",

@@ -29,7 +29,6 @@ import portus_accelerate
 from portus.index.pool import PoolWriter
 from portus.testing.nursery import nursery
 from portus_accelerate import capture, launching, patch, peers, settings
-from portus_accelerate import saver as saver_module
 from tests.hosts import serving, url
 
 FILES = [
@@ -116,7 +115,6 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
-    saver_module._said.clear()
     yield
     while SCENES:
         saver = getattr(SCENES.pop().accelerator, "_portus_saver", None)

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, runtime_checkable
 
 from portus.client.notes import places
 from portus.client.reference import is_linked, read
+from portus.client.stock import say_once
 from portus.errors import (
     CorruptionError,
     MediumError,
@@ -188,9 +189,10 @@ def load_text(text: str, pools: Pools = POOLS) -> object:
     asked = _asked_of_torch(sys._getframe(1))
     path = _path_of(asked.get("f"))
     if asked.get("mmap"):
-        _say_once(
+        say_once(
+            _log,
             f"{path or 'what is loaded'} is a reference: mmap=True has no effect, all of its state "
-            "is read into memory. portus materialize makes a file of it that can be mapped"
+            "is read into memory. portus materialize makes a file of it that can be mapped",
         )
     if str(asked.get("map_location")) == "meta":
         return _use(reference, path, pools, _load_on_meta)
@@ -201,15 +203,6 @@ def _load_on_meta(pool: ReadablePool, token: bytes, found: Reference) -> object:
     from portus.client.restore import load_on_meta
 
     return pool.use_version(token, lambda reader, entry: load_on_meta(reader, entry, found.part))
-
-
-_said: Final[set[str]] = set()
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _log.warning("%s", message)
 
 
 def is_reference(path: str | os.PathLike[str]) -> bool:

@@ -10,7 +10,9 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
+
+import torch
 
 from portus.client.checkpointer import Checkpointer
 from portus.client.settings import Settings, as_arguments
@@ -134,6 +136,24 @@ class Run:
     def _made(self, name: str, keep: int | None) -> Checkpointer:
         settings = as_arguments(self.settings)
         return Checkpointer(self.place, name, keep=keep, links=self.links, **settings)
+
+
+def expected_bytes(modules: Iterable[torch.nn.Module], optimizers: Iterable[Any]) -> int:
+    """About how many bytes a checkpoint of a training will have, before its first step: weights,
+    and of each that is trained two moments. Of what is sharded, this process's part."""
+    tensors = [each for module in modules for each in (*module.parameters(), *module.buffers())]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    trained = {
+        id(parameter): _bytes_here(parameter)
+        for group in groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    }
+    return sum(map(_bytes_here, tensors)) + 2 * sum(trained.values())
+
+
+def _bytes_here(tensor: torch.Tensor) -> int:
+    return int(getattr(tensor, "_local_tensor", tensor).nbytes)
 
 
 def _device(path: str) -> int:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import portus
 
@@ -97,3 +98,18 @@ def test_settings_that_make_no_sense_are_refused_wherever_they_are_said(tmp_path
     with pytest.raises(TypeError, match="max_byte"):
         portus.Checkpointer(tmp_path, max_byte=1)  # type: ignore[call-arg]
     assert not os.listdir(tmp_path)
+
+
+def test_what_is_expected_of_a_training_is_what_a_checkpoint_has(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
+    net[0].bias.requires_grad_(False)
+    optimizer = torch.optim.Adam([each for each in net.parameters() if each.requires_grad])
+    expected = portus.expected_bytes([net], [optimizer])
+    net(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    with portus.Checkpointer(tmp_path / "pools", "net") as checkpointer:
+        state = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
+        handle = checkpointer.save(state, 1)
+        handle.wait()
+        counts = 4 * len(optimizer.state)  # Adam counts the steps of each by itself
+        assert handle.stats.state_bytes == expected + counts

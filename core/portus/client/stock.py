@@ -1,0 +1,59 @@
+"""The framework's own way to save: when saves are left to it, and how that is said."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Final
+
+from portus.errors import UsageError
+
+_VARIABLE: Final = "PORTUS_DISABLE"
+
+_said: Final[set[tuple[str, str]]] = set()
+
+
+def say_once(log: logging.Logger, message: str) -> None:
+    """Log a warning that this process has not logged yet."""
+    if (log.name, message) not in _said:
+        _said.add((log.name, message))
+        log.warning("%s", message)
+
+
+def is_disabled() -> bool:
+    """True if the environment says that adapters are to save nothing: ``$PORTUS_DISABLE``."""
+    return os.environ.get(_VARIABLE, "") not in ("", "0")
+
+
+class Framework:
+    """A framework, as its adapter sees it: it can save by itself, too.
+
+    name: what users call it. log: where the adapter logs.
+    """
+
+    def __init__(self, name: str, log: logging.Logger) -> None:
+        self._name: Final = name
+        self._log: Final = log
+
+    def say_once(self, message: str) -> None:
+        """Log a warning that this process has not logged yet."""
+        say_once(self._log, message)
+
+    def saves_itself(self) -> bool:
+        """True where every save is left to it: ``$PORTUS_DISABLE``, or not on Linux."""
+        if is_disabled():
+            return True
+        if sys.platform != "linux":
+            self.say_once(
+                f"Portus saves on Linux only; on {sys.platform} {self._name} saves by itself, and "
+                "loading works"
+            )
+            return True
+        return False
+
+    def say_it_saves(self, error: UsageError) -> None:
+        """Say that it saves what no pool can store, and why."""
+        self.say_once(
+            f"Portus cannot store this checkpoint, {self._name} saves it instead: {error}"
+        )
