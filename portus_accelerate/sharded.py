@@ -60,7 +60,7 @@ def reading(directory: str) -> Iterator[None]:
     from portus.dcp import PortusStorageReader, load
 
     of_torch = _of_torch()
-    reader = PortusStorageReader.at(directory, fall_back=False)
+    reader = PortusStorageReader.at(directory)
     if reader is None:
         yield
         return

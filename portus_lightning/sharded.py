@@ -102,7 +102,7 @@ class _Sharded:
     def load_checkpoint(self, checkpoint_path: Any, *more: Any, **named: Any) -> dict[str, Any]:
         """In place of the strategy's."""
         path = stock.local_path(self._strategy.broadcast(checkpoint_path))
-        reader = None if path is None else PortusStorageReader.at(path)
+        reader = None if path is None else PortusStorageReader.at(path, fall_back=True)
         if reader is None:
             result = self._stock("load_checkpoint")(checkpoint_path, *more, **named)
             assert isinstance(result, dict)

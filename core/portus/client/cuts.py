@@ -25,9 +25,13 @@ FORMAT: Final = 2
 """Before 2 the metadata was not packed."""
 FORMAT_KEY: Final = "format"
 METADATA: Final = "metadata"
+CHECKPOINT_ID: Final = "checkpoint_id"
 ITEMS: Final = "items"
-"""What a rank's part is: its format number, torch's metadata (in one part of a group), and the
-shards by key. Files of a checkpoint directory have their own names beside these."""
+"""What a rank's part is: its format number; in one part of a group, torch's metadata and what the
+checkpoint was saved as; and the shards by key. Files of a checkpoint directory have their own names
+beside these."""
+
+KEYS: Final = frozenset({FORMAT_KEY, METADATA, CHECKPOINT_ID, ITEMS})
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -43,12 +43,18 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from portus.client.checkpointer import Checkpointer, check_keep
-from portus.client.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, Placed, encode
-from portus.client.dcp_reader import reason_of, step_of
-from portus.client.grouped import (
-    census,
-    shard_name,
+from portus.client.cuts import (
+    CHECKPOINT_ID,
+    FORMAT,
+    FORMAT_KEY,
+    ITEMS,
+    KEYS,
+    METADATA,
+    Placed,
+    encode,
 )
+from portus.client.dcp_reader import reason_of
+from portus.client.grouped import census, id_of, shard_name, step_of
 from portus.client.planned import Planned, agreed, all_or_none, standing, values_of
 from portus.client.run import Run
 from portus.client.settings import Settings, SettingsDict, as_arguments
@@ -88,9 +94,10 @@ class PortusStorageWriter(StorageWriter):
     """Saves the shards of this rank into its own pool file, or to a storage host. Keep one for
     the whole training.
 
-    ``dcp.save(state, checkpoint_id="step_100", storage_writer=writer)``: the step is the number at
-    the end of ``checkpoint_id``, else a count. Every rank makes one, with the same arguments,
-    when the process group is there and before training starts.
+    ``dcp.save(state, checkpoint_id="step_100", storage_writer=writer)``: the group is kept as that
+    id, and a load that asks for an id gets no other. The step is the number at the end of the id,
+    else a count. Every rank makes one, with the same arguments, when the process group is there
+    and before training starts.
 
     pool: a pool directory on a file system that all ranks see, or the address of a storage host
         (``portus://host:7117``); None: ``$PORTUS_POOL``, else ``.portus``. model: the name of the
@@ -119,6 +126,8 @@ class PortusStorageWriter(StorageWriter):
         self._keep: Final = keep
         self._checkpointer: Checkpointer | None = None
         self._step = 0
+        self._checkpoint_id: str | None = None
+        self._is_named = False
         self._rank = 0
         self._count = 1
         self._parts: dict[str, Any] | None = None
@@ -174,7 +183,7 @@ class PortusStorageWriter(StorageWriter):
         place = os.path.abspath(os.fspath(directory))
         self._wanted = _Wanted(directory=place, files=dict(files or {}))
         try:
-            handle = self.save(state, step=step)
+            handle = self.save(state, step=step, checkpoint_id=directory)
         except CheckpointException as error:
             raise reason_of(error) from error
         finally:
@@ -183,17 +192,25 @@ class PortusStorageWriter(StorageWriter):
             self._condemn(_stock_files(place))
         return handle
 
-    def save(self, state: dict[str, Any], *, step: int) -> SaveHandle:
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+    ) -> SaveHandle:
         """``dcp.save``, without its planning where each rank saves the same as in the last call:
         the same names, shapes and cuts. On every rank.
+
+        checkpoint_id: what ``dcp.load`` may ask for; None: by its step alone.
 
         Returns the handle of this rank's part. Raises ``CheckpointException``, and ``UsageError``
         for what cannot be saved, on all ranks if on one.
         """
-        self._step, self._parts = step, None
+        self._begin(step, id_of(checkpoint_id))
         state, planner = values_of(state), DefaultSavePlanner()
         planned, self._planned = self._planned, None
-        group = agreed(planned, state, planner, step)
+        group = agreed(planned, state, planner, (step, self._checkpoint_id))
         if group is None:
             torch_save(state, storage_writer=self, planner=planner)
             rank, count = standing()
@@ -253,12 +270,19 @@ class PortusStorageWriter(StorageWriter):
     # What torch calls, in this order.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A save begins."""
-        self._step = step_of(checkpoint_id, self._step + 1)
+        """A save begins. torch calls this only if it has an id."""
+        name = id_of(checkpoint_id)
+        self._begin(step_of(name, self._step + 1), name)
+
+    def _begin(self, step: int, checkpoint_id: str | None) -> None:
+        self._step, self._checkpoint_id, self._is_named = step, checkpoint_id, True
         self._parts = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises ``UsageError`` where ranks do not plan together."""
+        if not self._is_named:
+            self._begin(self._step + 1, None)
+        self._is_named = False
         self._is_coordinator = is_coordinator
         if not kwargs.get("use_collectives", True):
             raise UsageError("ranks that plan apart make no group: save with use_collectives=True")
@@ -269,9 +293,9 @@ class PortusStorageWriter(StorageWriter):
         self._rank, self._count = rank, count
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Say which step this rank saves."""
+        """Say which step this rank saves, and as what."""
         self._local, self._planned = plan, None
-        return replace(plan, storage_data=self._step)
+        return replace(plan, storage_data=(self._step, self._checkpoint_id))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: tell every rank the id of this group. Raises ``UsageError`` if
@@ -281,12 +305,13 @@ class PortusStorageWriter(StorageWriter):
                 f"{len(plans)} ranks plan this save and {self._count} are in the job: save from "
                 "all ranks, or give each process group a model of its own"
             )
-        steps = [plan.storage_data for plan in plans]
-        if len(set(steps)) > 1:
-            other = next(rank for rank, step in enumerate(steps) if step != steps[0])
+        said = [plan.storage_data for plan in plans]
+        if len(set(said)) > 1:
+            other = next(rank for rank, each in enumerate(said) if each != said[0])
+            first, second = _apart(said[0], said[other])
             raise UsageError(
-                f"model {self.model!r}: rank 0 saves step {steps[0]} and rank {other} saves step "
-                f"{steps[other]}: give every rank the same checkpoint_id"
+                f"model {self.model!r}: rank 0 saves {first} and rank {other} saves {second}: give "
+                "every rank the same checkpoint_id"
             )
         group = new_id()
         return [replace(plan, storage_data=group) for plan in plans]
@@ -313,11 +338,11 @@ class PortusStorageWriter(StorageWriter):
         """On the coordinator, when all others have started: its own shards, and the metadata."""
         placed = {result.index: result.storage_data for part in results for result in part}
         self._metadata = encode(metadata, placed)
-        self._save({FORMAT_KEY: FORMAT, METADATA: self._metadata, ITEMS: self._parts})
+        self._save({FORMAT_KEY: FORMAT, **self._described(), ITEMS: self._parts})
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any name will do: only a number at its end is looked at."""
+        """Any name will do."""
         return True
 
     def _collect(self, plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
@@ -330,8 +355,12 @@ class PortusStorageWriter(StorageWriter):
     def _save_planned(self, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
         content = {FORMAT_KEY: FORMAT, ITEMS: self._collect(plan, planner)}
         if self._is_coordinator:
-            content[METADATA] = self._metadata
+            content.update(self._described())
         return self._save(content)
+
+    def _described(self) -> dict[str, Any]:
+        """What the coordinator's part has besides."""
+        return {METADATA: self._metadata, CHECKPOINT_ID: self._checkpoint_id}
 
     def _save(self, content: dict[str, Any]) -> SaveHandle:
         checkpointer = self._open()
@@ -353,7 +382,7 @@ class PortusStorageWriter(StorageWriter):
 
     def _with_files(self, content: dict[str, Any]) -> dict[str, Any]:
         files = self._wanted.files if self._wanted else {}
-        taken = sorted(files.keys() & {FORMAT_KEY, METADATA, ITEMS})
+        taken = sorted(files.keys() & KEYS)
         if taken:
             raise UsageError(f"files of a sharded checkpoint cannot be called {taken}")
         return {**content, **files}
@@ -441,6 +470,12 @@ def _stock_files(directory: str) -> list[str]:
         names = [name for name in os.listdir(directory) if _STOCK_FILES.fullmatch(name)]
         return [os.path.join(directory, name) for name in names]
     return []
+
+
+def _apart(*said: tuple[int, str | None]) -> Iterator[str]:
+    """What ranks save, where that differs."""
+    steps = {step for step, _ in said}
+    return (f"step {step}" if len(steps) > 1 else repr(name) for step, name in said)
 
 
 def _value_of(item: WriteItem, planner: SavePlanner) -> Any:

@@ -31,8 +31,10 @@ from portus.client.grouped import (
     check_part,
     chosen,
     directory_at,
+    id_of,
     load_part,
     name_of,
+    saved_as,
 )
 from portus.errors import CorruptionError, PortusError, StaleError, UsageError
 from portus.index.groups import Group
@@ -50,8 +52,10 @@ _STALE_MAX: Final = 5
 class PortusStorageReader(StorageReader):
     """Loads a group, at any number of ranks. ``dcp.load(state, storage_reader=reader)``.
 
-    step: of the group; None: the number at the end of ``checkpoint_id``, else the newest group
-    that is complete. pool, model: as for ``PortusStorageWriter``.
+    The newest group that is complete; or, with ``dcp.load(checkpoint_id=...)``, the newest that was
+    saved as that id, and no other: see ``PortusStorageWriter``. As with torch's own reader, an id
+    holds until another one is given. step: of the group; None: any. pool, model: as for
+    ``PortusStorageWriter``.
 
     ``portus.dcp.load(state, reader)`` does the same, and goes on with the group before it where
     one turns out to be damaged.
@@ -68,7 +72,7 @@ class PortusStorageReader(StorageReader):
         self.place: Final = Place.named(pool)
         self.model: Final = model
         self._step: Final = step
-        self._asked = step
+        self._asked: str | None = None
         self._directory: Directory | None = None
         self._falls_back = True
         self._passed_over: set[bytes] = set()
@@ -81,14 +85,15 @@ class PortusStorageReader(StorageReader):
 
     @classmethod
     def at(
-        cls, directory: str | os.PathLike[str], *, fall_back: bool = True
+        cls, directory: str | os.PathLike[str], *, fall_back: bool = False
     ) -> PortusStorageReader | None:
         """A reader of the group that a checkpoint directory leads to; None if it is no directory
         of ``PortusStorageWriter.save_directory``.
 
         fall_back: take the newest complete group of the model, with an error in the log, where
-        that of the directory was never completed, or is damaged. Waits, for a limited time, for
-        ranks that are about to commit. Raises ``UsageError`` if its pool may not be opened.
+        that of the directory was never completed, is gone, or is damaged; such a load is refused
+        otherwise. Waits, for a limited time, for ranks that are about to commit. Raises
+        ``UsageError`` if its pool may not be opened.
         """
         found = directory_at(os.path.abspath(os.fspath(directory)))
         if found is None:
@@ -112,10 +117,12 @@ class PortusStorageReader(StorageReader):
         return content[name]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A load begins."""
-        number = step_of(checkpoint_id, None)
-        self._asked = self._step if self._step is not None else number
+        """A load begins. Raises ``UsageError`` for another directory than that of ``at``."""
+        self._asked = id_of(checkpoint_id)
         self._group = None
+        own = None if self._directory is None else self._directory.path
+        if None not in (own, self._asked) and os.path.abspath(str(self._asked)) != own:
+            raise UsageError(f"checkpoint_id {self._asked!r}: this reader loads {own}")
 
     def read_metadata(self, *args: Any, **named: Any) -> Metadata:
         """Choose the group. Raises ``UsageError`` naming what is missing if none is complete."""
@@ -155,7 +162,11 @@ class PortusStorageReader(StorageReader):
         found = census(self.place, self.model)
         wanted = self._directory
         if wanted is None:
-            return chosen(found, self.model, self._asked, but=self._passed_over), None
+            ids = None
+            if self._asked is not None:
+                named = saved_as(found, self.model, self._asked, self._step, self._passed_over)
+                ids = (named.id,)
+            return chosen(found, self.model, self._step, ids=ids, but=self._passed_over), None
         try:
             return chosen(found, self.model, None, ids=wanted.ids, but=self._passed_over), None
         except UsageError as error:
@@ -219,7 +230,7 @@ class PortusStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any name will do: only a number at its end is looked at."""
+        """Any name will do."""
         return True
 
     def _by_rank(self, plan: LoadPlan) -> list[tuple[int, list[ReadItem]]]:
@@ -325,9 +336,3 @@ def _hand_over(item: ReadItem, value: Any, planner: LoadPlanner) -> None:
         )
     target.copy_(value)
     planner.commit_tensor(item, target)
-
-
-def step_of(checkpoint_id: str | os.PathLike[str] | None, otherwise: Any) -> Any:
-    """The number at the end of a checkpoint's id; ``otherwise`` if there is none."""
-    found = re.search(r"(\d{1,15})$", os.fspath(checkpoint_id)) if checkpoint_id else None
-    return int(found[1]) if found else otherwise

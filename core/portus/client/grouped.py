@@ -12,15 +12,16 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from portus.client import reference as files_of
 from portus.client import restore, view
+from portus.client.cuts import CHECKPOINT_ID, FORMAT_KEY
 from portus.client.resolve import AWAITED_S_MAX, POOLS, pool_of
 from portus.client.view import PoolFile
-from portus.errors import CorruptionError, MediumError, PortusError, UsageError
+from portus.errors import CorruptionError, MediumError, PortusError, StaleError, UsageError
 from portus.format.reference import Reference
 from portus.index.directory import newest_generation, pools_at
 from portus.index.groups import ID_SIZE, Group, groups_of, part_model, part_of
@@ -114,6 +115,93 @@ def chosen(
     )
 
 
+# What checkpoints were saved as.
+
+
+def id_of(checkpoint_id: str | os.PathLike[str] | None) -> str | None:
+    """What a ``checkpoint_id`` is kept and compared as; None if there is none.
+
+    It is a name, not a place: a path and its text are one id, and so are ``a/b``, ``a//b/`` and
+    ``./a/b``. A relative one is not made absolute, so it stays the same when its run is moved.
+    """
+    text = os.fsdecode(checkpoint_id) if checkpoint_id else ""
+    if not text:
+        return None
+    return text.rstrip("/") if "://" in text else os.path.normpath(text)
+
+
+def step_of(checkpoint_id: str | None, otherwise: Any) -> Any:
+    """The number at the end of an id; ``otherwise`` if there is none."""
+    found = re.search(r"(\d{1,15})$", checkpoint_id) if checkpoint_id else None
+    return int(found[1]) if found else otherwise
+
+
+def id_kept(group: Group) -> str | None:
+    """What a group was saved as; None if it was given a step alone, and "" if it was saved before
+    ids were kept, or if the part that has it is missing. Raises as ``load_part``."""
+    for rank in sorted(group.parts):
+        content = load_part(group, rank, lambda path: path in (CHECKPOINT_ID, FORMAT_KEY))
+        if CHECKPOINT_ID in content:
+            kept: str | None = content[CHECKPOINT_ID]
+            return kept
+    return ""
+
+
+def saved_as(
+    found: Census, model: str, wanted: str, step: int | None, but: Collection[bytes] = ()
+) -> Group:
+    """The newest group that was saved as ``wanted``, and no other; of a step or of any. One that
+    is complete, if there is one. One that was saved before ids were kept is known by its number.
+
+    Raises ``UsageError`` that says what there is if there is none.
+    """
+    groups = [each for each in found.groups if each.model == model and each.id not in but]
+    groups = [each for each in groups if step is None or each.step == step]
+    others: list[tuple[Group, str | None]] = []
+    damage: CorruptionError | None = None
+    groups.sort(key=lambda group: group.is_complete)
+    for group in reversed(groups):
+        try:
+            kept = id_kept(group)
+        except StaleError:
+            continue  # it was let go of meanwhile
+        except CorruptionError as error:
+            damage = damage or error
+            continue
+        if kept == wanted or (kept == "" and step_of(wanted, None) == group.step):
+            if damage is not None:
+                _log.error("%s; FALLING BACK to %s", damage, name_of(group))
+            return group
+        others.append((group, kept))
+    at = "" if step is None else f" at step {step}"
+    told = [_listed(others), *([] if damage is None else [str(damage)])]
+    raise UsageError(
+        f"{found.place}: no checkpoint of model {model!r} was saved as {wanted!r}{at}; "
+        + "; ".join(told)
+    )
+
+
+def _listed(groups: Sequence[tuple[Group, str | None]]) -> str:
+    """What there is to load, newest first."""
+    complete = [(group, kept) for group, kept in groups if group.is_complete]
+    named = [f"{kept!r:.120} (step {group.step})" for group, kept in complete if kept]
+    bare = [group.step for group, kept in complete if kept is None]
+    old = [group.step for group, kept in complete if kept == ""]
+    told = []
+    if named:
+        told.append(f"there are {_some(named)}")
+    if bare:
+        told.append(f"saved by step alone, so ask with step=: {_some(list(map(str, bare)))}")
+    if old:
+        told.append(f"saved before ids were kept, so by number: {_some(list(map(str, old)))}")
+    return "; ".join(told) or "nothing complete is there"
+
+
+def _some(texts: list[str]) -> str:
+    more = f" and {len(texts) - _NAMED_MAX} more" if len(texts) > _NAMED_MAX else ""
+    return ", ".join(texts[:_NAMED_MAX]) + more
+
+
 def _nothing_sharded(found: Census, model: str) -> str:
     """What to say where there is no group; also of what was saved rank by rank by hand."""
     parts = [part for part in found.held if (of := part_of(part)) and of[0] == model]
@@ -156,8 +244,7 @@ def name_of(group: Group) -> str:
 
 def few(ranks: list[int]) -> str:
     """Ranks, for people."""
-    more = f" and {len(ranks) - _NAMED_MAX} more" if len(ranks) > _NAMED_MAX else ""
-    return ", ".join(map(str, ranks[:_NAMED_MAX])) + more
+    return _some(list(map(str, ranks)))
 
 
 def load_part(group: Group, rank: int, keep: Callable[[str], bool]) -> dict[str, Any]:
@@ -228,9 +315,10 @@ def shards_at(directory: str) -> list[Reference]:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """What a checkpoint directory leads to: groups of a model, by id, in a pool directory or on a
-    storage host."""
+    """What the checkpoint directory at ``path`` leads to: groups of a model, by id, in a pool
+    directory or on a storage host."""
 
+    path: str
     place: Place
     model: str
     ids: tuple[bytes, ...]
@@ -252,7 +340,7 @@ def directory_at(path: str) -> Directory | None:
     model, _, count = _part_named(path, references[0])
     place = _place_led_to(path, references)
     ids = dict.fromkeys(bytes.fromhex(each.token)[:ID_SIZE] for each in references)
-    found = Directory(place, model, tuple(ids))
+    found = Directory(path, place, model, tuple(ids))
     _await(found, count, references[0].written_ns)
     return found
 

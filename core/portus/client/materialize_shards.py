@@ -57,7 +57,7 @@ def materialize_shards(directory: str) -> list[str]:
     ``UsageError`` for a group that is not complete, ``CorruptionError``, ``MediumError``; then
     the directory leads where it did.
     """
-    reader = PortusStorageReader.at(directory, fall_back=False)
+    reader = PortusStorageReader.at(directory)
     assert reader is not None, "not a directory of ours"
     reader.read_metadata()
     group = reader.group

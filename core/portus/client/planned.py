@@ -56,15 +56,16 @@ def standing() -> tuple[int, int]:
 
 
 def agreed(
-    planned: Planned | None, state: dict[str, Any], planner: SavePlanner, step: int
+    planned: Planned | None, state: dict[str, Any], planner: SavePlanner, named: tuple[int, Any]
 ) -> bytes | None:
     """The id for a group of this ``state``, if every rank may go on as ``planned``; else None.
 
-    Collective: all ranks get the same answer. ``planner`` is set up with ``state`` then.
+    named: its step, and the id that it is saved as. Collective: all ranks get the same answer.
+    ``planner`` is set up with ``state`` then.
     """
     known = planned.id if planned is not None and _is_same(planned, state, planner) else b""
-    said = _told((known, step, new_id()))
-    if known == _NOT_THE_SAME or any(each[:2] != (known, step) for each in said):
+    said = _told((known, named, new_id()))
+    if known == _NOT_THE_SAME or any(each[:2] != (known, named) for each in said):
         return None
     group: bytes = said[0][2]
     return group

@@ -400,7 +400,12 @@ def read_directory(rank: int, count: int, root: Path, name: str, step: str) -> N
     """Load what a directory leads to."""
     job = Job(2, count)
     state = job.state(0)
-    reader = PortusStorageReader.at(root / name)
+    if name != step:  # the save was cut off: nothing else is loaded unasked
+        cut_off = PortusStorageReader.at(root / name)
+        assert cut_off is not None
+        with pytest.raises(portus.UsageError, match=f"step {name} of {2} ranks is not complete"):
+            portus.dcp.load(state, cut_off)
+    reader = PortusStorageReader.at(root / name, fall_back=name != step)
     assert reader is not None
     assert portus.dcp.load(state, reader).step == int(step) == state["step"]
     assert reader.file("meta.pt") == {"step": int(step)}

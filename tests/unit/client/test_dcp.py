@@ -340,6 +340,100 @@ def test_objects_keep_their_types_and_nothing_is_pickled(tmp_path: Path) -> None
     assert b"\x80\x02}" not in Path(groups(tmp_path)[0].parts[0][0]).read_bytes()
 
 
+def loaded(pool: Path, checkpoint_id: Any, **asked: Any) -> float:
+    """What ``dcp.load`` gives for an id."""
+    state = {"t": torch.zeros(4)}
+    reader = PortusStorageReader(pool, "run", **asked)
+    dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader)
+    return float(state["t"][0])
+
+
+def test_an_id_loads_what_was_saved_as_it_and_nothing_else(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path, "run", keep=None)
+    ids = ["ckpt/best", Path("ckpt/last"), "runA/step_7", "runB/step_7", "step_3/model"]
+    ids += ["step_3/optim", "ckpt/last/", "s3://bucket/a_9", "/absolute/4"]
+    for number, name in enumerate(ids):
+        state = {"t": torch.full((4,), float(number))}
+        dcp.save(state, checkpoint_id=name, storage_writer=writer)
+    dcp.save({"t": torch.full((4,), 50.0)}, storage_writer=writer)
+    writer.save({"t": torch.full((4,), 51.0)}, step=8)
+    for step in (60, 61):  # planned once
+        name = f"again/{step}.pt"
+        writer.save({"t": torch.full((4,), float(step))}, step=step, checkpoint_id=name)
+    writer.close()
+    for number, name in enumerate(ids):
+        assert loaded(tmp_path, name) == (6 if "last" in str(name) else number), name
+    for name in (Path("runA/step_7"), "./runA//step_7/", "runB/../runA/step_7"):
+        assert loaded(tmp_path, name) == 2
+    assert loaded(tmp_path, "again/60.pt") == 60
+    assert loaded(tmp_path, "runB/step_7", step=7) == 3
+    assert loaded(tmp_path, None, step=8) == 51
+    assert loaded(tmp_path, None) == 61
+    what = r"saved as 'ckpt/7'; there are 'again/61\.pt' \(step 61\), .* and 3 more; saved by "
+    for name, told in {
+        "ckpt/7": what + r"step alone, so ask with step=: 8, 5",
+        "ckpt/never_saved": "was saved as 'ckpt/never_saved'",
+        os.path.abspath("ckpt/best"): "/ckpt/best'; there are",
+        "absolute/4": "'/absolute/4'",
+        "runA": "was saved as 'runA'",
+        "8": "ask with step=: 8",
+        "step_7": "was saved as 'step_7'",
+    }.items():
+        with pytest.raises(CheckpointException, match=told):
+            loaded(tmp_path, name)
+    with pytest.raises(CheckpointException, match="saved as 'runB/step_7' at step 8"):
+        loaded(tmp_path, "runB/step_7", step=8)
+
+
+def test_what_was_saved_before_ids_were_kept_is_found_by_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = PortusStorageWriter(tmp_path, "run", keep=None)
+    stock = PortusStorageWriter._described
+
+    def of_old(writer: PortusStorageWriter) -> dict[str, Any]:
+        return {"metadata": stock(writer)["metadata"]}
+
+    monkeypatch.setattr(PortusStorageWriter, "_described", of_old)
+    for step in (3, 4):
+        save(writer, step, {"t": torch.full((4,), float(step))})
+    monkeypatch.undo()
+    dcp.save({"t": torch.ones(4)}, checkpoint_id="new/3", storage_writer=writer)
+    writer.close()
+    assert [loaded(tmp_path, name) for name in ("x/step_3", "step_4", "new/3")] == [3, 4, 1]
+    for name in ("step_5", "ckpt/best"):
+        with pytest.raises(CheckpointException, match=r"'new/3' .* so by number: 4, 3"):
+            loaded(tmp_path, name)
+
+
+def test_a_directory_is_asked_for_by_its_path_and_leads_to_no_other_step(tmp_path: Path) -> None:
+    writer = PortusStorageWriter(tmp_path / ".portus", "run", keep=None)
+    for step in (1, 2):
+        state = {"t": torch.full((4,), float(step))}
+        writer.save_directory(state, tmp_path / f"{step}", step=step)
+    writer.close()
+    assert loaded(tmp_path / ".portus", tmp_path / "1") == 1
+    (tmp_path / "2").rename(tmp_path / "moved")
+    reader = PortusStorageReader.at(tmp_path / "moved")
+    assert reader is not None
+    state = {"t": torch.zeros(4)}
+    dcp.load(state, checkpoint_id=tmp_path / "moved", storage_reader=reader)
+    assert state["t"][0] == 2
+    with pytest.raises(portus.UsageError, match=f"this reader loads {tmp_path / 'moved'}"):
+        dcp.load(state, checkpoint_id=tmp_path / "1", storage_reader=reader)
+    (pool,) = (tmp_path / ".portus").glob("*.portus")
+    opened, saved = WRITERS.open(str(pool)), groups(tmp_path / ".portus")
+    opened.retire([saved[-1].parts[0][1].id])
+    WRITERS.close(opened)
+    for act in (load, lambda state, reader: dcp.load(state, storage_reader=reader)):
+        with pytest.raises((portus.UsageError, CheckpointException), match="was asked for"):
+            act(state, reader)
+    assert state["t"][0] == 2
+    falling_back = PortusStorageReader.at(tmp_path / "moved", fall_back=True)
+    assert falling_back is not None
+    assert load(state, falling_back).step == 1
+
+
 def test_a_directory_is_of_whoever_saved_there_last(tmp_path: Path) -> None:
     place = tmp_path / "last.ckpt"
     stock = dcp.FileSystemWriter(place)
@@ -604,7 +698,7 @@ def test_what_this_process_saves_to_a_directory_is_waited_for_however_long_it_ta
     writer.save_directory({"t": torch.full((9,), 2.0)}, tmp_path / "2", step=2)
     later = threading.Timer(0.2, held.release.set)
     later.start()
-    reader = PortusStorageReader.at(tmp_path / "2", fall_back=False)
+    reader = PortusStorageReader.at(tmp_path / "2")
     assert reader is not None
     assert load({"t": torch.zeros(9)}, reader).step == 2
     writer.close()
@@ -808,7 +902,7 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
     of_step_2, saved = WRITERS.open(str(pool)), groups(tmp_path)
     of_step_2.retire([saved[-1].parts[0][1].id])
     WRITERS.close(of_step_2)
-    reader = PortusStorageReader.at(tmp_path / "2", fall_back=False)
+    reader = PortusStorageReader.at(tmp_path / "2")
     assert reader is not None
     what = r"the one that was asked for; there are steps \[1"
     with pytest.raises(portus.UsageError, match=what):
