@@ -26,13 +26,14 @@ from portus.index.directory import (
     links_directory,
     make_directory,
     newest_generation,
+    note_failure,
     on_disk,
     open_reader,
     open_superseded,
     remove_pool,
 )
 from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind, local_path
-from portus.index.pool import PoolReader, PoolWriter, store_failure
+from portus.index.pool import PoolReader, PoolWriter
 from portus.index.roots import successor_uuid
 from portus.media.local import LocalFiles
 from portus.pipeline.draft import Draft, PoolDraft
@@ -212,17 +213,8 @@ class FileHome:
         return PoolDraft(self._writer, snapshot.length)
 
     def note_failure(self, text: str) -> None:
-        writer = self._writer
         with contextlib.suppress(PortusError):
-            if writer is not None and not writer.medium.poisoned:
-                writer.look()  # that may be why
-        if writer is not None and writer.changed_by_others:
-            return
-        # Opened anew: what is open may take no stores any more, and that is what is to be said.
-        with contextlib.suppress(PortusError):
-            medium = LocalFiles(mapped=False).open(self.path, writable=True)
-            with contextlib.closing(medium):
-                store_failure(medium, text)
+            note_failure(self._writer, text, self.path)
 
     def close(self, *, made: bool) -> None:
         writer, self._writer = self._writer, None
@@ -302,7 +294,8 @@ class HostHome:
         raise AssertionError("it has no older pools")
 
     def note_failure(self, text: str) -> None:
-        """The host says it in its log."""
+        if self._pool is not None:
+            self._pool.note_failure(text)
 
     def close(self, *, made: bool) -> None:
         pool, self._pool = self._pool, None

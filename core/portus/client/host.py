@@ -73,6 +73,7 @@ class HostPool(PoolReader):
         """Asked for versions whose reference files are gone, when space is short."""
         self.advice: Callable[[], str] = str
         """Asked for what else can be done then."""
+        self._untold = ""
         self._known: tuple[bytes, Catalogue | None] = b"", None
         try:
             pins = HostLocks(self.links)
@@ -179,6 +180,19 @@ class HostPool(PoolReader):
                 found.append(reference)
                 start += length
             after = bytes.fromhex(found[-1].id)
+
+    def note_failure(self, text: str) -> None:
+        """Have the host put on record which save failed: now, or once it answers again. Raises
+        nothing."""
+        self._untold = text[: said.TEXT_SIZE_MAX]
+        self.tell()
+
+    def tell(self) -> None:
+        """What the host did not hear yet. Raises nothing."""
+        if self._untold:
+            with contextlib.suppress(PortusError):
+                self.links.ask(said.Note(self._untold))
+                self._untold = ""
 
     def draft(self, snapshot: Snapshot) -> HostDraft:
         """Where a save of ``snapshot`` goes."""
@@ -306,6 +320,7 @@ class HostDraft:
             info = replace(record.info, inexact=labels.inexact)
             record = replace(record, info=info)
         self.release()
+        self._pool.tell()
         return Before(record, labels.layout, labels.tree)
 
     def release(self) -> None:

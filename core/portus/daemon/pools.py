@@ -42,10 +42,14 @@ _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 class Hosted:
     """A pool, its tenant, and what is going on in it. Thread-safe."""
 
-    def __init__(self, tenant: str, writer: PoolWriter, holds: Holds) -> None:
+    def __init__(
+        self, tenant: str, writer: PoolWriter, holds: Holds, path: str | None = None
+    ) -> None:
+        """path: of the pool; None: in memory."""
         self.tenant: Final = tenant
         self.writer: Final = writer
         self.holds: Final = holds
+        self.path: Final = path
         self._changed: Final = threading.Condition()
         self._claims: Final[dict[str, tuple[bytes, int]]] = {}
         self._saves = 0
@@ -137,7 +141,7 @@ class Pools:
                 where = self._where
                 pool = None if where is None else self._pool_of(where, tenant).path
                 holds = Holds(pool and links_directory(pool), LocalFiles())
-                hosted = Hosted(tenant, self._writer(tenant), holds)
+                hosted = Hosted(tenant, self._writer(tenant), holds, pool)
                 with self._guard:
                     self._open[tenant] = hosted
             return hosted

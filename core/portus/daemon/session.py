@@ -37,6 +37,7 @@ from portus.errors import (
 )
 from portus.format.layout import Kind as RecordKind
 from portus.index.check_version import check_layout, read_layout
+from portus.index.directory import note_failure
 from portus.index.findings import Findings
 from portus.index.records import Pointer, Rows, VersionEntry, encode_version
 from portus.pipeline.draft import Labels, PoolDraft
@@ -232,6 +233,7 @@ class _Requests:
             Kind.HOLD: self._hold,
             Kind.HOLDS: self._holds,
             Kind.GIVE_BACK: self._give_back,
+            Kind.NOTE: self._note,
             Kind.STATUS: self._status,
         }
 
@@ -628,6 +630,10 @@ class _Requests:
     def _give_back(self, message: said.GiveBack) -> Said:
         freed = self._fabric.give_back(self._hosted)
         self._tell(logging.INFO, "gave_back", f"{freed} bytes given back", bytes=freed)
+        return said.Done()
+
+    def _note(self, message: said.Note) -> Said:
+        note_failure(self._writer, message.text, self._hosted.path)
         return said.Done()
 
     def _give_back_at_the_end(self) -> None:

@@ -23,7 +23,7 @@ from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.format.layout import DATA_START
 from portus.index import device
 from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
-from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder
+from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder, store_failure
 from portus.index.roots import Root
 from portus.media.base import Files, FileStatus, Locks, MediumKind, Names
 from portus.media.dax import is_device
@@ -418,6 +418,26 @@ def open_writer(
             files.sync(os.path.dirname(path))
         undo.pop_all()
         return writer
+
+
+def note_failure(writer: PoolWriter | None, text: str, path: str | None) -> None:
+    """Put on record which save failed, for ``read_failure``; not in a pool that others changed.
+
+    writer: the pool, if it is open. path: where it is; None: in memory. Raises ``MediumError``.
+    """
+    with contextlib.suppress(PortusError):
+        if writer is not None and not writer.medium.poisoned:
+            writer.look()  # that may be why
+    if writer is not None and writer.changed_by_others:
+        return
+    if path is None:
+        assert writer is not None, "a pool in memory is open"
+        store_failure(writer.medium, text)
+        return
+    # Opened anew: what is open may take no stores any more, and that is what is to be said.
+    medium = LocalFiles(mapped=False).open(path, writable=True)
+    with contextlib.closing(medium):
+        store_failure(medium, text)
 
 
 def _check_unchanged(path: str, before: FileStatus | None, after: FileStatus | None) -> None:

@@ -18,7 +18,7 @@ from msgspec import Meta
 from portus.errors import TransportError
 from portus.spec import Extent
 
-VERSION: Final = 5
+VERSION: Final = 6
 """Of the protocol. A host refuses a greeting of another version, and names its own."""
 
 MAGIC: Final = "portus"
@@ -81,6 +81,7 @@ class Kind(enum.IntEnum):
     HOLD = 22
     HOLDS = 23
     GIVE_BACK = 24
+    NOTE = 25
     CHALLENGE = 64
     WELCOME = 65
     DONE = 66
@@ -419,6 +420,13 @@ class GiveBack(Message, frozen=True):
     kind: ClassVar[Kind] = Kind.GIVE_BACK
 
 
+class Note(Message, frozen=True):
+    """Put on record which save failed last, when and why, in words."""
+
+    kind: ClassVar[Kind] = Kind.NOTE
+    text: Text
+
+
 class Standing(Message, frozen=True):
     """Bytes of the pool, those free, and how many saves are under way. ``holes``: bytes besides
     that are free, but were given back to the file system. ``taken``: bytes that the pool takes of
@@ -481,7 +489,7 @@ _TYPES: Final[dict[Kind, type[Said]]] = {
             Pulled,
         ),
         *(Shared, Committed, Missing, Abandoned, Checked, Standing, Refused),
-        *(Connect, Connected, Push, Pushed, Hold, Holds, Held, GiveBack),
+        *(Connect, Connected, Push, Pushed, Hold, Holds, Held, GiveBack, Note),
     )
 }
 
@@ -503,6 +511,7 @@ _BODY_SIZE_MAX: Final[dict[Kind, int]] = {
     Kind.CHECK: 16 * RANGES_MAX + 8 * STORAGES_MAX + _SMALL,
     Kind.RETIRE: 8 * IDS_MAX + _SMALL,
     Kind.HOLD: HOLD_SIZE_MAX + _SMALL,
+    Kind.NOTE: 5 * TEXT_SIZE_MAX,
     Kind.HELD: HELD_SIZE_MAX + 8 * IDS_MAX + _SMALL,
     Kind.PUSH: 16 * RANGES_MAX + (8 + HANDLE_SIZE) * STORAGES_MAX + _SMALL,
     Kind.PUSHED: DIGEST_SIZE * UNITS_MAX + _SMALL,

@@ -62,6 +62,7 @@ NEXT: Final[dict[tuple[State, Kind], State]] = {
     (State.READY, Kind.RETIRE): State.ASKED,
     (State.READY, Kind.HOLD): State.ASKED,
     (State.READY, Kind.GIVE_BACK): State.ASKED,
+    (State.READY, Kind.NOTE): State.ASKED,
     (State.ASKED, Kind.DONE): State.READY,
     (State.ASKED, Kind.REFUSED): State.READY,
     (State.READY, Kind.STATUS): State.LOOKING,

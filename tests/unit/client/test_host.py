@@ -37,6 +37,7 @@ from portus.transport.local import check as hashes
 from portus.transport.regions import Lane, Regions
 from tests.hardware.states import snapshot_of
 from tests.hosts import Host, serving, url
+from tests.unit.cli.scene import portus_json
 
 CUTS = 45
 FLIPS = 40
@@ -525,6 +526,44 @@ def test_a_quota_ends_saves_and_not_the_training(
         with caplog.at_level(logging.WARNING, "portus"):
             checkpointer.save(state(3), 3).wait()
         assert checkpointer.steps() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("pools", "needs room"),
+        ("memory:8M", "needs room"),
+        ("pools", "the disk is gone"),
+        ("pools", "cut off"),
+    ],
+)
+def test_ls_tells_which_save_failed_last_and_why(tmp_path: Path, place: str, why: str) -> None:
+    where = place if place.startswith("memory") else tmp_path / place
+    with (
+        serving(where, quota=8 << 20) as server,
+        LossyLink("127.0.0.1", server.doors[0].port) as link,
+        Checkpointer(address(link), "net") as checkpointer,
+    ):
+
+        def said() -> Any:
+            return portus_json("ls", url(server))["pools"][0]["failure"]
+
+        checkpointer.save(state(1), 1).wait()
+        assert said() is None
+        if why == "cut off":
+            link.cut_after = 0
+        elif why == "the disk is gone":
+            server._house.pools.of("default").writer.medium.poison(why)
+        handle = checkpointer.save({"x": torch.ones((16 << 20) if why == "needs room" else 4)}, 40)
+        with pytest.raises(PortusError) as failed:
+            handle.wait(60)
+        checkpointer._queue.catch_up()
+        if why == "cut off":
+            assert said() is None, "the host could not be told"
+            link.cut_after = None
+            checkpointer.save(state(41), 41).wait(60)
+        assert said().startswith("net@40 at 20")
+        assert str(failed.value)[:60] in said()
 
 
 def test_a_wrong_secret_raises_at_the_start(

@@ -576,7 +576,7 @@ def stranger(server: Server) -> Iterator[Link]:
     ("hello", "match"),
     [
         (said.Hello("http", said.VERSION, "default", b"n" * 16), "is not spoken here"),
-        (said.Hello("portus", said.VERSION - 1, "default", b"n" * 16), "this host speaks 5"),
+        (said.Hello("portus", said.VERSION - 1, "default", b"n" * 16), f"speaks {said.VERSION}"),
         (said.Hello("portus", said.VERSION, "../other", b"n" * 16), "tenant"),
     ],
 )

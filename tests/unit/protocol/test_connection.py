@@ -63,6 +63,7 @@ EXAMPLES: dict[Kind, Said] = {
         said.Checked(b"d" * 16),
         said.Standing(1, 2, 3, 4, 5),
         said.GiveBack(),
+        said.Note("net@40: no space"),
         said.Refused(Fault.MEDIUM, 28, "no space"),
     )
 }
