@@ -14,6 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 STAMP := $(VENV)/stamp
+NATIVE := core/portus/transport/_native.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -22,7 +23,7 @@ STAMP := $(VENV)/stamp
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP)/portus ## make .venv with everything pinned; a second time does nothing
+setup: $(STAMP)/portus $(NATIVE) ## make .venv with everything pinned; a second time does nothing
 
 # A stamp per step: a change of the pins does not install torch again.
 $(STAMP)/venv:
@@ -44,11 +45,16 @@ $(STAMP)/pins: $(STAMP)/torch requirements/dev.txt
 	@touch $@
 
 # Not isolated: hatchling is among the pins, so this step downloads nothing.
-$(STAMP)/portus: $(STAMP)/pins pyproject.toml $(wildcard core/build_native.py core/portus_in_torch.py core/portus/transport/*.c)
+$(STAMP)/portus: $(STAMP)/pins pyproject.toml core/portus_in_torch.py
 	@echo "setup: portus, from this tree"
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 	@echo "setup: ready; $(BIN)/portus --help"
+
+# In the tree, and not in .venv: a stamp says nothing of it. Without a C compiler there is none.
+$(NATIVE): core/portus/transport/native.c core/build_native.py | $(STAMP)/portus
+	@echo "setup: the helper in C"
+	@$(BIN)/python core/build_native.py || true
 
 setup-lab: setup ## what the lab needs: packages (as root, by apt), and a kernel in a cache
 	@$(BIN)/python -m tests.lab --setup

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import portus
+from portus.transport import native
 from tests.bench.measure import Row
 
 
@@ -40,6 +41,7 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "portus": portus.__version__,
+        "helper in C": native.available(),
         "load": os.getloadavg()[0],
     }
 

@@ -60,7 +60,7 @@ def gaps(reach: Runs, first_page: int, after_page: int) -> Runs:
 
 def without(runs: Runs, others: Runs) -> Runs:
     """The pages of ``runs`` that are not among ``others``; both merged."""
-    if not len(runs):
+    if not len(runs) or not len(others):
         return runs
     first, after = int(runs[0, 0]), int(runs[-1, 1])
     return gaps(merged([gaps(runs, first, after), others]), first, after)

@@ -202,6 +202,10 @@ _UFFDIO_WRITEPROTECT: Final = 3 << 30 | 24 << 16 | _UFFD_API << 8 | 6
 _PAGEMAP_SCAN: Final = 3 << 30 | 96 << 16 | ord("f") << 8 | 16
 _PAGE_IS_WRITTEN: Final = 2
 _REGIONS: Final = 256
+_PROCMAP: Final = struct.Struct("=5Q64x")
+"""Of ``struct procmap_query``: its size, flags, the address; start and end of what is found."""
+_PROCMAP_QUERY: Final = 3 << 30 | _PROCMAP.size << 16 | ord("f") << 8 | 17
+_PROCMAP_SHARED: Final = 8 | 16  # VMA_SHARED, COVERING_OR_NEXT_VMA
 """Source: linux/userfaultfd.h and linux/fs.h."""
 
 
@@ -253,6 +257,25 @@ def written_pages(pagemap: int, start: int, length: int) -> list[tuple[int, int]
         found += [(regions[3 * i], regions[3 * i + 1]) for i in range(count)]
         start = struct.unpack_from("=Q", asked, 32)[0]
     return found
+
+
+def shared_maps(maps: int) -> list[tuple[int, int]]:
+    """Memory (start, end) that is mapped to be shared with other processes, in order. ``maps``:
+    ``/proc/self/maps``, opened by this process. ENOTTY before Linux 6.11."""
+    import fcntl
+
+    found: list[tuple[int, int]] = []
+    end = 0
+    while True:  # ends: each turn begins where the last one's memory ends
+        asked = _PROCMAP.pack(_PROCMAP.size, _PROCMAP_SHARED, end, 0, 0)
+        try:
+            answer = fcntl.ioctl(maps, _PROCMAP_QUERY, asked)
+        except OSError as error:
+            if error.errno != errno.ENOENT:  # no more of it
+                raise
+            return found
+        _, _, _, start, end = _PROCMAP.unpack(answer)
+        found.append((start, end))
 
 
 @functools.cache

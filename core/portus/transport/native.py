@@ -1,8 +1,9 @@
 """The optional helper in C: one call for a whole list of segments, without Python's lock.
 
 ``native.c`` has no hash of its own. It calls the xxHash inside the ``xxhash`` extension module,
-whose functions are found by name in that file. A helper that is not there, is of another version,
-or computes anything else than ``xxhash`` does, is refused, and pure Python does the work.
+whose functions are found by name in that file. A helper that is of another version, or computes
+anything else than ``xxhash`` does, is refused, which is said, and pure Python does the work; so it
+does where there is none.
 
 It also closes descriptors in children of the ``fork()`` of C, which pure Python cannot.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import random
 from typing import Final
@@ -20,6 +22,8 @@ import xxhash
 
 from portus.format.checksum import digest
 from portus.transport.base import Column, Digests, Segments, Stop
+
+_log: Final = logging.getLogger("portus")
 
 PATH: Final = os.path.join(os.path.dirname(__file__), "_native.so")
 
@@ -113,12 +117,22 @@ class Helper:
 
 
 def load(path: str) -> Helper | None:
-    """The helper at ``path``, loaded and tested; None if it cannot be used."""
+    """The helper at ``path``, loaded and tested. None if there is none, or, with a warning in the
+    log, if it cannot be used."""
+    if not os.path.exists(path):
+        return None
     try:
         found = Helper(path)
-    except _RefusedError:
+        if not _agrees(found):
+            raise _RefusedError(f"{path}: expected the digests of xxhash, found others")
+    except _RefusedError as error:
+        _log.warning(
+            "portus: the helper in C is not used, so saves take longer: %s. In a clone, `make "
+            "setup` compiles it anew, as `python core/build_native.py` does",
+            error,
+        )
         return None
-    return found if _agrees(found) else None
+    return found
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ import portus
 from portus.client.checkpointer import Checkpointer
 from portus.client.snapshot import SnapshotMode, Snapshots
 from portus.index.check import check
+from portus.media import linux, written
 from portus.pipeline.run import Save
 from tests.hosts import serving, url
 from tests.moments import at
@@ -132,6 +134,32 @@ def of_nobody_else(size: int) -> torch.Tensor:
     return torch.zeros(size // 4)
 
 
+@pytest.fixture(params=["call", "text"])
+def told_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the kernel says what is shared; one that is older refuses the call."""
+    if request.param == "text":
+        monkeypatch.setattr(linux, "_PROCMAP_QUERY", 0)
+
+
+def test_a_call_and_text_tell_the_same_of_memory_that_is_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    apart = [
+        mmap.mmap(-1, mmap.PAGESIZE, flags=kind)
+        for kind in [mmap.MAP_SHARED, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS] * 50
+    ]
+    with open("/proc/self/maps", "rb") as maps:
+        try:
+            called = linux.shared_maps(maps.fileno())
+        except OSError as error:
+            pytest.skip(f"the kernel has no such call: {error}")
+    monkeypatch.setattr(linux, "_PROCMAP_QUERY", 0)
+    assert called == written._shared()
+    address = np.array([np.frombuffer(each, np.uint8).ctypes.data for each in apart])
+    assert written.exposed(address, np.full(100, 10)).tolist() == [True, False] * 50
+
+
+@pytest.mark.usefixtures("told_by")
 @pytest.mark.parametrize("kind", [of_python, of_torch, of_nobody_else])
 def test_shared_memory_of_ones_own_optimizer_is_copied_before_save_returns(
     kind: Callable[[int], torch.Tensor], tmp_path: Path

@@ -54,11 +54,23 @@ def test_a_helper_that_differs_is_refused(compiled: Compile, native_text: str, m
     assert native.load(str(compiled(native_text.replace(right, wrong)))) is None
 
 
-def test_a_file_that_is_no_helper_is_refused(tmp_path: Path, compiled: Compile) -> None:
+def test_a_file_that_is_no_helper_is_refused_aloud(
+    tmp_path: Path, compiled: Compile, caplog: pytest.LogCaptureFixture
+) -> None:
     assert native.load(str(tmp_path / "absent.so")) is None
+    assert not caplog.messages
     (tmp_path / "text.so").write_text("no library")
     assert native.load(str(tmp_path / "text.so")) is None
+    assert "text.so" in caplog.messages[0]
+    assert "build_native.py" in caplog.messages[0]
     assert native.load(str(compiled("int portus_nothing;"))) is None
+    assert "portus_abi" in caplog.messages[1]
+
+
+def test_the_helper_beside_its_source_was_compiled_from_it() -> None:
+    if not os.path.exists(native.PATH):
+        pytest.skip("there is none; without a C compiler none can be")
+    assert native.available(), "python core/build_native.py compiles it anew"
 
 
 def test_without_a_helper_pure_python_does_the_work() -> None:
