@@ -204,7 +204,7 @@ class PortusIO(CheckpointIO):
     def why_no_shards(self) -> str:
         """Why shards cannot go to the pool that was configured; nothing if they can."""
         place = self._shared()
-        if place is not None and not (place.is_directory or place.is_host):
+        if place is not None and not place.is_for_many:
             return f"every rank needs a pool file of its own, and {place} is no directory"
         return ""
 

@@ -37,4 +37,5 @@ class TestAccelerate(Covering):
 
 class TestShards(Covering):
     trains = "tests.adapters.trainings:Shards"
+    places = tuple(place for place in PLACES if place != "device")  # one pool, and many ranks
     first = 3

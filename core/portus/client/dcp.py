@@ -60,7 +60,7 @@ from portus.client.run import Run
 from portus.client.settings import Settings, SettingsDict, as_arguments
 from portus.errors import PortusError, UsageError
 from portus.index.groups import Group, new_id, part_model, part_token, surplus
-from portus.index.place import Place, PlaceKind
+from portus.index.place import Place
 from portus.pipeline.handle import SaveHandle
 from portus.spec import VersionInfo
 
@@ -119,7 +119,7 @@ class PortusStorageWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self._run: Final = Run(Place.named(pool), model, Settings(**settings), links=links)
-        if self.place.kind is PlaceKind.FILE:
+        if not self.place.is_for_many:
             raise UsageError(f"{self.place}: every rank has a file of its own; give a directory")
         check_keep(keep)
         self.synchronous = synchronous

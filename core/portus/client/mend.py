@@ -14,7 +14,7 @@ from portus.client.keeper import Keeper, keeper_of
 from portus.client.reference import links as links_in
 from portus.client.resolve import POOLS
 from portus.errors import BusyError, UsageError
-from portus.index.directory import WRITERS, links_directory, pools_at
+from portus.index.directory import WRITERS, has_pool, links_directory, pools_at
 from portus.index.groups import Group, part_model
 from portus.index.place import Place
 from portus.media import calls
@@ -68,7 +68,7 @@ def mend(
 def _pool_files(place: Place, model: str | None) -> list[str]:
     try:
         pools = pools_at(place if model is None else place.pool_of(model))
-        return [pool.path for pool in pools]
+        return [pool.path for pool in pools if has_pool(pool.path)]  # a device may be blank
     except UsageError:
         return []
 

@@ -51,7 +51,7 @@ class Run:
         self.settings: Final = settings or Settings()
         self.links: Final = links
         self._name: Final = name
-        self._may_be_next: Final = not is_named and (place.is_directory or place.is_host)
+        self._may_be_next: Final = not is_named and place.is_for_many
         self._number = 1
         self._guard: Final = threading.RLock()
         self._checkpointer: Checkpointer | None = None

@@ -94,6 +94,11 @@ class Place:
         return self.kind is PlaceKind.DIRECTORY
 
     @property
+    def is_for_many(self) -> bool:
+        """True where several writers save side by side, each to a pool or a model of its own."""
+        return self.is_directory or self.is_host
+
+    @property
     def address(self) -> Address:
         """Of a host."""
         assert self.is_host

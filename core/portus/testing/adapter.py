@@ -29,7 +29,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol
@@ -39,12 +39,13 @@ import pytest
 from portus.errors import PortusError
 from portus.index.place import Place
 from portus.protocol.address import Address, Scheme
+from portus.testing.device import stand_in
 from portus.testing.hosting import serving, url
 from portus.testing.nursery import Say, nursery
 
-PLACES: Final = ("beside", "elsewhere", "host")
+PLACES: Final = ("beside", "elsewhere", "host", "device")
 """Where the pool is: in ``.portus`` of the run, as is the default; in a directory elsewhere; on a
-storage host."""
+storage host; on a DAX device (a file that stands in for one: ``portus.testing.device``)."""
 
 EVENTS: Final = ("restarted", "other cwd", "moved", "copied", "restored", "killed")
 """What happens to the run between two trainings. ``copied``: both go on. ``restored``: of the run
@@ -52,6 +53,8 @@ there is a copy, elsewhere, and no more. ``killed``: in a save."""
 
 FIRST: Final = 4
 """Steps of the first training; the one after it makes as many."""
+
+_DEVICE_SIZE: Final = 64 << 20
 
 _IN_FLIGHT: Final = 2
 """Saves that may not be over when the newest one was asked for: one is in flight, one queued."""
@@ -101,9 +104,11 @@ class AdapterContract(abc.ABC):
     """Tests of an adapter; of each kind of place with each event.
 
     trains: where a ``Trains`` is, as ``module:name``. The module has a function ``warm_up`` too.
+    places: those of ``PLACES`` to which it saves at all.
     """
 
     trains: ClassVar[str]
+    places: ClassVar[Sequence[str]] = PLACES
 
     def marks(self, case: Case) -> Collection[pytest.MarkDecorator]:
         """Marks of a case, such as one that keeps it out of short runs."""
@@ -114,7 +119,7 @@ class AdapterContract(abc.ABC):
         if "case" in metafunc.fixturenames:
             cases = [
                 pytest.param(case, id="-".join(case).replace(" ", "_"), marks=self.marks(case))
-                for case in itertools.product(PLACES, EVENTS)
+                for case in itertools.product(self.places, EVENTS)
             ]
             metafunc.parametrize("case", cases)
 
@@ -123,17 +128,18 @@ class AdapterContract(abc.ABC):
     ) -> None:
         place, event = case
         with _place(place, tmp_path) as pool:
-            _Scene(self.trains, tmp_path, pool).play(event)
+            _Scene(self.trains, tmp_path, pool, is_device=place == "device").play(event)
 
 
 class _Scene:
     """The processes of one test."""
 
-    def __init__(self, trains: str, root: Path, pool: str | None) -> None:
+    def __init__(self, trains: str, root: Path, pool: str | None, *, is_device: bool) -> None:
         self._nursery: Final = nursery(trains.partition(":")[0])
         self._trains: Final = trains
         self._root: Final = root
         self._pool: Final = pool
+        self._device: Final = pool if is_device else None
         for name in ("here", "there"):
             (root / name).mkdir()
 
@@ -187,7 +193,7 @@ class _Scene:
         """What it said, up to its end."""
         home = str(self._root / "state")
         with self._nursery.start(
-            f"{__name__}:act", act, self._trains, cwd, home, arguments
+            f"{__name__}:act", act, self._trains, cwd, home, self._device, arguments
         ) as child:
             code, lines = child.wait(), child.rest()
         assert code == (-signal.SIGKILL if is_killed else 0), f"{act} ended with {code}: {lines}"
@@ -204,6 +210,10 @@ def _place(kind: str, root: Path) -> Iterator[str | None]:
         yield None
     elif kind == "elsewhere":
         yield str(root / "pools")
+    elif kind == "device":
+        (root / "dax").touch()
+        os.truncate(root / "dax", _DEVICE_SIZE)
+        yield str(root / "dax")
     else:
         with tempfile.TemporaryDirectory() as short, contextlib.ExitStack() as undo:
             # The path of a socket has 107 bytes at most.
@@ -214,9 +224,20 @@ def _place(kind: str, root: Path) -> Iterator[str | None]:
 # In a child of the nursery.
 
 
-def act(say: Say, what: str, trains: str, cwd: str, home: str, arguments: list[Any]) -> None:
-    """Train or look, in a working directory. home: where the user's notes are."""
+def act(
+    say: Say,
+    what: str,
+    trains: str,
+    cwd: str,
+    home: str,
+    device: str | None,
+    arguments: list[Any],
+) -> None:
+    """Train or look, in a working directory. home: where the user's notes are. device: a file that
+    is to be one."""
     os.environ["XDG_STATE_HOME"] = home
+    if device is not None:
+        stand_in(device, f"{device}.sys", pytest.MonkeyPatch())
     os.chdir(cwd)
     module, _, name = trains.partition(":")
     adapter: Trains = getattr(importlib.import_module(module), name)

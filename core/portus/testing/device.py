@@ -1,0 +1,67 @@
+"""A DAX device for a process whose machine has none: a file that the system, it seems, calls one.
+
+So all that is done otherwise where a pool is on a device (how it is made, where its links are, what
+has no successor) runs on any machine, through the medium that real devices have. What this cannot
+show is how the lines of a device are written back: see ``lines``.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from portus.media import dax, pmem
+
+ALIGNMENT: Final = 4096
+
+_NUMBER: Final = os.makedev(511, 9)  # of no driver
+_MORE: Final = ("st_atime", "st_mtime", "st_ctime", "st_atime_ns", "st_mtime_ns", "st_ctime_ns")
+
+
+class Coherent:
+    """Writes nothing back: who maps a file sees what others stored to it."""
+
+    def flush(self, address: int, length: int) -> None:
+        """Nothing to do."""
+
+    def drain(self) -> None:
+        """Nothing to do."""
+
+
+def stand_in(file: str, facts: str, patch: pytest.MonkeyPatch) -> None:
+    """As long as ``patch`` is not undone the file is a DAX device, to this process and to its
+    forked children, by what stat(2) and /sys say. It is mapped and locked as it is.
+
+    facts: a directory for what /sys says, which may be there from an earlier call.
+    """
+    known = os.stat(file)
+    _tell(facts, known.st_size)
+    look = os.stat
+
+    def told(path: Any, **how: Any) -> os.stat_result:
+        found = look(path, **how)
+        if (found.st_dev, found.st_ino) != (known.st_dev, known.st_ino):
+            return found
+        mode = stat.S_IFCHR | stat.S_IMODE(found.st_mode)
+        more = {name: getattr(found, name) for name in _MORE}
+        return os.stat_result((mode, *tuple(found)[1:10]), {**more, "st_rdev": _NUMBER})
+
+    patch.setattr(os, "stat", told)
+    patch.setattr(dax, "_SYS_DEVICES", facts)
+    patch.setattr(pmem, "_loaded", lambda library: Coherent())
+
+
+def _tell(facts: str, size: int) -> None:
+    """What /sys has of a device of an NVDIMM namespace."""
+    home = Path(facts, "ndbus0", "dax9.0")
+    if home.exists():
+        return
+    home.mkdir(parents=True)
+    (home / "size").write_text(f"{size}\n")
+    (home / "align").write_text(f"{ALIGNMENT}\n")
+    (home / "subsystem").symlink_to("/sys/bus/dax")
+    Path(facts, f"{os.major(_NUMBER)}:{os.minor(_NUMBER)}").symlink_to(home)

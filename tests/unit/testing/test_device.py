@@ -1,0 +1,61 @@
+"""A file that stands in for a DAX device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import portus
+from portus.dcp import PortusStorageWriter
+from portus.index.directory import has_pool
+from portus.index.place import Place, PlaceKind
+from portus.media.dax import DaxDevice, device_facts
+from portus.media.local import LocalFiles
+from portus.spec import Extent
+from portus.testing.device import stand_in
+
+SIZE = 32 << 20
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    path = tmp_path / "dax"
+    path.touch()
+    os.truncate(path, SIZE)
+    stand_in(str(path), str(tmp_path / "sys"), monkeypatch)
+    return str(path)
+
+
+def test_the_system_calls_that_file_a_device_and_no_other(device: str, tmp_path: Path) -> None:
+    facts = device_facts(device)
+    assert facts is not None
+    assert (facts.size, facts.volatile) == (SIZE, False)
+    other = tmp_path / "other"
+    other.write_bytes(b"x")
+    assert device_facts(str(other)) is None
+    assert os.stat(other).st_size == 1
+    assert Place.named(device).kind is PlaceKind.DEVICE
+
+
+def test_what_is_stored_and_persisted_is_in_the_file(device: str) -> None:
+    medium = LocalFiles().open(device, writable=True)
+    assert isinstance(medium, DaxDevice)
+    medium.store(5, b"portus")
+    medium.persist([Extent(5, 6)])
+    medium.close()
+    assert Path(device).read_bytes()[5:11] == b"portus"
+
+
+def test_on_a_blank_device_there_is_nothing_to_mend(device: str) -> None:
+    assert not has_pool(device)
+    assert portus.mend(device, uncommitted=True) == []
+    assert not any(Path(device).read_bytes()), "nothing is made before the first save"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_shards_of_many_ranks_do_not_go_to_one_pool(device: str, tmp_path: Path) -> None:
+    for place in (device, tmp_path / "one.portus"):
+        with pytest.raises(portus.UsageError, match="give a directory"):
+            PortusStorageWriter(place)
