@@ -12,7 +12,7 @@ from portus.cli.output import Json, Output, error_document, exit_code, said, siz
 from portus.cli.pools import find_pool, nearest, version_document
 from portus.cli.rm import writing
 from portus.client.home import host_links
-from portus.client.host import HostPool
+from portus.client.host import HostPool, is_renounced
 from portus.client.keeper import gone_for_good, unheld
 from portus.client.reference import Link, State, links, read_through
 from portus.errors import PortusError, UsageError
@@ -119,7 +119,10 @@ def _collect_from_host(place: Place, wish: Wish) -> _Collected:
     found = [each for path in directories for each in links(path, _FILES, adopt=False)]
     with contextlib.closing(HostPool(place.path)) as host:
         here = {each.reference.id for each in found}
-        elsewhere = [each for each in host.holds() if each.id not in here]
+        known = host.on_record()
+        renounced = {each.id for each in known if is_renounced(each)}
+        elsewhere = [each for each in known if each.id not in here | renounced]
+        found = [each for each in found if each.reference.id not in renounced]
         found += [_written_elsewhere(each) for each in elsewhere]
         before = time.time_ns() - YOUNG_S * 10**9
         found = [
@@ -131,10 +134,14 @@ def _collect_from_host(place: Place, wish: Wish) -> _Collected:
         infos = [entry.info for entry in catalogue.entries() if entry.info.id in gone]
         if gone and not wish.dry_run:
             lost = gone_for_good(found, wish.states, _FILES)
+            tokens = {info.token.hex() for info in infos}
+            unknown = [each.reference for each in found if each.state is State.UNKNOWN]
+            missing = [each for each in unknown if each in lost and each.token in tokens]
+            host.renounce(missing)
             host.retire(gone)
             there = {entry.info.token.hex() for entry in host.catalogue().entries()}
             for each in lost:
-                if each.leads_to(there) is None:
+                if each not in missing and each.leads_to(there) is None:
                     host.let_go(each)
         freed = 0 if wish.dry_run else host.give_back()
     return infos, False, freed

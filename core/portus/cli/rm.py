@@ -105,7 +105,9 @@ def _remove_versions(
     for place in dict.fromkeys(each.pool for each in found):
         ids = [each.info.id for each in found if each.pool == place]
         if place.is_host:
+            tokens = {each.info.token.hex() for each in found if each.pool == place}
             with contextlib.closing(HostPool(place.path)) as host:
+                host.renounce([each for each in host.holds() if each.token in tokens])
                 host.retire(ids)
                 host.give_back()
             continue

@@ -55,6 +55,10 @@ _OUTCOME_S: Final = 5.0
 _ASK_AGAIN_S: Final = 0.1
 _ABANDON_S: Final = 5.0
 _NO_TOKEN: Final = bytes(16)
+_NOTHING: Final = _NO_TOKEN.hex()
+_RENOUNCED_MAX: Final = 4096
+"""Files on record of which it is known that what they led to was retired by hand."""
+
 _NONE: Final = np.empty(0, np.int64)
 
 
@@ -162,7 +166,25 @@ class HostPool(PoolReader):
         """Have the host forget it: the file is gone."""
         self.links.ask(said.Hold(bytes.fromhex(reference.id), b""))
 
+    def renounce(self, references: Sequence[Reference]) -> None:
+        """What these files lead to is about to be retired by the wish of a person: have the host
+        keep that on record instead (``is_renounced``). For whoever has such a file a version that
+        is not there would be one whose save was cut off. The oldest of too many are forgotten."""
+        if not references:
+            return
+        nothing = dict.fromkeys(("fallback", "fallback_step", "in_flight", "in_flight_step"))
+        for each in references:
+            now_ns = time.time_ns()
+            self.hold(replace(each, token=_NOTHING, written_ns=now_ns, **nothing))  # type: ignore[arg-type]
+        renounced = filter(is_renounced, self.on_record())
+        for each in sorted(renounced, key=lambda each: each.written_ns)[:-_RENOUNCED_MAX]:
+            self.let_go(each)
+
     def holds(self) -> list[Reference]:
+        """The files that hold versions, of all clients."""
+        return [each for each in self.on_record() if not is_renounced(each)]
+
+    def on_record(self) -> list[Reference]:
         """What the host has on record, of all clients."""
         found: list[Reference] = []
         after = _NO_TOKEN
@@ -205,6 +227,11 @@ class HostPool(PoolReader):
                 with self.pinned(entry.info.id) as current:
                     return self.record(current)
         return None
+
+
+def is_renounced(reference: Reference) -> bool:
+    """True for what a host has on record of a file whose version was retired by hand."""
+    return reference.token == _NOTHING
 
 
 class HostDraft:

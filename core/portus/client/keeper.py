@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Final, Protocol, TypeVar
 
 from portus.client import reference as files_of
-from portus.client.host import HostPool
+from portus.client.host import HostPool, is_renounced
 from portus.client.notes import note
 from portus.client.reference import Link, State
 from portus.client.survey import Survey, survey_of
@@ -618,14 +618,18 @@ class Keeper:
             self._host.let_go(reference)
 
     def _read_holds(self) -> None:
-        """What the storage host knows: files that were written from elsewhere hold too. It comes
-        to know what is here, and was written when hosts kept no record."""
+        """What the storage host knows: files that were written from elsewhere hold too, and what
+        was led to from here may have been retired by hand from there. It comes to know what is
+        here, and was written when hosts kept no record."""
         if self._host is None:
             return
-        held = {each.id: each for each in self._host.holds()}
+        known = {each.id: each for each in self._host.on_record()}
+        held = {name: each for name, each in known.items() if not is_renounced(each)}
         self._known.update(held)
         for link in self._links():
-            if link.state is State.ALIVE and link.reference.id not in held:
+            if link.reference.id in known.keys() - held.keys():
+                files_of.forget(link.reference, self._directory, self._files)
+            elif link.state is State.ALIVE and link.reference.id not in held:
                 self._untold.append(link.reference)
 
     def _read_strays(self) -> None:
@@ -642,9 +646,8 @@ class Keeper:
         uuid = self._writer.superblock.uuid.hex()
         self._with_room(lambda: make_directory(self._directory))
         self._survey.renew()
-        for each in files_of.strays(self._directory, self._files, uuid, self._survey):
-            if each.leads_to(there):
-                self._known[each.id] = each
+        for each in files_of.strays(self._directory, self._files, uuid, self._survey, there):
+            self._known[each.id] = each
 
     def _links(self, survey: Survey | None = None) -> list[Link]:
         with self._placing:

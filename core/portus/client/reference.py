@@ -57,7 +57,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -254,16 +254,23 @@ def state_of(
     return min(states, key=_WORTH.__getitem__, default=State.DELETED)
 
 
-def strays(directory: str, files: FileSystem, pool: str, survey: Survey) -> list[Reference]:
-    """The reference files below the root of the run that lead to the pool of that identity, and of
-    which the links directory knows nothing. They are linked from now on, if nobody else did."""
+def strays(
+    directory: str, files: FileSystem, pool: str, survey: Survey, there: Collection[str]
+) -> list[Reference]:
+    """The reference files below the root of the run that lead to the pool of that identity, to what
+    is ``there`` by its token, and of which the links directory knows nothing. Those of versions
+    that are there are linked from now on, if nobody else did: a link without a version is that of a
+    save that was cut off, and the others may be of versions that were retired."""
     known = {name.id for name in _names(directory, files)}
     judge = _Judge(directory, files, survey, adopt=True)
     found = []
     for path, reference in survey.references():
-        if reference.pool == pool and reference.id not in known:
+        is_known = reference.pool != pool or reference.id in known
+        if is_known or reference.leads_to(there) is None:
+            continue
+        if reference.token in there:
             judge.adopt(path, reference, None)
-            found.append(reference)
+        found.append(reference)
     return found
 
 

@@ -16,6 +16,7 @@ from portus.daemon.server import Server
 from portus.dcp import PortusStorageWriter
 from tests.hosts import serving, url
 from tests.unit.cli.scene import portus_json
+from tests.unit.client.test_uncommitted import cut_off
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -115,3 +116,49 @@ def test_restarts_from_new_directories_and_then_gc_leave_what_is_kept(
         (pool,) = portus_json("gc", url(server), "--missing")["pools"]
         assert len(pool["retired"]) == count - 1
         assert steps(server) == [count]
+
+
+@pytest.mark.parametrize("by", ["rm", "gc"])
+def test_a_file_whose_version_was_retired_by_hand_elsewhere_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """And that of a save that was cut off is put aside, at the same start."""
+    monkeypatch.setattr(gc, "YOUNG_S", 0)
+    run, away = tmp_path / "run", tmp_path / "away"
+    run.mkdir()
+    paths = [run / f"{step}.ckpt" for step in range(3)]
+    with serving(tmp_path / "pools") as server:
+        start(tmp_path, 1, monkeypatch)
+        cut_off(url(server), *paths)
+        assert steps(server) == [0, 1]
+        start(tmp_path, 2, monkeypatch)
+        if by == "rm":
+            portus_json("rm", "run@1", "--force", "--pool", url(server))
+        else:
+            run.rename(away)
+            portus_json("gc", url(server), "--missing")
+            away.rename(run)
+        assert steps(server) == ([0] if by == "rm" else [])
+        for _ in range(2):
+            monkeypatch.chdir(tmp_path / "start 1")
+            with portus.Checkpointer(url(server), "run", keep=1) as trainer:
+                trainer.save(state(9), 9).wait()
+            names = ["0.ckpt", "1.ckpt", "2.ckpt.uncommitted"]
+            assert sorted(path.name for path in run.iterdir()) == names
+
+
+def test_of_what_was_retired_by_hand_not_too_much_is_on_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.client.host._RENOUNCED_MAX", 2)
+    monkeypatch.chdir(tmp_path)
+    with serving(tmp_path / "pools") as server:
+        with portus.Checkpointer(url(server), "run", keep=None) as trainer:
+            for step in range(5):
+                trainer.save(state(step), step, reference=tmp_path / f"{step}.ckpt").wait()
+        for step in range(4):
+            portus_json("rm", f"run@{step}", "--force", "--pool", url(server))
+        host = HostPool(url(server))
+        assert [each.step for each in host.holds()] == [4]
+        assert sorted(each.step for each in host.on_record()) == [2, 3, 4]
+        host.close()

@@ -49,7 +49,7 @@ sys.stdin.read()
 """
 
 
-def cut_off(pool: Path, *paths: Path) -> None:
+def cut_off(pool: Path | str, *paths: Path) -> None:
     """Save to all of ``paths``, killed in the last save."""
     ended = subprocess.run(
         [sys.executable, "-c", CUT_OFF, str(pool), *map(str, paths)], check=False, timeout=60
@@ -113,6 +113,21 @@ def test_a_file_whose_version_was_retired_by_hand_keeps_its_name(
     assert removed.exit_code == 0, removed.output
     with portus.Checkpointer(tmp_path / "pools", "run", keep=1):
         assert [path.exists() for path in paths] == [True, True, True]
+
+
+def test_it_keeps_its_name_also_where_files_without_a_link_are_looked_for(
+    tmp_path: Path, paths: list[Path]
+) -> None:
+    pool = tmp_path / ".portus"
+    with portus.Checkpointer(pool, "run", keep=None) as checkpointer:
+        checkpointer.save({}, 7).wait()  # which no file leads to: one may have lost its link
+        for step, path in enumerate(paths):
+            checkpointer.save({"step": step}, step, reference=path).wait()
+    removed = CliRunner().invoke(app, ["rm", "run@1", "--force", "--pool", str(pool)])
+    assert removed.exit_code == 0, removed.output
+    for _ in range(2):
+        with portus.Checkpointer(pool, "run", keep=None):
+            assert [path.exists() for path in paths] == [True, True, True]
 
 
 def test_a_file_that_leads_to_another_pool_keeps_its_name(
