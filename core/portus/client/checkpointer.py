@@ -370,6 +370,12 @@ class Checkpointer:
         self._removals.ask(removal)
         self._queue.put(_Removing(self, removal))
 
+    def cut_off(self, tokens: Collection[bytes]) -> None:
+        """On the worker: put the files aside that lead to these versions. They are parts of saves
+        that were never completed, and would be taken for checkpoints."""
+        if tokens and self._keeper is not None:
+            self._keeper.cut_off(tokens)
+
     @calls.entry
     def fence(self) -> None:
         """Return when no save in flight reads the caller's tensors any more."""

@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from portus.client import exchange
 from portus.client.checkpointer import Checkpointer, check_keep
 from portus.client.cuts import (
     CHECKPOINT_ID,
@@ -54,12 +55,22 @@ from portus.client.cuts import (
     encode,
 )
 from portus.client.dcp_reader import reason_of
-from portus.client.grouped import census, id_of, shard_name, step_of
-from portus.client.planned import Planned, agreed, all_or_none, standing, values_of
+from portus.client.exchange import News, Outcomes, standing
+from portus.client.grouped import census, id_of, pool_of_part, shard_name, step_of
+from portus.client.planned import Planned, agreed, all_or_none, values_of
 from portus.client.run import Run
 from portus.client.settings import Settings, SettingsDict, as_arguments
+from portus.client.view import PoolFile
 from portus.errors import PortusError, UsageError
-from portus.index.groups import Group, new_id, part_model, part_token, surplus
+from portus.index.groups import (
+    ID_SIZE,
+    Group,
+    never_complete,
+    new_id,
+    part_model,
+    part_token,
+    surplus,
+)
 from portus.index.place import Place
 from portus.pipeline.handle import SaveHandle
 from portus.spec import VersionInfo
@@ -75,6 +86,9 @@ _PEERS_S: Final = 30.0
 
 _POLL_S: Final = 0.02
 
+_SEEN_S: Final = 10.0
+"""The longest that a rank looks for the pool that another one made a moment ago."""
+
 _MADE_MAX: Final = 64
 """Groups that a writer remembers to have begun."""
 
@@ -88,6 +102,17 @@ class _Wanted:
 
     directory: str
     files: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What the coordinator tells all ranks: the id of the group, the news of each rank, and where
+    they find which pool of its own (``uuid``; empty: they found it before)."""
+
+    group: bytes
+    said: list[News]
+    rank: int
+    uuid: bytes
 
 
 class PortusStorageWriter(StorageWriter):
@@ -132,6 +157,9 @@ class PortusStorageWriter(StorageWriter):
         self._count = 1
         self._parts: dict[str, Any] | None = None
         self._group = b""
+        self._outcomes: Final = Outcomes(self._run.settings.on_error)
+        self._incomplete: Final[deque[bytes]] = deque(maxlen=_MADE_MAX)
+        self._is_shared = False
         self._is_coordinator = False
         self._wanted: _Wanted | None = None
         self._made: Final[deque[bytes]] = deque(maxlen=_MADE_MAX)
@@ -210,7 +238,9 @@ class PortusStorageWriter(StorageWriter):
         self._begin(step, id_of(checkpoint_id))
         state, planner = values_of(state), DefaultSavePlanner()
         planned, self._planned = self._planned, None
-        group = agreed(planned, state, planner, (step, self._checkpoint_id))
+        named = (step, self._checkpoint_id)
+        group, said = agreed(planned, state, planner, named, self._outcomes.news())
+        self._hear(said)
         if group is None:
             torch_save(state, storage_writer=self, planner=planner)
             rank, count = standing()
@@ -230,7 +260,7 @@ class PortusStorageWriter(StorageWriter):
         this rank's part alone, as with one process. On one rank. Returns at once."""
         self._condemn([os.path.abspath(os.fspath(directory))])
         if not self._group:
-            self._sweep(())
+            self._sweep(self._open(), ())
 
     def prepare(self, size: int) -> None:
         """Make this rank's pool, and room for parts of ``size`` bytes. See ``Checkpointer``."""
@@ -257,7 +287,7 @@ class PortusStorageWriter(StorageWriter):
         try:
             if self._condemned:
                 checkpointer.wait()
-                self._sweep_at_end()
+                self._sweep_at_end(checkpointer)
         finally:
             self._checkpointer = None
             checkpointer.close()
@@ -288,24 +318,27 @@ class PortusStorageWriter(StorageWriter):
             raise UsageError("ranks that plan apart make no group: save with use_collectives=True")
         together = dist.is_available() and dist.is_initialized()
         rank, count = kwargs.get("rank", 0), dist.get_world_size() if together else 1
-        if self._checkpointer is not None and (rank, count) != (self._rank, self._count):
+        if (rank, count) != (self._rank, self._count):
+            self._is_shared = False
             self.close()
         self._rank, self._count = rank, count
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Say which step this rank saves, and as what."""
+        """Say which step this rank saves, and as what; and how its saves before this one ended."""
         self._local, self._planned = plan, None
-        return replace(plan, storage_data=(self._step, self._checkpoint_id))
+        named = (self._step, self._checkpoint_id)
+        return replace(plan, storage_data=(named, self._outcomes.news()))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: tell every rank the id of this group. Raises ``UsageError`` if
-        ranks save different steps, or are not all there."""
+        """On the coordinator: tell every rank the id of this group, what the others say, and which
+        pool is to be seen from everywhere. Raises ``UsageError`` if ranks save different steps, or
+        are not all there, and what opening the pool raises."""
         if len(plans) != self._count:
             raise UsageError(
                 f"{len(plans)} ranks plan this save and {self._count} are in the job: save from "
                 "all ranks, or give each process group a model of its own"
             )
-        said = [plan.storage_data for plan in plans]
+        said = [plan.storage_data[0] for plan in plans]
         if len(set(said)) > 1:
             other = next(rank for rank, each in enumerate(said) if each != said[0])
             first, second = _apart(said[0], said[other])
@@ -313,11 +346,19 @@ class PortusStorageWriter(StorageWriter):
                 f"model {self.model!r}: rank 0 saves {first} and rank {other} saves {second}: give "
                 "every rank the same checkpoint_id"
             )
-        group = new_id()
-        return [replace(plan, storage_data=group) for plan in plans]
+        start = _Start(
+            new_id(), [plan.storage_data[1] for plan in plans], self._rank, self._made_pool()
+        )
+        return [replace(plan, storage_data=start) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Start to save this rank's shards, and say where they are going to be."""
+        """Start to save this rank's shards, and say where they are going to be. Raises what the
+        other ranks met in saves before, as ``on_error`` says, and ``UsageError`` where this rank
+        does not see the others' pools."""
+        start: _Start = plan.storage_data
+        self._hear(start.said)
+        self._check_shared(start)
+        plan = replace(plan, storage_data=start.group)
         if getattr(planner, "_enable_plan_caching", False):  # it would bring an old group's id
             raise UsageError(
                 "planners with enable_plan_caching are not supported: PortusStorageWriter.save "
@@ -349,6 +390,7 @@ class PortusStorageWriter(StorageWriter):
         """What this rank saves, by key; its group begins."""
         self._group = plan.storage_data
         self._made.append(self._group)
+        self._outcomes.begin(self._group, self._step)
         self._parts = {f"i{n}": _value_of(item, planner) for n, item in enumerate(plan.items)}
         return self._parts
 
@@ -373,6 +415,7 @@ class PortusStorageWriter(StorageWriter):
             reference=self._references(),
             synchronous=self.synchronous or aside,
         )
+        self._outcomes.began(self._handle)
         self._parts = None
         if aside or self._is_sent:
             self._handle.wait()
@@ -399,27 +442,74 @@ class PortusStorageWriter(StorageWriter):
     def _open(self) -> Checkpointer:
         if self._checkpointer is None:
             name = part_model(self.model, self._rank, self._count)
-            self._checkpointer = self._run.part(name)
-            self._checkpointer.surplus = self._surplus
+            checkpointer = self._checkpointer = self._run.part(name)
+            checkpointer.surplus = lambda own: self._surplus(checkpointer, own)
         return self._checkpointer
 
-    def _surplus(self, own: Sequence[VersionInfo]) -> list[int]:
+    def _surplus(self, checkpointer: Checkpointer, own: Sequence[VersionInfo]) -> list[int]:
         """On the worker, before a commit: what this rank may let go of."""
-        if not self._condemned and (self._keep is None or len(own) <= self._keep):
+        incomplete = set(self._incomplete)
+        is_cut_off = any(info.token[:ID_SIZE] in incomplete for info in own)
+        is_full = self._keep is not None and len(own) > self._keep
+        if not (self._condemned or is_cut_off or is_full):
             return []
         try:
             known = groups(self.place, self.model)
         except PortusError:
             return []  # a peer's pool cannot be read now: nothing is known to be complete
-        self._sweep(known)
-        return [] if self._keep is None else surplus(own, known, self._keep)
+        self._sweep(checkpointer, known)
+        cut_off = never_complete(own, known, incomplete)
+        checkpointer.cut_off({info.token for info in own if info.id in cut_off})
+        older = [] if self._keep is None else surplus(own, known, self._keep)
+        return sorted({*cut_off, *older})
+
+    # What the other ranks say.
+
+    def _hear(self, said: list[News]) -> None:
+        """Note of which groups a rank has no part. Raises why, on all ranks, or says it on one."""
+        self._incomplete.extend(exchange.never_complete(said))
+        error, raised = exchange.told(said, self.model), exchange.ends_training(said)
+        self._outcomes.heard(raised=raised)
+        if error is None:
+            return
+        if raised:
+            raise error
+        if self._rank == 0:
+            _log.error("portus: %s. Training goes on", error)
+
+    def _made_pool(self) -> bytes:
+        """The identity of this rank's pool, which is there then; nothing if it is known that all
+        ranks see it."""
+        if self._is_shared or self._count == 1:
+            return b""
+        checkpointer = self._open()
+        checkpointer.prepare(0)
+        return checkpointer.uuid
+
+    def _check_shared(self, start: _Start) -> None:
+        """Raise ``UsageError`` if the coordinator's pool is not where this rank looks for it: then
+        no rank would ever see what the others committed."""
+        if not start.uuid or start.rank == self._rank:
+            self._is_shared = True
+            return
+        pool = pool_of_part(self.place, part_model(self.model, start.rank, self._count))
+        end = time.monotonic() + _SEEN_S
+        while not _is_at(pool, start.uuid):
+            if time.monotonic() > end:
+                raise UsageError(
+                    f"rank {self._rank} does not find the pool of rank {start.rank} at {pool}: its "
+                    "pools are on a file system of its own, or it names another place. Give all "
+                    "ranks a pool directory that all of them see, or a storage host"
+                )
+            time.sleep(_POLL_S)
+        self._is_shared = True
 
     # Directories that wait to be removed.
 
     def _condemn(self, paths: Sequence[str]) -> None:
         self._condemned.extend((path, self._group) for path in paths)
 
-    def _sweep(self, known: Collection[Group]) -> None:
+    def _sweep(self, checkpointer: Checkpointer, known: Collection[Group]) -> None:
         """Remove those whose successor, or a group after it, is complete. Without a lock: the
         worker does it too, and the thread that saves may stand still in a signal handler."""
         complete = {group.id for group in known if group.is_complete}
@@ -434,13 +524,13 @@ class PortusStorageWriter(StorageWriter):
                 self._condemned.append((path, successor))
                 continue
             with contextlib.suppress(UsageError):  # it is closing; the directory stays
-                self._open().remove(path)
+                checkpointer.remove(path)
 
-    def _sweep_at_end(self) -> None:
+    def _sweep_at_end(self, checkpointer: Checkpointer) -> None:
         end = time.monotonic() + _PEERS_S
         while self._condemned:
             with contextlib.suppress(PortusError):
-                self._sweep(groups(self.place, self.model))
+                self._sweep(checkpointer, groups(self.place, self.model))
             if self._condemned and time.monotonic() > end:
                 paths = [path for path, _ in self._condemned]
                 _log.warning("portus: %s stay: not all ranks committed what replaces them", paths)
@@ -462,6 +552,14 @@ def groups(pool: str | os.PathLike[str], model: str | None = None) -> list[Group
     Raises ``UsageError`` if there is no pool. A pool file that cannot be read has no parts.
     """
     return census(Place.named(pool), model).groups
+
+
+def _is_at(pool: Place, uuid: bytes) -> bool:
+    try:
+        with contextlib.closing(PoolFile(pool)) as file:
+            return file.uuid == uuid
+    except PortusError:
+        return False
 
 
 def _stock_files(directory: str) -> list[str]:

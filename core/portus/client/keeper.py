@@ -360,17 +360,24 @@ class Keeper:
             return
         try:
             if not (is_in_doubt and self._writer.may_have(bytes.fromhex(placed.token))):
-                aside = self._put_aside(path, placed, asked)
-                if aside is not None:
-                    self._withdrawn.append(aside)
-                if len(self._withdrawn) > _WITHDRAWN_MAX:
-                    self._files.remove(self._withdrawn.popleft())
+                self._take_away(path, placed, asked)
         except PortusError as error:
             _log.warning(
                 "portus: %s, whose save failed, stays, and does not lead to its own step: %s",
                 path,
                 error,
             )
+
+    def cut_off(self, tokens: Collection[bytes]) -> None:
+        """The groups that these versions are parts of were never completed, by other ranks: put
+        the files aside that lead to them. What cannot be put aside stays, which is logged."""
+        texts = {token.hex() for token in tokens}
+        for path, reference in self._placed().items():
+            if reference.token in texts:
+                try:
+                    self._take_away(path, reference, None)
+                except PortusError as error:
+                    _log.warning("portus: %s leads to no checkpoint, and stays: %s", path, error)
 
     def mend(
         self, *, uncommitted: bool, cut_off: Collection[bytes] = (), model: str | None = None
@@ -421,6 +428,14 @@ class Keeper:
             for path, each in self._placed().items()
             if each.token not in committed and model in (None, each.model)
         }
+
+    def _take_away(self, path: str, reference: Reference, asked: int | None) -> None:
+        """Put aside the file of a save that failed in this run."""
+        aside = self._put_aside(path, reference, asked)
+        if aside is not None:
+            self._withdrawn.append(aside)
+        if len(self._withdrawn) > _WITHDRAWN_MAX:
+            self._files.remove(self._withdrawn.popleft())
 
     def _put_aside(self, path: str, reference: Reference, asked: int | None = None) -> str | None:
         """Rename a file whose save was never committed: it would be taken for a checkpoint. Its

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
+from portus.client.exchange import News, gathered, standing
 from portus.errors import PortusError
 from portus.index.groups import new_id
 
@@ -48,40 +48,42 @@ def values_of(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def standing() -> tuple[int, int]:
-    """This rank, and how many there are."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
 def agreed(
-    planned: Planned | None, state: dict[str, Any], planner: SavePlanner, named: tuple[int, Any]
-) -> bytes | None:
-    """The id for a group of this ``state``, if every rank may go on as ``planned``; else None.
+    planned: Planned | None,
+    state: dict[str, Any],
+    planner: SavePlanner,
+    named: tuple[int, str | None],
+    news: News,
+    ranks: Any = None,
+) -> tuple[bytes | None, list[News]]:
+    """The id for a group of this ``state``, if every rank may go on as ``planned``; else None. And
+    the ``news`` of all of them.
 
-    named: its step, and the id that it is saved as. Collective: all ranks get the same answer.
-    ``planner`` is set up with ``state`` then.
+    named: its step, and the id that it is saved as. ranks: their process group. Collective: all
+    ranks get the same answer. ``planner`` is set up with ``state`` then.
     """
-    known = planned.id if planned is not None and _is_same(planned, state, planner) else b""
-    said = _told((known, named, new_id()))
+    known = b""
+    if planned is not None and _is_same(planned, state, planner, ranks):
+        known = planned.id
+    said = gathered((known, named, new_id(), news), ranks)
+    all_news = [each[3] for each in said]
     if known == _NOT_THE_SAME or any(each[:2] != (known, named) for each in said):
-        return None
+        return None, all_news
     group: bytes = said[0][2]
-    return group
+    return group, all_news
 
 
-def all_or_none(act: Callable[[], T]) -> T:
+def all_or_none(act: Callable[[], T], ranks: Any = None) -> T:
     """``act``, on all ranks. Where it fails on one, all of them raise what the lowest met."""
     try:
         result, error = act(), None
     except BaseException as problem:
         result, error = None, problem
-    said = _told(error is None)
+    said = gathered(error is None, ranks)
     if all(said):
         assert result is not None
         return result
-    met = [each for each in _told(_in_short(error)) if each is not None]
+    met = [each for each in gathered(_in_short(error), ranks) if each is not None]
     raise error or met[0]
 
 
@@ -92,8 +94,8 @@ def _in_short(error: BaseException | None) -> Exception | None:
     return RuntimeError(f"rank {standing()[0]}: {error!r}")
 
 
-def _is_same(planned: Planned, state: dict[str, Any], planner: SavePlanner) -> bool:
-    rank, count = standing()
+def _is_same(planned: Planned, state: dict[str, Any], planner: SavePlanner, ranks: Any) -> bool:
+    rank, count = standing(ranks)
     if (rank, count) != (planned.rank, planned.count):
         return False
     try:
@@ -105,14 +107,4 @@ def _is_same(planned: Planned, state: dict[str, Any], planner: SavePlanner) -> b
     return bool(local.items == before.items and local.planner_data == before.planner_data)
 
 
-def _told(value: Any) -> list[Any]:
-    """What every rank said, by rank."""
-    _, count = standing()
-    if count == 1:
-        return [value]
-    found: list[Any] = [None] * count
-    dist.all_gather_object(found, value)
-    return found
-
-
-__all__ = ["Planned", "agreed", "all_or_none", "standing", "values_of"]
+__all__ = ["Planned", "agreed", "all_or_none", "values_of"]

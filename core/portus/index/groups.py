@@ -107,6 +107,29 @@ def surplus(own: Collection[VersionInfo], groups: Collection[Group], keep: int) 
     return []
 
 
+def never_complete(
+    own: Collection[VersionInfo], groups: Collection[Group], said: Collection[bytes] = ()
+) -> list[int]:
+    """Ids of the versions of one rank whose groups will never be complete: a rank said that it has
+    no part (``said``: ids of groups), or has a part of a newer group and not of this one. ``own``,
+    ``groups``: as for ``surplus``.
+
+    Ranks commit in the order of the saves, so one that was seen past a save never commits it.
+    """
+    by_id = {group.id: group for group in groups}
+    past: set[int] = set()
+    found = []
+    for info in sorted(own, key=lambda info: -info.commit):
+        group = by_id.get(info.token[:ID_SIZE])
+        if group is None or group.is_complete:
+            past.update(group.parts if group else ())
+            continue
+        if group.id in said or not past.isdisjoint(group.missing):
+            found.append(info.id)
+        past.update(group.parts)
+    return found
+
+
 def _time_ns(group: Group) -> int:
     return group.parts[min(group.parts)][1].time_ns
 

@@ -38,6 +38,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import portus.client.dcp
 import portus.dcp
 from portus.client.writers import classify
 from portus.dcp import PortusStorageReader, PortusStorageWriter
@@ -306,6 +307,86 @@ def again(rank: int, count: int, root: Path) -> None:
     writer.close()
 
 
+class Told(logging.Handler):
+    """Keeps what Portus says as an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+        logging.getLogger("portus").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+PART = 1 << 20
+
+
+def full(rank: int, count: int, root: Path, on_error: str, way: str) -> None:
+    """Rank 1 has room for a few parts, which are kept; all ranks hear of it within two saves."""
+    said, room = Told(), int(4.5 * PART) if rank == 1 else None
+    options: dict[str, Any] = {"on_error": on_error, "max_bytes": room, "links": str(root / "l")}
+    keep = 1 if way == "directory" else None
+    writer = PortusStorageWriter(root / "pools", "run", keep=keep, **options)
+    state = {f"own{rank}": torch.zeros(PART // 4)}
+    first_failed, first_told = 0, 0
+    for step in range(1, 16):
+        state[f"own{rank}"].fill_(step)
+        try:
+            if way == "directory":
+                writer.save_directory(state, root / f"{step}", step=step)
+            elif way == "save":
+                writer.save(state, step=step)
+            else:
+                dcp.save(state, checkpoint_id=f"{step}", storage_writer=writer)
+        except (portus.MediumError, CheckpointException) as error:
+            said.texts.append(str(error))
+            first_told = first_told or step
+            continue
+        assert writer.last is not None
+        writer.last.join()
+        dist.barrier()
+        outcome: list[Any] = [None] * count
+        dist.all_gather_object(outcome, writer.last.committed)
+        assert outcome[0], "rank 0 has room"
+        first_failed = first_failed or (0 if all(outcome) else step)
+        first_told = first_told or (step if said.texts else 0)
+    assert first_failed > 2, "some groups are complete"
+    if on_error == "raise" or rank == 0:
+        assert first_failed < first_told <= first_failed + 2, (first_failed, first_told)
+        assert "of 2 ranks, 1 failed. rank 1 did not commit step" in said.texts[0]
+        assert f"max_bytes is {int(4.5 * PART)}" in said.texts[0]
+    with contextlib.suppress(portus.PortusError):
+        writer.close()
+    dist.barrier()
+    found = portus.dcp.groups(root / "pools", "run")
+    newest = [group for group in found if group.is_complete][-1]
+    assert newest.step == first_failed - 1, "the last complete group was given up"
+    if rank == 0:
+        (pool,) = (root / "pools").glob("*rank-0-of-2.portus")
+        parts = [group.step for group in found if 0 in group.parts]
+        assert len(parts) <= newest.step + 2, parts
+        assert pool.stat().st_size < 13 * PART, "15 parts of saves that rank 1 has no part of"
+    target = {f"own{rank}": torch.zeros(PART // 4)}
+    portus.dcp.load(target, PortusStorageReader(root / "pools", "run"))
+    assert target[f"own{rank}"].eq(newest.step).all()
+    if way == "directory":
+        kept = sorted(int(each.parent.name) for each in root.glob(f"[0-9]*/rank-{rank}-*.shard"))
+        assert kept[: newest.step] == list(range(1, newest.step + 1))
+        assert len(kept) <= newest.step + 2, kept
+
+
+def apart(rank: int, count: int, root: Path) -> None:
+    """Each rank has a pool directory of its own: said at the first save, and nothing is left."""
+    setattr(portus.client.dcp, "_SEEN_S", 0.2)  # noqa: B010
+    writer = PortusStorageWriter(root / f"node{rank}", "run")
+    with pytest.raises(CheckpointException, match="rank 1 does not find the pool of rank 0 at "):
+        dcp.save({"t": torch.zeros(9)}, checkpoint_id="1", storage_writer=writer)
+    writer.close()
+    dist.barrier()
+    assert not list(root.glob("node*/*.portus"))
+
+
 def fsdp1(rank: int, count: int, root: Path, kind: str, action: str) -> None:
     """FullyShardedDataParallel: ``DTensor`` with a mesh, ``ShardedTensor`` without."""
     torch.manual_seed(1)
@@ -466,6 +547,8 @@ TASKS: dict[str, Callable[..., None]] = {
     "late": late,
     "again": again,
     "fsdp1": fsdp1,
+    "full": full,
+    "apart": apart,
     "directories": directories,
     "read": read_directory,
 }

@@ -144,6 +144,24 @@ def test_saves_alike_are_planned_once_and_others_anew(tmp_path: Path) -> None:
     assert len({group.id for group in found}) == len(found)
 
 
+def test_a_rank_that_cannot_commit_is_heard_of_everywhere_and_fills_no_other_pool(
+    tmp_path: Path,
+) -> None:
+    # One interpreter for all of it: most of the time is that of importing torch.
+    run(tmp_path / "one", "full:2:warn:directory")
+    run(tmp_path / "two", "full:2:raise:save")
+
+
+@pytest.mark.long
+def test_a_rank_that_cannot_commit_is_heard_of_by_the_planning_of_torch_too(tmp_path: Path) -> None:
+    run(tmp_path / "one", "full:2:raise:dcp")
+    run(tmp_path / "two", "full:2:warn:dcp")
+
+
+def test_pools_of_each_node_s_own_are_told_at_the_first_save(tmp_path: Path) -> None:
+    run(tmp_path, "apart:2")
+
+
 def test_ranks_save_to_a_storage_host_each_a_model_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

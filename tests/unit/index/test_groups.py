@@ -10,6 +10,7 @@ import pytest
 from portus.index.groups import (
     Group,
     groups_of,
+    never_complete,
     new_id,
     part_model,
     part_of,
@@ -32,7 +33,8 @@ class Rank:
 
     def commit(self, group: bytes, step: int, everyone: list[Rank], keep: int) -> None:
         """Commit a part, and in the same commit let go of what the rule allows."""
-        gone = surplus(self.held, known(everyone), keep)
+        there = known(everyone)
+        gone = surplus(self.held, there, keep) + never_complete(self.held, there)
         self.held = [info for info in self.held if info.id not in gone]
         self.commits += 1
         self.held.append(

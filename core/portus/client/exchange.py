@@ -1,0 +1,171 @@
+"""What the ranks of a job tell each other, once in each save: how their saves before it ended.
+
+Ranks commit in the background and hear of each other at the next save only, where they plan
+together anyway. What a rank says is the same on all of them, so all of them do the same about it:
+raise, or go on; and let go of parts of a group that another rank will never complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from portus.client.settings import OnError
+from portus.errors import AbandonedError, MediumError, PortusError, TransportError
+from portus.pipeline.handle import SaveHandle
+
+_NAMED_MAX: Final = 8
+"""Ranks that a message tells about."""
+
+_TEXT_MAX: Final = 500
+"""Characters of an error that other ranks hear."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A save that is over on a rank, without a part. ``group``: its id; empty if nobody knows yet
+    whether the part is there. ``errno``: what the system said, if it said something. ``given_up``:
+    only its time ran out, see ``AbandonedError``. ``is_known``: the call of save raised it, on all
+    ranks."""
+
+    group: bytes
+    step: int
+    text: str
+    errno: int | None
+    given_up: bool
+    is_known: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What one rank says. ``committed``: the step of the last part that it committed, if any.
+    ``failures``: since it last said so. ``raises``: as ``on_error`` says there."""
+
+    committed: int | None
+    failures: tuple[Failure, ...]
+    raises: bool
+
+    @property
+    def untold(self) -> list[Failure]:
+        """What others have not heard of."""
+        return [each for each in self.failures if not each.is_known]
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A part that this rank was to save. Without a handle its save never came to begin."""
+
+    group: bytes
+    step: int
+    handle: SaveHandle | None = None
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """How the parts of this rank ended."""
+
+    on_error: OnError
+    _begun: list[_Begun] = field(default_factory=list)
+    _failed: list[_Begun] = field(default_factory=list)
+    _committed: int | None = None
+
+    def begin(self, group: bytes, step: int) -> None:
+        """A save begins that all ranks take part in."""
+        self._begun.append(_Begun(group, step))
+
+    def began(self, handle: SaveHandle) -> None:
+        """The part of the newest of them is under way."""
+        self._begun[-1].handle = handle
+
+    def news(self) -> News:
+        """What ended since ``heard`` was called."""
+        begun, self._begun = self._begun, []
+        for each in begun:
+            if each.handle is not None and not each.handle.done:
+                self._begun.append(each)
+            elif each.handle is not None and each.handle.committed:
+                self._committed = each.step
+            else:
+                self._failed.append(each)
+        failures = tuple(map(_failure, self._failed))
+        return News(committed=self._committed, failures=failures, raises=self.on_error == "raise")
+
+    def heard(self, *, raised: bool) -> None:
+        """All ranks have the last news. raised: and raise it, so it is not raised once more."""
+        failed, self._failed = self._failed, []
+        for each in failed if raised else ():
+            if each.handle is not None:
+                with contextlib.suppress(PortusError):
+                    each.handle.wait(0)
+
+
+def _failure(begun: _Begun) -> Failure:
+    save = begun.handle.of if begun.handle is not None else None
+    error = save.error if save is not None else None
+    in_doubt = isinstance(error, TransportError) and getattr(save, "is_in_doubt", False)
+    return Failure(
+        group=b"" if in_doubt else begun.group,
+        step=begun.step,
+        text=str(error or "")[:_TEXT_MAX],
+        errno=getattr(error, "errno", None),
+        given_up=isinstance(error, AbandonedError),
+        is_known=begun.handle is None,
+    )
+
+
+def never_complete(said: Sequence[News]) -> list[bytes]:
+    """Ids of the groups of which a rank has no part, and will have none."""
+    return [each.group for news in said for each in news.failures if each.group]
+
+
+def ends_training(said: Sequence[News]) -> bool:
+    """True if what failed is to be raised, on all ranks: as a ``Checkpointer`` does by itself."""
+    failures = [each for news in said for each in news.untold]
+    if not failures or any(news.raises for news in said):
+        return bool(failures)
+    none_complete = any(news.committed is None for news in said)
+    return none_complete and not all(each.given_up for each in failures)
+
+
+def told(said: Sequence[News], model: str) -> PortusError | None:
+    """Which ranks failed, and why; None if none did."""
+    ranks = [rank for rank, news in enumerate(said) if news.untold]
+    if not ranks:
+        return None
+    lines = []
+    for rank in ranks[:_NAMED_MAX]:
+        news = said[rank]
+        last = "nothing so far" if news.committed is None else f"step {news.committed}"
+        steps = ", ".join(f"{each.step}" for each in news.untold[:_NAMED_MAX])
+        lines.append(
+            f"rank {rank} did not commit step {steps}, the last that it committed is {last}: "
+            f"{news.untold[-1].text}"
+        )
+    more = [f"and {len(ranks) - _NAMED_MAX} ranks more"] if len(ranks) > _NAMED_MAX else []
+    text = (
+        f"saves of model {model!r} are not complete: of {len(said)} ranks, {len(ranks)} failed. "
+        f"{'; '.join(lines + more)}"
+    )
+    numbers = [each.errno for news in said for each in news.untold if each.errno is not None]
+    return MediumError(numbers[0], text) if numbers else AbandonedError(text)
+
+
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """What every rank said, by rank. Collective."""
+    _, count = standing(group)
+    if count == 1:
+        return [value]
+    found: list[Any] = [None] * count
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def standing(group: Any = None) -> tuple[int, int]:
+    """This rank, and how many there are."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(group), dist.get_world_size(group)
+    return 0, 1
