@@ -21,10 +21,11 @@ from portus.errors import (
     UsageError,
 )
 from portus.format.checksum import DIGEST_SIZE
+from portus.format.layout import Kind
 from portus.format.reference import Reference, decode, encode
 from portus.index.catalogue import Catalogue, newest_catalogue
 from portus.index.pool import NO_SPACE, PoolReader
-from portus.index.records import VersionRecord, decode_version
+from portus.index.records import VersionRecord, decode_version, digest_of
 from portus.index.roots import Superblock, read_superblock
 from portus.pipeline.draft import Labels
 from portus.pipeline.parts import ranges, shared
@@ -333,10 +334,10 @@ class HostDraft:
         try:
             answer = self._pool.links.ask_for_work(link, confirm)
             if isinstance(answer, said.Missing):
-                whole = msgspec.structs.replace(
+                confirm = msgspec.structs.replace(
                     confirm, before=_NO_TOKEN, layout=labels.layout, tree=labels.tree
                 )
-                answer = self._pool.links.ask_for_work(link, whole)
+                answer = self._pool.links.ask_for_work(link, confirm)
         except TransportError as error:
             record = self._outcome(labels.token, error)
         else:
@@ -346,6 +347,7 @@ class HostDraft:
             record = decode_version(memoryview(answer.record))
             info = replace(record.info, inexact=labels.inexact)
             record = replace(record, info=info)
+        self._refuse_other(record, labels, before, confirm)
         self.release()
         self._pool.tell()
         return Before(record, labels.layout, labels.tree)
@@ -502,6 +504,47 @@ class HostDraft:
         for indices, digests in self._stored:
             units[ranges(first[indices], counts[indices])] = digests
         return units
+
+    def _refuse_other(
+        self,
+        record: VersionRecord,
+        labels: Labels,
+        before: Before | None,
+        confirm: said.Confirm,
+    ) -> None:
+        """Raise ``CorruptionError`` if what the host committed is not what was meant; then it is
+        let go of, for it would be taken for the newest."""
+        info, uuid = record.info, self._pool.links.welcome.uuid
+
+        def digest_for(kind: Kind, payload: bytes | None) -> bytes:
+            if payload is not None:
+                return digest_of(kind, info.commit, uuid, payload)
+            assert before is not None
+            old = before.record
+            return (old.layout if kind is Kind.LAYOUT else old.tree).digest
+
+        compared = {
+            "model": (labels.model, info.model),
+            "step": (labels.step, info.step),
+            "token": (labels.token, info.token),
+            "inexact": (labels.inexact, info.inexact),
+            "lengths": (self._lengths.tolist(), record.storages["length"].tolist()),
+            "digests": (confirm.digests, record.units.tobytes()),
+            "layout": (digest_for(Kind.LAYOUT, confirm.layout), record.layout.digest),
+            "tree": (digest_for(Kind.TREE, confirm.tree), record.tree.digest),
+        }
+        wrong = [what for what, (meant, found) in compared.items() if meant != found]
+        if not wrong:
+            return
+        with contextlib.suppress(PortusError):
+            self._pool.retire([info.id])
+        meant, found = compared[wrong[0]]
+        raise CorruptionError(
+            f"{self.name}: the storage host committed another {wrong[0]} for model "
+            f"{labels.model!r} step {labels.step}: expected {meant!r:.80}, found {found!r:.80}; "
+            "that version does not count, and was let go of. Something between here and there "
+            "changes bytes: save again, and look at the memory of both machines"
+        )
 
     def _outcome(self, token: bytes, cause: TransportError) -> VersionRecord:
         """The connection broke at the commit: whether that happened is in the pool alone."""

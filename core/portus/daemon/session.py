@@ -48,7 +48,7 @@ from portus.protocol.connection import Payload
 from portus.protocol.messages import (
     MAGIC,
     NONCE_SIZE,
-    VERSION,
+    VERSIONS,
     Fault,
     Kind,
     ProtocolError,
@@ -147,7 +147,7 @@ class Session:
             self._turn_away(refusal)
             return None
         nonce = os.urandom(NONCE_SIZE)
-        link.send(said.Challenge(VERSION, nonce, house.secrets.wanted))
+        link.send(said.Challenge(hello.version, nonce, house.secrets.wanted))
         given = link.receive()
         assert isinstance(given, said.ProofGiven)
         if not house.secrets.admits(hello.tenant, given.proof, hello.nonce, nonce):
@@ -171,7 +171,8 @@ class Session:
         house.counters.add("connections")
         self._tenant = hello.tenant
         text = f"{self._peer}: tenant {hello.tenant}"
-        tell(logging.INFO, "connected", text, peer=self._peer, tenant=hello.tenant, verbs=verbs)
+        who = {"peer": self._peer, "tenant": hello.tenant}
+        tell(logging.INFO, "connected", text, **who, verbs=verbs, version=hello.version)
         return hosted
 
     def _turn_away(self, why: str, tenant: str | None = None) -> None:
@@ -700,8 +701,9 @@ def _refuse_nonsense(layout: bytes, storages: Rows) -> None:
 def _why_not(hello: said.Hello) -> str:
     if hello.magic != MAGIC:
         return f"this is a Portus storage host; {hello.magic!r} is not spoken here"
-    if hello.version != VERSION:
-        return f"protocol version {hello.version}: this host speaks {VERSION}; upgrade the older"
+    if hello.version not in VERSIONS:
+        spoken = " and ".join(map(str, VERSIONS))
+        return f"protocol version {hello.version}: this host speaks {spoken}; upgrade the older"
     try:
         checked_tenant(hello.tenant)
     except UsageError as error:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import xxhash
 
 from portus.errors import CorruptionError, MediumError, UsageError
-from portus.format.checksum import digest
 from portus.format.layout import (
     COPY,
     EXTENT,
@@ -104,6 +103,17 @@ class VersionRecord:
 
 def frame(kind: Kind, commit: int, uuid: bytes, payload: bytes) -> bytes:
     """A record: header and payload."""
+    start, found = _start(kind, commit, uuid, payload)
+    return start + found + payload
+
+
+def digest_of(kind: Kind, commit: int, uuid: bytes, payload: bytes) -> bytes:
+    """What a pointer to that record has for its digest."""
+    return _start(kind, commit, uuid, payload)[1]
+
+
+def _start(kind: Kind, commit: int, uuid: bytes, payload: bytes) -> tuple[bytes, bytes]:
+    """The header of a record but for its digest, and that."""
     blank = HEADER.pack(
         magic=RECORD_MAGIC,
         kind=int(kind),
@@ -112,8 +122,9 @@ def frame(kind: Kind, commit: int, uuid: bytes, payload: bytes) -> bytes:
         commit=commit,
         uuid=uuid,
     )
-    body = blank[:-16]
-    return body + digest(body + payload) + payload
+    hasher = xxhash.xxh3_128(blank[:-16])
+    hasher.update(payload)
+    return blank[:-16], hasher.digest()
 
 
 def point(offset: int, record: bytes) -> Pointer:

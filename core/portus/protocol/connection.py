@@ -1,9 +1,12 @@
 """One end of a conversation, without I/O: bytes in, messages out; messages in, bytes out.
 
-A frame is a header of 8 bytes (length of the body, uint32; kind, uint8; three zero bytes) and a
-body. ``wanted`` says how many bytes to feed next, never more than belong to this frame: payload
-can so be received by its reader straight into where it goes, past this object, which is only told
-how much it was (``took``).
+A frame is a header of 8 bytes (length of the body, uint32; kind, uint8; a check of these two), a
+body, and a digest of both. ``wanted`` says how many bytes to feed next, never more than belong to
+this frame: payload can so be received by its reader straight into where it goes, past this object,
+which is only shown what it was (``took``).
+
+Frames of versions before 6 have zeros for the check, and no digest; so has a greeting of any
+version, and the refusal of one whose version is not spoken.
 
 After a ``ProtocolError`` the connection is of no use, and says so.
 """
@@ -14,8 +17,16 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
+import xxhash
+
 from portus.protocol.messages import (
+    DAMAGED,
+    DIGEST_SIZE,
+    DIGESTS_SINCE,
     PAYLOADS,
+    SINCE,
+    VERSIONS,
+    Hello,
     Kind,
     ProtocolError,
     Said,
@@ -26,6 +37,8 @@ from portus.protocol.messages import (
 from portus.protocol.session import NEXT, State
 
 HEADER: Final = struct.Struct("<IB3s")
+_START: Final = struct.Struct("<IB")
+_NO_CHECK: Final = bytes(3)
 _FEED_MAX: Final = 1 << 20
 """Bytes asked for at once: memory is taken as bytes arrive, not because a header announces them."""
 
@@ -42,10 +55,11 @@ Event = Said | Payload
 
 
 class Connection:
-    """One end. ``is_client``: which."""
+    """One end. ``is_client``: which. ``version``: that is spoken; 0 before the greeting."""
 
     def __init__(self, *, is_client: bool) -> None:
         self.state = State.NEW
+        self.version = 0
         self._is_client: Final = is_client
         self._buffer = bytearray()
         self._kind: Kind | None = None
@@ -53,6 +67,18 @@ class Connection:
         self._payload_left = 0
         self._owed = 0
         self._broken = ""
+        self._is_plain = True
+        self._came = xxhash.xxh3_128()
+        self._went = xxhash.xxh3_128()
+
+    @property
+    def has_digests(self) -> bool:
+        """True if frames carry one."""
+        return self.version in VERSIONS and self.version >= DIGESTS_SINCE
+
+    def knows(self, kind: Kind) -> bool:
+        """True if the version that is spoken has that message."""
+        return self.version >= SINCE.get(kind, 0)
 
     @property
     def wanted(self) -> int:
@@ -68,8 +94,13 @@ class Connection:
         return self._payload_left
 
     @property
+    def digest_due(self) -> bool:
+        """True when payload was received, and its digest has to be fed before it counts."""
+        return self._kind in PAYLOADS and not self._payload_left
+
+    @property
     def body_left(self) -> int:
-        """Bytes of the body of a message that are still to be fed."""
+        """Bytes of a message behind its header that are still to be fed."""
         return 0 if self._kind is None else self._length - len(self._buffer)
 
     def send(self, message: Said) -> bytes:
@@ -77,7 +108,9 @@ class Connection:
         body = encode(message)
         assert len(body) <= body_size_max(message.kind), f"{message.kind.name}: {len(body)} bytes"
         self._step_local(message.kind)
-        return HEADER.pack(len(body), message.kind, bytes(3)) + body
+        frame = self._begun(message.kind, len(body)) + body + self._ended(body)
+        self._heed(message)
+        return frame
 
     def send_payload(self, kind: Kind, length: int) -> bytes:
         """The header for ``length`` plain bytes, which the caller sends next."""
@@ -85,12 +118,15 @@ class Connection:
         assert 0 < length <= body_size_max(kind)
         self._step_local(kind)
         self._owed = length
-        return HEADER.pack(length, kind, bytes(3))
+        return self._begun(kind, length)
 
-    def sent(self, length: int) -> None:
-        """So many bytes of payload were sent."""
-        assert length <= self._owed
-        self._owed -= length
+    def sent(self, data: bytes | memoryview) -> bytes:
+        """These bytes of payload were sent; what to send behind them."""
+        assert len(data) <= self._owed
+        self._owed -= len(data)
+        if self._owed and self.has_digests:
+            self._went.update(data)
+        return b"" if self._owed else self._ended(data)
 
     def feed(self, data: bytes | memoryview) -> Event | None:
         """Take at most ``wanted`` bytes; what they complete. Raises ``ProtocolError``."""
@@ -104,49 +140,88 @@ class Connection:
             self._broken = str(error)
             raise
 
-    def took(self, length: int) -> None:
-        """So many bytes of payload were received."""
-        assert length <= self._payload_left
-        self._payload_left -= length
+    def took(self, data: bytes | memoryview) -> None:
+        """These bytes of payload were received; the last of a frame are followed by a digest."""
+        assert len(data) <= self._payload_left
+        self._payload_left -= len(data)
+        if not self._is_plain:
+            self._came.update(data)
+        elif not self._payload_left:
+            self._kind = None
 
     def _complete(self) -> Event | None:
         if self._kind is None:
             if len(self._buffer) < HEADER.size:
                 return None
-            kind = self._kind = self._open()
+            kind, length = self._open()
+            self._kind, self._length = kind, length + (0 if self._is_plain else DIGEST_SIZE)
             if kind in PAYLOADS:
-                self._kind, self._payload_left = None, self._length
+                self._payload_left, self._length = length, DIGEST_SIZE
                 self._step(kind)
-                return Payload(kind, self._length)
+                return Payload(kind, length)
         if len(self._buffer) < self._length:
             return None
         kind, body, self._kind, self._buffer = self._kind, self._buffer, None, bytearray()
+        if not self._is_plain:
+            digest = body[-DIGEST_SIZE:]
+            del body[-DIGEST_SIZE:]
+            self._came.update(body)
+            if digest != self._came.digest():
+                raise ProtocolError(f"{kind.name}: {DAMAGED}")
+        if kind in PAYLOADS:
+            return None
         message = decode(kind, body)
         self._step(kind)
+        self._heed(message)
         return message
 
-    def _open(self) -> Kind:
+    def _open(self) -> tuple[Kind, int]:
         """Look at a whole header: before a byte of the body is taken, it has to be one that may
         come now."""
-        length, number, zeros = HEADER.unpack(self._buffer)
-        self._buffer = bytearray()
+        header, self._buffer = bytes(self._buffer), bytearray()
+        length, number, check = HEADER.unpack(header)
+        refused = self.state is State.GREETED and number == Kind.REFUSED
+        self._is_plain = not self.has_digests or (refused and check == _NO_CHECK)
+        expected = _NO_CHECK if self._is_plain else _check(header[: _START.size])
+        if check != expected:
+            raise ProtocolError(
+                f"a header: expected {expected.hex()} at its end, found {check.hex()}: bytes "
+                "changed on the way, or the other side speaks another version"
+            )
         try:
             kind = Kind(number)
         except ValueError as error:
             raise ProtocolError(f"a frame of unknown kind {number}") from error
-        if any(zeros):
-            raise ProtocolError(f"{kind.name}: expected zeros in the header, found {zeros.hex()}")
         if kind.from_client == self._is_client:
             raise ProtocolError(f"{kind.name}: only this side says it")
-        if (self.state, kind) not in NEXT:
+        if (self.state, kind) not in NEXT or not self.knows(kind):
             raise ProtocolError(f"{kind.name} in state {self.state.value!r}")
         least = 1
         if not least <= length <= body_size_max(kind):
             raise ProtocolError(
                 f"{kind.name}: expected {least} to {body_size_max(kind)} bytes, found {length}"
             )
-        self._length = length
-        return kind
+        self._came = xxhash.xxh3_128(header)
+        return kind, length
+
+    def _begun(self, kind: Kind, length: int) -> bytes:
+        """The header of a frame that is sent."""
+        start = _START.pack(length, kind)
+        header = start + (_check(start) if self.has_digests else _NO_CHECK)
+        self._went = xxhash.xxh3_128(header)
+        return header
+
+    def _ended(self, data: bytes | memoryview) -> bytes:
+        """What follows the last bytes of a body that is sent."""
+        if not self.has_digests:
+            return b""
+        self._went.update(data)
+        return self._went.digest()
+
+    def _heed(self, message: Said) -> None:
+        """After a greeting both ends know what all other frames have."""
+        if isinstance(message, Hello):
+            self.version = message.version
 
     def _step(self, kind: Kind) -> None:
         self.state = NEXT[self.state, kind]
@@ -155,4 +230,11 @@ class Connection:
         assert not self._owed, f"{kind.name}: {self._owed} bytes of payload are owed first"
         assert kind.from_client == self._is_client, f"{kind.name}: only the other side says it"
         assert (self.state, kind) in NEXT, f"{kind.name} in state {self.state.value!r}"
+        assert self.knows(kind), f"{kind.name}: version {self.version} has no such message"
         self._step(kind)
+
+
+def _check(start: bytes) -> bytes:
+    """Three bytes that tell a damaged length or kind at once; never those of a frame without."""
+    found = xxhash.xxh3_64(start).digest()
+    return bytes((found[0] | 1, found[1], found[2]))

@@ -13,13 +13,21 @@ from typing import Annotated, ClassVar, Final
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from msgspec import Meta
 
 from portus.errors import TransportError
 from portus.spec import Extent
 
 VERSION: Final = 6
-"""Of the protocol. A host refuses a greeting of another version, and names its own."""
+"""Of the protocol."""
+
+VERSIONS: Final = (5, 6)
+"""Those that are spoken: this one, and the one before it. A host refuses a greeting of another one,
+and names these."""
+
+DIGESTS_SINCE: Final = 6
+"""The version from which on each frame carries a digest."""
 
 MAGIC: Final = "portus"
 UNIT: Final = 16 << 20
@@ -131,13 +139,26 @@ Handles = Annotated[bytes, Meta(max_length=HANDLE_SIZE * STORAGES_MAX)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """The client's first words; ``magic`` and ``version`` stay where they are in every version."""
+    """The client's first words; ``magic`` and ``version`` stay where they are in every version.
+    ``digest``: of the other fields, since its frame has none; empty in versions without."""
 
     kind: ClassVar[Kind] = Kind.HELLO
     magic: Annotated[str, Meta(max_length=16)]
     version: Number
     tenant: Annotated[str, Meta(min_length=1, max_length=TENANT_SIZE_MAX)]
     nonce: Nonce
+    digest: Annotated[bytes, Meta(max_length=DIGEST_SIZE)] = b""
+
+    @classmethod
+    def of(cls, tenant: str, nonce: bytes, version: int = VERSION) -> Hello:
+        """The greeting of a client that speaks ``version``."""
+        blank = cls(MAGIC, version, tenant, nonce)
+        return msgspec.structs.replace(blank, digest=blank.expected())
+
+    def expected(self) -> bytes:
+        """What its digest has to be."""
+        fields = (self.magic, self.version, self.tenant, self.nonce)
+        return xxhash.xxh3_128(_encoder.encode(fields)).digest()
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -496,6 +517,8 @@ _TYPES: Final[dict[Kind, type[Said]]] = {
 PAYLOADS: Final = frozenset({Kind.DATA, Kind.BYTES})
 """Kinds whose frames carry plain bytes."""
 
+DAMAGED: Final = "its digest is another: bytes changed on the way"
+
 _SMALL: Final = 8 << 10
 
 _BODY_SIZE_MAX: Final[dict[Kind, int]] = {
@@ -524,6 +547,9 @@ _BODY_SIZE_MAX: Final[dict[Kind, int]] = {
     Kind.BYTES: PAYLOAD_SIZE_MAX,
 }
 
+SINCE: Final = {Kind.NOTE: 6}
+"""What not all versions have that are spoken: the first that has it."""
+
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoders: Final = {kind: msgspec.msgpack.Decoder(each) for kind, each in _TYPES.items()}
 
@@ -541,9 +567,14 @@ def encode(message: Said) -> bytes:
 def decode(kind: Kind, body: bytes | bytearray) -> Said:
     """The message of a body. Raises ``ProtocolError``."""
     try:
-        return _decoders[kind].decode(body)
+        found = _decoders[kind].decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"{kind.name} of {len(body)} bytes: {error}") from error
+    if isinstance(found, Hello) and found.magic == MAGIC and found.version in VERSIONS:
+        wanted = found.expected() if found.digest or found.version >= DIGESTS_SINCE else b""
+        if found.digest != wanted:
+            raise ProtocolError(f"{kind.name}: {DAMAGED}")
+    return found
 
 
 def table() -> str:

@@ -87,6 +87,8 @@ class LossyLink:
                 _reset(near)
                 continue
             far.settimeout(None)
+            for each in (near, far):  # what is small is not to wait for more
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._guard:
                 self._open += [near, far]
             self._start(self._relay, near, far)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import ssl
 import stat
@@ -22,9 +23,9 @@ from portus.errors import (
 )
 from portus.protocol.address import Address, Scheme, Transport
 from portus.protocol.messages import (
-    MAGIC,
     NONCE_SIZE,
     VERSION,
+    VERSIONS,
     Challenge,
     Fault,
     Hello,
@@ -99,9 +100,27 @@ def checked_secret(secret: bytes, path: str, mode: int) -> bytes:
 def dial(address: Address, credentials: Credentials, silence_s: float) -> tuple[Link, Welcome]:
     """A conversation that is ready, and what the host said of the pool.
 
-    silence_s: the longest wait for the host from then on. Raises ``TransportError`` when it cannot
-    be reached, and what it refuses.
+    silence_s: the longest wait for the host from then on. One that speaks the version before this
+    one alone is spoken to in that. Raises ``TransportError`` when it cannot be reached, and what it
+    refuses.
     """
+    try:
+        return _dialled(address, credentials, silence_s, VERSION)
+    except _OlderError as older:
+        return _dialled(address, credentials, silence_s, older.version)
+
+
+class _OlderError(UsageError):
+    """The host does not speak this version, but another one that is spoken here."""
+
+    def __init__(self, text: str, version: int) -> None:
+        super().__init__(text)
+        self.version: Final = version
+
+
+def _dialled(
+    address: Address, credentials: Credentials, silence_s: float, version: int
+) -> tuple[Link, Welcome]:
     with contextlib.ExitStack() as undo:
         link = Link(
             _connect(address, credentials),
@@ -110,7 +129,7 @@ def dial(address: Address, credentials: Credentials, silence_s: float) -> tuple[
             silence_s=GREETING_S,
         )
         undo.callback(link.close)
-        welcome = _greet(link, address, credentials)
+        welcome = _greet(link, address, credentials, version)
         link.silence_s = silence_s
         undo.pop_all()
         return link, welcome
@@ -133,16 +152,19 @@ def raised(answer: Said) -> PortusError:
     return kinds[answer.fault](text)
 
 
-def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
+def _greet(link: Link, address: Address, credentials: Credentials, version: int) -> Welcome:
     nonce = os.urandom(NONCE_SIZE)
     try:
-        answer = link.ask(Hello(MAGIC, VERSION, address.tenant, nonce))
+        answer = link.ask(Hello.of(address.tenant, nonce, version))
     except TransportError as error:
         raise TransportError(
             f"{error}, in answer to a greeting: is this the port of `portus serve`? With "
             f"--tls-cert it is reached by {Scheme.TLS.value}://"
         ) from error
     if not isinstance(answer, Challenge):
+        spoken = _spoken(answer)
+        if spoken in VERSIONS and spoken < version:
+            raise _OlderError(f"{address} speaks version {spoken}", spoken)
         raise raised(answer)
     secret = credentials.secret
     if answer.secret and secret is None:
@@ -160,6 +182,13 @@ def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
         if not equal(welcome.proof, expected):
             raise UsageError(f"{address} does not know the secret: this is not the storage host")
     return welcome
+
+
+def _spoken(answer: Said) -> int:
+    """The one version that a host speaks which refuses ours; 0 if that is not what it says."""
+    text = answer.text if isinstance(answer, Refused) else ""
+    found = re.fullmatch(r"protocol version \d+: this host speaks (\d+); upgrade the older", text)
+    return int(found[1]) if found else 0
 
 
 def _connect(address: Address, credentials: Credentials) -> socket.socket:

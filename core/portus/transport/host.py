@@ -98,6 +98,7 @@ class Links:
         self._idle: list[Link] = []
         self._closed = False
         self._was_in = False
+        self._said_older = False
         self._pause_s = 0.0
         self._again_s = 0.0
         self._why: TransportError | None = None
@@ -190,6 +191,9 @@ class Links:
         """One request on any connection; the answer. silence_s: if it is work. Raises what was
         refused."""
         with self.borrowed() as link:
+            if not link.connection.knows(message.kind):
+                name = message.kind.name
+                raise UsageError(f"{self.address}: an older host, without {name}; upgrade it")
             return _answered(link, message, silence_s or self.answer_s)
 
     def ask_for_work(self, link: Link, message: Said) -> Said:
@@ -262,6 +266,13 @@ class Links:
             # It let us in before: the call is not wrong, the host is not what it was.
             raise TransportError(f"{self.address} lets us in no more: {error}") from error
         self._was_in = True
+        if not link.connection.has_digests and not self._said_older:
+            self._said_older = True
+            _log.warning(
+                "%s: it speaks an older version of the protocol, in which a bit that flips on the "
+                "way is found in tensors alone; upgrade the host",
+                self.address,
+            )
         if why is not None:
             _log.warning("%s: connected again", self.address)
         self._why, self._pause_s = None, 0.0

@@ -211,7 +211,7 @@ class Link:
                     piece = warm[: len(piece)]
                     self._hash(piece, hasher)
                 self._put(piece)
-                self.connection.sent(len(piece))
+                self._put(memoryview(self.connection.sent(piece)))
 
     def fill(self, target: memoryview, hasher: xxhash.xxh3_128 | None) -> None:
         """Fill ``target`` with payload, of as many frames as it takes, hashed when it arrived.
@@ -225,10 +225,19 @@ class Link:
             piece = target[done : done + length]
             with self._or_end():
                 self._get_into(piece)
-            self.connection.took(length)
-            self.taken += length
             self._hash(piece, hasher)
+            with self._or_end():
+                self._took(piece)
+            self.taken += length
             done += length
+
+    def _took(self, piece: memoryview) -> None:
+        """Payload came. At the end of its frame it has to be what was sent."""
+        start = time.perf_counter()
+        self.connection.took(piece)
+        self.hash_s += time.perf_counter() - start
+        while self.connection.digest_due:
+            self.connection.feed(self._get(self.connection.wanted))
 
     def _hash(self, piece: memoryview, hasher: xxhash.xxh3_128 | None) -> None:
         if hasher is not None:

@@ -496,7 +496,7 @@ def test_a_wrong_secret_is_turned_away(
 @pytest.mark.parametrize("size", [0, 1, 31])
 def test_a_part_of_a_proof_is_none(guarded: Server, size: int) -> None:
     with stranger(guarded) as link:
-        challenge = link.ask(said.Hello(said.MAGIC, said.VERSION, "default", TOKEN))
+        challenge = link.ask(said.Hello.of("default", TOKEN))
         assert isinstance(challenge, said.Challenge)
         proof = proof_of_client(SECRET, "default", TOKEN, challenge.nonce)
         answer = link.ask(said.ProofGiven(proof[:size]))
@@ -519,7 +519,7 @@ def test_a_host_that_does_not_know_the_secret_is_not_believed(server: Server) ->
 
 def test_a_proof_cannot_be_used_again(guarded: Server) -> None:
     """Who recorded a greeting gets nowhere with it: the host's nonce is another one."""
-    hello, recorded = said.Hello(said.MAGIC, said.VERSION, "default", b"n" * 16), b""
+    hello, recorded = said.Hello.of("default", b"n" * 16), b""
     with stranger(guarded) as link:
         challenge = asked(link, hello, said.Challenge)
         assert isinstance(challenge, said.Challenge)
@@ -576,8 +576,9 @@ def stranger(server: Server) -> Iterator[Link]:
     ("hello", "match"),
     [
         (said.Hello("http", said.VERSION, "default", b"n" * 16), "is not spoken here"),
-        (said.Hello("portus", said.VERSION - 1, "default", b"n" * 16), f"speaks {said.VERSION}"),
-        (said.Hello("portus", said.VERSION, "../other", b"n" * 16), "tenant"),
+        (said.Hello("portus", 4, "default", b"n" * 16), "version 4: this host speaks 5 and 6"),
+        (said.Hello.of("default", b"n" * 16, said.VERSION + 1), "this host speaks 5 and 6"),
+        (said.Hello.of("../other", b"n" * 16), "tenant"),
     ],
 )
 def test_a_greeting_that_is_not_ours_is_told_why(
@@ -896,7 +897,7 @@ def test_a_big_message_that_never_comes_holds_nobody_up(server: Server) -> None:
         asked(hanging, said.Begin("hanging", 1, TOKEN, LENGTHS), said.Begun)
         whole = said.body_size_max(Kind.CONFIRM)
         assert whole > BODIES_MAX
-        hanging._socket.sendall(HEADER.pack(whole, Kind.CONFIRM, bytes(3)) + bytes([0x95]))
+        hanging._socket.sendall(hanging.connection._begun(Kind.CONFIRM, whole) + bytes([0x95]))
         settled(server, lambda: 0 < server._budget.taken <= 2 * BIG)
         asked(link, said.Register(100, packed_column([0] * (2 * BIG // 8))), said.Done)
 

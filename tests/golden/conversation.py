@@ -1,0 +1,176 @@
+"""A conversation of the protocol, recorded: ``python -m tests.golden.conversation``.
+
+Run it once for each version of the protocol that is released, never again for that one. It writes
+``protocol-N.json`` beside this file: what each side said, in turns, as bytes, and what the host of
+that version says to a client of a later one. The client says the same each time (but for the
+digest of a greeting), so both ends can be held to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from portus.format.checksum import digest
+from portus.format.reference import encode
+from portus.index.records import decode_version, encode_layout
+from portus.protocol import messages as said
+from portus.protocol.messages import Fault, Kind, Said, packed_column
+from portus.spec import TensorSpec
+from portus.testing.hosting import serving
+from portus.transport.dial import raised
+from portus.transport.stream import Link
+from tests.golden.make import REFERENCE
+
+HERE: Final = Path(__file__).resolve().parent
+
+NONCE: Final = b"n" * 16
+CLIENT: Final = b"c" * 16
+FIRST, SECOND, GIVEN_UP = b"1" * 16, b"2" * 16, b"3" * 16
+DATA: Final = [bytes(range(256)) * 4, b"", b"\7" * 60]
+LENGTHS: Final = packed_column([len(each) for each in DATA])
+ALL: Final = packed_column([0, 1, 2])
+DIGESTS: Final = b"".join(digest(each) for each in DATA)
+LAYOUT: Final = encode_layout(
+    [
+        TensorSpec("w", "uint8", (1024,), (1,), 0, 0),
+        TensorSpec("e", "uint8", (0,), (1,), 1, 0),
+        TensorSpec("b", "uint8", (60,), (1,), 2, 0),
+    ]
+)
+TREE: Final = b'{"w":{"$tensor":0},"e":{"$tensor":1},"b":{"$tensor":2},"lr":0.125}'
+
+Turn = tuple[str, bytes]
+"""Who speaks, and all that it says until the other one does."""
+
+
+def talk(link: Link, version: int) -> None:
+    """Say everything that a client may say, but what needs verbs, and look at the answers."""
+
+    def ask(message: Said, expected: type[Said] = said.Done) -> Said:
+        answer = link.ask(message)
+        if not isinstance(answer, expected):
+            raise raised(answer)
+        return answer
+
+    def send() -> None:
+        link.send_payload(Kind.DATA, memoryview(b"".join(DATA)), None)
+        answer = link.hear()
+        assert isinstance(answer, said.Pulled), answer
+        assert answer.digests == DIGESTS
+
+    challenge = ask(said.Hello.of("default", NONCE, version), said.Challenge)
+    assert isinstance(challenge, said.Challenge)
+    assert challenge.version == version
+    ask(said.ProofGiven(b""), said.Welcome)
+    ask(said.Claim("model", CLIENT))
+    ask(said.Register(0, LENGTHS))
+    ask(said.Room(1 << 20))
+    ask(said.Begin("model", 10, FIRST, LENGTHS), said.Begun)
+    ask(said.Offer(ALL, ALL), said.Pull)
+    send()
+    first = committed(ask(said.Confirm(DIGESTS, bytes(16), LAYOUT, TREE, b""), said.Committed))
+    ask(said.Begin("model", 11, SECOND, LENGTHS), said.Begun)
+    assert ask(said.Share(FIRST, packed_column([0, 1])), said.Shared) == said.Shared(True)
+    ask(said.Offer(packed_column([2]), packed_column([2])), said.Pull)
+    link.send_payload(Kind.DATA, memoryview(DATA[2]), None)
+    assert isinstance(link.hear(), said.Pulled)
+    ask(said.Confirm(DIGESTS, bytes(16), None, None, b""), said.Missing)
+    committed(ask(said.Confirm(DIGESTS, FIRST, None, TREE, b"", True), said.Committed))
+    ask(said.Begin("model", 12, GIVEN_UP, LENGTHS), said.Begun)
+    ask(said.Abandon(), said.Abandoned)
+    refused = ask(said.Begin("model", 12, FIRST, LENGTHS), said.Refused)
+    assert isinstance(refused, said.Refused)
+    assert refused.fault is Fault.USAGE
+    ask(said.Pin(first))
+    link.send(said.Read(packed_column([0, 1000, 4096, 500])))
+    page = bytearray(1500)
+    link.fill(memoryview(page), None)
+    assert any(page)
+    assert link.receive() == said.Done()
+    ask(said.Check(packed_column([0]), b""), said.Checked)
+    ask(said.Unpin(first))
+    name = bytes.fromhex(REFERENCE.id)
+    ask(said.Hold(name, encode(REFERENCE)))
+    ask(said.Holds(bytes(16)), said.Held)
+    ask(said.Hold(name, b""))
+    ask(said.Forget(ALL))
+    ask(said.Retire(packed_column([first])))
+    if link.connection.knows(Kind.NOTE):
+        ask(said.Note("a save failed"))
+    ask(said.GiveBack())
+    ask(said.Status(), said.Standing)
+    link.send(said.Bye())
+
+
+def committed(answer: Said) -> int:
+    """The id of the version that an answer tells of."""
+    assert isinstance(answer, said.Committed)
+    return decode_version(memoryview(answer.record)).info.id
+
+
+class Recorder:
+    """A relay between a client and a host that notes what each says."""
+
+    def __init__(self, port: int) -> None:
+        self.said: list[Turn] = []
+        self.near, here = socket.socketpair()
+        there = socket.create_connection(("127.0.0.1", port))
+        self._guard = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._relay, args=each, daemon=True)
+            for each in (("client", here, there), ("host", there, here))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def turns(self) -> list[Turn]:
+        """All of it, when both have hung up."""
+        for thread in self._threads:
+            thread.join()
+        turns = itertools.groupby(self.said, lambda each: each[0])
+        return [(who, b"".join(data for _, data in said)) for who, said in turns]
+
+    def _relay(self, who: str, source: socket.socket, target: socket.socket) -> None:
+        while data := source.recv(1 << 16):
+            with self._guard:
+                self.said.append((who, data))
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+
+def recorded(port: int, speak: Callable[[Link], None]) -> list[Turn]:
+    """What is said while a client speaks with the host at ``port``."""
+    recorder = Recorder(port)
+    link = Link(recorder.near, is_client=True, name="host", silence_s=10)
+    speak(link)
+    link.close()
+    return recorder.turns()
+
+
+def greet_later(link: Link) -> None:
+    """The greeting of a client of the version after this one."""
+    link.ask(said.Hello.of("default", NONCE, said.VERSION + 1))
+
+
+def main() -> None:
+    """Record the protocol of the day."""
+    version = said.VERSION
+    with tempfile.TemporaryDirectory() as place, serving(place) as server:
+        port = server.doors[0].port
+        said_all = {
+            "conversation": recorded(port, lambda link: talk(link, version)),
+            "refusal": recorded(port, greet_later),
+        }
+    text = {name: [[who, data.hex()] for who, data in turns] for name, turns in said_all.items()}
+    (HERE / f"protocol-{version}.json").write_text(json.dumps(text, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""A byte of what a client and a host say to each other is changed on the way, each in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import portus
+from portus.client.checkpointer import Checkpointer
+from portus.client.host import HostPool
+from portus.daemon.server import Server
+from portus.daemon.session import Patience
+from portus.errors import PortusError
+from portus.format.layout import Kind
+from portus.format.reference import decode
+from portus.index.check import check
+from portus.index.pool import PoolWriter
+from portus.index.records import VersionEntry
+from portus.protocol.messages import HELD_SIZE_MAX, VERSION
+from portus.testing.lossy import LossyLink
+from portus.transport.stream import Link
+from tests.golden import conversation
+from tests.hosts import serving, url
+
+SAMPLE = 10
+"""Bytes of each conversation that `make test` changes."""
+
+OTHERS = {"other": 5, "kept": 7}
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The length of a greeting is guarded by nothing: then somebody waits for the rest of it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
+    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
+    monkeypatch.setattr("portus.transport.dial.GREETING_S", 0.3)
+    monkeypatch.setattr("portus.daemon.session.GREETING_S", 0.2)
+
+
+def meant(step: int) -> dict[str, Any]:
+    """A learning rate, a name and a tensor that are others at each step."""
+    return {"lr": 0.125 + step, f"w{step}": torch.full((30,), float(step)), "step": step}
+
+
+def same(found: Any, step: int) -> bool:
+    expected = meant(step)
+    name = f"w{step}"
+    return (
+        list(found) == list(expected)
+        and found["lr"] == expected["lr"]
+        and found["step"] == step
+        and torch.equal(found[name], expected[name])
+    )
+
+
+class Scene:
+    """A host, a link to it that changes bytes, and a run of two versions beside other models."""
+
+    def __init__(self, server: Server, link: LossyLink) -> None:
+        self.direct = url(server)
+        self.address = f"portus://127.0.0.1:{link.port}"
+        self.writer = server.house.pools.of("default").writer
+        self.link = link
+        self.step = 1
+        for model, step in (*OTHERS.items(), ("run", 0)):
+            with Checkpointer(self.direct, model=model) as checkpointer:
+                checkpointer.save(meant(step), step).wait()
+
+    def save(self) -> bool:
+        """One more version of the run, the only one that is kept; True if it is told."""
+        self.step += 1
+        with Checkpointer(self.address, model="run", keep=1) as checkpointer:
+            checkpointer.save(meant(self.step), self.step).wait(20)
+        assert self.steps() == [self.step], "told, and not there"
+        return True
+
+    def retire(self) -> bool:
+        """The run's versions go, by their ids, and no others."""
+        ids = [entry.info.id for entry in self.entries()]
+        with contextlib.closing(HostPool(self.address)) as pool:
+            pool.retire(ids)
+        assert self.steps() == [], "told, and still there"
+        with Checkpointer(self.direct, model="run") as checkpointer:
+            checkpointer.save(meant(self.step), self.step).wait()
+        return True
+
+    def read(self) -> bool:
+        """What was saved is handed out, or nothing is."""
+        with portus.open(self.address) as pool:
+            assert same(pool.load("kept"), OTHERS["kept"])
+        return True
+
+    def entries(self) -> list[VersionEntry]:
+        """The versions of the run."""
+        found = self.writer.catalogue().entries()
+        return [entry for entry in found if entry.info.model == "run"]
+
+    def steps(self) -> list[int]:
+        return [entry.info.step for entry in self.entries()]
+
+    def look(self) -> None:
+        """Every version is what was meant, and none of those that nobody spoke of is gone."""
+        with portus.open(self.direct) as pool:
+            for model, step in OTHERS.items():
+                assert pool.steps(model) == [step]
+                assert same(pool.load(model), step)
+            for step in pool.steps("run"):
+                assert same(pool.load("run", step), step)
+
+    def flipped(self, act: Callable[[], bool], places: Iterable[int]) -> tuple[int, int]:
+        """``act`` again and again, with a byte changed each time; how often it came through and
+        was refused."""
+        told = refused = 0
+        for place in places:
+            self.link.damage_at = self.link.relayed + place
+            try:
+                told += act()
+            except PortusError:
+                refused += 1
+            self.link.damage_at = None
+            self.look()
+        return told, refused
+
+    def size(self, act: Callable[[], bool]) -> int:
+        """Bytes that are said in ``act``, both ways."""
+        before = self.link.relayed
+        assert act()
+        return self.link.relayed - before
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    with (
+        serving(tmp_path / "pools", patience=Patience(silent_s=1.0, claim_s=5)) as server,
+        LossyLink("127.0.0.1", server.doors[0].port) as link,
+    ):
+        made = Scene(server, link)
+        yield made
+        assert check(made.writer) == []
+
+
+@pytest.mark.parametrize("act", ["save", "retire", "read"])
+def test_a_byte_that_changes_on_the_way_is_refused_or_harmless(
+    scene: Scene, act: str, seed: int
+) -> None:
+    act_of = getattr(scene, act)
+    size = scene.size(act_of)
+    places = random.Random(seed).sample(range(size), SAMPLE)
+    _, refused = scene.flipped(act_of, places)
+    assert refused
+    assert act_of(), "the link is well again"
+
+
+def kept(writer: PoolWriter) -> dict[bytes, tuple[str, int, bool, bytes, bytes]]:
+    """All that a version says, by its token, but its bytes."""
+    found = {}
+    for entry in writer.catalogue().entries():
+        record, info = writer.record(entry), entry.info
+        layout = bytes(writer.payload(record.layout, Kind.LAYOUT))
+        tree = bytes(writer.payload(record.tree, Kind.TREE))
+        found[info.token] = info.model, info.step, info.inexact, layout, tree
+        assert record.units.tobytes() == conversation.DIGESTS
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_every_byte_of_a_conversation_is_refused_or_harmless(tmp_path: Path, seed: int) -> None:
+    """All that a client may say but by verbs: two saves, a retirement, reads, a reference file. A
+    run tries a third of the bytes, by its seed; the rest are tried by others."""
+    first = ("model", 10, False, conversation.LAYOUT, conversation.TREE)
+    meant = {conversation.FIRST: first, conversation.SECOND: ("model", 11, True, *first[3:])}
+    with (
+        serving(tmp_path / "pools", patience=Patience(silent_s=0.2, claim_s=5)) as server,
+        LossyLink("127.0.0.1", server.doors[0].port) as relay,
+    ):
+        hosted = server.house.pools.of("default")
+
+        def talked() -> bool:
+            plain = socket.create_connection(("127.0.0.1", relay.port), 5)
+            link = Link(plain, is_client=True, name="host", silence_s=1.0)
+            try:
+                conversation.talk(link, VERSION)
+                return True
+            except PortusError:
+                return False
+            finally:
+                link.close()
+
+        def gone() -> None:
+            hosted.writer.retire(hosted.writer.catalogue().ids())
+            for each in hosted.holds.after("", HELD_SIZE_MAX):
+                reference = decode(each)
+                assert reference is not None
+                hosted.holds.let_go(reference.id)
+
+        before = relay.relayed
+        assert talked()
+        size, harmless = relay.relayed - before, 0
+        for place in range(seed % 3, size, 3):
+            gone()
+            relay.damage_at = relay.relayed + place
+            told = talked()
+            relay.damage_at = None
+            harmless += told
+            found = kept(hosted.writer)
+            assert found.items() <= meant.items(), place
+            assert not told or found.keys() == {conversation.SECOND}, place
+        assert size > 4000
+        assert harmless <= 30, "a greeting has bytes that mean nothing"
+        assert check(hosted.writer) == []
