@@ -127,7 +127,9 @@ def _size(path: str, pools: Pools) -> int | None:
     sizes = {}
     for each in _references(path):
         with contextlib.suppress(PortusError):
-            info = use_reference(each, lambda pool, entry, reference: entry.info, pools)
+            info = use_reference(
+                each, lambda pool, entry, reference: entry.info, pools, falls_back=False
+            )
             sizes[info.token] = info.size
     return sum(sizes.values()) if sizes else None
 

@@ -34,6 +34,9 @@ Advanced = Callable[[int], None]
 Fits = Callable[[int], None]
 """Is told how many bytes a file is going to have, and raises if there is no room for them."""
 
+Failed = Callable[[PortusError], None]
+"""Is told why a file stays a reference."""
+
 _SAFETENSORS: Final = ".safetensors"
 
 
@@ -58,18 +61,22 @@ def materialize(
     A directory of a sharded checkpoint (``portus.dcp``) becomes one that
     ``torch.distributed.checkpoint`` reads, and ``dcp_to_torch_save``; in bounded memory.
 
+    What a load falls back to, where a save was never committed, becomes no file: it would be taken
+    for its own step for good.
+
     Returns the paths of the new files; a file that is no reference is left as it is.
     Raises ``MediumError`` (ENOSPC before anything is written, when there is no room), and what
-    loads raise; the file at hand is then untouched and earlier ones are done. ``UsageError`` in a
-    signal handler that interrupted a call of Portus.
+    loads raise; the file at hand is then untouched. Of a directory all others are done first, and
+    then the first error is raised. ``UsageError`` in a signal handler that interrupted a call of
+    Portus.
     """
-    if is_nested():
-        raise refused("materialize")
-    place = os.path.realpath(os.fspath(path))
-    if not os.path.exists(place):
-        raise UsageError(f"{place}: there is nothing to materialise")
     if to is None:
-        return list(in_place(place, pools, lambda size: None))
+        errors: list[PortusError] = []
+        done = materialize_all(path, errors.append, pools)
+        if errors:
+            raise errors[0]
+        return done
+    place = _to_materialize(path)
     target = local_path(to, "to")
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -80,15 +87,47 @@ def materialize(
     return [target]
 
 
-def in_place(place: str, pools: Pools, advanced: Advanced) -> Iterator[str]:
+def materialize_all(
+    path: str | os.PathLike[str], failed: Failed, pools: Pools = POOLS
+) -> list[str]:
+    """As ``materialize``, but what it would raise of a file ``failed`` is told. Raises
+    ``UsageError`` if there is nothing at ``path``, and in a signal handler."""
+    return list(in_place(_to_materialize(path), pools, lambda size: None, failed))
+
+
+def _to_materialize(path: str | os.PathLike[str]) -> str:
+    if is_nested():
+        raise refused("materialize")
+    place = os.path.realpath(os.fspath(path))
+    if not os.path.exists(place):
+        raise UsageError(f"{place}: there is nothing to materialise")
+    return place
+
+
+def in_place(
+    place: str, pools: Pools, advanced: Advanced, failed: Failed | None = None
+) -> Iterator[str]:
     """Real files in place of the references at ``place``, without symbolic links, or below it: the
-    path of each, once it is one. ``advanced`` may end it. Raises as ``materialize``."""
+    path of each, once it is one. ``advanced`` may end it. What loads and writes of one file raise
+    is told to ``failed``, and the others go on; without that it is raised, and ends it."""
     advanced(0)
     if os.path.isdir(place):
         for paths in _directories(place):
-            yield from _materialize_directory(paths, pools, advanced)
-    elif made := _materialize_file(place, place, pools, advanced):
-        yield made
+            yield from _materialize_directory(paths, pools, advanced, failed)
+    else:
+        with _telling(failed):
+            if made := _materialize_file(place, place, pools, advanced):
+                yield made
+
+
+@contextlib.contextmanager
+def _telling(failed: Failed | None) -> Iterator[None]:
+    try:
+        yield
+    except PortusError as error:
+        if failed is None:
+            raise
+        failed(error)
 
 
 def _directories(place: str) -> Iterator[list[str]]:
@@ -98,18 +137,24 @@ def _directories(place: str) -> Iterator[list[str]]:
         yield [path for path in paths if not os.path.islink(path) and not is_aside(path)]
 
 
-def _materialize_directory(paths: list[str], pools: Pools, advanced: Advanced) -> Iterator[str]:
+def _materialize_directory(
+    paths: list[str], pools: Pools, advanced: Advanced, failed: Failed | None
+) -> Iterator[str]:
     """The files of one directory. References to shards go last: all else is a torch file then."""
-    shards = [path for path in paths if is_shard(path)]
+    shards: list[str] = []
     for path in paths:
-        if path not in shards and (made := _materialize_file(path, path, pools, advanced)):
-            yield made
+        with _telling(failed):
+            if is_shard(path):
+                shards.append(path)
+            elif made := _materialize_file(path, path, pools, advanced):
+                yield made
     directory = os.path.dirname(shards[0]) if shards else ""
-    if shards and shards_at(directory):
-        from portus.client.materialize_shards import materialize_shards, remove_references
+    with _telling(failed):
+        if shards and shards_at(directory):
+            from portus.client.materialize_shards import materialize_shards, remove_references
 
-        yield from materialize_shards(directory)
-        remove_references(directory, shards)
+            yield from materialize_shards(directory)
+            remove_references(directory, shards)
 
 
 def _materialize_file(path: str, target: str, pools: Pools, advanced: Advanced) -> str | None:
@@ -158,7 +203,7 @@ def _materialize_file(path: str, target: str, pools: Pools, advanced: Advanced) 
 
     try:
         _sweep(directory)
-        return use_reference(path, put, pools)
+        return use_reference(path, put, pools, falls_back=False)
     except MediumError:
         raise
     except OSError as error:

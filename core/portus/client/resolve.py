@@ -41,6 +41,7 @@ from portus.client.stock import say_once
 from portus.errors import (
     CorruptionError,
     MediumError,
+    PortusError,
     StaleError,
     TransportError,
     UsageError,
@@ -238,9 +239,13 @@ def use_reference(
     path: str | os.PathLike[str],
     use: Callable[[PoolReader, VersionEntry, Reference], Result],
     pools: Pools = POOLS,
+    *,
+    falls_back: bool = True,
 ) -> Result:
     """What ``use`` gives for the version that the reference file at ``path`` leads to, and for what
     that file says. Called again if the file is replaced meanwhile. Raises as ``load_reference``.
+
+    falls_back: False raises ``UsageError`` where a load would give the version before.
     """
     absolute = os.path.abspath(os.fspath(path))
     reference = read(absolute)
@@ -250,7 +255,7 @@ def use_reference(
     def from_pool(pool: ReadablePool, token: bytes, found: Reference) -> Result:
         return pool.use_version(token, lambda reader, entry: use(reader, entry, found))
 
-    return _use(reference, absolute, pools, from_pool)
+    return _use(reference, absolute, pools, from_pool, falls_back=falls_back)
 
 
 def pool_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> Place:
@@ -275,7 +280,7 @@ def pool_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> Place:
                     others.append(candidate)
         elif _uuid(candidate.path) == uuid:
             return candidate
-    raise _not_allowed(reference, absolute, others)
+    raise _not_allowed(reference, absolute, pools, others)
 
 
 def _load(reference: Reference, path: str | None, pools: Pools) -> object:
@@ -292,6 +297,8 @@ def _use(
     path: str | None,
     pools: Pools,
     use: Callable[[ReadablePool, bytes, Reference], Result],
+    *,
+    falls_back: bool = True,
 ) -> Result:
     for _ in range(_TRIES):
         reference = _settled(reference, path, pools)
@@ -310,7 +317,7 @@ def _use(
                         return use(pool, token, reference)
             newer = read(path) if path else None  # replaced since it was read?
             if newer is None or newer.id == reference.id:
-                return _fall_back(reference, path, found, use)
+                return _fall_back(reference, path, found if falls_back else [], use)
         reference = newer
     raise StaleError(f"{path} was replaced {_TRIES} times while it was loaded; load again")
 
@@ -331,6 +338,7 @@ def _fall_back(
     pools: list[ReadablePool],
     use: Callable[[ReadablePool, bytes, Reference], Result],
 ) -> Result:
+    """pools: to look for the version before in; with none, that is not wanted."""
     what = f"{path or 'this reference'}: step {reference.step} of model {reference.model!r}"
     if is_nested():
         raise refused(f"{what} is not there, and may be being saved")
@@ -339,6 +347,12 @@ def _fall_back(
             f"{what} was never committed (its save failed or was cut off), or was retired since; "
             f"there is no earlier version to fall back to. `portus ls {reference.pool_path}` "
             f"lists what the pool holds"
+        )
+    if not pools:
+        raise UsageError(
+            f"{what} was never committed (its save failed or was cut off), or was retired since; "
+            f"no file is made of step {reference.instead[0][1]}, the one before it. `portus ls "
+            f"{reference.pool_path}` lists what the pool holds"
         )
     # Twice: a commit between the first two retires the second.
     for (token, step), pool in itertools.product(2 * reference.instead, pools):
@@ -383,10 +397,12 @@ def _pools_of(
             else:
                 others.append(candidate)
     if not is_there:
-        raise _not_allowed(reference, path, others)
+        raise _not_allowed(reference, path, pools, others)
 
 
-def _not_allowed(reference: Reference, path: str | None, others: list[Place]) -> UsageError:
+def _not_allowed(
+    reference: Reference, path: str | None, pools: Pools, others: list[Place]
+) -> PortusError:
     """others: storage hosts that may be asked, and have another pool."""
     if reference.pool_path in map(str, others):
         return UsageError(
@@ -400,12 +416,38 @@ def _not_allowed(reference: Reference, path: str | None, others: list[Place]) ->
             f"not be read by this user: permission denied. Whoever saved it has to let you read "
             f"the pool and the directories that it is in (umask, chmod)"
         )
+    unreadable = _unreadable(reference, path, pools)
+    if unreadable is not None:
+        return unreadable
     return UsageError(
         f"{path or 'this reference'} leads to pool {reference.pool}, written at "
         f"{reference.pool_path}. That pool is not beside the reference, and a reference alone "
         f"may not choose what is opened. If you trust it, set PORTUS_POOL={reference.pool_path} "
         f"(or wherever the pool is now) and load again"
     )
+
+
+def _unreadable(reference: Reference, path: str | None, pools: Pools) -> PortusError | None:
+    """What is wrong with the pool file that may be opened and is called as the pool was, or was
+    configured, if nobody can tell which pool it is."""
+    name, allowed = os.path.basename(reference.pool_path), pools.allowed()
+    for candidate in dict.fromkeys(_candidates(reference, path, pools)):
+        is_meant = candidate in allowed or os.path.basename(candidate.path) == name
+        if candidate.is_host or not is_meant or not os.path.isfile(candidate.path):
+            continue
+        what = f"{path or 'this reference'} leads to pool {reference.pool}, written at "
+        what += f"{reference.pool_path}, and the pool cannot be read: "
+        try:
+            _read_uuid(candidate.path)
+        except CorruptionError as error:
+            return CorruptionError(
+                f"{what}{error}. `portus rescue {candidate.path}` lists what is whole in that file"
+            )
+        except MediumError as error:
+            return MediumError(error.errno, f"{what}{error.strerror}")
+        except UsageError as error:
+            return UsageError(f"{what}{error}")
+    return None
 
 
 def _is_denied(reference: Reference, path: str) -> bool:
@@ -511,15 +553,15 @@ def _pool_files(place: str, name: str) -> Iterator[Place]:
 def _uuid(path: str) -> bytes | None:
     """The identity of the pool file at ``path``; None if there is no pool file."""
     try:
-        medium = LocalFiles().open(path, writable=False)
-    except (MediumError, UsageError, ValueError):
+        return _read_uuid(path)
+    except (CorruptionError, MediumError, UsageError, ValueError):
         return None
-    try:
+
+
+def _read_uuid(path: str) -> bytes:
+    medium = LocalFiles().open(path, writable=False)
+    with contextlib.closing(medium):
         return read_superblock(medium).uuid
-    except (CorruptionError, MediumError, UsageError):
-        return None
-    finally:
-        medium.close()
 
 
 def _is_near(target: str, path: str) -> bool:

@@ -21,9 +21,10 @@ import torch
 
 import portus
 from portus.client import reference as ref
-from portus.client.resolve import POOLS, Pools, load_reference, load_text
+from portus.client.resolve import POOLS, Pools, load_reference, load_text, pool_of
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.format.reference import Reference, encode
+from portus.index import roots
 from portus.index.directory import links_directory
 from portus.index.place import Place
 from portus.index.pool import format_pool
@@ -234,6 +235,32 @@ def test_the_pool_must_have_the_identity_that_the_reference_names(run: Run) -> N
     with pytest.raises(UsageError, match="leads to pool"):
         load_reference(path, run.pools)
     assert run.content.opened == []
+
+
+def test_a_pool_that_cannot_be_read_is_named_with_what_is_wrong_with_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run.save("a.ckpt")
+    os.truncate(run.pool, 4096)
+    with pytest.raises(CorruptionError, match=rf"found 4096.*portus rescue {run.pool}"):
+        load_reference(path, run.pools)
+    make_pool(run.pool.parent / "p+2.portus")  # its successor, which can be read
+    with pytest.raises(CorruptionError, match="found 4096"):
+        pool_of(path, run.pools)
+    monkeypatch.setenv("PORTUS_POOL", str(run.pool))
+    copy = shutil.copy(path, run.home / "copy.ckpt")
+    run.pool.write_bytes(b"x" * 100_000)
+    with pytest.raises(CorruptionError, match="is not a Portus pool"):
+        load_reference(copy, run.pools)
+
+
+def test_a_pool_of_a_newer_portus_says_that_this_one_is_to_be_upgraded(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run.save("a.ckpt")
+    monkeypatch.setattr(roots, "FORMAT_VERSION", 0)
+    with pytest.raises(UsageError, match=r"newer Portus.*Upgrade"):
+        load_reference(path, run.pools)
 
 
 def crafted(run: Run, path: Path, **changes: object) -> Path:
