@@ -377,6 +377,17 @@ class Checkpointer:
             self._keeper.cut_off(tokens)
 
     @calls.entry
+    def let_go(self, versions: Collection[int]) -> None:
+        """Retire those of these versions, by id, that no reference file leads to. Raises
+        ``PortusError``."""
+        self._check_usable()
+        if self._writer is not None and self._keeper is not None:
+            self._keeper.deleted()
+            held = self._keeper.held(self._writer.catalogue()) | self._held_in_older()
+            self._writer.retire(sorted(set(versions) - held))
+            self._keeper.deleted()  # forgets the links of what is gone
+
+    @calls.entry
     def fence(self) -> None:
         """Return when no save in flight reads the caller's tensors any more."""
         self._fence.wait()

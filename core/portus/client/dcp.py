@@ -56,7 +56,14 @@ from portus.client.cuts import (
 )
 from portus.client.dcp_reader import reason_of
 from portus.client.exchange import News, Outcomes, standing
-from portus.client.grouped import census, id_of, pool_of_part, shard_name, step_of
+from portus.client.grouped import (
+    census,
+    has_writer,
+    id_of,
+    pool_of_part,
+    shard_name,
+    step_of,
+)
 from portus.client.planned import Planned, agreed, all_or_none, values_of
 from portus.client.run import Run
 from portus.client.settings import Settings, SettingsDict, as_arguments
@@ -65,6 +72,7 @@ from portus.errors import PortusError, UsageError
 from portus.index.groups import (
     ID_SIZE,
     Group,
+    leftovers,
     never_complete,
     new_id,
     part_model,
@@ -160,6 +168,7 @@ class PortusStorageWriter(StorageWriter):
         self._outcomes: Final = Outcomes(self._run.settings.on_error)
         self._incomplete: Final[deque[bytes]] = deque(maxlen=_MADE_MAX)
         self._is_shared = False
+        self._has_predecessors = True
         self._is_coordinator = False
         self._wanted: _Wanted | None = None
         self._made: Final[deque[bytes]] = deque(maxlen=_MADE_MAX)
@@ -451,17 +460,43 @@ class PortusStorageWriter(StorageWriter):
         incomplete = set(self._incomplete)
         is_cut_off = any(info.token[:ID_SIZE] in incomplete for info in own)
         is_full = self._keep is not None and len(own) > self._keep
-        if not (self._condemned or is_cut_off or is_full):
+        if not (self._condemned or is_cut_off or is_full or self._has_predecessors):
             return []
         try:
             known = groups(self.place, self.model)
         except PortusError:
             return []  # a peer's pool cannot be read now: nothing is known to be complete
         self._sweep(checkpointer, known)
+        self._succeed(known)
         cut_off = never_complete(own, known, incomplete)
         checkpointer.cut_off({info.token for info in own if info.id in cut_off})
         older = [] if self._keep is None else surplus(own, known, self._keep)
         return sorted({*cut_off, *older})
+
+    def _succeed(self, known: Collection[Group]) -> None:
+        """Let go of what this job takes the place of: parts that jobs of other numbers of ranks
+        left. Rank i of them is the business of rank i mod N of this one. What somebody has open
+        stays until the next look, and so does what reference files lead to."""
+        if self._keep is None or not self._has_predecessors:
+            return
+        made = set(self._made)
+        newer = sum(group.is_complete and group.id in made for group in known)
+        self._has_predecessors = any(group.count != self._count for group in known)
+        if not newer:
+            return
+        for (rank, count), infos in leftovers(known, self._count, newer, self._keep).items():
+            name = part_model(self.model, rank, count)
+            if rank % self._count != self._rank or self._is_taken(name):
+                continue
+            try:
+                with self._run.part(name) as part:
+                    part.let_go([info.id for info in infos])
+            except PortusError as error:
+                _log.warning("portus: what %r left stays for now: %s", name, error)
+
+    def _is_taken(self, part: str) -> bool:
+        """True while somebody saves to that part; on a storage host opening it tells."""
+        return not self.place.is_host and has_writer(pool_of_part(self.place, part))
 
     # What the other ranks say.
 

@@ -107,6 +107,23 @@ def surplus(own: Collection[VersionInfo], groups: Collection[Group], keep: int) 
     return []
 
 
+def leftovers(
+    groups: Iterable[Group], count: int, newer: int, keep: int
+) -> dict[tuple[int, int], list[VersionInfo]]:
+    """What jobs of other numbers of ranks than ``count`` left and may go, by rank and number of
+    ranks: versions of groups of one model with ``keep`` complete ones after them. newer: how many
+    complete groups the job of ``count`` ranks has made since it began: they are after all these.
+    """
+    found: dict[tuple[int, int], list[VersionInfo]] = {}
+    others = [group for group in groups if group.count != count]
+    for group in reversed(others):
+        if newer >= keep:
+            for rank, (_, info) in group.parts.items():
+                found.setdefault((rank, group.count), []).append(info)
+        newer += group.is_complete
+    return found
+
+
 def never_complete(
     own: Collection[VersionInfo], groups: Collection[Group], said: Collection[bytes] = ()
 ) -> list[int]:

@@ -376,6 +376,18 @@ def full(rank: int, count: int, root: Path, on_error: str, way: str) -> None:
         assert len(kept) <= newest.step + 2, kept
 
 
+def elastic(rank: int, count: int, root: Path, first: str) -> None:
+    """Save three times, as a job that goes on with another number of ranks than the one before."""
+    writer = PortusStorageWriter(pools(root), "run", keep=1)
+    own = torch.zeros(2 * PART // count)
+    for step in range(int(first), int(first) + 3):
+        own.fill_(step)
+        writer.save({f"own{rank}": own}, step=step)
+        writer.wait()
+        dist.barrier()
+    writer.close()
+
+
 def apart(rank: int, count: int, root: Path) -> None:
     """Each rank has a pool directory of its own: said at the first save, and nothing is left."""
     setattr(portus.client.dcp, "_SEEN_S", 0.2)  # noqa: B010
@@ -549,6 +561,7 @@ TASKS: dict[str, Callable[..., None]] = {
     "fsdp1": fsdp1,
     "full": full,
     "apart": apart,
+    "elastic": elastic,
     "directories": directories,
     "read": read_directory,
 }

@@ -866,6 +866,59 @@ def test_old_groups_go_once_newer_ones_are_complete(place: str, tmp_path: Path) 
     assert [group.step for group in groups(place)] == [3, 4, 5]
 
 
+def save_as(place: str, links: Path, count: int, step: int, directory: Path | None = None) -> None:
+    """A group of a job of ``count`` ranks that is over."""
+    group = new_id()
+    for rank in range(count):
+        name = part_model("run", rank, count)
+        shard = {str(directory / f"rank-{rank}-of-{count}.shard"): "format"} if directory else None
+        with Checkpointer(place, name, keep=None, links=str(links)) as checkpointer:
+            content = {"format": FORMAT, "t": torch.full((4000,), float(step))}
+            token = part_token(group, rank)
+            checkpointer.save(content, step, token=token, reference=shard).wait()
+
+
+def test_what_jobs_of_other_numbers_of_ranks_left_goes_but_for_what_directories_lead_to(
+    place: str, tmp_path: Path
+) -> None:
+    links, kept = tmp_path / "links", tmp_path / "kept"
+    kept.mkdir()
+    save_as(place, links, 3, 1)
+    save_as(place, links, 2, 2)
+    save_as(place, links, 2, 3, kept)
+    save_as(place, links, 4, 4)
+    writer = PortusStorageWriter(place, "run", keep=2, links=str(links))
+
+    def saved(*steps: int) -> list[tuple[int, int]]:
+        for step in steps:
+            writer.save({"t": torch.full((1000,), float(step))}, step=step)
+            writer.wait()
+        return [(group.step, group.count) for group in groups(place, "run")]
+
+    before = [(1, 3), (2, 2), (3, 2), (4, 4)]
+    assert saved(5) == [*before, (5, 1)], "none of its own is known to be complete"
+    assert saved(6) == [(3, 2), (4, 4), (5, 1), (6, 1)]
+    assert saved(7, 8) == [(3, 2), (6, 1), (7, 1), (8, 1)]
+    shutil.rmtree(kept)
+    writer.close()
+    writer = PortusStorageWriter(place, "run", keep=2, links=str(links))
+    assert saved(9, 10, 11)[0] == (9, 1)
+    writer.close()
+    if not place.startswith("portus:"):
+        assert [each.name for each in Path(place).glob("*.portus")] == ["run%2Frank-0-of-1.portus"]
+
+
+@pytest.mark.long
+def test_a_job_that_goes_on_with_other_numbers_of_ranks_takes_no_more_room(tmp_path: Path) -> None:
+    sizes = []
+    for number, count in enumerate((4, 2, 3)):
+        run(tmp_path, f"elastic:{count}:{10 * number}")
+        files = list((tmp_path / "pools").glob("*.portus"))
+        assert {each.name[-12:-7] for each in files} == {f"-of-{count}"}
+        sizes.append(sum(each.stat().st_blocks * 512 for each in files))
+    assert max(sizes) < 1.5 * sizes[0], sizes
+
+
 def test_while_the_parts_of_others_cannot_be_read_nothing_goes_and_saves_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
