@@ -9,9 +9,11 @@ be the same, or there is no version.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -36,10 +38,10 @@ from portus.errors import (
     UsageError,
 )
 from portus.format.layout import Kind as RecordKind
-from portus.index.check_version import check_layout, read_layout
+from portus.index.check_version import check_layout, check_tree, read_layout, read_tree
 from portus.index.directory import note_failure
 from portus.index.findings import Findings
-from portus.index.records import Pointer, Rows, VersionEntry, encode_version
+from portus.index.records import Pointer, Rows, VersionEntry, decode_layout, encode_version
 from portus.pipeline.draft import Labels, PoolDraft
 from portus.pipeline.parts import Group, sources
 from portus.protocol import messages as said
@@ -62,13 +64,16 @@ from portus.protocol.proof import proof_of_host
 from portus.transport.base import Column, Digests, Sources, Stop, cut
 from portus.transport.local import check
 from portus.transport.onesided import Moved, Remote
-from portus.transport.stream import InterruptedByError, Link, drain, give_from, take_into
+from portus.transport.stream import BIG, InterruptedByError, Link, drain, give_from, take_into
 from portus.transport.verbs import Endpoint, WorkError
 
 GREETING_S: Final = 10.0
 """The longest that a stranger may take for each word of the greeting."""
 
 REGIONS_MAX: Final = said.STORAGES_MAX
+VALUES_MAX: Final = 1 << 24
+"""Of a tree, at most: each takes a hundred bytes while it is looked at."""
+
 PINS_MAX: Final = said.IDS_MAX
 CLAIMS_MAX: Final = 64
 """Of one connection, each."""
@@ -93,6 +98,8 @@ class House:
     counters: Counters
     patience: Patience
     fabric: Fabric = field(default_factory=Fabric)
+    reading: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a big layout or tree is looked at."""
 
 
 def turned_away(house: House, peer: str, why: str, tenant: str | None = None) -> None:
@@ -212,6 +219,8 @@ class _Requests:
         self._regions: Final[dict[int, _Region]] = {}
         self._pins: Final[Counter[int]] = Counter()
         self._draft: _Draft | None = None
+        self._reading: Final = house.reading
+        self._counted: tuple[Pointer, int] | None = None
         self.goodbye = False
         """True once the client said so."""
         self._answers: Final[dict[Kind, Callable[..., Said]]] = {
@@ -478,8 +487,7 @@ class _Requests:
         )
         retire = set(column(message.retire, "retire").tolist())
         self._refuse_known(begin.token)
-        if message.layout is not None:
-            _refuse_nonsense(message.layout, rows[0])
+        self._refuse_nonsense(rows[0], *known)
         record = draft.pool.commit_rows(rows, labels, *known, retire)
         self._draft = None
         self._hosted.ended()
@@ -522,6 +530,43 @@ class _Requests:
         if old_layout is None or old_tree is None:
             return None
         return old_layout, old_tree
+
+    def _refuse_nonsense(
+        self, storages: Rows, layout: Pointer | bytes, tree: Pointer | bytes
+    ) -> None:
+        """Raise ``UsageError`` for a layout or a tree that `check` would call damaged. Two of one
+        version before were looked at when that was committed."""
+        if not isinstance(layout, bytes) and not isinstance(tree, bytes):
+            return
+        findings = Findings()
+        size = sum(len(each) for each in (layout, tree) if isinstance(each, bytes))
+        # What is read here takes many times its bytes: of the big ones, one at a time.
+        with self._reading if size > BIG else contextlib.nullcontext():
+            count: int | None = None
+            if isinstance(layout, bytes):
+                read = read_layout(findings, "layout", memoryview(layout))
+                if read is not None:
+                    check_layout(findings, "layout", read, storages)
+                    count = len(read.tensors)
+            else:
+                count = self._tensors_of(layout)
+            if not isinstance(tree, bytes):
+                tree = bytes(self._writer.payload(tree, RecordKind.TREE))
+            values = 1 + sum(tree.count(each) for each in (b",", b"[", b"{"))
+            if values > VALUES_MAX:
+                raise UsageError(f"confirmation: a tree of more than {VALUES_MAX} values")
+            used = read_tree(findings, "tree", memoryview(tree))
+            if used is not None and count is not None:
+                check_tree(findings, "this version", used, count)
+        if findings.all:
+            raise UsageError(f"confirmation: {findings.all[0]}")
+
+    def _tensors_of(self, layout: Pointer) -> int:
+        """How many a layout has that is there; that of the last one is remembered."""
+        if self._counted is None or self._counted[0] != layout:
+            payload = self._writer.payload(layout, RecordKind.LAYOUT)
+            self._counted = layout, len(decode_layout(payload))
+        return self._counted[1]
 
     def _abandon(self, message: said.Abandon) -> Said:
         self._drop("the client abandoned it")
@@ -686,16 +731,6 @@ class _Draft:
             raise UsageError("storages that are not there, come twice, or have a place already")
         self.claimed[indices] = True
         return indices
-
-
-def _refuse_nonsense(layout: bytes, storages: Rows) -> None:
-    """Raise ``UsageError`` for a layout that is none, or not one of these storages."""
-    findings = Findings()
-    read = read_layout(findings, "layout", memoryview(layout))
-    if read is not None:
-        check_layout(findings, "layout", read, storages)
-    if findings.all:
-        raise UsageError(f"confirmation: {findings.all[0]}")
 
 
 def _why_not(hello: said.Hello) -> str:

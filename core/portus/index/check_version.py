@@ -159,7 +159,7 @@ class Versions:
         if layout is not None and layout[1] is not None:
             check_layout(self._findings, where, layout[1], record.storages)
             if tree is not None and tree[1] is not None:
-                self._check_tree(where, tree[1], len(layout[1].tensors))
+                check_tree(self._findings, where, tree[1], len(layout[1].tensors))
         both = (("layout", record.layout, layout), ("tree", record.tree, tree))
         return [
             Reached(pointer.offset, pointer.length, found[0].commit, f"{what} of {where}")
@@ -186,21 +186,7 @@ class Versions:
         return read_layout(self._findings, where, payload)
 
     def _read_tree(self, where: str, payload: memoryview) -> Counter[int] | None:
-        try:
-            root: object = msgspec.json.decode(payload)
-            str(payload, "utf-8")
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self._findings.error("F15", where, "JSON", str(error))
-            return None
-        return Counter(tensor_indices(root))
-
-    def _check_tree(self, where: str, used: Counter[int], count: int) -> None:
-        if used.keys() != set(range(count)) or any(number > 1 for number in used.values()):
-            odd = sorted(set(range(count)) ^ used.keys() | {i for i, n in used.items() if n > 1})
-            self._findings.error(
-                "F15", f"tree of {where}", f"each of {count} tensors once",
-                f"otherwise for {odd!r:.100}",
-            )  # fmt: skip
+        return read_tree(self._findings, where, payload)
 
 
 def read_layout(findings: Findings, where: str, payload: memoryview) -> Layout | None:
@@ -232,6 +218,29 @@ def check_layout(findings: Findings, where: str, layout: Layout, storages: Rows)
         elif size > int(storages["length"][index]):
             held = f"{storages['length'][index]} bytes in storage {index}"
             findings.error("F14", where, f"{size} bytes for {name!r}", held)
+
+
+def read_tree(findings: Findings, where: str, payload: memoryview) -> Counter[int] | None:
+    """F15, the first half: how often a tree names which tensor; None if it is none."""
+    try:
+        root: object = msgspec.json.decode(payload)
+        str(payload, "utf-8")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        findings.error("F15", where, "JSON", str(error))
+        return None
+    return Counter(tensor_indices(root))
+
+
+def check_tree(findings: Findings, where: str, used: Counter[int], count: int) -> None:
+    """F15, the second half: it names each of ``count`` tensors once."""
+    if used.keys() != set(range(count)) or any(number > 1 for number in used.values()):
+        odd = sorted(set(range(count)) ^ used.keys() | {i for i, n in used.items() if n > 1})
+        findings.error(
+            "F15",
+            f"tree of {where}",
+            f"each of {count} tensors once",
+            f"otherwise for {odd!r:.100}",
+        )
 
 
 def bytes_needed(spec: TensorSpec) -> int | None:

@@ -268,13 +268,53 @@ def test_a_layout_that_is_none_of_these_storages_is_not_committed(
     assert versions(server) == 0
 
 
+@pytest.mark.parametrize(
+    ("tree", "match"),
+    [
+        (b"", "F15: tree: expected JSON"),
+        (b'{"a":', "F15: tree: expected JSON"),
+        (b'"\xff"', "F15: tree: expected JSON"),
+        (b"[" * 100_000, "F15: tree: expected JSON"),
+        (b"[" + b"[]," * 20 + b"1]", "of more than 20 values"),
+        (b'{"x":1}', "F15: tree of this version: expected each of 1 tensors once"),
+        (b'[{"$tensor":0},{"$tensor":0}]', "expected each of 1 tensors once"),
+        (b'[{"$tensor":0},{"$tensor":1}]', "expected each of 1 tensors once"),
+        (b'{"$tensor":"a"}', "expected each of 1 tensors once"),
+    ],
+)
+def test_a_tree_that_is_none_is_not_committed_and_the_pool_stays_whole(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tree: bytes, match: str
+) -> None:
+    """Whoever could, would have `portus verify` call the pool damaged from then on."""
+    if match.startswith("of more"):
+        monkeypatch.setattr("portus.daemon.session.VALUES_MAX", 20)
+    layout = encode_layout([spec("a", 0, 1)])
+    good = b'{"$tensor":0}'
+    with client(server) as link:
+        pulled(link)
+        asked(link, said.Confirm(units(), bytes(16), layout, good, b""), said.Committed)
+        for before, own in ((bytes(16), layout), (TOKEN, None)):  # its own layout, or the last one
+            asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
+            asked(link, said.Share(TOKEN, ALL), said.Shared)
+            with pytest.raises(UsageError, match=match):
+                asked(link, said.Confirm(units(), before, own, tree, b""), said.Committed)
+        asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
+        asked(link, said.Share(TOKEN, ALL), said.Shared)
+        two = encode_layout([spec("a", 0, 1), spec("b", 2, 1)])
+        with pytest.raises(UsageError, match="expected each of 2 tensors once"):
+            asked(link, said.Confirm(units(), TOKEN, two, None, b""), said.Committed)
+    assert versions(server) == 1
+    assert check(server._house.pools.of("default").writer) == []
+
+
 def test_a_layout_of_longer_storages_is_not_taken_over_from_the_version_before(
     server: Server,
 ) -> None:
     with client(server) as link:
         pulled(link)
         whole = encode_layout([spec("a", 2, 5000)])
-        asked(link, said.Confirm(units(), bytes(16), whole, b"{}", b""), said.Committed)
+        tree = b'{"a":{"$tensor":0}}'
+        asked(link, said.Confirm(units(), bytes(16), whole, tree, b""), said.Committed)
         asked(link, said.Register(7, packed_column([4999])), said.Done)
         shorter = packed_column([100_000, 0, 4999])
         asked(link, said.Begin("m", 2, b"u" * 16, shorter), said.Begun)
