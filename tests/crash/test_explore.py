@@ -186,5 +186,5 @@ def test_no_failed_persist_loses_anything(plan: Plan, part: int, seed: int) -> N
     """Every persist of a plan, in turns of ``PARTS`` tests, which may go on side by side."""
     trainer = Roomy if plan in (save_three, retire_by_itself) else Tight
     for number in range(1 + part, persists_of(plan) + 1, PARTS):
-        search = explorer((plan, save_one), (30, 3), persist_fails(number), trainer)
+        search = explorer((plan, save_one), (16, 3), persist_fails(number), trainer)
         print(number, replace(search, seed=seed).explore())

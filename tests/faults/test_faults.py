@@ -24,10 +24,10 @@ pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
 SAMPLE = 4
 """Faults of each kind of training that are tried each time."""
 
-LONG_S, LONG_S_MAX = 50, 400
+LONG_S, LONG_S_MAX = 50, 240
 """Seconds of each kind in a long search; and the most, on a machine that is slow."""
 
-MET_MIN = 50
+MET_MIN = 30
 """Of the calls that it lets fail, so many are reached, however long that takes."""
 
 POOL, LINKS, FILES = Where
