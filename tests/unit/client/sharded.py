@@ -1,7 +1,7 @@
 """Sharded jobs of several processes on the CPU, one after another, for test_dcp.
 
-``python sharded.py ROOT TASK...`` runs tasks like ``save:4``, ``load:3``, ``train:2:6``; each with
-processes of its own. Forked, so that torch is imported once.
+``run`` takes tasks like ``save:4``, ``load:3``, ``train:2:6``; each has processes of its own. All
+are forked, so that torch is imported once.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ from portus.client.writers import classify
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.errors import CorruptionError
 from portus.spec import VersionInfo
+from portus.testing.nursery import Say
 
 WIDTH = 24
+
+JOBS_S_MAX = 250
 
 
 class Job:
@@ -575,18 +578,22 @@ def start(rank: int, task: str, count: int, root: Path, place: str, more: list[s
         dist.destroy_process_group()
 
 
-def main() -> None:
-    root = Path(sys.argv[1])
+def warm_up() -> None:
+    """For the nursery: all imports are done."""
+
+
+def run(_: Say, root: str, tasks: Sequence[str], environment: dict[str, str], errors: str) -> None:
+    """errors: the file that takes what goes to stderr."""
+    signal.alarm(JOBS_S_MAX)
+    os.environ.update(environment)
+    with open(errors, "wb") as file:
+        os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    for text in sys.argv[2:]:
+    for text in tasks:
         task, count, *more = text.split(":")
         with tempfile.TemporaryDirectory() as place:
-            arguments = (task, int(count), root, f"{place}/store", more)
+            arguments = (task, int(count), Path(root), f"{place}/store", more)
             try:
                 mp.start_processes(start, arguments, int(count), start_method="fork")
             except mp.ProcessExitedException as error:
                 print(f"{text}: {error}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

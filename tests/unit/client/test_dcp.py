@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,11 +34,11 @@ from portus.dcp import PortusStorageReader, PortusStorageWriter, groups, load
 from portus.index.directory import WRITERS
 from portus.index.groups import new_id, part_model, part_token
 from portus.spec import VersionInfo
+from portus.testing.nursery import nursery
 from tests.hosts import Host, serving, url
 from tests.unit.client.late_copy import FENCE_S_MAX, LateCopy
 from tests.unit.client.same import assert_same
 
-SCRIPT = Path(__file__).with_name("sharded.py")
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable"),
@@ -47,16 +48,15 @@ pytestmark = [
 
 def run(root: Path, *tasks: str, **environment: str) -> str:
     """Jobs one after another, in processes of their own; what they printed."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(root), *tasks],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    with (
+        tempfile.NamedTemporaryFile() as errors,
+        nursery("tests.unit.client.sharded").start(
+            "run", str(root), tasks, environment, errors.name
+        ) as child,
+    ):
+        printed = child.rest()
+        assert child.wait() == 0, errors.read().decode(errors="replace")
+    return "\n".join(printed)
 
 
 @pytest.fixture(scope="module")
