@@ -25,8 +25,8 @@ from portus.cli.pools import (
     link_text,
     version_document,
 )
+from portus.client.held import missing, unheld
 from portus.client.host import HostPool
-from portus.client.keeper import missing, unheld
 from portus.client.reference import Link, State
 from portus.errors import MediumError
 from portus.index.catalogue import Catalogue

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from portus.client import nested, order, restore, view
 from portus.client.fence import Fence, before_write, steps_seen
+from portus.client.held import held_in
 from portus.client.home import Home, Pool, home_of
-from portus.client.keeper import Keeper, held_in
+from portus.client.keeper import Keeper
 from portus.client.removals import Removal, Removals
 from portus.client.resolve import POOLS
 from portus.client.restore import Patterns, Rename, Restored

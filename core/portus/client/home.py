@@ -12,8 +12,9 @@ import os
 import urllib.parse
 from typing import Final, Protocol
 
+from portus.client.held import forget_deleted, is_deserted
 from portus.client.host import HostPool
-from portus.client.keeper import Keeper, forget_deleted, is_deserted, keeper_of
+from portus.client.keeper import Keeper, keeper_of
 from portus.errors import MediumError, PortusError
 from portus.format.layout import DATA_START
 from portus.index.catalogue import Catalogue

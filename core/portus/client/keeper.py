@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Final, Protocol, TypeVar
 
 from portus.client import reference as files_of
+from portus.client.held import gone_for_good, home, led_to, missing, unheld
 from portus.client.host import HostPool, is_renounced
 from portus.client.notes import note
 from portus.client.reference import Link, State
@@ -43,21 +44,19 @@ Result = TypeVar("Result")
 ASIDE: Final = ".uncommitted"
 """Behind the name of a reference file whose save was cut off, or failed."""
 
+_ASIDE: Final = re.compile(re.escape(ASIDE) + r"(-\d+)?$")
+
 _WITHDRAWN_MAX: Final = 16
 """Files that one run leaves of saves that failed; the oldest goes. It may fail for weeks."""
 
-
-_ASIDE: Final = re.compile(re.escape(ASIDE) + r"(-\d+)?$")
+_FILE_ROOM: Final = 64 << 10
+"""Bytes that the pool gives back for one reference file: it, its link, and what their directories
+grow by. Not more, since the next save needs the rest."""
 
 
 def is_aside(path: str) -> bool:
     """True for a file that was put aside, by its name: what it is named after is not there."""
     return _ASIDE.search(path) is not None
-
-
-_FILE_ROOM: Final = 64 << 10
-"""Bytes that the pool gives back for one reference file: it, its link, and what their directories
-grow by. Not more, since the next save needs the rest."""
 
 
 class HeldPool(Protocol):
@@ -297,7 +296,7 @@ class Keeper:
         """True if nothing is lost when ``path`` is removed: all that is there are reference files,
         and each version that they lead to has another file of its own, or there is none."""
         found, others = self._found_at(path)
-        led = _led_to(found, self._writer.catalogue())
+        led = led_to(found, self._writer.catalogue())
         are_here = all(map(self.is_here, found))
         return are_here and not others and led <= self._held_elsewhere(found, led)
 
@@ -307,7 +306,7 @@ class Keeper:
         found, _ = self._found_at(path)
         catalogue = self._writer.catalogue()
         commits = {entry.info.token.hex(): entry.info.commit for entry in catalogue.entries()}
-        newest = max((commits[token] for token in _led_to(found, catalogue)), default=None)
+        newest = max((commits[token] for token in led_to(found, catalogue)), default=None)
         if newest is None or not all(map(self.is_here, found)):
             return False  # not known to be older than anything
         newer = {token for token, commit in commits.items() if commit > newest}
@@ -491,7 +490,7 @@ class Keeper:
         retire what is not held: files that are placed now fall back to it first."""
         token = coming.token if coming else b""
         with self._guard:
-            tokens = _led_to(list(self._known.values()), catalogue, token)
+            tokens = led_to(list(self._known.values()), catalogue, token)
             if coming is not None:
                 infos = [e.info for e in catalogue.entries() if e.info.model == coming.model]
                 free = frozenset(each.token for each in infos if each.token.hex() not in tokens)
@@ -505,7 +504,7 @@ class Keeper:
         dead = self._read_links()
         catalogue = self._writer.catalogue()
         with self._guard:
-            led = _led_to(list(self._known.values()), catalogue)
+            led = led_to(list(self._known.values()), catalogue)
         gone = {reference.token for reference in dead} - led
         return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in gone}
 
@@ -567,7 +566,7 @@ class Keeper:
         there = {entry.info.token.hex(): entry.info.id for entry in catalogue.entries()}
         with self._guard:
             self._known.pop(old.id, None)
-            led = _led_to(list(self._known.values()), catalogue)
+            led = led_to(list(self._known.values()), catalogue)
             goes = retire and old.token in there.keys() - led
             self._leaving &= there.keys()
             if goes:
@@ -593,8 +592,8 @@ class Keeper:
         """
         found = self._links()
         lost = [each for each in found if each.state is State.DELETED]
-        settled = {home: self._is_settled(home) for home in set(map(_home, lost))}
-        gone = [each.reference for each in lost if settled[_home(each)]]
+        settled = {each: self._is_settled(each) for each in set(map(home, lost))}
+        gone = [each.reference for each in lost if settled[home(each)]]
         ids = {each.id for each in gone}
         there = {entry.info.token.hex() for entry in self._writer.catalogue().entries()}
         dead = [each for each in gone if each.token in there]
@@ -654,9 +653,7 @@ class Keeper:
         catalogue = self._writer.catalogue()
         there = {entry.info.token.hex() for entry in catalogue.entries()}
         is_lost = there and not os.path.isdir(self._directory)
-        if not is_lost and (
-            not self._known or there <= _led_to([*self._known.values()], catalogue)
-        ):
+        if not is_lost and (not self._known or there <= led_to([*self._known.values()], catalogue)):
             return
         uuid = self._writer.superblock.uuid.hex()
         self._with_room(lambda: make_directory(self._directory))
@@ -700,79 +697,6 @@ def _falling_back(
 def _stands_alone(reference: Reference) -> bool:
     """False for parts of a directory, and of a group: those are mended as wholes."""
     return reference.part is None and part_of(reference.model) is None
-
-
-def _home(link: Link) -> str:
-    """The directory that the reference is missing in."""
-    return os.path.dirname(link.path or link.reference.written_path)
-
-
-def missing(links: Sequence[Link], catalogue: Catalogue) -> list[tuple[VersionInfo, Reference]]:
-    """The versions that are held for files of which it is not known where they are, and for no
-    other; oldest first, each with the file that was written last."""
-    lost = unheld(links, catalogue, (State.UNKNOWN, State.DELETED))
-    there = {entry.info.token.hex(): entry.info for entry in catalogue.entries()}
-    found: dict[int, tuple[VersionInfo, Reference]] = {}
-    for link in sorted(links, key=lambda link: link.reference.written_ns):
-        token = link.reference.leads_to(there)
-        if link.state is State.UNKNOWN and token is not None and there[token].id in lost:
-            found[there[token].id] = there[token], link.reference
-    return sorted(found.values(), key=lambda each: each[0].commit)
-
-
-def unheld(links: Sequence[Link], catalogue: Catalogue, states: Collection[State]) -> set[int]:
-    """Versions that reference files of ``states`` lead to, and no other reference file does."""
-    others = [each.reference for each in links if each.state not in states]
-    gone = {each.reference.token for each in links if each.state in states}
-    gone -= _led_to(others, catalogue)
-    return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in gone}
-
-
-def held_in(path: str, catalogue: Catalogue) -> set[int]:
-    """Versions of the pool file at ``path`` that reference files lead to, by its links."""
-    files = LocalFiles()
-    found = files_of.links(links_directory(path), files, adopt=False)
-    gone = gone_for_good(found, {State.DELETED}, files)
-    alive = [each.reference for each in found if each.reference not in gone]
-    tokens = _led_to(alive, catalogue)
-    return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in tokens}
-
-
-def is_deserted(path: str, catalogue: Catalogue) -> bool:
-    """True if files led to each version of the pool file at ``path``, and all of them were deleted,
-    durably. However long it takes to look for copies. Raises ``MediumError``."""
-    files, directory = LocalFiles(), links_directory(path)
-    found = files_of.links(directory, files, adopt=False, survey=survey_of(directory, None))
-    gone_for_good(found, {State.DELETED}, files)
-    if any(link.state is not State.DELETED for link in found):
-        return False
-    return catalogue.ids() <= unheld(found, catalogue, {State.DELETED})
-
-
-def forget_deleted(path: str) -> None:
-    """Remove the links of deleted reference files from those of the pool file at ``path``."""
-    files, directory = LocalFiles(), links_directory(path)
-    for each in files_of.links(directory, files, adopt=False):
-        if each.state is State.DELETED:
-            files_of.forget(each.reference, directory, files)
-
-
-def gone_for_good(
-    links: Sequence[Link], states: Collection[State], files: files_of.FileSystem
-) -> list[Reference]:
-    """The reference files of ``states``, once they stay gone: a power cut would bring back a name
-    that was not. Raises ``MediumError``."""
-    lost = [each for each in links if each.state in states]
-    for directory in set(map(_home, lost)):
-        files_of.settle_removals(directory, files)
-    return [each.reference for each in lost]
-
-
-def _led_to(references: list[Reference], catalogue: Catalogue, coming: bytes = b"") -> set[str]:
-    """Tokens of the versions there that ``references`` lead to: where a save failed or was cut
-    off, the one that its reference falls back to."""
-    there = {entry.info.token.hex() for entry in catalogue.entries()} | {coming.hex()}
-    return {token for each in references if (token := each.leads_to(there))}
 
 
 _keepers: Final[weakref.WeakKeyDictionary[HeldPool, Keeper]] = weakref.WeakKeyDictionary()

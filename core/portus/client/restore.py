@@ -7,23 +7,18 @@ hashing again: if no version verifies, the tensors are untouched.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
 import difflib
 import fnmatch
 import logging
-import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import numpy as np
 import torch
 
-from portus.client.classes import fields_of
-from portus.client.leaves import PLAIN
+from portus.client.merge import HOLE, Merge
 from portus.client.state import flatten, unflatten
 from portus.client.tree import decode, leaf_nodes, tensor_index
 from portus.errors import CorruptionError, StaleError, UsageError
@@ -44,16 +39,9 @@ Rename = Mapping[str, str] | Callable[[str], str] | None
 
 Result = TypeVar("Result")
 
-_Row = list[object] | tuple[object, ...] | deque[object]
-_ROWS: Final = (list, tuple, deque)
-_NAMESPACES: Final = (argparse.Namespace, types.SimpleNamespace)
-
 _NEAR_MAX: Final = 5
 _HEADS_MAX: Final = 2000
 """Key paths that an error names, and looks at, for one that is not there."""
-
-_HOLE: Final = object()
-"""Where a tensor was, in what a version holds besides tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +194,7 @@ def outlined(
         storages = _fetch(opened, read)
         for index in np.setdiff1d(needed, read).tolist():
             storages[index] = torch.UntypedStorage(int(lengths[index]), device=device)
-        state = _part(_assembled(opened, storages, wanted), opened, part)
+        state = _part(_assembled(opened, storages, wanted), current.info, part)
         places = {each._cdata: index for index, each in enumerate(storages) if each is not None}
         yield Outline(state, places, opened.record, opened.tensors)
 
@@ -237,11 +225,7 @@ def load_part(
 
     Raises as ``load``, and ``CorruptionError`` if there is no such key.
     """
-    with pool.pinned(entry.info.id) as current:
-        opened = _open(pool, current, verify)
-        keep = _within(part)
-        state = _assembled(opened, _fetch(opened, _storages_of(opened, keep)), keep)
-    return _part(state, opened, part)
+    return _part(_load(pool, entry, _within(part), verify), entry.info, part)
 
 
 def verify(
@@ -288,7 +272,7 @@ def restore_into(
         if keep is not None:
             keep.complain(current.info)
         _fill(opened, pairs.found)
-    _Merge(complete=strict and keep is None and rename is None).merged(state, leaves)
+    Merge(complete=strict and keep is None and rename is None).merged(state, leaves)
     return Restored(current.info, tuple(pairs.missing), tuple(pairs.unexpected))
 
 
@@ -394,11 +378,11 @@ def _within(part: str | None) -> Callable[[str], bool] | None:
     return lambda path: path == part or path.startswith(f"{part}.")
 
 
-def _part(state: object, opened: _Opened, part: str | None) -> object:
+def _part(state: object, info: VersionInfo, part: str | None) -> object:
     if part is None:
         return state
     if not isinstance(state, dict) or part not in state:
-        raise CorruptionError(f"{_where(opened.record.info)}: its state has no part {part!r}")
+        raise CorruptionError(f"{_where(info)}: its state has no part {part!r}")
     return state[part]
 
 
@@ -532,72 +516,8 @@ def _leaves(opened: _Opened, arrays: set[str], keep: Callable[[str], bool] | Non
         opened.tensors,
         _fetch(opened, np.array(needed, np.int64)),
         lambda name: name not in tensors and (keep is None or keep(name)),
-        _HOLE,
+        HOLE,
     )
-
-
-class _Merge:
-    """Puts what a version holds besides tensors into a state, whose tensors stay where they are.
-
-    Containers of the state that can be changed are changed in place; a tuple that holds a tensor
-    is made again around it. ``complete``: the tensors of both are the same, so what the state
-    lacks is added, and lists get the length that they had.
-    """
-
-    def __init__(self, *, complete: bool) -> None:
-        self._complete: Final = complete
-
-    def merged(self, old: object, value: object) -> object:
-        """What goes in the place of ``old``."""
-        if value is _HOLE or isinstance(old, torch.Tensor):
-            return old
-        if isinstance(old, dict) and isinstance(value, dict):
-            self._merge_dict(old, value)
-        elif isinstance(old, _ROWS) and isinstance(value, _ROWS):
-            return self._merged_row(old, value)
-        elif isinstance(old, _NAMESPACES) and isinstance(value, _NAMESPACES):
-            self._merge_dict(vars(old), vars(value))
-        elif _is_dataclass(old) and type(value) is type(old):
-            for name, new in fields_of(value).items():
-                object.__setattr__(old, name, self.merged(getattr(old, name, None), new))
-        else:
-            return old if _has_hole(value) else value
-        return old
-
-    def _merge_dict(self, old: dict[Any, Any], value: dict[Any, Any]) -> None:
-        for key, new in value.items():
-            if key in old:
-                old[key] = self.merged(old[key], new)
-            elif self._complete:
-                old[key] = new
-
-    def _merged_row(self, old: _Row, value: _Row) -> object:
-        items, news = list(old), list(value)
-        both = min(len(items), len(news))
-        is_one_leaf = PLAIN.issuperset(map(type, (*items, *news)))
-        rest = news[both:] if self._complete or is_one_leaf else items[both:]
-        items = [*map(self.merged, items[:both], news[:both]), *rest]
-        if isinstance(old, tuple):
-            return tuple.__new__(type(old), items)
-        if isinstance(old, list):
-            old[:] = items
-        else:
-            old.clear()
-            old.extend(items)
-        return old
-
-
-def _is_dataclass(value: object) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _has_hole(value: object) -> bool:
-    """True if a tensor was left out of ``value``, which is no place to put it into."""
-    if isinstance(value, dict):
-        return any(map(_has_hole, value.values()))
-    if isinstance(value, _ROWS):
-        return any(map(_has_hole, value))
-    return value is _HOLE or (_is_dataclass(value) and _has_hole(fields_of(value)))
 
 
 def _batches(lengths: Column) -> list[Column]:

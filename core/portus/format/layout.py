@@ -78,8 +78,6 @@ SUPERBLOCK: Final = Record(
     ),
 )
 
-POINTER_FIELDS: Final = ("offset", "length", "digest")
-
 SLOT: Final = Record(
     "root slot",
     128,

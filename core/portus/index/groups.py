@@ -20,7 +20,6 @@ from portus.index.place import Place
 from portus.spec import VersionInfo
 
 ID_SIZE: Final = 12
-RANKS_MAX: Final = 1 << 20
 
 _PART: Final = re.compile(r"(.+)/rank-(0|[1-9][0-9]{0,6})-of-([1-9][0-9]{0,6})", re.DOTALL)
 
