@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from portus.client import reference as reference_files
+from portus.client import fate
+from portus.client.fate import State as FileState
 from portus.client.keeper import Keeper
-from portus.client.reference import State as FileState
 from portus.errors import MediumError
 from portus.format.checksum import digest
 from portus.format.layout import Kind
@@ -173,13 +173,13 @@ def lead(files: CrashFiles, path: str, pool: PoolReader | None) -> int | None:
     entries = list(pool.catalogue().entries()) if pool is not None else []
     steps = {entry.info.token.hex(): entry.info.step for entry in entries}
     if reference.token in steps:
-        found = reference_files.state_of(reference, LINKS, files)
+        found = fate.state_of(reference, LINKS, files)
         assert found is ALIVE, f"{path} is there, and looks {found.value}"
         return steps[reference.token]
     token = reference.leads_to(steps)
     if token is not None:
         return steps[token]
-    links = reference_files.links(LINKS, files, adopt=False)
+    links = fate.links(LINKS, files, adopt=False)
     is_linked = any(each.reference.id == reference.id for each in links)
     # Without a durable link its version was never committed, and it holds nothing.
     assert reference.fallback is None or not is_linked, f"{path} leads nowhere, fallback too"
@@ -439,7 +439,7 @@ class Trainer:
     def deleted_steps(self, model: str) -> list[int]:
         """Steps whose files were all removed behind the keeper's back, and that no file whose own
         version was never committed falls back to."""
-        links = reference_files.links(LINKS, self.files)
+        links = fate.links(LINKS, self.files)
         gone = {each.reference.token for each in links if each.state is DELETED}
         there = {entry.info.token.hex() for entry in self.writer.catalogue().entries()}
         gone -= {each.reference.leads_to(there) for each in links if each.state is not DELETED}

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import portus
-from portus.client import reference
+from portus.client import fate, reference
 from portus.client.checkpointer import Checkpointer
+from portus.client.fate import Link, State
 from portus.client.keeper import Keeper
-from portus.client.reference import Link, State
 from portus.client.removals import Removal, Removals
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
@@ -130,15 +130,15 @@ def _remove_at_once() -> None:
 
 def _take_one_name_for_deleted() -> None:
     """What was true of links before they knew which file they are of: a copy has no second name."""
-    stock = reference._Judge._look
+    stock = fate._Judge._look
 
-    def look(self: reference._Judge, name: reference._Name, of: Reference) -> Link:
+    def look(self: fate._Judge, name: reference.LinkName, of: Reference) -> Link:
         status = self._files.status(f"{self._directory}/{name}")
         if status is not None and status.links > 1:
             return stock(self, name, of)
         return Link(of, State.DELETED, of.written_path)
 
-    setattr(reference._Judge, "_look", look)  # noqa: B010
+    setattr(fate._Judge, "_look", look)  # noqa: B010
 
 
 def _tell_before_the_commit() -> None:

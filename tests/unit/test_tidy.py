@@ -164,5 +164,27 @@ def test_no_file_names_a_place_on_one_machine() -> None:
     assert found == []
 
 
+def owners(text: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of each function and class that the page of invariants says to keep one."""
+    for line in text.splitlines():
+        module = ""
+        for word in re.findall("`([^`]+)`", line) if "**Owner**" in line else ():
+            if word.endswith(".py"):
+                module = word
+            elif module and re.fullmatch(r"[A-Za-z_.]+", word):
+                yield module, word.rpartition(".")[2]
+
+
+def test_the_owners_of_invariants_are_in_their_modules() -> None:
+    found = list(owners((ROOT / "docs" / "invariants.md").read_text()))
+    assert len(found) > 50
+    absent = []
+    for module, name in found:
+        path = ROOT / module if module.startswith("portus_") else ROOT / "core/portus" / module
+        if not re.search(rf"^ *((async )?def|class) {name}\b|^{name}\b", path.read_text(), re.M):
+            absent.append(f"{module}: {name}")
+    assert absent == []
+
+
 def test_every_reason_is_one() -> None:
     assert all(len(reason.split()) > 3 for reason in [*BROAD_EXCEPT.values(), *PICKLE.values()])

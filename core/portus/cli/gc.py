@@ -11,10 +11,11 @@ from typing import Final
 from portus.cli.output import Json, Output, error_document, exit_code, said, size_text
 from portus.cli.pools import find_pool, nearest, version_document
 from portus.cli.rm import writing
+from portus.client.fate import Link, State, links
 from portus.client.held import gone_for_good, unheld
 from portus.client.home import host_links
 from portus.client.host import HostPool, is_renounced
-from portus.client.reference import Link, State, links, read_through
+from portus.client.reference import read_through
 from portus.errors import PortusError, UsageError
 from portus.format.reference import Reference
 from portus.index.directory import links_directory, on_disk, open_reader, pools_at, remove_pool

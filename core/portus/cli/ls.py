@@ -25,9 +25,9 @@ from portus.cli.pools import (
     link_text,
     version_document,
 )
+from portus.client.fate import Link, State
 from portus.client.held import missing, unheld
 from portus.client.host import HostPool
-from portus.client.reference import Link, State
 from portus.errors import MediumError
 from portus.index.catalogue import Catalogue
 from portus.index.directory import on_disk

@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import Final
 
 from portus.cli.output import Json, moment_text
+from portus.client import fate
 from portus.client import reference as files_of
+from portus.client.fate import Link, State
 from portus.client.home import open_place
-from portus.client.reference import Link, State
 from portus.errors import PortusError, UsageError
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
@@ -203,7 +204,7 @@ def holders(pool: Place, catalogue: Catalogue) -> dict[bytes, list[Link]]:
     """
     if pool.is_host:
         return {}
-    links = files_of.links(links_directory(pool.path), LocalFiles(), adopt=False)
+    links = fate.links(links_directory(pool.path), LocalFiles(), adopt=False)
     there = {entry.info.token.hex() for entry in catalogue.entries()}
     found: dict[bytes, list[Link]] = {}
     for link in sorted(links, key=lambda link: link.reference.written_ns):

@@ -15,9 +15,9 @@ from portus.cli.pools import (
     reference_at,
     version_document,
 )
+from portus.client.fate import State
 from portus.client.host import HostPool
 from portus.client.keeper import Keeper, keeper_of
-from portus.client.reference import State
 from portus.errors import UsageError
 from portus.format.reference import Reference
 from portus.index.directory import WRITERS

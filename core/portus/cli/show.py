@@ -16,7 +16,7 @@ from portus.cli.pools import (
     open_pools,
     version_document,
 )
-from portus.client.reference import Link
+from portus.client.fate import Link
 from portus.client.tree import decode, distinct, leaf_nodes, tensor_index
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import Kind

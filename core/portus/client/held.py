@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 
+from portus.client import fate
 from portus.client import reference as files_of
-from portus.client.reference import Link, State
+from portus.client.fate import Link, State
 from portus.client.survey import survey_of
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
@@ -15,7 +16,7 @@ from portus.media.local import LocalFiles
 from portus.spec import VersionInfo
 
 
-def home(link: Link) -> str:
+def home_of_link(link: Link) -> str:
     """The directory that the reference is missing in."""
     return os.path.dirname(link.path or link.reference.written_path)
 
@@ -44,7 +45,7 @@ def unheld(links: Sequence[Link], catalogue: Catalogue, states: Collection[State
 def held_in(path: str, catalogue: Catalogue) -> set[int]:
     """Versions of the pool file at ``path`` that reference files lead to, by its links."""
     files = LocalFiles()
-    found = files_of.links(links_directory(path), files, adopt=False)
+    found = fate.links(links_directory(path), files, adopt=False)
     gone = gone_for_good(found, {State.DELETED}, files)
     alive = [each.reference for each in found if each.reference not in gone]
     tokens = led_to(alive, catalogue)
@@ -55,7 +56,7 @@ def is_deserted(path: str, catalogue: Catalogue) -> bool:
     """True if files led to each version of the pool file at ``path``, and all of them were deleted,
     durably. However long it takes to look for copies. Raises ``MediumError``."""
     files, directory = LocalFiles(), links_directory(path)
-    found = files_of.links(directory, files, adopt=False, survey=survey_of(directory, None))
+    found = fate.links(directory, files, adopt=False, survey=survey_of(directory, None))
     gone_for_good(found, {State.DELETED}, files)
     if any(link.state is not State.DELETED for link in found):
         return False
@@ -65,7 +66,7 @@ def is_deserted(path: str, catalogue: Catalogue) -> bool:
 def forget_deleted(path: str) -> None:
     """Remove the links of deleted reference files from those of the pool file at ``path``."""
     files, directory = LocalFiles(), links_directory(path)
-    for each in files_of.links(directory, files, adopt=False):
+    for each in fate.links(directory, files, adopt=False):
         if each.state is State.DELETED:
             files_of.forget(each.reference, directory, files)
 
@@ -76,7 +77,7 @@ def gone_for_good(
     """The reference files of ``states``, once they stay gone: a power cut would bring back a name
     that was not. Raises ``MediumError``."""
     lost = [each for each in links if each.state in states]
-    for directory in set(map(home, lost)):
+    for directory in set(map(home_of_link, lost)):
         files_of.settle_removals(directory, files)
     return [each.reference for each in lost]
 

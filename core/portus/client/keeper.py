@@ -19,11 +19,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, Protocol, TypeVar
 
+from portus.client import fate
 from portus.client import reference as files_of
-from portus.client.held import gone_for_good, home, led_to, missing, unheld
+from portus.client.fate import Link, State
+from portus.client.held import gone_for_good, home_of_link, led_to, missing, unheld
 from portus.client.host import HostPool, is_renounced
 from portus.client.notes import note
-from portus.client.reference import Link, State
 from portus.client.survey import Survey, survey_of
 from portus.errors import MediumError, PortusError
 from portus.format.reference import Reference
@@ -331,7 +332,7 @@ class Keeper:
             each.token
             for each in others
             if each.token in tokens
-            and files_of.state_of(each, self._directory, self._files) is State.ALIVE
+            and fate.state_of(each, self._directory, self._files) is State.ALIVE
         }
 
     def begin(self, model: str | None) -> None:
@@ -510,7 +511,7 @@ class Keeper:
 
     def collect(self, states: Collection[State]) -> set[int]:
         """Retire the versions that only reference files of ``states`` lead to, and forget those
-        files; the ids. DELETED: those that ``deleted`` names; UNKNOWN: see ``reference``. However
+        files; the ids. DELETED: those that ``deleted`` names; UNKNOWN: see ``fate``. However
         long it takes to look for copies."""
         found = self._links(survey_of(self._directory, None))
         gone = unheld(found, self._writer.catalogue(), states)
@@ -560,7 +561,7 @@ class Keeper:
         if not self.is_here(old):
             return  # its own writer finds the link without a file
         self._follow()
-        if files_of.state_of(old, self._directory, self._files, self._survey) is State.ALIVE:
+        if fate.state_of(old, self._directory, self._files, self._survey) is State.ALIVE:
             return  # a copy was removed, not the file itself, or there is one
         catalogue = self._writer.catalogue()
         there = {entry.info.token.hex(): entry.info.id for entry in catalogue.entries()}
@@ -592,8 +593,8 @@ class Keeper:
         """
         found = self._links()
         lost = [each for each in found if each.state is State.DELETED]
-        settled = {each: self._is_settled(each) for each in set(map(home, lost))}
-        gone = [each.reference for each in lost if settled[home(each)]]
+        settled = {each: self._is_settled(each) for each in set(map(home_of_link, lost))}
+        gone = [each.reference for each in lost if settled[home_of_link(each)]]
         ids = {each.id for each in gone}
         there = {entry.info.token.hex() for entry in self._writer.catalogue().entries()}
         dead = [each for each in gone if each.token in there]
@@ -658,12 +659,12 @@ class Keeper:
         uuid = self._writer.superblock.uuid.hex()
         self._with_room(lambda: make_directory(self._directory))
         self._survey.renew()
-        for each in files_of.strays(self._directory, self._files, uuid, self._survey, there):
+        for each in fate.strays(self._directory, self._files, uuid, self._survey, there):
             self._known[each.id] = each
 
     def _links(self, survey: Survey | None = None) -> list[Link]:
         with self._placing:
-            return files_of.links(self._directory, self._files, survey=survey or self._survey)
+            return fate.links(self._directory, self._files, survey=survey or self._survey)
 
     def _is_settled(self, directory: str) -> bool:
         """True once what was removed from ``directory`` stays removed."""

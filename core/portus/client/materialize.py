@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO, Final
 
 from portus.client import torch_file, weights_file
+from portus.client.fate import State
 from portus.client.grouped import is_shard, shards_at
 from portus.client.keeper import is_aside, keeper_of
-from portus.client.reference import State, is_link, read
+from portus.client.reference import is_link, read
 from portus.client.resolve import POOLS, Pools, use_reference
 from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.format.reference import SIZE_MAX, Reference

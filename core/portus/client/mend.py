@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator
 from typing import Final
 
+from portus.client.fate import links as links_in
 from portus.client.grouped import Census, census, has_writer, pool_of_part
 from portus.client.home import host_links
 from portus.client.host import HostPool
 from portus.client.keeper import Keeper, keeper_of
-from portus.client.reference import links as links_in
 from portus.client.resolve import POOLS
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS, has_pool, links_directory, pools_at

@@ -18,7 +18,7 @@ import torch
 
 import portus
 from portus.cli.main import main
-from portus.client import reference as ref
+from portus.client import fate
 from portus.client.keeper import keeper_of
 from portus.client.resolve import Pools, load_reference
 from portus.client.view import open_pool
@@ -59,9 +59,9 @@ def gc(run: Path, *more: str) -> None:
             main()
 
 
-def states(run: Path) -> dict[int, ref.State]:
+def states(run: Path) -> dict[int, fate.State]:
     directory = links_directory(str(run / ".portus" / "net.portus"))
-    found = ref.links(directory, LocalFiles(), adopt=False)
+    found = fate.links(directory, LocalFiles(), adopt=False)
     return {link.reference.step: link.state for link in found}
 
 
@@ -230,7 +230,7 @@ def test_a_run_that_was_moved_is_told_from_one_that_was_deleted(tmp_path: Path) 
     trained(run)
     run.rename(moved)
     os.unlink(moved / "ckpt/1.ckpt")
-    here, gone, unknown = ref.State.ALIVE, ref.State.DELETED, ref.State.UNKNOWN
+    here, gone, unknown = fate.State.ALIVE, fate.State.DELETED, fate.State.UNKNOWN
     assert states(moved) == {1: gone, 2: here, 3: here}
     shutil.move(moved / "ckpt", tmp_path / "elsewhere")
     os.unlink(tmp_path / "elsewhere/2.ckpt")
@@ -294,7 +294,7 @@ def test_a_directory_that_cannot_be_looked_at_proves_nothing(tmp_path: Path) -> 
     os.symlink(tmp_path / "not mounted", run / "ckpt")
     os.unlink(run / "gone/1.ckpt")
     os.rmdir(run / "gone")
-    assert states(run) == {1: ref.State.UNKNOWN}
+    assert states(run) == {1: fate.State.UNKNOWN}
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.long)])
@@ -349,7 +349,7 @@ def test_what_is_held_for_files_that_nobody_finds_is_said_where_space_is_short(
     run = tmp_path / "run"
     trained(run)
     shutil.rmtree(run / "ckpt")
-    assert set(states(run).values()) == {ref.State.UNKNOWN}
+    assert set(states(run).values()) == {fate.State.UNKNOWN}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["portus", "ls", str(run / ".portus")])
         with pytest.raises(SystemExit, match="0"):

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import portus
+from portus.client import fate
 from portus.client import reference as ref
 from portus.client.materialize import in_place, materialize
 from portus.client.resolve import POOLS
@@ -44,9 +45,9 @@ class Run:
             made.save(state, self.steps, reference=path, synchronous=True).wait()
         return path
 
-    def links(self) -> list[ref.State]:
+    def links(self) -> list[fate.State]:
         directory = links_directory(str(self.pool))
-        return [link.state for link in ref.links(directory, LocalFiles())]
+        return [link.state for link in fate.links(directory, LocalFiles())]
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_a_materialised_file_is_what_torch_would_have_saved(run: Run) -> None:
     status = path.stat()
     assert (status.st_mode & 0o777, status.st_mtime_ns) == (0o640, 7_000_000_000)
     assert os.listdir(run.ckpt) == ["a.ckpt"]
-    assert run.links() == [ref.State.DELETED]
+    assert run.links() == [fate.State.DELETED]
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")

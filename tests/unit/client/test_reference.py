@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from portus.client import fate
 from portus.client import reference as ref
 from portus.errors import CorruptionError, MediumError
 from portus.format.reference import Reference, encode
@@ -54,8 +55,8 @@ class Run:
         [path] = Path(self.links).glob(f"{number:032x}*")
         return path
 
-    def states(self) -> dict[int, ref.State]:
-        return {link.reference.step: link.state for link in ref.links(self.links, self.files)}
+    def states(self) -> dict[int, fate.State]:
+        return {link.reference.step: link.state for link in fate.links(self.links, self.files)}
 
 
 class Elsewhere(LocalFiles):
@@ -94,7 +95,7 @@ def test_a_new_path_gets_the_reference_and_nothing_beside_it(run: Run) -> None:
     assert os.listdir(run.home) == ["a.ckpt"]
     assert ref.read(run.home / "a.ckpt") == made
     assert os.stat(run.home / "a.ckpt").st_nlink == 2
-    assert run.states() == {1: ref.State.ALIVE}
+    assert run.states() == {1: fate.State.ALIVE}
 
 
 def test_an_existing_path_is_replaced_and_what_was_there_is_deleted(run: Run) -> None:
@@ -102,7 +103,7 @@ def test_an_existing_path_is_replaced_and_what_was_there_is_deleted(run: Run) ->
     made = run.save("a.ckpt")
     assert os.listdir(run.home) == ["a.ckpt"]
     assert ref.read(run.home / "a.ckpt") == made
-    assert run.states() == {1: ref.State.DELETED, 2: ref.State.ALIVE}
+    assert run.states() == {1: fate.State.DELETED, 2: fate.State.ALIVE}
     assert len(os.listdir(run.links)) == 2
 
 
@@ -137,7 +138,7 @@ def test_deleting_is_seen_and_moving_is_not_taken_for_it(run: Run, tmp_path: Pat
     shutil.rmtree(run.home / "tree")
     os.link(run.home / "second", tmp_path / "second")
     os.remove(run.home / "second")
-    gone, here, unknown = ref.State.DELETED, ref.State.ALIVE, ref.State.UNKNOWN
+    gone, here, unknown = fate.State.DELETED, fate.State.ALIVE, fate.State.UNKNOWN
     assert run.states() == {1: here, 2: gone, 3: here, 4: unknown, 5: here}
 
 
@@ -145,11 +146,11 @@ def test_a_copy_that_takes_the_place_of_the_file_keeps_it_alive(run: Run) -> Non
     first = run.save("last.ckpt")
     shutil.copy(run.home / "last.ckpt", run.home / "previous.ckpt")
     run.save("last.ckpt")
-    assert run.states() == {1: ref.State.ALIVE, 2: ref.State.ALIVE}
+    assert run.states() == {1: fate.State.ALIVE, 2: fate.State.ALIVE}
     assert os.stat(run.home / "previous.ckpt").st_nlink == 2
     os.remove(run.home / "previous.ckpt")
-    assert run.states() == {1: ref.State.DELETED, 2: ref.State.ALIVE}
-    assert ref.state_of(first, run.links, run.files) is ref.State.DELETED
+    assert run.states() == {1: fate.State.DELETED, 2: fate.State.ALIVE}
+    assert fate.state_of(first, run.links, run.files) is fate.State.DELETED
 
 
 @pytest.mark.parametrize("how", ["renamed", "removed"])
@@ -166,14 +167,14 @@ def test_a_directory_that_is_gone_before_it_is_settled_is_no_error(
         shutil.rmtree(path.parent)
     ref.settle(str(path), run.files, run.links)
     alive = how == "renamed"
-    assert run.states() == {1: ref.State.ALIVE if alive else ref.State.UNKNOWN}
+    assert run.states() == {1: fate.State.ALIVE if alive else fate.State.UNKNOWN}
 
 
 def test_a_path_taken_away_and_forgotten_leaves_no_name(run: Run) -> None:
     made = run.save("a.ckpt")
     ref.take_away(str(run.home / "a.ckpt"), run.files)
     ref.take_away(str(run.home / "a.ckpt"), run.files)
-    assert ref.state_of(made, run.links, run.files) is ref.State.DELETED
+    assert fate.state_of(made, run.links, run.files) is fate.State.DELETED
     ref.forget(made, run.links, run.files)
     assert os.listdir(run.links) == os.listdir(run.home) == []
     assert run.states() == {}
@@ -184,9 +185,9 @@ def test_what_a_crash_left_in_the_links_directory_is_tidied(run: Run) -> None:
     assert made.step == 1
     os.link(run.link(1), f"{run.link(1)}.new")
     os.remove(run.home / "a.ckpt")
-    assert run.states() == {1: ref.State.ALIVE}  # the leftover counts as a name
+    assert run.states() == {1: fate.State.ALIVE}  # the leftover counts as a name
     ref.tidy(run.links, run.files)
-    assert run.states() == {1: ref.State.DELETED}
+    assert run.states() == {1: fate.State.DELETED}
 
 
 def test_a_save_after_a_crash_in_the_same_save_works(run: Run) -> None:
@@ -203,17 +204,17 @@ def test_without_hard_links_the_file_is_copied_and_a_missing_one_is_unknown(far:
     assert os.listdir(far.home) == ["a.ckpt"]
     assert os.stat(far.home / "a.ckpt").st_nlink == 1
     assert ref.read(far.home / "a.ckpt") == made
-    assert far.states() == {1: ref.State.ALIVE}
+    assert far.states() == {1: fate.State.ALIVE}
     os.rename(far.home / "a.ckpt", far.home / "b.ckpt")
-    assert far.states() == {1: ref.State.ALIVE}
+    assert far.states() == {1: fate.State.ALIVE}
     (far.home.parent / "archive").mkdir()
     os.rename(far.home / "b.ckpt", far.home.parent / "archive" / "a.ckpt")
-    assert far.states() == {1: ref.State.UNKNOWN}
-    assert ref.state_of(made, far.links, far.files) is ref.State.UNKNOWN
+    assert far.states() == {1: fate.State.UNKNOWN}
+    assert fate.state_of(made, far.links, far.files) is fate.State.UNKNOWN
     far.save("a.ckpt")
-    assert far.states() == {1: ref.State.UNKNOWN, 2: ref.State.ALIVE}
+    assert far.states() == {1: fate.State.UNKNOWN, 2: fate.State.ALIVE}
     ref.forget(made, far.links, far.files)
-    assert far.states() == {2: ref.State.ALIVE}
+    assert far.states() == {2: fate.State.ALIVE}
 
 
 def test_without_hard_links_what_a_crash_left_is_tidied(far: Run) -> None:
@@ -260,7 +261,7 @@ def test_a_damaged_link_does_not_stand_in_the_way_of_the_others(run: Run) -> Non
     run.save("b.ckpt")
     run.link(1).write_bytes(b"rot" * 500)
     Path(run.links, "stranger").write_bytes(b"")
-    assert run.states() == {2: ref.State.ALIVE}
+    assert run.states() == {2: fate.State.ALIVE}
 
 
 def test_a_link_is_proved_by_identity_not_by_content(run: Run, tmp_path: Path) -> None:
