@@ -48,10 +48,10 @@ def check(run: Run, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fence, "guard", Sabotage.never_wait)
         patch.setattr(snapshot, "classify", Sabotage.all_stable)
-        with slow_saves(folder / "broken", audited=False) as saves:
+        with slow_saves(folder / "broken", unguarded=True, audited=False) as saves:
             run(saves)
             assert saves.torn(), "the case could not have failed"
-        with slow_saves(folder / "audited") as saves:
+        with slow_saves(folder / "audited", unguarded=True) as saves:
             run(saves)
             assert saves.torn() == set()
             assert saves.voided() > 0

@@ -27,6 +27,8 @@ PAUSE_S: Final = 0.02
 """How long the copier sleeps before each save: many steps of these small models."""
 
 FENCE_S_MAX: Final = 60.0
+WRITTEN_S_MAX: Final = 1.0
+"""The longest wait for somebody to write what is being saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,15 @@ class Unaudited(Auditor):
 class SlowSaves:
     """Saves to a pool of its own, and remembers what each state was.
 
-    ``pause`` is called by the copier before each save; it sleeps, if nothing is said.
+    ``pause`` is called by the copier before each save; it sleeps, if nothing is said. unguarded:
+    nothing holds writers up, so it waits until one has written something, or no other comes.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
+        unguarded: bool = False,
         audited: bool = True,
         pause: Callable[[], object] = _sleep,
     ) -> None:
@@ -87,11 +91,14 @@ class SlowSaves:
             self.checkpointer._auditor = Unaudited()  # type: ignore[misc]
         self.saves: list[SaveHandle] = []
         self._pause = pause
+        self._unguarded = unguarded
+        self._over = False
         self._wanted: list[dict[str, bytes]] = []
 
     def save(self, state: object) -> None:
         self._wanted.append(contents(state))
-        slow_down(self.checkpointer, self._pause)
+        pause = self._until_written(state) if self._unguarded else self._pause
+        slow_down(self.checkpointer, pause)
         self.saves.append(self.checkpointer.save(state, len(self.saves)))
 
     def __deepcopy__(self, memo: object) -> SlowSaves:
@@ -105,7 +112,21 @@ class SlowSaves:
         stage: Stage = self.saves[-1]._save._stage  # type: ignore[attr-defined]
         return stage < Stage.COPIED
 
+    def _until_written(self, state: object) -> Callable[[], object]:
+        memory = [_bytes_of(each) for each in flatten(state).storages]
+        before = [each.clone() for each in memory]
+
+        def wait() -> None:
+            until = time.monotonic() + WRITTEN_S_MAX
+            while not self._over and time.monotonic() < until:
+                if not all(map(torch.equal, memory, before)):
+                    break
+                time.sleep(0.001)
+
+        return wait
+
     def finish(self) -> None:
+        self._over = True
         for save in self.saves:
             with contextlib.suppress(PortusError):
                 save.wait(FENCE_S_MAX)
@@ -131,14 +152,19 @@ def slow_saves(folder: Path, **settings: Any) -> Iterator[SlowSaves]:
     try:
         yield saves
     finally:
+        saves.finish()
         saves.checkpointer.close()
 
 
 def contents(state: object) -> dict[str, bytes]:
     """The bytes of every tensor of a state, by key path."""
     flat = flatten(state)
-    memory = [torch.empty(0, dtype=torch.uint8).set_(each.clone()) for each in flat.storages]
+    memory = [_bytes_of(each.clone()) for each in flat.storages]
     return {spec.name: memory[spec.storage].numpy().tobytes() for spec in flat.tensors}
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 class Sabotage:
