@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 
@@ -41,7 +42,10 @@ def _is_inside(path: str, directory: str) -> bool:
 
 def roots(project: str | None) -> list[str]:
     """Where a pool may be before any checkpoint was named."""
-    return [os.path.abspath(each) for each in (project, os.getcwd()) if each is not None]
+    found = [] if project is None else [os.path.abspath(project)]
+    with contextlib.suppress(OSError):  # the working directory may be gone
+        found.append(os.getcwd())
+    return found
 
 
 def step_of(checkpoint: str) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -73,7 +74,8 @@ class Saver:
             if self._peers.is_writer or self._is_sharded():
                 # Never saves, so it makes no file: while one is open, Portus learns which
                 # optimizer steps what, and the first save too is copied in the background.
-                self._watch = portus.Checkpointer(".portus", f"watch-{os.urandom(8).hex()}")
+                nowhere = os.path.join(tempfile.gettempdir(), ".portus")
+                self._watch = portus.Checkpointer(nowhere, f"watch-{os.urandom(8).hex()}")
 
     def __reduce__(self) -> tuple[type[Pickled], tuple[Settings]]:
         return Pickled, (self._settings,)

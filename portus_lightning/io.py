@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -364,9 +365,10 @@ class PortusIO(CheckpointIO):
         """The run that saves checkpoints to ``directory``. Its ``.portus`` is in the Trainer's
         ``default_root_dir``, or in the working directory, and never among the checkpoints."""
         roots = [] if self._root is None else [os.path.abspath(self._root)]
-        here = os.getcwd()
-        if os.path.commonpath([here, directory]) == here:
-            roots.append(here)
+        with contextlib.suppress(OSError):  # the working directory may be gone
+            here = os.getcwd()
+            if os.path.commonpath([here, directory]) == here:
+                roots.append(here)
         return portus.Run.beside(
             directory,
             self._settings,

@@ -731,6 +731,22 @@ def test_room_is_made_before_the_first_save_and_taken_back_if_there_is_none(
     assert not (tmp_path / "other/.portus").exists(), "nobody knows where checkpoints will be"
 
 
+def test_a_working_directory_that_is_gone_keeps_nothing_from_being_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    scene = Scene(tmp_path)
+    scene.step()
+    scene.accelerator.save_state(str(tmp_path / "step_1"))
+    scene.accelerator.end_training()
+    then = scene.facts()
+    scene.step()
+    scene.accelerator.load_state(str(tmp_path / "step_1"))
+    assert same(scene.facts(), then)
+
+
 def test_what_was_waited_for_is_committed(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     portus_accelerate.wait(scene.accelerator)  # nothing was saved

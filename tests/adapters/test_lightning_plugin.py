@@ -205,6 +205,20 @@ def pools(place: Path) -> list[str]:
     return sorted(name for name in os.listdir(place) if name.endswith(".portus"))
 
 
+def test_a_working_directory_that_is_gone_keeps_nothing_from_being_saved(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "gone").mkdir()
+    monkeypatch.chdir(root / "gone")
+    (root / "gone").rmdir()
+    io = PortusIO()
+    io.begin(str(root))
+    io.save_checkpoint(STATE, root / "run/a.ckpt")
+    io.teardown()
+    assert equal(io.load_checkpoint(root / "run/a.ckpt"))
+    assert (root / ".portus/run.portus").exists()
+
+
 def test_each_run_has_its_pool_file_and_finds_it_again(root: Path) -> None:
     for _ in range(2):
         for run in ("lightning_logs/version_0", "lightning_logs/version_1"):

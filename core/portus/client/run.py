@@ -173,7 +173,10 @@ def _name_of(directory: str, root: str, *, is_shared: bool) -> str:
 
     Where several projects share a pool directory, a part of a digest keeps them apart.
     """
-    below = os.path.relpath(directory, root).replace(os.sep, "/")
+    below = os.path.relpath(directory, root)
+    if below.startswith(os.pardir):  # one of them may be spelled through a symbolic link
+        below = os.path.relpath(os.path.realpath(directory), os.path.realpath(root))
+    below = below.replace(os.sep, "/")
     name = "/".join(part for part in below.split("/") if part not in (".", ".."))
     name = name.removesuffix("/checkpoints") or os.path.basename(root) or "run"
     if is_shared or len(name) > _NAME_MAX:

@@ -29,6 +29,17 @@ def test_it_is_in_the_first_root_on_the_file_system_of_the_checkpoints(tmp_path:
     assert run_of(tmp_path / "a" / "ckpt").place.path == str(tmp_path / "a" / ".portus")
 
 
+def test_a_root_through_a_symbolic_link_is_the_same_run(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    names = {
+        run_of(tmp_path / ckpt / "a" / "ckpt", tmp_path / root).name
+        for ckpt in ("real", "link")
+        for root in ("real", "link")
+    }
+    assert names == {"a/ckpt"}
+
+
 def test_wherever_the_pool_is_links_are_beside_the_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
