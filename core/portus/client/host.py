@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -50,6 +51,8 @@ from portus.transport.regions import HERE, Known, Lane, Parts, Regions, StagedEr
 from portus.transport.stream import Link, give
 from portus.transport.verbs import RegisterError
 
+_log: Final = logging.getLogger("portus")
+
 _OUTCOME_S: Final = 5.0
 """The longest that a save whose connection broke at its commit asks what became of it."""
 
@@ -80,6 +83,7 @@ class HostPool(PoolReader):
         """Asked for what else can be done then."""
         self._untold = ""
         self._known: tuple[bytes, Catalogue | None] = b"", None
+        self._newest: tuple[bytes, int] = b"", 0
         try:
             pins = HostLocks(self.links)
             super().__init__(HostMedium(self.links, pins), pins)
@@ -97,7 +101,7 @@ class HostPool(PoolReader):
     def catalogue(self) -> Catalogue:
         """What is committed now. What was read before and is the same is not fetched again."""
         while True:  # ends: each turn but the last the host was started again meanwhile
-            uuid = self.superblock.uuid
+            before, uuid = self._newest, self.superblock.uuid
             known = self._known[1] if self._known[0] == uuid else None
             try:
                 found = newest_catalogue(self.medium, uuid, known)
@@ -106,7 +110,29 @@ class HostPool(PoolReader):
                     raise
                 continue  # it has another pool now, in its memory
             self._known = uuid, found
+            self._heed(before, uuid, found.root.sequence)
             return found
+
+    def committed(self, commit: int) -> None:
+        """The host told of a commit of this number."""
+        self._newest = self.links.welcome.uuid, commit
+
+    def _heed(self, before: tuple[bytes, int], uuid: bytes, commit: int) -> None:
+        """Say so if the host has another pool than ``before``, or an older history of it."""
+        self._newest = uuid, commit
+        where = f"{self.links.address}"
+        if before[0] not in (b"", uuid):
+            _log.error(
+                "%s serves another pool than before: %s, not %s. What was saved there until now is "
+                "not in it; was the pool of the host exchanged, or its memory lost?",
+                *(where, uuid.hex(), before[0].hex()),
+            )
+        elif commit < before[1]:
+            _log.error(
+                "%s has an older history of its pool: commit %d is its newest, and %d was told. "
+                "What was saved since is not in it; was a backup put in its place?",
+                *(where, commit, before[1]),
+            )
 
     def ensure(self, free: int) -> list[Extent]:
         """Have the host make room; what was added is its own affair."""
@@ -348,6 +374,7 @@ class HostDraft:
             info = replace(record.info, inexact=labels.inexact)
             record = replace(record, info=info)
         self._refuse_other(record, labels, before, confirm)
+        self._pool.committed(record.info.commit)
         self.release()
         self._pool.tell()
         return Before(record, labels.layout, labels.tree)

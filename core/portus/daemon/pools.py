@@ -26,6 +26,7 @@ from portus.index.directory import (
 from portus.index.holds import Holds
 from portus.index.place import Place
 from portus.index.pool import PoolReader, PoolWriter, format_pool
+from portus.media.file import PlainFile
 from portus.media.local import LocalFiles
 from portus.media.lock import LockTable, ProcessLocks
 from portus.media.memory import Memory
@@ -55,6 +56,19 @@ class Hosted:
         self._saves = 0
         self._parting = False
         """True once a client that had claims said goodbye, and none has claimed anything since."""
+
+    def look(self) -> None:
+        """Raise ``MediumError`` if the path of the pool leads to another file now: whoever opens
+        it next would not find what is committed here."""
+        medium = self.writer.medium
+        if self.path is None or not isinstance(medium, PlainFile) or medium.is_at(self.path):
+            return
+        raise MediumError(
+            errno.ESTALE,
+            f"{self.path} was exchanged, or moved, under this host, whose pool is at "
+            f"{medium.path_now()!r} now: nothing is committed there. Put it back, or restart the "
+            "host to serve what is at that path",
+        )
 
     @property
     def saves(self) -> int:

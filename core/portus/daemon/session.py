@@ -361,6 +361,7 @@ class _Requests:
                 28, f"a version of {int(lengths.sum())} bytes: the quota is {size_max} bytes"
             )
         self._refuse_known(message.token)
+        self._hosted.look()
         self._draft = _Draft(PoolDraft(self._writer, lengths), lengths, message)
         self._hosted.began()
         return said.Begun()
@@ -488,7 +489,9 @@ class _Requests:
         retire = set(column(message.retire, "retire").tolist())
         self._refuse_known(begin.token)
         self._refuse_nonsense(rows[0], *known)
+        self._hosted.look()
         record = draft.pool.commit_rows(rows, labels, *known, retire)
+        self._hosted.look()
         self._draft = None
         self._hosted.ended()
         self._counters.add("saves")
@@ -658,6 +661,7 @@ class _Requests:
 
     def _retire(self, message: said.Retire) -> Said:
         versions = set(column(message.versions, "versions").tolist())
+        self._hosted.look()
         self._writer.retire(versions)
         self._tell(logging.INFO, "retired", f"{len(versions)} versions", versions=len(versions))
         return said.Done()
@@ -679,6 +683,7 @@ class _Requests:
         return said.Done()
 
     def _note(self, message: said.Note) -> Said:
+        self._hosted.look()  # or it would be noted in another pool
         note_failure(self._writer, message.text, self._hosted.path)
         return said.Done()
 

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,14 @@ from portus.client.host import HostPool, _Reached
 from portus.client.resolve import pool_of
 from portus.daemon.server import Server
 from portus.daemon.session import Patience
-from portus.errors import AbandonedError, BusyError, PortusError, TransportError, UsageError
+from portus.errors import (
+    AbandonedError,
+    BusyError,
+    MediumError,
+    PortusError,
+    TransportError,
+    UsageError,
+)
 from portus.index.check import check
 from portus.index.records import VersionRecord
 from portus.pipeline.parts import shared, sources
@@ -493,6 +501,46 @@ def test_a_host_that_lost_its_memory_between_two_saves_costs_no_training(
         checkpointer.save({"step": 2}, 2, reference={str(path): part} if part else path).wait()
         assert checkpointer.steps() == [2]
         assert portus.load_reference(path) == (2 if part else {"step": 2})
+
+
+def test_a_pool_that_is_exchanged_under_its_host_is_committed_to_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was told would be lost with the next start of the host. What an older copy of the pool
+    has lost, and that there is another one, is said to the trainer."""
+    place, backup = tmp_path / "pools", tmp_path / "backup"
+    with contextlib.ExitStack() as stack:
+        with serving(place) as server:
+            address = Address(Scheme.TCP, host="127.0.0.1", port=server.doors[0].port)
+            checkpointer = stack.enter_context(Checkpointer(url(server)))
+            checkpointer.save(state(1), 1).wait()
+            [pool] = place.glob("*.portus")
+            shutil.copy(pool, backup)
+            checkpointer.save(state(2), 2).wait()
+            pool.rename(tmp_path / "moved")
+            with pytest.raises(MediumError, match=r"was exchanged, or moved, .*moved' now"):
+                checkpointer.save(state(3), 3).wait()
+            shutil.copy(backup, pool)
+            with pytest.raises(MediumError, match="was exchanged"):
+                checkpointer.save(state(3), 3).wait()
+            reader = stack.enter_context(contextlib.closing(HostPool(url(server))))
+            with pytest.raises(MediumError, match="was exchanged"):
+                reader.retire(reader.catalogue().ids())
+            (tmp_path / "moved").rename(pool)
+            checkpointer.save(state(4), 4).wait()
+            assert checkpointer.steps() == [2, 4]
+        assert "history" not in caplog.text
+        shutil.copy(backup, pool)
+        with serving(place, address=address):
+            saved_at_last(checkpointer, 5)
+            assert checkpointer.steps() == [1, 5]
+            assert caplog.text.count("has an older history of its pool") == 1
+            assert "another pool" not in caplog.text
+        pool.unlink()
+        with serving(place, address=address):
+            saved_at_last(checkpointer, 6)
+            assert checkpointer.steps() == [6]
+        assert caplog.text.count("serves another pool than before") == 1
 
 
 def test_many_clients_save_at_once_and_each_has_its_own(server: Server) -> None:
