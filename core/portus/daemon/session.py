@@ -61,7 +61,7 @@ from portus.protocol.messages import (
     ranges,
 )
 from portus.protocol.proof import proof_of_host
-from portus.transport.base import Column, Digests, Sources, Stop, cut
+from portus.transport.base import Column, Digests, Sources, cut
 from portus.transport.local import check
 from portus.transport.onesided import Moved, Remote
 from portus.transport.stream import BIG, InterruptedByError, Link, drain, give_from, take_into
@@ -453,7 +453,8 @@ class _Requests:
             it confirms: its digests must be those of this version."""
             address = np.ones(len(indices), np.int64)
             medium = self._writer.medium
-            found = check(medium, sources(address, lengths, group.extents), Stop())
+            with self._link.working() as stop:
+                found = check(medium, sources(address, lengths, group.extents), stop)
             return bool(np.array_equal(found, group.digests))
 
         shared = draft.pool.reach(record, indices, same)
@@ -603,13 +604,17 @@ class _Requests:
         lengths = column(message.lengths, "lengths")
         offsets, sizes = ranges(message.ranges, "ranges")
         self._inside(offsets, sizes)
+        size = self._writer.medium.size
+        if int(sizes.sum()) > size:
+            raise UsageError(f"check: {int(sizes.sum())} bytes, of a pool of {size}")
         moved = Sources(
             address=np.ones(len(lengths), np.int64),
             length=lengths,
             extent_offset=offsets,
             extent_length=sizes,
         )
-        return said.Checked(check(self._writer.medium, moved, Stop()).tobytes())
+        with self._link.working() as stop:
+            return said.Checked(check(self._writer.medium, moved, stop).tobytes())
 
     def _push(self, message: said.Push) -> Said:
         start = time.perf_counter()

@@ -33,7 +33,7 @@ from portus.media.base import MappedMedium, Medium
 from portus.protocol.connection import Connection, Event, Payload
 from portus.protocol.messages import PAYLOAD_SIZE_MAX, Kind, ProtocolError, Said
 from portus.spec import Extent
-from portus.transport.base import Column, Digests, Segments, Stop, memory
+from portus.transport.base import Column, Digests, Segments, Stop, StoppedError, memory
 from portus.transport.local import best_engine, copy
 
 PIECE: Final = 1 << 20
@@ -138,6 +138,7 @@ class Link:
         self._socket: Final = link
         self._budget: Final = budget
         self._stop: Stop | None = None
+        self._work: Stop | None = None
         self._closed = False
         _prepare(link)
         _ALL.add(self)
@@ -155,6 +156,20 @@ class Link:
             yield
         finally:
             self._stop = None
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[Stop]:
+        """Work for the other side, in which nothing is said: it is to end when the link is closed.
+        Raises ``EndedError`` then."""
+        self._work = stop = Stop()
+        try:
+            if self._closed:
+                stop.set()
+            yield stop
+        except StoppedError as error:
+            raise EndedError(f"{self.name}: the connection was closed") from error
+        finally:
+            self._work = None
 
     def send(self, message: Said) -> None:
         """Raises ``TransportError``, and then the link is closed; ``StoppedError`` likewise."""
@@ -255,6 +270,9 @@ class Link:
     def close(self) -> None:
         """Let go; wakes a thread that waits in here. A second call does nothing."""
         self._closed = True
+        work = self._work
+        if work is not None:
+            work.set()
         self._give_back()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

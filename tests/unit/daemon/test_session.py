@@ -38,6 +38,7 @@ from portus.protocol.messages import Kind, Said, packed_column, packed_handles
 from portus.protocol.proof import proof_of_client, proof_of_host
 from portus.protocol.session import State
 from portus.spec import TensorSpec
+from portus.transport.base import Sources, Stop
 from portus.transport.dial import Credentials, dial, raised, read_secret
 from portus.transport.stream import BIG, Budget, Link
 from tests.hosts import serving, url
@@ -940,6 +941,45 @@ def test_a_big_message_that_never_comes_holds_nobody_up(server: Server) -> None:
         hanging._socket.sendall(hanging.connection._begun(Kind.CONFIRM, whole) + bytes([0x95]))
         settled(server, lambda: 0 < server._budget.taken <= 2 * BIG)
         asked(link, said.Register(100, packed_column([0] * (2 * BIG // 8))), said.Done)
+
+
+def test_a_check_of_more_than_the_pool_has_is_refused(server: Server) -> None:
+    """One message could name one range so often that a host hashed for an hour."""
+    with client(server) as link:
+        confirmed(link)
+        again = 1 << 15
+        ranges = packed_column([0, 1 << 16] * again)
+        with pytest.raises(UsageError, match="bytes, of a pool of"):
+            asked(link, said.Check(packed_column([(1 << 16) * again]), ranges), said.Checked)
+        found = asked(link, said.Check(packed_column([0]), b""), said.Checked)
+        assert found == said.Checked(digest(b""))
+
+
+@pytest.mark.parametrize("request_of", ["check", "share"])
+def test_the_end_does_not_wait_for_what_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_of: str
+) -> None:
+    ends: list[bool] = []
+
+    def endless(medium: object, moved: Sources, stop: Stop) -> None:
+        ending.start()
+        while True:  # as who hashes terabytes
+            stop.check()
+            time.sleep(0.001)
+
+    with serving(tmp_path / "pools") as server, client(server) as link:
+        ending = threading.Thread(target=lambda: ends.append(server.stop(20)))
+        confirmed(link)
+        monkeypatch.setattr("portus.daemon.session.check", endless)
+        if request_of == "check":
+            link.send(said.Check(packed_column([0]), b""))
+        else:
+            asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
+            link.send(said.Share(TOKEN, ALL))
+        with pytest.raises(TransportError):
+            link.hear()
+        ending.join()
+        assert ends == [True]
 
 
 def test_the_end_does_not_wait_for_those_who_wait(tmp_path: Path) -> None:
