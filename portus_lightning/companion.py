@@ -14,6 +14,7 @@ Lightning adds it to every Trainer by its entry point; it acts only where the Tr
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -114,6 +115,7 @@ class CompanionHooks:
         except portus.PortusError as error:
             # The exception matters more.
             stock.LIGHTNING.say_once(f"Portus: a save failed: {error}")
+        lead_back(trainer, _last_models(trainer))
         if io.materialize != "none" and trainer.is_global_zero and not self._ended:
             io.say_what_stays(checkpoints_of(trainer, io))
         self._ended = True
@@ -140,6 +142,7 @@ class CompanionHooks:
             return
         self._ended = True
         io.teardown()  # some strategies forget it
+        lead_back(trainer, _last_models(trainer))
         self._log_stats(trainer)
         if io.is_on() and io.materialize != "none" and trainer.is_global_zero:
             io.put_real_files(checkpoints_of(trainer, io))
@@ -189,6 +192,22 @@ def is_to_be_passed_over(trainer: Any, path: str) -> bool:
     return io is not None and io.is_on() and io.put_aside(path)
 
 
+def lead_back(trainer: Any, links: Iterable[str]) -> None:
+    """Let those of these links that lead nowhere lead to the newest checkpoint: Lightning makes a
+    ``last`` link right after it asked for a save, whatever becomes of that, and takes one that
+    leads nowhere for no checkpoint."""
+    io = plugin_of(trainer)
+    if io is not None and io.is_on() and trainer.is_global_zero:
+        for local in filter(None, map(stock.local_path, links)):
+            io.lead_back(local)
+
+
+def lead_back_what_was_last(trainer: Any) -> None:
+    """The same before Lightning looks for ``ckpt_path="last"``."""
+    finds = [getattr(each, "_find_last_checkpoints", None) for each in trainer.checkpoint_callbacks]
+    lead_back(trainer, [path for find in finds if find is not None for path in find(trainer)])
+
+
 def metrics_of(stats: portus.SaveStats) -> dict[str, float]:
     """What loggers get for one save. ``blocked_ms`` is all that training felt of it."""
     return {
@@ -206,12 +225,16 @@ def checkpoints_of(trainer: Any, io: PortusIO) -> list[str]:
     all others. They may be links to each other."""
     callbacks = trainer.checkpoint_callbacks
     paths = [getattr(each, "best_model_path", "") for each in callbacks]
-    paths += [getattr(each, "last_model_path", "") for each in callbacks]
+    paths += _last_models(trainer)
     paths += [path for each in callbacks for path in getattr(each, "best_k_models", ())]
     local = [stock.local_path(path) for path in paths if path]
     directories = [stock.local_path(each.dirpath) for each in callbacks if _directory(each)]
     found = [*filter(None, local), *io.saved_in(filter(None, directories))]
     return [path for path in dict.fromkeys(found) if os.path.isfile(path)]
+
+
+def _last_models(trainer: Any) -> list[str]:
+    return [getattr(each, "last_model_path", "") for each in trainer.checkpoint_callbacks]
 
 
 def _directory(callback: Any) -> Any:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback
 
-from portus_lightning.companion import CompanionHooks, is_to_be_passed_over
+from portus_lightning.companion import (
+    CompanionHooks,
+    is_to_be_passed_over,
+    lead_back_what_was_last,
+)
 from portus_lightning.stock import choose_again
 
 
@@ -12,4 +16,4 @@ class PortusCompanion(CompanionHooks, Callback):
     """See ``companion``. A class of a module, so that a Trainer that holds it can be pickled."""
 
 
-choose_again("lightning.pytorch", is_to_be_passed_over)
+choose_again("lightning.pytorch", lead_back_what_was_last, is_to_be_passed_over)

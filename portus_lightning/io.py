@@ -261,6 +261,15 @@ class PortusIO(CheckpointIO):
         )
         return os.path.realpath(path) in map(os.path.realpath, gone) or not os.path.exists(path)
 
+    def lead_back(self, link: str) -> None:
+        """If the link at ``link`` leads nowhere, since the save was refused that Lightning made it
+        for, let it lead to the newest checkpoint of this run there. What fails is logged."""
+        directory = os.path.dirname(os.path.realpath(link))
+        try:
+            portus.lead_back(link, self._run_of(directory).name)
+        except portus.PortusError as error:
+            _log.warning("Portus: %s leads nowhere: %s", link, error)
+
     def make_room(self, directory: str, size: int) -> None:
         """Training starts, and checkpoints of about ``size`` bytes will go to ``directory``.
 

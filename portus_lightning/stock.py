@@ -72,9 +72,12 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
     return os.path.abspath(text)
 
 
-def choose_again(copy: str, is_to_be_passed_over: Callable[[Any, str], bool]) -> None:
-    """Where a Trainer of this copy of Lightning looks for the checkpoint to resume from: ask about
-    the one that it found, and have it look again if that is to be passed over.
+def choose_again(
+    copy: str, before: Callable[[Any], None], is_to_be_passed_over: Callable[[Any, str], bool]
+) -> None:
+    """Where a Trainer of this copy of Lightning looks for the checkpoint to resume from: call
+    ``before``, ask about the one that it found, and have it look again if that is to be passed
+    over.
 
     A path that the user named is not asked about. Nothing happens where Lightning looks otherwise.
     """
@@ -86,6 +89,8 @@ def choose_again(copy: str, is_to_be_passed_over: Callable[[Any, str], bool]) ->
 
     @functools.wraps(select)
     def selected(self: Any, state_fn: Any, ckpt_path: Any, *more: Any, **named: Any) -> Any:
+        if ckpt_path == "last":
+            before(self.trainer)
         while True:  # ends: what is passed over is not found again
             found = select(self, state_fn, ckpt_path, *more, **named)
             if found is None or ckpt_path not in (None, "last", "hpc"):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from portus.client.in_turn import saved_in as saved_in
     from portus.client.in_turn import say_remaining as say_remaining
     from portus.client.materialize import materialize as materialize
+    from portus.client.mend import lead_back as lead_back
     from portus.client.mend import mend as mend
     from portus.client.nested import note_written as note_written
     from portus.client.nested import write_file as write_file
@@ -95,6 +96,7 @@ _MODULE_OF: Final = {
     "materialize": "portus.client.materialize",
     "materialize_at_end": "portus.client.in_turn",
     "materialize_in_turn": "portus.client.in_turn",
+    "lead_back": "portus.client.mend",
     "mend": "portus.client.mend",
     "note_written": "portus.client.nested",
     "open": "portus.client.view:PoolView",

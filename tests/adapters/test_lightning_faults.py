@@ -180,9 +180,12 @@ def test_a_full_disk_never_empties_the_checkpoint_directory(
 
 
 def test_a_pool_that_may_not_grow_never_empties_the_checkpoint_directory(tmp_path: Path) -> None:
-    saves = every_step(tmp_path, monitor="step", mode="max", save_top_k=2)
+    saves = every_step(tmp_path, monitor="step", mode="max", save_top_k=2, save_last="link")
     fit(tmp_path, tmp_path / "pool", Grows(), saves=saves, max_bytes=2 * MOUNT_BYTES)
     assert newest_step(tmp_path) == 2
+    last = Path(saves.last_model_path)
+    assert last.is_symlink()
+    assert torch.load(last)["global_step"] == 2
 
 
 FDATASYNC = """

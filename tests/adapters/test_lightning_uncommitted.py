@@ -88,6 +88,15 @@ def test_each_file_of_a_run_that_was_killed_and_resumed_leads_to_its_own_step(
         assert torch.load(tmp_path / "ckpt" / name)["global_step"] == step
 
 
+def test_a_last_link_to_a_save_that_was_refused_resumes_the_newest(tmp_path: Path) -> None:
+    """Lightning makes the link whatever becomes of the save, and takes it for no checkpoint."""
+    killed_in_save(tmp_path, 4)
+    linked(tmp_path, 9)
+    assert not (tmp_path / "ckpt" / "last.ckpt").exists()
+    net = fit(tmp_path, "last")
+    assert [step for step, _ in net.seen] == [3, 4, 5]
+
+
 @pytest.mark.long
 def test_an_absent_pool_is_an_error_and_no_fresh_start(tmp_path: Path) -> None:
     killed_in_save(tmp_path, 3)

@@ -87,13 +87,15 @@ def checked_within(seconds: float) -> float:
 
 def saved_in(directories: Iterable[str], model: str) -> list[str]:
     """What lies in ``directories`` and was saved as ``model``, in whichever process, the newest
-    first: reference files, and directories with such files in them. What cannot be read is none."""
+    first: reference files, and directories with such files in them. What cannot be read is none,
+    nor what was put aside."""
     found: dict[str, int] = {}
     for directory in dict.fromkeys(directories):
         with contextlib.suppress(OSError):
             for path in sorted(entry.path for entry in os.scandir(directory)):
                 found[path] = _written_ns(path, model)
-    return sorted((path for path in found if found[path]), key=lambda path: -found[path])
+    kept = [path for path in found if found[path] and not is_aside(path)]
+    return sorted(kept, key=lambda path: -found[path])
 
 
 def _found(paths: Iterable[str | os.PathLike[str]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from typing import Final
@@ -11,7 +12,9 @@ from portus.client.fate import links as links_in
 from portus.client.grouped import Census, census, has_writer, pool_of_part
 from portus.client.home import host_links
 from portus.client.host import HostPool
+from portus.client.in_turn import saved_in
 from portus.client.keeper import Keeper, keeper_of
+from portus.client.reference import lead_links_to
 from portus.client.resolve import POOLS
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS, has_pool, links_directory, pools_at
@@ -19,6 +22,8 @@ from portus.index.groups import Group, part_model
 from portus.index.place import Place
 from portus.media import calls
 from portus.media.local import LocalFiles
+
+_log = logging.getLogger("portus")
 
 _CLAIM_S: Final = 2.0
 """The longest wait for a model on a storage host: whoever saved it may have just died."""
@@ -63,6 +68,27 @@ def mend(
             if keeper is not None:
                 removed += keeper.mend(uncommitted=uncommitted, cut_off=cut_off, model=model)
     return removed
+
+
+def lead_back(link: str, model: str) -> bool:
+    """Let the symbolic link at ``link`` lead to the newest reference file of ``model`` where it
+    leads, if there is no file at that path. True if it was done.
+
+    For adapters of frameworks that make such a link right after they asked for a save, whatever
+    becomes of that: they would take a link that leads nowhere for no checkpoint. Raises
+    ``MediumError``.
+    """
+    if not os.path.islink(link) or os.path.exists(link):
+        return False
+    target = os.path.realpath(link)
+    newest = next(filter(os.path.isfile, saved_in([os.path.dirname(target)], model)), None)
+    if newest is None:
+        return False
+    lead_links_to(newest, target)
+    _log.warning(
+        "portus: there is no %s, whose save failed: what led there leads to %s now", target, newest
+    )
+    return True
 
 
 def _pool_files(place: Place, model: str | None) -> list[str]:
