@@ -72,6 +72,7 @@ def test_killed_in_a_save_and_resumed_is_as_if_it_had_not_been(
     assert found == ["checkpoint_4", "checkpoint_5"], "total_limit"
     newest = tmp_path / "checkpoints/checkpoint_5"
     assert sorted(os.listdir(newest)) == [
+        ".metadata",
         "custom_checkpoint_0.pkl",
         "random_states_0.pkl",
         "random_states_1.pkl",

@@ -68,7 +68,8 @@ def test_a_rank_killed_right_after_a_save_resumes_by_last_bit_for_bit(
     whole: Path, tmp_path: Path, installed: Path
 ) -> None:
     last = whole / "ckpt/last.ckpt"
-    assert sorted(os.listdir(last)) == ["meta.pt", "rank-0-of-2.shard", "rank-1-of-2.shard"]
+    shards = ["rank-0-of-2.shard", "rank-1-of-2.shard"]
+    assert sorted(os.listdir(last)) == [".metadata", "meta.pt", *shards]
     assert all(portus.is_reference(path) for path in last.iterdir())
     assert torch.load(last / "meta.pt")["global_step"] == 6
     assert {group.step for group in groups(whole / ".portus") if group.is_complete} == {

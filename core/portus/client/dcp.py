@@ -57,7 +57,9 @@ from portus.client.cuts import (
 from portus.client.dcp_reader import reason_of
 from portus.client.exchange import News, Outcomes, standing
 from portus.client.grouped import (
+    STOCK_METADATA,
     census,
+    has_stock,
     has_writer,
     id_of,
     pool_of_part,
@@ -445,6 +447,8 @@ class PortusStorageWriter(StorageWriter):
         if self._wanted is None:
             return None
         parts = {shard_name(self._rank, self._count): FORMAT_KEY}
+        if self._is_coordinator and not has_stock(self._wanted.directory):
+            parts[STOCK_METADATA] = FORMAT_KEY
         parts.update({name: name for name in self._wanted.files})
         return {os.path.join(self._wanted.directory, name): part for name, part in parts.items()}
 
@@ -601,6 +605,7 @@ def _stock_files(directory: str) -> list[str]:
     """What torch's own storage left in a directory, which would be taken for the checkpoint."""
     with contextlib.suppress(OSError):
         names = [name for name in os.listdir(directory) if _STOCK_FILES.fullmatch(name)]
+        names = [name for name in names if name != STOCK_METADATA or has_stock(directory)]
         return [os.path.join(directory, name) for name in names]
     return []
 

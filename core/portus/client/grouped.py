@@ -32,8 +32,10 @@ from portus.spec import VersionInfo
 _log: Final = logging.getLogger("portus")
 
 _SHARD: Final = re.compile(r"rank-(?:0|[1-9][0-9]{0,6})-of-[1-9][0-9]{0,6}\.shard")
-_STOCK: Final = ".metadata"
-"""What torch's own storage writes last into a checkpoint directory."""
+STOCK_METADATA: Final = ".metadata"
+"""What torch's own storage writes last into a checkpoint directory, and looks for there. Ours has a
+reference of this name: torch's storage fails on it, where it would find nothing and start afresh.
+"""
 
 _NAMED_MAX: Final = 8
 """Ranks that a message tells about."""
@@ -286,8 +288,10 @@ def shard_name(rank: int, count: int) -> str:
 
 
 def is_shard(path: str) -> bool:
-    """True if ``path`` is called what a reference to a rank's part is called, and is one."""
-    if not _SHARD.fullmatch(os.path.basename(path)):
+    """True if ``path`` is called what a reference to a rank's part is called, and is one; or if
+    it is the one in the place of torch's metadata."""
+    name = os.path.basename(path)
+    if name != STOCK_METADATA and not _SHARD.fullmatch(name):
         return False
     reference = files_of.read(path)
     return reference is not None and part_of(reference.model) is not None
@@ -306,11 +310,22 @@ def shards_at(directory: str) -> list[Reference]:
     paths = [os.path.join(directory, name) for name in names if _SHARD.fullmatch(name)]
     found = [reference for path in paths if (reference := files_of.read(path)) is not None]
     found.sort(key=lambda reference: -reference.written_ns)
-    with contextlib.suppress(OSError):
-        stock_ns = os.stat(os.path.join(directory, _STOCK)).st_mtime_ns
-        if found and stock_ns > found[0].written_ns:
-            return []
-    return found
+    stock_ns = _stock_ns(directory)
+    return [] if found and stock_ns > found[0].written_ns else found
+
+
+def _stock_ns(directory: str) -> int:
+    """When torch's own storage wrote its metadata; 0 if it is not there."""
+    path = os.path.join(directory, STOCK_METADATA)
+    try:
+        return 0 if files_of.read(path) is not None else os.stat(path).st_mtime_ns
+    except (OSError, PortusError):
+        return 0
+
+
+def has_stock(directory: str) -> bool:
+    """True if a checkpoint of torch's own storage is in a directory."""
+    return _stock_ns(directory) > 0
 
 
 @dataclass(frozen=True, slots=True)

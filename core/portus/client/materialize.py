@@ -155,7 +155,7 @@ def _materialize_directory(
             from portus.client.materialize_shards import materialize_shards, remove_references
 
             yield from materialize_shards(directory)
-            remove_references(directory, shards)
+            remove_references(directory, [path for path in shards if is_shard(path)])
 
 
 def _materialize_file(path: str, target: str, pools: Pools, advanced: Advanced) -> str | None:

@@ -38,14 +38,13 @@ from torch.distributed.checkpoint.planner import (
 
 from portus.client.cuts import ITEMS, METADATA, Placed, decode
 from portus.client.dcp_reader import PortusStorageReader
-from portus.client.grouped import load_part, name_of, shards_at
+from portus.client.grouped import STOCK_METADATA, load_part, name_of, shards_at
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.index.groups import ID_SIZE, Group
 
 FILE_SIZE: Final = 256 << 20
 """Bytes of a file of shards, roughly; torch keeps a file's shards in memory while it writes it."""
 
-_METADATA_FILE: Final = ".metadata"
 _OF_ACCELERATE: Final = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 """What Accelerate calls the directories that it keeps inside of a checkpoint: torch's own each."""
 
@@ -197,7 +196,7 @@ def _move(temporary: str, directory: str, group: Group) -> list[str]:
         for above, _, names in os.walk(temporary)
         for name in names
     ]
-    made.sort(key=lambda name: (os.path.basename(name) == _METADATA_FILE, name))
+    made.sort(key=lambda name: (os.path.basename(name) == STOCK_METADATA, name))
     references = shards_at(directory)
     if not references or bytes.fromhex(references[0].token)[:ID_SIZE] != group.id:
         raise UsageError(f"{directory} was replaced while it was materialised: try again")

@@ -39,6 +39,8 @@ from tests.hosts import Host, serving, url
 from tests.unit.client.late_copy import FENCE_S_MAX, LateCopy
 from tests.unit.client.same import assert_same
 
+OURS = [".metadata", "rank-0-of-1.shard"]
+"""What lies in a checkpoint directory of one rank."""
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable"),
@@ -296,7 +298,7 @@ def test_a_rank_that_dies_in_a_save_leaves_a_directory_that_leads_to_a_complete_
     assert portus.mend(pools, uncommitted=True) == [], "a lost pool may come back"
     aside.rename(lost)
     removed = sorted(portus.mend(pools, uncommitted=True))
-    names = ["meta.pt", "rank-0-of-2.shard", "rank-1-of-2.shard"]
+    names = [".metadata", "meta.pt", "rank-0-of-2.shard", "rank-1-of-2.shard"]
     assert removed == [str(tmp_path / "3" / name) for name in names]
     assert sorted(path.name for path in (tmp_path / "2").iterdir()) == names
 
@@ -599,7 +601,38 @@ def test_a_damaged_shard_is_not_materialised_and_the_directory_stays(tmp_path: P
     pool.write_bytes(data)
     with pytest.raises(portus.CorruptionError, match="the part of rank 0"):
         portus.materialize(tmp_path / "place")
-    assert os.listdir(tmp_path / "place") == ["rank-0-of-1.shard"]
+    assert sorted(os.listdir(tmp_path / "place")) == OURS
+
+
+def test_torch_s_own_reader_finds_a_directory_of_ours_and_fails_instead_of_starting_afresh(
+    tmp_path: Path,
+) -> None:
+    place, state = tmp_path / "step-5", {"t": torch.rand(9)}
+    writer = PortusStorageWriter(tmp_path / ".portus", "run", keep=1)
+    for step in (4, 5):
+        writer.save_directory(dict(state), place, step=step)
+        writer.wait()
+    found = [
+        path.parent for path in tmp_path.glob("*/.metadata")
+    ]  # how trainers look for the newest
+    assert found == [place]
+    target = {"t": torch.zeros(9)}
+    with pytest.raises(CheckpointException, match="global metadata read failed: A load persistent"):
+        dcp.load(target, checkpoint_id=place)
+    assert not target["t"].any()
+    with pytest.raises(portus.UsageError, match="a part of a sharded checkpoint"):
+        portus.materialize(place / ".metadata")
+    reader = PortusStorageReader.at(place)
+    assert reader is not None
+    assert load(target, reader).step == 5
+    portus.materialize(place)
+    assert sorted(os.listdir(place)) == [".metadata", "__0_0.distcp"]
+    target["t"].zero_()
+    dcp.load(target, checkpoint_id=place)
+    assert_same(target, state)
+    writer.save_directory(dict(state), place, step=6)  # torch's goes only when this one is there
+    writer.close()
+    assert os.listdir(place) == ["rank-0-of-1.shard"]
 
 
 def test_a_damaged_shard_is_told_by_the_name_of_its_tensor(tmp_path: Path) -> None:
@@ -806,7 +839,7 @@ def test_a_directory_that_is_replaced_while_it_is_materialised_stays_the_newer_o
     with pytest.raises(portus.UsageError, match="was replaced while it was materialised"):
         portus.materialize(place)
     writer.close()
-    assert os.listdir(place) == ["rank-0-of-1.shard"]
+    assert sorted(os.listdir(place)) == OURS
     reader = PortusStorageReader.at(place)
     assert reader is not None
     assert load({"t": torch.zeros(9)}, reader).step == 2
@@ -823,7 +856,7 @@ def test_without_room_nothing_is_materialised(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.raises(portus.MediumError, match="36 bytes needed, 35 free"):
         portus.materialize(place)
-    assert os.listdir(place) == ["rank-0-of-1.shard"]
+    assert sorted(os.listdir(place)) == OURS
 
 
 @pytest.fixture(params=["files", "host"])
@@ -980,7 +1013,7 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
         reader.read_metadata()
     with pytest.raises(portus.UsageError, match=what):
         portus.materialize(tmp_path / "2")
-    assert os.listdir(tmp_path / "2") == ["rank-0-of-1.shard"]
+    assert sorted(os.listdir(tmp_path / "2")) == OURS
 
 
 def save_parts(root: Path, content: dict[str, Any]) -> Path:
