@@ -163,6 +163,8 @@ class PortusStorageWriter(StorageWriter):
         self._step = 0
         self._checkpoint_id: str | None = None
         self._is_named = False
+        self._since = time.perf_counter()
+        self._ranks: dist.ProcessGroup | None = None
         self._rank = 0
         self._count = 1
         self._parts: dict[str, Any] | None = None
@@ -183,6 +185,8 @@ class PortusStorageWriter(StorageWriter):
         if dist.is_available() and dist.is_initialized():
             # So that steps are seen before the first save, which is then in the background too.
             self._rank, self._count = dist.get_rank(), dist.get_world_size()
+            if dist.get_backend() == dist.Backend.NCCL:
+                self._ranks = dist.new_group(backend=dist.Backend.GLOO)
             self._open()
 
     @classmethod
@@ -209,6 +213,7 @@ class PortusStorageWriter(StorageWriter):
         *,
         step: int,
         files: Mapping[str, Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> SaveHandle:
         """``dcp.save``, and a checkpoint directory that leads to the group. On every rank.
 
@@ -222,7 +227,9 @@ class PortusStorageWriter(StorageWriter):
         place = os.path.abspath(os.fspath(directory))
         self._wanted = _Wanted(directory=place, files=dict(files or {}))
         try:
-            handle = self.save(state, step=step, checkpoint_id=directory)
+            handle = self.save(
+                state, step=step, checkpoint_id=directory, process_group=process_group
+            )
         except CheckpointException as error:
             raise reason_of(error) from error
         finally:
@@ -237,33 +244,38 @@ class PortusStorageWriter(StorageWriter):
         *,
         step: int,
         checkpoint_id: str | os.PathLike[str] | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> SaveHandle:
         """``dcp.save``, without its planning where each rank saves the same as in the last call:
         the same names, shapes and cuts. On every rank.
 
-        checkpoint_id: what ``dcp.load`` may ask for; None: by its step alone.
+        checkpoint_id: what ``dcp.load`` may ask for; None: by its step alone. process_group: what
+            the ranks tell each other by, all ranks of the job; None: the job's own, or a group of
+            gloo beside it where that is of NCCL.
 
         Returns the handle of this rank's part. Raises ``CheckpointException``, and ``UsageError``
         for what cannot be saved, on all ranks if on one.
         """
         self._begin(step, id_of(checkpoint_id))
+        start, ranks = self._since, process_group or self._ranks
         state, planner = values_of(state), DefaultSavePlanner()
         planned, self._planned = self._planned, None
         named = (step, self._checkpoint_id)
-        group, said = agreed(planned, state, planner, named, self._outcomes.news())
+        group, said = agreed(planned, state, planner, named, self._outcomes.news(), ranks)
         self._hear(said)
         if group is None:
-            torch_save(state, storage_writer=self, planner=planner)
-            rank, count = standing()
+            torch_save(state, storage_writer=self, planner=planner, process_group=ranks)
+            rank, count = standing(ranks)
             planned = Planned(
                 id=self._group, rank=rank, count=count, local=self._local, final=planner.plan
             )
         else:
             assert planned is not None
             final = planner.finish_plan(replace(planned.final, storage_data=group))
-            all_or_none(lambda: self._save_planned(final, planner))
+            all_or_none(lambda: self._save_planned(final, planner), ranks)
         self._planned = planned
         assert self._handle is not None
+        self._handle.stats.call_s = time.perf_counter() - start
         return self._handle
 
     def remove(self, directory: str | os.PathLike[str]) -> None:
@@ -318,6 +330,7 @@ class PortusStorageWriter(StorageWriter):
     def _begin(self, step: int, checkpoint_id: str | None) -> None:
         self._step, self._checkpoint_id, self._is_named = step, checkpoint_id, True
         self._parts = None
+        self._since = time.perf_counter()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises ``UsageError`` where ranks do not plan together."""
@@ -427,6 +440,8 @@ class PortusStorageWriter(StorageWriter):
             synchronous=self.synchronous or aside,
         )
         self._outcomes.began(self._handle)
+        if not aside:  # the planning is a part of what the call took
+            self._handle.stats.call_s = time.perf_counter() - self._since
         self._parts = None
         if aside or self._is_sent:
             self._handle.wait()

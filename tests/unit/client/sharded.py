@@ -299,10 +299,15 @@ def again(rank: int, count: int, root: Path) -> None:
     with pytest.raises(CheckpointException, match="rank 0 saves step 10 and rank 1 saves step 11"):
         writer.save(state, step=10 + rank)
     saved(12, plannings=8)
+    by = {"process_group": dist.new_group(backend="gloo")}
+    for step in (121, 122):
+        writer.save({"same": state["same"]}, step=step, **by)
+    assert writer.last is not None
+    assert writer.last.wait().step == 122
     caching = DefaultSavePlanner(enable_plan_caching=True)
     with pytest.raises(CheckpointException, match=r"PortusStorageWriter\.save does what"):
         dcp.save(state, checkpoint_id="13", storage_writer=writer, planner=caching)
-    saved(13, plannings=10)
+    saved(13, plannings=11)
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:  # alone now

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_saves_alike_are_planned_once_and_others_anew(tmp_path: Path) -> None:
     run(tmp_path, "again:2")
     found = groups(tmp_path / "again", "run")
     whole = [(group.step, group.count) for group in found if group.is_complete]
-    assert whole == [(n, 2) for n in (1, 2, 3, 4, 5, 7, 8, 9, 12, 13)] + [(14, 1)]
+    assert whole == [(n, 2) for n in (1, 2, 3, 4, 5, 7, 8, 9, 12, 121, 122, 13)] + [(14, 1)]
     assert len({group.id for group in found}) == len(found)
 
 
@@ -685,6 +686,28 @@ def test_a_state_of_another_nesting_is_planned_anew(tmp_path: Path) -> None:
     for step, path in ((1, ("a", "b")), (2, ("a.b",))):
         metadata = PortusStorageReader(tmp_path, "run", step=step).read_metadata()
         assert metadata.planner_data == {"a.b": path}
+
+
+def test_what_a_save_blocked_is_told_with_its_planning(tmp_path: Path) -> None:
+    state = {f"t{n}": torch.zeros(8) for n in range(400)}
+    writer = PortusStorageWriter(tmp_path, "run", keep=1)
+
+    def told(act: Callable[[], object]) -> float:
+        """The share of a call that is in its statistics."""
+        start = time.perf_counter()
+        act()
+        took = time.perf_counter() - start
+        writer.wait()
+        assert writer.last is not None
+        return writer.last.stats.blocked_s / took
+
+    writer.save(state, step=1)
+    writer.wait()
+    shares = [told(lambda: writer.save(state, step=2)) for _ in range(3)]
+    assert max(shares) > 0.9, "the plan is made and compared in the call"
+    by_torch = [told(lambda: save(writer, 3, dict(state))) for _ in range(3)]
+    assert max(by_torch) > 0.6, "but for what torch does when all is under way"
+    writer.close()
 
 
 def test_a_load_waits_for_saves_of_what_it_loads_into(tmp_path: Path) -> None:
