@@ -537,7 +537,8 @@ class PortusStorageWriter(StorageWriter):
         if self._is_shared or self._count == 1:
             return b""
         checkpointer = self._open()
-        checkpointer.prepare(0)
+        if not checkpointer.uuid:
+            checkpointer.prepare(0)
         return checkpointer.uuid
 
     def _check_shared(self, start: _Start) -> None:

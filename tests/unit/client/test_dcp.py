@@ -150,7 +150,6 @@ def test_saves_alike_are_planned_once_and_others_anew(tmp_path: Path) -> None:
 def test_a_rank_that_cannot_commit_is_heard_of_everywhere_and_fills_no_other_pool(
     tmp_path: Path,
 ) -> None:
-    # One interpreter for all of it: most of the time is that of importing torch.
     run(tmp_path / "one", "full:2:warn:directory")
     run(tmp_path / "two", "full:2:raise:save")
 
