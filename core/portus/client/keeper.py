@@ -6,6 +6,7 @@ all deleted behind our back goes when its space is needed. Order of changes: see
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -249,7 +250,17 @@ class Keeper:
             host.hold(self._untold[0])
             self._untold.pop(0)
         for path in {os.path.dirname(path): path for path in paths}.values():
-            files_of.settle(path, self._files, self._directory)
+            self._settle(path)
+
+    def _settle(self, path: str) -> None:
+        while True:  # ends: each turn but the last follows the pool to where it was moved
+            directory = self._directory
+            try:
+                return files_of.settle(path, self._files, directory)
+            except MediumError as error:
+                self._follow()
+                if error.errno != errno.ENOENT or self._directory == directory:
+                    raise
 
     def replace(
         self,

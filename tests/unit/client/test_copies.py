@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import portus
 from portus.cli.main import main
 from portus.client import fate
-from portus.client.keeper import keeper_of
+from portus.client.keeper import Keeper, keeper_of
 from portus.client.resolve import Pools, load_reference
 from portus.client.view import open_pool
 from portus.index.directory import WRITERS, links_directory
@@ -200,6 +200,26 @@ def test_real_files_in_a_copy_and_gc_there_leave_the_files_of_the_original(
     gc(run)
     assert [loaded(run / f"ckpt/{step}.ckpt") for step in (1, 2, 3)] == [1, 2, 3]
     assert torch.load(copy / "ckpt/2.ckpt")["w"][0] == 2
+
+
+def test_a_run_that_is_renamed_in_the_middle_of_a_save_keeps_that_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the file was put there, and before that is durable."""
+    run, away = tmp_path / "run", tmp_path / "away"
+    settle = Keeper.settle
+
+    def rename(keeper: Keeper, paths: Iterable[str]) -> None:
+        if (run / "ckpt" / "2.ckpt").exists():
+            run.rename(away)
+        settle(keeper, paths)
+
+    monkeypatch.setattr(Keeper, "settle", rename)
+    with opened(run) as trainer:
+        for step in (1, 2, 3):
+            save(trainer, run, step)
+    assert [loaded(away / "ckpt" / f"{step}.ckpt") for step in (1, 2)] == [1, 2]
+    assert loaded(run / "ckpt" / "3.ckpt") == 3
 
 
 @pytest.mark.parametrize("moved", ["run", "pool"])
