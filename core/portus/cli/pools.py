@@ -18,7 +18,7 @@ from portus.errors import PortusError, UsageError
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
 from portus.index.directory import links_directory, pools_at
-from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place
+from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place, PlaceKind
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry
 from portus.media.local import LocalFiles
@@ -33,20 +33,38 @@ def find_pool(pool: str | None, near: str | None = None) -> Place:
     """The pool file, pool directory or storage host that is meant.
 
     That is ``pool`` if given; else ``$PORTUS_POOL``; else ``.portus`` in the current directory or
-    in one above it, or in that of the reference file ``near`` or in one above that. Raises
-    ``UsageError`` if there is none.
+    in one above it; for the reference file ``near``, in its directory or in one above that, or
+    else the pool that it leads to. Raises ``UsageError`` if there is none.
     """
     named = Place.by_variable() if pool is None else Place.named(pool, "--pool")
     if named is not None:
+        _refuse_reference(named)
         return named
     start = os.getcwd() if near is None else os.path.dirname(os.path.abspath(near))
     place = nearest(start)
+    if place is None and near is not None:
+        return _led_to(near)
     if place is None:
         raise UsageError(
             f"there is no {DEFAULT_DIRECTORY} in {start} or above; say where the pool is: "
             f"--pool PATH, or {DIRECTORY_VARIABLE}=PATH"
         )
     return Place.named(place)
+
+
+def _led_to(reference: str) -> Place:
+    from portus.client.resolve import pool_of  # and torch with it
+
+    return pool_of(reference)
+
+
+def _refuse_reference(place: Place) -> None:
+    """Raises ``UsageError`` where a checkpoint is named in place of a pool."""
+    if place.kind is PlaceKind.FILE and reference_at(place.path) is not None:
+        raise UsageError(
+            f"{place} is a reference file, which leads into a pool; expected the pool. "
+            f"portus show {place} tells what the file leads to"
+        )
 
 
 def nearest(start: str) -> str | None:

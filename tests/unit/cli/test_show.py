@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -64,6 +66,20 @@ def test_a_reference_file_shows_its_version(run: Run, monkeypatch: pytest.Monkey
     monkeypatch.chdir("/")
     [by_path] = portus_json("show", run.last)["versions"]
     assert by_path == by_step
+
+
+def test_a_reference_file_that_is_not_near_its_pool_shows_its_version(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "pools", "far") as checkpointer:
+        checkpointer.save({"a": 1}, 3, reference=tmp_path / "3.ckpt").wait()
+    [version] = portus_json("show", tmp_path / "3.ckpt")["versions"]
+    assert (version["model"], version["step"]) == ("far", 3)
+
+
+@pytest.mark.parametrize("command", ["ls", "gc", "scrub"])
+def test_a_reference_file_in_place_of_a_pool_is_said_to_be_one(run: Run, command: str) -> None:
+    said = portus(command, run.last)
+    assert said.code == 2
+    assert "is a reference file" in said.err
 
 
 @pytest.mark.parametrize(
