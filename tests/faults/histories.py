@@ -68,7 +68,7 @@ class World:
         acts: list[tuple[int, Callable[[str], None]]] = [
             (5, self.train), (4, self._train_and_kill), (4, self._train_with_fault),
             (2, self._train_without_space), (4, self._train_on_a_failing_disk), (2, self._copy),
-            (1, self._move), (1, self._remove), (1, self._delete), (1, self._duplicate),
+            (1, self._move), (1, self._remove), (1, self._delete), (1, self.duplicate),
             (1, self._rot), (1, self._collect),
         ]  # fmt: skip
         weights, choices = zip(*acts, strict=True)
@@ -162,7 +162,7 @@ class World:
             self.runs[name].told.pop(file.name, None)
             self.runs[name].asked.pop(file.name, None)
 
-    def _duplicate(self, name: str) -> None:
+    def duplicate(self, name: str) -> None:
         """As ``cp 7.ckpt keep.ckpt``, to keep a checkpoint."""
         run = self.runs[name]
         files = [each for each in self._files(name) if each.name in run.told]
