@@ -73,7 +73,7 @@ test: setup ## all tests but the long searches; under 10 minutes
 	@$(PYTEST) $(ARGS)
 
 long: setup ## the long searches
-	@$(PYTEST) -m long $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist load --maxschedchunk 1 -m long $(ARGS)
 
 smoke: setup ## the oldest and the newest Python, torch, Lightning...; a first time fetches 6 GB
 	@$(BIN)/python -m tests.smoke $(ARGS)

@@ -57,12 +57,12 @@ class Host:
     def kill(self) -> None:
         """kill -9."""
         self.process.kill()
-        self._end()
+        self.ended()
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self._end()
+        return self.ended()
 
     def pause(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
@@ -79,7 +79,8 @@ class Host:
             self.kill()
         self._errors.close()
 
-    def _end(self) -> int:
+    def ended(self) -> int:
+        """Its exit code, once it has ended."""
         code = self.process.wait(timeout=START_S_MAX)
         self.log += self._errors.read()
         self._errors.close()

@@ -6,10 +6,9 @@ import logging
 import os
 import signal
 import socket
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
+from typing import Final
 
 from portus.daemon.counters import Counters
 from portus.daemon.events import tell
@@ -21,6 +20,8 @@ from portus.daemon.server import Door, Server, open_door, shut, tls_context
 from portus.daemon.session import House, Patience
 from portus.errors import UsageError
 from portus.protocol.address import Address, Scheme, Transport, is_address, parse
+
+_ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +50,7 @@ def serve(wish: Wish) -> bool:
     rate = parse_rate(wish.scrub) if wish.scrub else None
     server = prepared(wish)
     scrubber = None if rate is None else Scrubber(server.house.pools, server.house.counters, rate)
-    ended = threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        ended.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+    signals = _heard_signals()
     server.start()
     for door in server.doors:
         address = _reached(door)
@@ -69,12 +64,35 @@ def serve(wish: Wish) -> bool:
     notify("READY=1")
     if scrubber is not None:
         scrubber.start()
-    ended.wait()
+    _wait_for_the_end(signals)
     notify("STOPPING=1")
     tell(logging.INFO, "ending", "ending")
     if scrubber is not None:
         scrubber.stop()
     return server.stop()
+
+
+def _heard_signals() -> socket.socket:
+    """From now on the numbers of the signals that came can be read there, a byte each.
+
+    An event that a handler sets is not enough: Python runs handlers in the main thread alone, and
+    nothing wakes that while it waits, if the system gave the signal to another thread, or in the
+    moment before it began to wait.
+    """
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    for number in _ENDS | {signal.SIGHUP}:
+        signal.signal(number, lambda number, frame: None)
+    signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
+    return reading
+
+
+def _wait_for_the_end(signals: socket.socket) -> None:
+    while (number := signals.recv(1)[0]) not in _ENDS:
+        if number == signal.SIGHUP:
+            tell(
+                logging.WARNING, "signal", "SIGHUP: nothing is read again; start it again for that"
+            )
 
 
 def prepared(wish: Wish) -> Server:

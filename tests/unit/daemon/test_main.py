@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import os
 import re
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -55,6 +58,16 @@ def test_it_ends_clean_in_time_and_starts_again_without_repair(
             checkpointer.save(STATE, 2).wait()
         assert host.stop() == 0
     assert portus.check(tmp_path / "pools" / "default.portus") == []
+
+
+def test_signals_count_whichever_thread_the_system_gives_them_to(tmp_path: Path) -> None:
+    with Host(tmp_path / "pools") as host:
+        other = max(map(int, os.listdir(f"/proc/{host.process.pid}/task")))
+        assert other != host.process.pid
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            assert ctypes.CDLL(None).tgkill(host.process.pid, other, number) == 0
+        assert host.ended() == 0
+        assert "SIGHUP" in host.log
 
 
 def test_every_medium_is_served(tmp_path: Path) -> None:
