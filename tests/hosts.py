@@ -50,7 +50,7 @@ class Host:
             stderr=writing,
         )
         os.close(writing)
-        found = re.search(r"on portus(?:\+tls)?://127\.0\.0\.1:(\d+)", self._until("serving"))
+        found = re.search(r"on portus(?:\+tls)?://127\.0\.0\.1:(\d+)", self.until("serving"))
         assert found
         self.port = int(found[1])
 
@@ -86,7 +86,8 @@ class Host:
         self._errors.close()
         return code
 
-    def _until(self, word: str) -> str:
+    def until(self, word: str) -> str:
+        """What it said up to the end of a line, once ``word`` is in it."""
         until, text = time.monotonic() + START_S_MAX, ""
         while word not in text or not text.endswith("\n"):
             assert time.monotonic() < until, f"the host did not start: {text}"
