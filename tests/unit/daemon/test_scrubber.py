@@ -26,7 +26,7 @@ def test_a_host_tells_of_rot_by_itself(run: Run) -> None:
     port = free_port()
     with Host(run.pool, "--scrub", "1G/s", "--metrics", str(port)) as host:
         while host.log.count('"scrubbed"') < 2:
-            host._until('"scrubbed"')
+            host.until('"scrubbed"')
         found = scraped(port)
         assert host.stop() == 0
     events = [json.loads(line) for line in host.log.splitlines()]
