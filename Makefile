@@ -13,6 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+DEALT_OUT := $(BIN)/python -m pytest -n $(JOBS) --dist load --maxschedchunk 1
 STAMP := $(VENV)/stamp
 NATIVE := core/portus/transport/_native.so
 
@@ -63,8 +64,7 @@ lab: setup ## a shell in a machine with Soft-RoCE and persistent memory, emulate
 	@$(BIN)/python -m tests.lab
 
 test-hardware: setup ## the tests marked rdma and pmem, and those that boot guests, in the lab
-	@$(BIN)/python -m pytest -n $(JOBS) --dist load --maxschedchunk 1 -v --durations=8 -m lab \
-	  tests/lab $(ARGS)
+	@$(DEALT_OUT) -v --durations=8 -m lab tests/lab $(ARGS)
 
 demo: setup ## train, kill in the middle of a save, resume, compare; about 4 minutes
 	@$(BIN)/python recipes/gpt_tiny_lightning.py --demo $(ARGS)
@@ -73,7 +73,7 @@ test: setup ## all tests but the long searches; under 10 minutes
 	@$(PYTEST) $(ARGS)
 
 long: setup ## the long searches
-	@$(BIN)/python -m pytest -n $(JOBS) --dist load --maxschedchunk 1 -m long $(ARGS)
+	@$(DEALT_OUT) -m long $(ARGS)
 
 smoke: setup ## the oldest and the newest Python, torch, Lightning...; a first time fetches 6 GB
 	@$(BIN)/python -m tests.smoke $(ARGS)

@@ -13,11 +13,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from portus.testing.hosting import serving as serving
 from portus.testing.hosting import url as url
 
 START_S_MAX = 120.0
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def connect_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of this process do not pause between two tries to reach a host."""
+    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
+    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
 
 
 class Host:

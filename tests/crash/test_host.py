@@ -16,7 +16,7 @@ from portus.index.findings import Severity
 from portus.testing.lossy import LossyLink
 from portus.testing.nursery import Child, nursery
 from tests.crash import host_trainer
-from tests.hosts import Host
+from tests.hosts import Host, connect_again_at_once
 from tests.unit.client.same import assert_same
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
@@ -79,8 +79,7 @@ def test_a_host_may_be_killed_at_any_word_of_a_save(
 ) -> None:
     """The link counts what is said, and is cut where the host is killed: at the same byte."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
-    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
+    connect_again_at_once(monkeypatch)
     chance = random.Random(seed)
     with (
         Host(tmp_path / "pools") as host,

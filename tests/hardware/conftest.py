@@ -12,7 +12,7 @@ from portus.daemon.server import Server
 from portus.daemon.session import Patience
 from portus.index.directory import format_device
 from portus.media.local import LocalFiles
-from tests.hosts import serving
+from tests.hosts import connect_again_at_once, serving
 
 IN_LAB: Final = os.environ.get("PORTUS_LAB") == "guest"
 
@@ -34,8 +34,7 @@ PATIENCE: Final = Patience(silent_s=WAIT_S_MAX)
 @pytest.fixture
 def by_verbs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORTUS_TRANSPORT", "verbs")
-    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
-    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
+    connect_again_at_once(monkeypatch)
     monkeypatch.setattr("portus.transport.host.SILENCE_S", WAIT_S_MAX)
 
 

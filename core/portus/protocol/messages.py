@@ -17,7 +17,6 @@ import xxhash
 from msgspec import Meta
 
 from portus.errors import TransportError
-from portus.spec import Extent
 
 VERSION: Final = 6
 """Of the protocol."""
@@ -605,11 +604,6 @@ def column(data: bytes, what: str) -> Column:
     if float(numbers.sum(dtype=np.float64)) > SIZE_MAX:
         raise ProtocolError(f"{what}: the numbers add up to too much")
     return numbers
-
-
-def packed_ranges(extents: list[Extent]) -> bytes:
-    """Extents for the wire."""
-    return packed_column([each for extent in extents for each in (extent.offset, extent.length)])
 
 
 def ranges(data: bytes, what: str) -> tuple[Column, Column]:

@@ -27,7 +27,7 @@ from portus.protocol.messages import HELD_SIZE_MAX, VERSION
 from portus.testing.lossy import LossyLink
 from portus.transport.stream import Link
 from tests.golden import conversation
-from tests.hosts import serving, url
+from tests.hosts import connect_again_at_once, serving, url
 
 SAMPLE = 10
 """Bytes of each conversation that `make test` changes."""
@@ -39,8 +39,7 @@ OTHERS = {"other": 5, "kept": 7}
 def short_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The length of a greeting is guarded by nothing: then somebody waits for the rest of it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
-    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
+    connect_again_at_once(monkeypatch)
     monkeypatch.setattr("portus.transport.dial.GREETING_S", 0.3)
     monkeypatch.setattr("portus.daemon.session.GREETING_S", 0.2)
 

@@ -44,7 +44,7 @@ from portus.transport.base import Stop
 from portus.transport.local import check as hashes
 from portus.transport.regions import Lane, Regions
 from tests.hardware.states import snapshot_of
-from tests.hosts import Host, serving, url
+from tests.hosts import Host, connect_again_at_once, serving, url
 from tests.unit.cli.scene import portus_json
 
 CUTS = 45
@@ -57,8 +57,7 @@ SIZES = (300_000, 40, 0, 5000)
 def no_pauses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Between two tries to connect, and for a side that says nothing."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
-    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
+    connect_again_at_once(monkeypatch)
     monkeypatch.setattr("portus.transport.host.SILENCE_S", 3.0)
 
 

@@ -29,7 +29,7 @@ from portus.index.directory import open_reader
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, parse
 from portus.transport.dial import Credentials, dial
-from tests.hosts import Host, serving, url
+from tests.hosts import Host, connect_again_at_once, serving, url
 
 STATE = {"x": torch.arange(100_000)}
 
@@ -47,8 +47,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_ends_clean_in_time_and_starts_again_without_repair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
-    monkeypatch.setattr("portus.transport.host._PAUSE_MAX_S", 0.001)
+    connect_again_at_once(monkeypatch)
     with Host(tmp_path / "pools") as host:
         with portus.Checkpointer(host.url, keep=None) as checkpointer:
             checkpointer.save(STATE, 1).wait()
