@@ -6,8 +6,9 @@ import contextlib
 import random
 import socket
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -17,17 +18,21 @@ from portus.client.checkpointer import Checkpointer
 from portus.client.host import HostPool
 from portus.daemon.server import Server
 from portus.daemon.session import Patience
-from portus.errors import PortusError
+from portus.errors import CorruptionError, PortusError
 from portus.format.layout import Kind
 from portus.format.reference import decode
 from portus.index.check import check
 from portus.index.pool import PoolWriter
-from portus.index.records import VersionEntry
+from portus.index.records import Pointer, VersionEntry, VersionRecord
+from portus.pipeline.draft import Labels, PoolDraft
 from portus.protocol.messages import HELD_SIZE_MAX, VERSION
 from portus.testing.lossy import LossyLink
 from portus.transport.stream import Link
 from tests.golden import conversation
 from tests.hosts import connect_again_at_once, serving, url
+from tests.unit.client.same import assert_same
+
+Tree: TypeAlias = Pointer | bytes
 
 SAMPLE = 10
 """Bytes of each conversation that `make test` changes."""
@@ -216,3 +221,39 @@ def test_every_byte_of_a_conversation_is_refused_or_harmless(tmp_path: Path, see
         assert size > 4000
         assert harmless <= 30, "a greeting has bytes that mean nothing"
         assert check(hosted.writer) == []
+
+
+def another_step(labels: Labels, tree: Tree) -> tuple[Labels, Tree]:
+    return replace(labels, step=labels.step + 1), tree
+
+
+def another_tree(labels: Labels, tree: Tree) -> tuple[Labels, Tree]:
+    assert isinstance(tree, bytes)
+    return labels, tree.replace(b"0.125", b"0.925")
+
+
+@pytest.mark.parametrize(("wrong", "what"), [(another_step, "step"), (another_tree, "tree")])
+def test_what_a_host_committed_otherwise_than_it_was_meant_does_not_count(
+    wrong: Callable[[Labels, Tree], tuple[Labels, Tree]],
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bytes that change in the memory of the host, behind all digests of frames."""
+    commit = PoolDraft.commit_rows
+
+    def changed(
+        draft: PoolDraft, rows: Any, labels: Labels, layout: Any, tree: Tree, retire: Any
+    ) -> VersionRecord:
+        labels, tree = wrong(labels, tree)
+        return commit(draft, rows, labels, layout, tree, retire)
+
+    state = {"lr": 0.125, "w": torch.ones(30)}
+    with serving(tmp_path / "pools") as server, Checkpointer(url(server), on_error="warn") as saves:
+        saves.save(state, 1).wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(PoolDraft, "commit_rows", changed)
+            with pytest.raises(CorruptionError, match=f"committed another {what} "):
+                saves.save({**state, "more": 0.125}, 2).wait()
+        assert saves.steps() == [1]
+        assert_same(saves.load(), state)
