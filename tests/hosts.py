@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
-import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,19 @@ START_S_MAX = 120.0
 ROOT = Path(__file__).resolve().parents[1]
 
 
+_PORTS = itertools.count(os.getpid() * 64)
+
+
+def free_port() -> int:
+    """A port for a server that is about to start, or starts again: not one of those that the
+    system gives to connections meanwhile, nor to another process of the tests."""
+    for number in _PORTS:
+        port = 10_000 + number % 20_000
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no end")
+
+
 def connect_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of this process do not pause between two tries to reach a host."""
     monkeypatch.setattr("portus.transport.host._PAUSE_MIN_S", 0.001)
@@ -29,14 +44,15 @@ def connect_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Host:
-    """``portus serve`` as users run it. It may be killed and started again, at the same port."""
+    """``portus serve`` as users run it. It may be killed and started again, at the same port, which
+    stays its own meanwhile."""
 
     def __init__(self, place: str | Path, *options: str, under: Sequence[str] = ()) -> None:
         """under: the command that runs it, with less than all rights, say."""
         self.place = str(place)
         self._options = options
         self._under = under
-        self.port = 0
+        self.port = free_port()
         self.log = ""
         self.start()
 
@@ -58,9 +74,7 @@ class Host:
             stderr=writing,
         )
         os.close(writing)
-        found = re.search(r"on portus(?:\+tls)?://127\.0\.0\.1:(\d+)", self.until("serving"))
-        assert found
-        self.port = int(found[1])
+        assert f"://127.0.0.1:{self.port}" in self.until("serving")
 
     def kill(self) -> None:
         """kill -9."""

@@ -18,10 +18,10 @@ import portus_accelerate
 from portus_accelerate import FLAG, autoload
 from portus_accelerate.launching import _tell
 from portus_accelerate.settings import VARIABLE
+from tests.adapters.launching import TWO
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "accelerate_script.py"
-TWO = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
 
 
 def run(

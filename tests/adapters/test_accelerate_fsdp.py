@@ -17,10 +17,10 @@ import pytest
 import portus
 from portus.dcp import groups
 from portus.protocol.address import Address, Scheme
+from tests.adapters.launching import TWO
 from tests.hosts import serving, url
 
 SCRIPT = Path(__file__).with_name("fsdp_script.py")
-TWO = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -31,7 +31,7 @@ def run(root: Path, site: Path, *arguments: object, flag: bool = True, **more: s
     extra = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site), **more}
     done = subprocess.run(
         [
-            *(sys.executable, "-W", "ignore", *TWO, "--rdzv-endpoint=localhost:0", str(SCRIPT)),
+            *(sys.executable, "-W", "ignore", *TWO, str(SCRIPT)),
             *("--root", str(root), *map(str, arguments)),
         ],
         env={**clean, **extra, **({"PORTUS_ACCELERATE": "1"} if flag else {})},

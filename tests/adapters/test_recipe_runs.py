@@ -15,11 +15,11 @@ import portus
 from checkpoint_bytes import Checkpoint, checkpoint_of
 from gpt import SIZES
 from portus.dcp import groups
+from tests.adapters.launching import TWO
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CONFIGS = RECIPES / "configs"
 LAUNCH = ("-m", "accelerate.commands.accelerate_cli", "launch", "--config_file")
-TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 OF_THE_FRAMEWORK_MAX = 64 << 10
 """Bytes that a framework adds to a checkpoint: random states, schedules, loops."""

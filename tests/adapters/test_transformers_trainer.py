@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import portus
 from portus_accelerate import patch, settings, trainer
+from tests.adapters.launching import TWO
 
 SCRIPT = Path(__file__).with_name("trainer_script.py")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -87,9 +88,6 @@ def test_saving_the_model_only_leaves_portus_out(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob(".portus/*.portus"))
 
 
-TWO = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
-
-
 def run(
     root: Path,
     site: Path,
@@ -141,11 +139,10 @@ def test_losses_are_the_same_bits_also_killed_in_a_save_and_resumed(
 def test_two_processes_killed_in_a_save_and_resumed_end_with_the_same_bits(
     tmp_path: Path, installed: Path
 ) -> None:
-    two = (*TWO, "--rdzv-endpoint=localhost:0")
-    run(tmp_path / "stock", installed, flag=False, launcher=two)
+    run(tmp_path / "stock", installed, flag=False, launcher=TWO)
     # The launcher ends the other process, at whatever it is: perhaps in the save before.
-    run(tmp_path / "on", installed, "--kill-after", "2", flag=True, launcher=two, ends_with=1)
-    run(tmp_path / "on", installed, flag=True, launcher=two)
+    run(tmp_path / "on", installed, "--kill-after", "2", flag=True, launcher=TWO, ends_with=1)
+    run(tmp_path / "on", installed, flag=True, launcher=TWO)
     expected = (tmp_path / "stock/losses-0.txt").read_text()
     found = (tmp_path / "on/losses-0.txt").read_text()
     assert set(found.splitlines()) == set(expected.splitlines())

@@ -29,7 +29,7 @@ from portus.index.directory import open_reader
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, parse
 from portus.transport.dial import Credentials, dial
-from tests.hosts import Host, connect_again_at_once, serving, url
+from tests.hosts import Host, connect_again_at_once, free_port, serving, url
 
 STATE = {"x": torch.arange(100_000)}
 
@@ -116,12 +116,6 @@ def test_systemd_is_told_when_it_is_ready_and_when_it_ends(
             assert channel.recv(100) == b"READY=1"
             host.stop()
             assert channel.recv(100) == b"STOPPING=1"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def has_ipv6() -> bool:

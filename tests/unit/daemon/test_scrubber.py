@@ -11,9 +11,9 @@ import pytest
 from portus.daemon.counters import Counters
 from portus.daemon.pools import Pools
 from portus.daemon.scrubber import Scrubber
-from tests.hosts import Host
+from tests.hosts import Host, free_port
 from tests.unit.cli.scene import Run
-from tests.unit.daemon.test_main import free_port, scraped
+from tests.unit.daemon.test_main import scraped
 
 
 @pytest.fixture
