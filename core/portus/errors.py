@@ -1,10 +1,20 @@
 """Every error that Portus raises on purpose, sorted by who has to act.
 
 A message says what, where, expected, found, and what to do. Foreign errors (``OSError``) become
-one of these at the seam where they arise (``media``, ``transport``), with ``from``.
+one of these at the seam where they arise (``media``, ``transport``), with ``from``. What a stranger
+says goes into one through ``printable``.
 """
 
 from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """``text`` with escapes for all that would not be seen as it is: what moves the cursor of a
+    terminal or ends a line, what changes the direction of text, and surrogates."""
+    if text.isprintable():
+        return text
+    escaped = (each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    return "".join(escaped)
 
 
 class PortusError(Exception):

@@ -20,6 +20,7 @@ from portus.errors import (
     StaleError,
     TransportError,
     UsageError,
+    printable,
 )
 
 FOUND: Final = 1
@@ -59,7 +60,8 @@ class Output:
     """Where a command says what it has to say.
 
     With ``as_json`` there is one document on stdout; else text and tables. Messages and progress
-    go to stderr, so that stdout can be piped.
+    go to stderr, so that stdout can be piped. All text is made ``printable`` here: names of models,
+    tensors and files are anybody's. JSON is ASCII.
     """
 
     def __init__(self, as_json: bool) -> None:
@@ -77,17 +79,17 @@ class Output:
     def line(self, text: str = "") -> None:
         """A line of the result for people."""
         if not self.as_json:
-            print(text)
+            print(printable(text))
 
     def note(self, text: str) -> None:
         """A message."""
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr)
 
     def ask(self, question: str) -> bool:
         """True if somebody at a terminal says yes; False too where nobody can be asked."""
         if not sys.stdin.isatty():
             return False
-        print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+        print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
         return sys.stdin.readline().strip().lower() in {"y", "yes"}
 
     def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -103,7 +105,7 @@ class Output:
             right = head.startswith(">")
             table.add_column(head.lstrip(">"), justify="right" if right else "left", no_wrap=True)
         for row in rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*(Text(printable(cell)) for cell in row))
         if sys.stdout.isatty():
             Console().print(table)
             return

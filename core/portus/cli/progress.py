@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
+from portus.errors import printable
+
 Progress = Callable[[int, int], None]
 """Told bytes done, and bytes to do in all."""
 
@@ -34,5 +36,5 @@ def bar(title: str) -> Iterator[Progress]:
         TimeRemainingColumn(),
     )
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(title, total=None)
+        task = bars.add_task(printable(title), total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)

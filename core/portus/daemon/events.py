@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from typing import Final
+
+from portus.errors import printable
 
 _log: Final = logging.getLogger("portus.daemon")
 _FIELDS: Final = "portus_fields"
@@ -21,17 +24,55 @@ def tell(level: int, event: str, message: str, /, **fields: str | float | None) 
     _log.log(level, "%s", message, extra={_FIELDS: {"event": event, **known}})
 
 
+class Few:
+    """Events that strangers cause, as often as they like: so many in a while are told, and then
+    how many were left out. Thread-safe."""
+
+    def __init__(self, count_max: int = 20, while_s: float = 60.0) -> None:
+        self._count_max: Final = count_max
+        self._while_s: Final = while_s
+        self._guard: Final = threading.Lock()
+        self._since_s = -math.inf
+        self._count = 0
+
+    def tell(self, level: int, event: str, message: str, /, **fields: str | float | None) -> None:
+        """As ``tell``, or nothing."""
+        with self._guard:
+            if time.monotonic() - self._since_s > self._while_s:
+                self._end()
+                self._since_s = time.monotonic()
+            self._count += 1
+            if self._count <= self._count_max:
+                tell(level, event, message, **fields)
+
+    def end(self) -> None:
+        """Tell how many were left out until now."""
+        with self._guard:
+            self._end()
+
+    def _end(self) -> None:
+        left_out, self._count = self._count - self._count_max, 0
+        if left_out > 0:
+            text = f"{left_out} more events of strangers were left out"
+            tell(logging.WARNING, "left_out", text, count=left_out)
+
+
 class Lines(logging.Formatter):
-    """One JSON object for each line. What was not told as an event is the event ``log``."""
+    """One JSON object for each line. What was not told as an event is the event ``log``. Text is
+    made ``printable``: what clients say is not to reach a terminal through a program that undoes
+    the escapes of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {
+        told = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
             "level": record.levelname.lower(),
             "logger": record.name,
             "event": "log",
             "message": record.getMessage(),
             **getattr(record, _FIELDS, {}),
+        }
+        line = {
+            name: printable(each) if isinstance(each, str) else each for name, each in told.items()
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -48,6 +48,7 @@ def serve(wish: Wish) -> bool:
     ``CorruptionError``.
     """
     rate = parse_rate(wish.scrub) if wish.scrub else None
+    os.umask(0o077)  # what a host makes is its own: pools are 0600, directories 0700
     server = prepared(wish)
     scrubber = None if rate is None else Scrubber(server.house.pools, server.house.counters, rate)
     signals = _heard_signals()

@@ -28,7 +28,7 @@ from portus.index.place import Place
 from portus.index.pool import PoolReader, PoolWriter, format_pool
 from portus.media.file import PlainFile
 from portus.media.local import LocalFiles
-from portus.media.lock import LockTable, ProcessLocks
+from portus.media.lock import DirectoryLock, LockTable, ProcessLocks
 from portus.media.memory import Memory
 from portus.protocol.address import TENANT
 
@@ -36,6 +36,9 @@ MEMORY: Final = "memory:"
 TENANTS_MAX: Final = 1024
 BUSY_S: Final = 10.0
 """The longest wait for another writer to let go of a pool."""
+
+_LOCK: Final = ".host"
+"""In a directory that is served: whose process it is."""
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -120,7 +123,7 @@ class Pools:
     def __init__(self, place: str, quota: int | None = None) -> None:
         """place: see the module. quota: bytes of a pool, at most. Raises ``UsageError``, and what
         opening one pool, or making a directory for many, raises: that ends the start, not the
-        first save."""
+        first save. So does a directory that another host serves: ``BusyError``."""
         in_memory = place.startswith(MEMORY) and not place.startswith(f"{MEMORY}//")
         where = None if in_memory or not place else Place.named(place, "POOL")
         if not place or (where is not None and where.is_host):
@@ -135,11 +138,13 @@ class Pools:
         self._guard: Final = threading.Lock()
         self._open: dict[str, Hosted] = {}
         self._opening: Final[dict[str, threading.Lock]] = {}
+        self._lock: DirectoryLock | None = None
         if self._where is None:
             if self._memory < 2 * DATA_START:
                 raise UsageError(f"{place}: expected {2 * DATA_START} bytes or more")
         elif self._where.is_directory:
             make_directory(self._where.path)
+            self._lock = DirectoryLock(os.path.join(self._where.path, _LOCK))
         else:
             self.of(TENANT)
 
@@ -180,6 +185,8 @@ class Pools:
             opened, self._open = self._open, {}
         for hosted in opened.values():
             hosted.writer.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _writer(self, tenant: str) -> PoolWriter:
         if self._where is None:

@@ -140,6 +140,7 @@ class Server:
             return False
         self._house.fabric.close()
         self._house.pools.close()
+        self._house.strangers.end()
         return True
 
     def connections(self) -> int:
@@ -155,7 +156,8 @@ class Server:
                 if not self._ending.wait(0.1):  # out of descriptors: others have to end first
                     why = str(error.strerror)
                     text = f"{door.address}: accept: {why}"
-                    tell(logging.WARNING, "accept", text, address=str(door.address), why=why)
+                    told = self._house.strangers.tell
+                    told(logging.WARNING, "accept", text, address=str(door.address), why=why)
                 continue
             self._welcome(door, plain, _peer_name(door, peer))
 

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from portus.daemon.counters import Counters
-from portus.daemon.events import tell
+from portus.daemon.events import Few, tell
 from portus.daemon.fabric import Fabric, Lane
 from portus.daemon.pools import Hosted, Pools, free_bytes, hole_bytes, taken_bytes
 from portus.daemon.secrets import Secrets
@@ -98,6 +98,8 @@ class House:
     counters: Counters
     patience: Patience
     fabric: Fabric = field(default_factory=Fabric)
+    strangers: Few = field(default_factory=Few)
+    """Tells of those that were not let in."""
     reading: threading.Lock = field(default_factory=threading.Lock)
     """Held while a big layout or tree is looked at."""
 
@@ -106,7 +108,7 @@ def turned_away(house: House, peer: str, why: str, tenant: str | None = None) ->
     """Count and log a client that is not let in."""
     house.counters.add("refused")
     text = f"{peer}: turned away: {why}"
-    tell(logging.WARNING, "turned_away", text, peer=peer, tenant=tenant, why=why)
+    house.strangers.tell(logging.WARNING, "turned_away", text, peer=peer, tenant=tenant, why=why)
 
 
 class Session:
@@ -132,7 +134,8 @@ class Session:
             self._link.close()
 
     def _ended(self, why: str) -> None:
-        tell(
+        told = tell if self._tenant is not None else self._house.strangers.tell
+        told(
             logging.INFO,
             "disconnected",
             f"{self._peer}: ended: {why}",

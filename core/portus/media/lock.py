@@ -13,6 +13,7 @@ there, or gone. The writer makes it gone from the root first, and then asks.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -43,6 +44,9 @@ _LOG: Final = logging.getLogger("portus")
 
 _READ, _WRITE, _NONE = 0, 1, 2
 """F_RDLCK, F_WRLCK, F_UNLCK of Linux."""
+
+_HOLDER_MAX: Final = 20
+"""Bytes of the number of a process, with spaces behind it."""
 
 _FLOCK: Final = struct.Struct("@hhqqi0q")
 """``struct flock`` of 64-bit Linux: type, whence, start, length, process (0 for these locks)."""
@@ -270,6 +274,43 @@ class ProcessLocks:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(f"{self._name}: locks used after they were closed")
+
+
+class DirectoryLock:
+    """A directory that one process of this machine has for itself, as long as it lives: by a lock
+    on a file in it."""
+
+    def __init__(self, path: str) -> None:
+        """path: of the file; it is made, and says which process has it. Raises ``BusyError`` at
+        once, naming that, and ``MediumError``."""
+        with contextlib.ExitStack() as undo:
+            try:
+                file = Descriptor(path, os.O_RDWR | os.O_CREAT, 0o600)
+                undo.callback(file.close)
+                holder = os.pread(file.number, _HOLDER_MAX, 0).decode("ascii", "replace").strip()
+            except OSError as error:
+                raise file_error("open", path, error) from error
+            locks = FileLocks(path, writable=True)
+            undo.callback(locks.close)
+            try:
+                locks.acquire_writer(0)
+            except BusyError as error:
+                raise BusyError(
+                    errno.EAGAIN,
+                    f"{os.path.dirname(path)}: process {holder or 'unknown'} of this machine "
+                    "serves it already; stop that, or serve another directory",
+                ) from error
+            try:
+                os.pwrite(file.number, f"{os.getpid():<{_HOLDER_MAX}}".encode(), 0)
+            except OSError as error:
+                raise file_error("write", path, error) from error
+            undo.pop_all()
+            file.close()
+            self._locks: Final = locks
+
+    def close(self) -> None:
+        """Somebody else may have it. A second call does nothing."""
+        self._locks.close()
 
 
 class _Wait:

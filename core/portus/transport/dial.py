@@ -20,6 +20,7 @@ from portus.errors import (
     StaleError,
     TransportError,
     UsageError,
+    printable,
 )
 from portus.protocol.address import Address, Scheme, Transport
 from portus.protocol.messages import (
@@ -136,10 +137,14 @@ def _dialled(
 
 
 def raised(answer: Said) -> PortusError:
-    """The error that a refusal stands for; for any other message, that it was not expected."""
+    """The error that a refusal stands for; for any other message, that it was not expected.
+
+    Whoever listens there may refuse a greeting, and has proved nothing: what it says is made
+    ``printable``.
+    """
     if not isinstance(answer, Refused):
         return ProtocolError(f"{answer.kind.name} was not expected")
-    text = f"the storage host says: {answer.text}"
+    text = f"the storage host says: {printable(answer.text)}"
     if answer.fault in (Fault.MEDIUM, Fault.BUSY):
         kind = BusyError if answer.fault is Fault.BUSY else MediumError
         return kind(answer.errno, text)
@@ -192,18 +197,29 @@ def _spoken(answer: Said) -> int:
 
 
 def _connect(address: Address, credentials: Credentials) -> socket.socket:
+    context = _trusting(credentials.authority_path) if address.scheme is Scheme.TLS else None
     with _as_transport_error(address):
         if address.scheme is Scheme.UNIX:
             return _connect_unix(address.path)
         plain = socket.create_connection((address.host, address.port), GREETING_S)
-        if address.scheme is Scheme.TCP:
+        if context is None:
             return plain
         try:
-            context = ssl.create_default_context(cafile=credentials.authority_path)
             return context.wrap_socket(plain, server_hostname=address.host)
         except BaseException:
             plain.close()
             raise
+
+
+def _trusting(path: str | None) -> ssl.SSLContext:
+    """path: of certificates; None: those of the system. Raises ``UsageError``."""
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:  # of TLS too: what is there is no certificate
+        raise UsageError(
+            f"{path}: no certificates can be read: {error.strerror or error}; "
+            f"{AUTHORITY_VARIABLE} is to name a file of them (PEM)"
+        ) from error
 
 
 def _connect_unix(path: str) -> socket.socket:

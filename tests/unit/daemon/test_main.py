@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -76,6 +77,50 @@ def test_every_medium_is_served(tmp_path: Path) -> None:
             with portus.open(host.url) as pool:
                 assert pool.steps() == [1]
     assert (tmp_path / "one.portus").is_file()
+
+
+def test_what_a_host_makes_is_its_own(tmp_path: Path) -> None:
+    with Host(tmp_path / "made" / "pools") as host:
+        reference = tmp_path / "here.ckpt"
+        with portus.Checkpointer(host.url, links=str(tmp_path / "links")) as checkpointer:
+            checkpointer.save(STATE, 1, reference=reference).wait()
+        assert host.stop() == 0
+    modes: dict[int, set[int]] = {stat.S_IFDIR: set(), stat.S_IFREG: set()}
+    for path in [tmp_path / "made", *(tmp_path / "made").rglob("*")]:
+        modes[stat.S_IFMT(path.stat().st_mode)].add(stat.S_IMODE(path.stat().st_mode))
+    assert modes == {stat.S_IFDIR: {0o700}, stat.S_IFREG: {0o600}}
+
+
+def test_a_second_host_of_one_directory_is_told_of_the_first_at_once(tmp_path: Path) -> None:
+    place = tmp_path / "pools"
+    with Host(place) as host:
+        match = f"process {host.process.pid} of this machine serves it already"
+        with pytest.raises(BusyError, match=match):
+            prepared(Wish(place=str(place), listen=["127.0.0.1:0"]))
+        host.kill()
+        server = prepared(Wish(place=str(place), listen=["127.0.0.1:0"]))
+        assert server.stop()
+
+
+def test_strangers_cost_so_many_lines_of_log_at_most(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("s" * 32)
+    count = 60
+    with Host("memory:1M", "--secret-file", str(secret)) as host:
+        for number in range(count):
+            with socket.create_connection(("127.0.0.1", host.port)) as plain:
+                if number % 2:
+                    plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                    with contextlib.suppress(ConnectionError):
+                        plain.recv(100)
+        assert host.stop() == 0
+    found = logged(host)
+    told = sum(len(found.pop(event, [])) for event in ("turned_away", "disconnected"))
+    [left_out] = found.pop("left_out")
+    assert told + int(left_out["count"]) >= count
+    assert told <= 20
+    assert found.keys() == {"serving", "ending"}
 
 
 def test_one_pool_file_has_one_tenant(tmp_path: Path) -> None:
@@ -328,6 +373,10 @@ def test_tls_is_spoken_and_strangers_are_not_believed(
             portus.Checkpointer(address)
         with pytest.raises(portus.TransportError, match=r"portus\+tls://"):
             portus.Checkpointer(host.url)
+        for path in (str(tmp_path / "nothing.pem"), key):
+            monkeypatch.setenv("PORTUS_TLS_CA", path)
+            with pytest.raises(UsageError, match=f"{path}: no certificates.*PORTUS_TLS_CA"):
+                portus.Checkpointer(address)
         monkeypatch.setenv("PORTUS_TLS_CA", cert)
         saved(address)
         with portus.open(address) as pool:
