@@ -79,7 +79,7 @@ class PortusStorageReader(StorageReader):
         self._told: set[bytes] = set()
         self._tried: Group | None = None
         self._group: Group | None = None
-        self._placed: dict[MetadataIndex, Placed] = {}
+        self._placed: Mapping[MetadataIndex, Placed] = {}
         self._tells_later = False
         self._problem: PortusError | None = None
 
