@@ -283,6 +283,10 @@ def serve(
     quota: Annotated[
         str | None, typer.Option("--quota", metavar="SIZE", help="of each tenant, such as 500G")
     ] = None,
+    quota_file: Annotated[
+        str | None,
+        typer.Option("--quota-file", metavar="PATH", help="lines TENANT SIZE, instead of --quota"),
+    ] = None,
     metrics: Annotated[
         str | None, typer.Option("--metrics", metavar="[HOST:]PORT", help="for prometheus")
     ] = None,
@@ -299,8 +303,9 @@ def serve(
         ),
     ] = "auto",
 ) -> None:
-    """Serve pools to trainers on other machines, until SIGTERM. Exit code 3, of this command: a
-    connection hung at the end, and was not waited for."""
+    """Serve pools to trainers on other machines, until SIGTERM. SIGHUP: read the files of secrets,
+    quotas and certificates again. Exit code 3, of this command: a connection hung at the end, and
+    was not waited for."""
     with reported(False) as output:
         from portus.cli import serve
         from portus.daemon.main import Wish
@@ -312,6 +317,7 @@ def serve(
             cert_path=tls_cert,
             key_path=tls_key,
             quota=quota,
+            quota_path=quota_file,
             metrics=metrics,
             transport=transport,
             scrub=scrub,

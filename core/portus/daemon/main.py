@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,12 +15,12 @@ from typing import Final
 from portus.daemon.counters import Counters
 from portus.daemon.events import tell
 from portus.daemon.fabric import Fabric
-from portus.daemon.pools import Pools, parse_rate, parse_size
+from portus.daemon.pools import Pools, Quotas, parse_rate, read_quotas
 from portus.daemon.scrubber import Scrubber
-from portus.daemon.secrets import read_secrets
+from portus.daemon.secrets import Secrets, read_secrets
 from portus.daemon.server import Door, Server, open_door, shut, tls_context
 from portus.daemon.session import House, Patience
-from portus.errors import UsageError
+from portus.errors import PortusError, UsageError
 from portus.protocol.address import Address, Scheme, Transport, is_address, parse
 
 _ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
@@ -27,8 +29,8 @@ _ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
     """What to serve and how. ``listen``: HOST[:PORT], unix:PATH, or addresses; ``metrics``:
-    [HOST:]PORT; ``quota``: a size; ``transport``: auto, tcp or verbs; ``scrub``: a size, of what is
-    read again in a second."""
+    [HOST:]PORT; ``quota``: a size, ``quota_path``: of a file of them; ``transport``: auto, tcp or
+    verbs; ``scrub``: a size, of what is read again in a second."""
 
     place: str
     listen: Sequence[str] = ()
@@ -36,6 +38,7 @@ class Wish:
     cert_path: str | None = None
     key_path: str | None = None
     quota: str | None = None
+    quota_path: str | None = None
     metrics: str | None = None
     transport: str = ""
     scrub: str | None = None
@@ -65,7 +68,12 @@ def serve(wish: Wish) -> bool:
     notify("READY=1")
     if scrubber is not None:
         scrubber.start()
-    _wait_for_the_end(signals)
+    while (number := signals.recv(1)[0]) not in _ENDS:
+        if number == signal.SIGHUP:
+            notify("RELOADING=1")
+            with contextlib.suppress(PortusError):  # it is in the log
+                reload(wish, server)
+            notify("READY=1")
     notify("STOPPING=1")
     tell(logging.INFO, "ending", "ending")
     if scrubber is not None:
@@ -88,28 +96,54 @@ def _heard_signals() -> socket.socket:
     return reading
 
 
-def _wait_for_the_end(signals: socket.socket) -> None:
-    while (number := signals.recv(1)[0]) not in _ENDS:
-        if number == signal.SIGHUP:
-            tell(
-                logging.WARNING, "signal", "SIGHUP: nothing is read again; start it again for that"
-            )
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What is read from files, when a host starts and when it is told to read again."""
+
+    secrets: Secrets
+    quotas: Quotas
+    context: ssl.SSLContext | None
+
+    @classmethod
+    def of(cls, wish: Wish) -> _Read:
+        if (wish.cert_path is None) != (wish.key_path is None):
+            raise UsageError("--tls-cert and --tls-key go together")
+        context = None
+        if wish.cert_path is not None and wish.key_path is not None:
+            context = tls_context(wish.cert_path, wish.key_path)
+        quotas = read_quotas(wish.quota, wish.quota_path)
+        return cls(read_secrets(wish.secret_path), quotas, context)
+
+
+def reload(wish: Wish, server: Server) -> None:
+    """Read secrets, quotas and certificates again. They count for who comes from now on, quotas
+    for all: connections stay, and saves go on.
+
+    Raises ``UsageError`` if one of them cannot be read; then all stay as they were.
+    """
+    try:
+        read = _Read.of(wish)
+        server.house.pools.limit(read.quotas)
+    except UsageError as error:
+        text = f"nothing is read again, all stays as it was: {error}"
+        tell(logging.ERROR, "not_reloaded", text, why=str(error))
+        raise
+    server.house.secrets.become(read.secrets)
+    for door in server.doors:
+        if door.context is not None:
+            door.context = read.context
+    tell(logging.INFO, "reloaded", "secrets, quotas and certificates were read again")
 
 
 def prepared(wish: Wish) -> Server:
     """A server that listens, and has not started."""
-    secrets = read_secrets(wish.secret_path)
-    quota = parse_size(wish.quota) if wish.quota else None
-    if (wish.cert_path is None) != (wish.key_path is None):
-        raise UsageError("--tls-cert and --tls-key go together")
-    context = None
-    if wish.cert_path is not None and wish.key_path is not None:
-        context = tls_context(wish.cert_path, wish.key_path)
+    read = _Read.of(wish)
+    context = read.context
     addresses = [heard(text, tls=context is not None) for text in wish.listen or ("127.0.0.1",)]
     fabric = Fabric(Transport.of(wish.transport, "--transport"))
-    pools = Pools(wish.place, quota)
+    pools = Pools(wish.place, read.quotas)
     house = House(
-        pools=pools, secrets=secrets, counters=Counters(), patience=Patience(), fabric=fabric
+        pools=pools, secrets=read.secrets, counters=Counters(), patience=Patience(), fabric=fabric
     )
     doors: list[Door] = []
     try:

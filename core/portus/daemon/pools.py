@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from portus.errors import BusyError, MediumError, UsageError
@@ -26,11 +28,12 @@ from portus.index.directory import (
 from portus.index.holds import Holds
 from portus.index.place import Place
 from portus.index.pool import PoolReader, PoolWriter, format_pool
+from portus.media.base import MediumKind
 from portus.media.file import PlainFile
 from portus.media.local import LocalFiles
 from portus.media.lock import DirectoryLock, LockTable, ProcessLocks
 from portus.media.memory import Memory
-from portus.protocol.address import TENANT
+from portus.protocol.address import TENANT, checked_tenant
 
 MEMORY: Final = "memory:"
 TENANTS_MAX: Final = 1024
@@ -41,6 +44,22 @@ _LOCK: Final = ".host"
 """In a directory that is served: whose process it is."""
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """How many bytes a pool may have: ``of`` each tenant, by name, and of all ``others``. None: as
+    many as there are."""
+
+    others: int | None = None
+    of: Mapping[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.others is not None or bool(self.of)
+
+    def for_tenant(self, tenant: str) -> int | None:
+        """Of that one."""
+        return self.of.get(tenant, self.others)
 
 
 class Hosted:
@@ -120,8 +139,8 @@ class Hosted:
 class Pools:
     """The pools of a host, opened when somebody asks, and then open until the end."""
 
-    def __init__(self, place: str, quota: int | None = None) -> None:
-        """place: see the module. quota: bytes of a pool, at most. Raises ``UsageError``, and what
+    def __init__(self, place: str, quotas: Quotas | None = None) -> None:
+        """place: see the module. quotas: None: none. Raises ``UsageError``, and what
         opening one pool, or making a directory for many, raises: that ends the start, not the
         first save. So does a directory that another host serves: ``BusyError``."""
         in_memory = place.startswith(MEMORY) and not place.startswith(f"{MEMORY}//")
@@ -134,7 +153,7 @@ class Pools:
         self.place: Final = place
         self._where: Final = where
         self._memory: Final = 0 if where else parse_size(place.removeprefix(MEMORY))
-        self._quota: Final = quota
+        self._quotas = quotas or Quotas()
         self._guard: Final = threading.Lock()
         self._open: dict[str, Hosted] = {}
         self._opening: Final[dict[str, threading.Lock]] = {}
@@ -163,6 +182,7 @@ class Pools:
                 hosted = Hosted(tenant, self._writer(tenant), holds, pool)
                 with self._guard:
                     self._open[tenant] = hosted
+                    hosted.writer.max_bytes = self._size_max(tenant)  # may be another by now
             return hosted
 
     def all(self) -> list[Hosted]:
@@ -179,6 +199,24 @@ class Pools:
             return [(TENANT, self._where)]
         return [(writer_of(each), each) for each in pools_at(self._where)]
 
+    def limit(self, quotas: Quotas) -> None:
+        """Other quotas from now on. A pool that has more keeps it, and grows no further. Raises
+        ``UsageError`` for a device, which has none; then nothing changed."""
+        with self._guard:
+            opened = list(self._open.values())
+            kinds = {hosted.writer.medium.info.kind for hosted in opened}
+            if quotas and MediumKind.DEVDAX in kinds:
+                raise UsageError(f"{self.place}: a pool on a device has all of it, and no quota")
+            self._quotas = quotas
+            for hosted in opened:
+                hosted.writer.max_bytes = self._size_max(hosted.tenant)
+
+    def _size_max(self, tenant: str) -> int | None:
+        quota = self._quotas.for_tenant(tenant)
+        if self._where is not None:
+            return quota
+        return self._memory if quota is None else min(self._memory, quota)
+
     def close(self) -> None:
         """Let go of all. Nobody may use them any more."""
         with self._guard:
@@ -192,13 +230,13 @@ class Pools:
         if self._where is None:
             medium = Memory(DATA_START, name=f"{self.place} of {tenant}")
             format_pool(medium)
-            size_max = min(self._memory, self._quota or self._memory)
-            return PoolWriter(medium, ProcessLocks(LockTable()), max_bytes=size_max)
+            locks = ProcessLocks(LockTable())
+            return PoolWriter(medium, locks, max_bytes=self._size_max(tenant))
         path, files = self._pool_of(self._where, tenant).path, LocalFiles()
         if not os.path.exists(path):
             make_directory(os.path.dirname(path))
             create_pool(path, files)
-        return open_writer(path, files, timeout_s=BUSY_S, max_bytes=self._quota)
+        return open_writer(path, files, timeout_s=BUSY_S, max_bytes=self._size_max(tenant))
 
     def _pool_of(self, where: Place, tenant: str) -> Place:
         if not where.is_directory and tenant != TENANT:
@@ -206,6 +244,26 @@ class Pools:
                 f"{self.place} is one pool, of tenant {TENANT!r}; serve a directory for more"
             )
         return where.pool_of(tenant)
+
+
+def read_quotas(others: str | None, path: str | None) -> Quotas:
+    """others: a size, of each tenant that has no line in the file at ``path``; there, lines
+    ``TENANT SIZE``. None: none. Raises ``UsageError``."""
+    found: dict[str, int] = {}
+    if path is not None:
+        try:
+            with open(path, encoding="utf-8") as file:
+                lines = [line.split() for line in file if line.strip() and line[0] != "#"]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path}: the quotas cannot be read: {error}") from error
+        for words in lines:
+            if len(words) != 2:
+                raise UsageError(f"{path}: expected lines TENANT SIZE, found {len(words)} words")
+            tenant = checked_tenant(words[0])
+            if tenant in found:
+                raise UsageError(f"{path}: tenant {tenant!r} has two quotas")
+            found[tenant] = parse_size(words[1])
+    return Quotas(parse_size(others) if others else None, found)
 
 
 def parse_size(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from portus.errors import UsageError
@@ -11,35 +12,48 @@ from portus.protocol.address import TENANT, checked_tenant
 from portus.protocol.proof import equal, proof_of_client
 from portus.transport.dial import checked_secret
 
+SECRETS_MAX: Final = 2
+"""Of one tenant, each as good as the other: the old one and the new one, while they are changed."""
+
 
 class Secrets:
     """The secrets of a host. None at all: anybody who reaches it may come in, as any tenant."""
 
-    def __init__(self, of_tenants: dict[str, bytes] | None) -> None:
-        self._of: Final = of_tenants
-        self._nobody: Final = os.urandom(32)
+    def __init__(self, of_tenants: Mapping[str, Sequence[bytes]] | None) -> None:
+        """of_tenants: ``SECRETS_MAX`` for each at most."""
+        self._of = of_tenants
+        self._nobodys: Final = [os.urandom(32) for _ in range(SECRETS_MAX)]
 
     @property
     def wanted(self) -> bool:
         """True if a proof is asked for."""
         return self._of is not None
 
-    def of(self, tenant: str) -> bytes | None:
-        """The tenant's secret. That of nobody for a stranger: whoever guesses names learns
-        nothing from the answer."""
-        return None if self._of is None else self._of.get(tenant, self._nobody)
+    def become(self, others: Secrets) -> None:
+        """Have those of ``others`` from now on. Who is in stays in."""
+        self._of = others._of
 
-    def admits(self, tenant: str, proof: bytes, nonce_client: bytes, nonce_host: bytes) -> bool:
-        """True if the proof is right, compared in constant time."""
-        secret = self.of(tenant)
-        if secret is None:
-            return True
-        return equal(proof, proof_of_client(secret, tenant, nonce_client, nonce_host))
+    def proved(
+        self, tenant: str, proof: bytes, nonce_client: bytes, nonce_host: bytes
+    ) -> bytes | None:
+        """The secret of which this is a proof; empty if none is asked for; None if it is wrong.
+
+        Compared in constant time, with as many secrets for every tenant, and for a stranger: who
+        guesses names learns nothing from the answer.
+        """
+        of = self._of
+        if of is None:
+            return b""
+        known = [*of.get(tenant, ()), *self._nobodys][:SECRETS_MAX]
+        found = [
+            equal(proof, proof_of_client(each, tenant, nonce_client, nonce_host)) for each in known
+        ]
+        return next((each for each, right in zip(known, found, strict=True) if right), None)
 
 
 def read_secrets(path: str | None) -> Secrets:
-    """The secrets in a file: a line ``TENANT SECRET`` each, or one line that is the secret of the
-    default tenant. None: no secrets. Raises ``UsageError``."""
+    """The secrets in a file: lines ``TENANT SECRET``, or lines of one word, a secret of the default
+    tenant. None: no secrets. Raises ``UsageError``."""
     if path is None:
         return Secrets(None)
     try:
@@ -48,14 +62,18 @@ def read_secrets(path: str | None) -> Secrets:
             lines = [line.split() for line in file if line.strip() and not line.startswith("#")]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: the secrets cannot be read: {error}") from error
-    found: dict[str, bytes] = {}
+    found: dict[str, list[bytes]] = {}
     for words in lines:
         if len(words) > 2:
             raise UsageError(f"{path}: expected lines TENANT SECRET, found {len(words)} words")
         tenant = checked_tenant(words[0]) if len(words) == 2 else TENANT
-        if tenant in found:
-            raise UsageError(f"{path}: tenant {tenant!r} has two secrets")
-        found[tenant] = checked_secret(words[-1].encode(), path, mode)
+        secrets = found.setdefault(tenant, [])
+        secrets.append(checked_secret(words[-1].encode(), path, mode))
+        if len(secrets) > SECRETS_MAX:
+            raise UsageError(
+                f"{path}: tenant {tenant!r} has more than {SECRETS_MAX} secrets, "
+                "the old one and the new one"
+            )
     if not found:
         raise UsageError(f"{path}: there is no secret in it")
     return Secrets(found)

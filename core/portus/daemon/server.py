@@ -36,9 +36,9 @@ it is received where it goes."""
 _BACKLOG: Final = 128
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Door:
-    """A listening socket. ``context``: for TLS."""
+    """A listening socket. ``context``: for TLS, of those who come from now on."""
 
     address: Address
     socket: socket.socket

@@ -160,7 +160,8 @@ class Session:
         link.send(said.Challenge(hello.version, nonce, house.secrets.wanted))
         given = link.receive()
         assert isinstance(given, said.ProofGiven)
-        if not house.secrets.admits(hello.tenant, given.proof, hello.nonce, nonce):
+        secret = house.secrets.proved(hello.tenant, given.proof, hello.nonce, nonce)
+        if secret is None:
             why = f"wrong secret for tenant {hello.tenant!r}, or no such tenant"
             self._turn_away(why, hello.tenant)
             return None
@@ -172,7 +173,6 @@ class Session:
             tell(logging.ERROR, "turned_away", text, **who, why=why)
             link.send(_refusal(error))
             return None
-        secret = house.secrets.of(hello.tenant)
         proof = proof_of_host(secret, hello.tenant, hello.nonce, nonce) if secret else b""
         info = hosted.writer.medium.info
         uuid = hosted.writer.superblock.uuid

@@ -302,7 +302,8 @@ class PoolWriter(PoolReader):
         if not self.superblock.writable:
             raise UsageError(f"{medium.info.name}: a newer Portus wrote it; upgrade to write it")
         self._superblock = settle_superblock(medium, self.superblock)
-        self.max_bytes: Final = max_bytes
+        self.max_bytes = max_bytes
+        """The longest that the pool grows to, from now on; None: as it likes."""
         self.deleted: Callable[[], Collection[int]] = lambda: ()
         """Asked for versions whose reference files are gone, when space is short."""
         self.advice: Callable[[], str] = str

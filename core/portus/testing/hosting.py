@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from portus.daemon.counters import Counters
-from portus.daemon.pools import Pools
+from portus.daemon.pools import Pools, Quotas
 from portus.daemon.secrets import Secrets
 from portus.daemon.server import Server, open_door
 from portus.daemon.session import House, Patience
@@ -25,8 +25,8 @@ def serving(
 ) -> Iterator[Server]:
     """A server in this process, on a free port of loopback if no address is given."""
     house = House(
-        pools=Pools(str(place), quota),
-        secrets=Secrets(secrets),
+        pools=Pools(str(place), Quotas(quota)),
+        secrets=Secrets(None if secrets is None else {each: (secrets[each],) for each in secrets}),
         counters=Counters(),
         patience=patience or Patience(),
     )

@@ -9,7 +9,7 @@ import socket
 import ssl
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from portus.errors import (
@@ -57,17 +57,27 @@ OPENING_S: Final = 30.0
 @dataclass(frozen=True, slots=True)
 class Credentials:
     """``secret``: shared with the host; None: none. ``authority_path``: certificates that TLS
-    believes (PEM); None: those of the system."""
+    believes (PEM); None: those of the system. ``secret_path``: where the secret was read; None:
+    nowhere."""
 
     secret: bytes | None = None
     authority_path: str | None = None
+    secret_path: str | None = None
 
     @classmethod
     def from_environment(cls) -> Credentials:
         """What ``$PORTUS_SECRET_FILE`` and ``$PORTUS_TLS_CA`` name. Raises ``UsageError``."""
         path = os.environ.get(SECRET_VARIABLE)
         secret = read_secret(path) if path else None
-        return cls(secret, os.environ.get(AUTHORITY_VARIABLE) or None)
+        return cls(secret, os.environ.get(AUTHORITY_VARIABLE) or None, path or None)
+
+    def again(self) -> Credentials:
+        """With what its file has now. Raises ``UsageError``."""
+        return (
+            self
+            if self.secret_path is None
+            else replace(self, secret=read_secret(self.secret_path))
+        )
 
 
 def transport_wished() -> Transport:

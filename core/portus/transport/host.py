@@ -93,7 +93,7 @@ class Links:
         self._lanes: Final[weakref.WeakKeyDictionary[Link, Lane]] = weakref.WeakKeyDictionary()
         self._claim: Final = None if model is None else said.Claim(model, os.urandom(16))
         self._claim_s: Final = claim_s
-        self._credentials: Final = credentials
+        self._credentials = credentials
         self._guard: Final = threading.Lock()
         self._idle: list[Link] = []
         self._closed = False
@@ -254,7 +254,7 @@ class Links:
         if why is not None and now_s < self._again_s:
             raise TransportError(f"{why} (next try in {self._again_s - now_s:.1f} s)") from why
         try:
-            link, self.welcome = dial(self.address, self._credentials, self.silence_s)
+            link, self.welcome = self._let_in()
             self._claim_on(link)
         except TransportError as error:
             self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_MIN_S, 2 * self._pause_s))
@@ -277,6 +277,19 @@ class Links:
             _log.warning("%s: connected again", self.address)
         self._why, self._pause_s = None, 0.0
         return link
+
+    def _let_in(self) -> tuple[Link, Welcome]:
+        """A connection that is greeted. Who is refused may have an old secret: it is read again."""
+        try:
+            return dial(self.address, self._credentials, self.silence_s)
+        except UsageError:
+            fresh = self._credentials.again()
+            if fresh == self._credentials:
+                raise
+        dialled = dial(self.address, fresh, self.silence_s)
+        self._credentials = fresh
+        _log.info("%s: let in with the secret that is in %s now", self.address, fresh.secret_path)
+        return dialled
 
     def _claim_on(self, link: Link) -> None:
         if self._claim is None:

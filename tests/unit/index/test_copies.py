@@ -187,7 +187,7 @@ def test_without_room_a_commit_goes_on_with_one_of_each(
     pool = Pool()
     first = pool.save("a", 1, [bytes(9 * PAGE)])
     full = pool.medium.size - pool.writer.free_bytes()
-    pool.writer.max_bytes = pool.medium.size  # type: ignore[misc]
+    pool.writer.max_bytes = pool.medium.size
     held = pool.writer.reserve(pool.writer.free_bytes() - 2 * PAGE)
     with caplog.at_level(logging.WARNING, "portus"):
         pool.save("a", 2, [b"small"], share=None)

@@ -277,7 +277,7 @@ def test_a_failed_save_gives_its_space_back() -> None:
 def test_no_space_fails_the_save_and_no_other() -> None:
     bench, arrays = Bench(), _arrays(1)
     first = bench.run(arrays)
-    bench.pool.max_bytes = bench.medium.size  # type: ignore[misc]
+    bench.pool.max_bytes = bench.medium.size
     save = bench.save(_arrays(2, (64 << 20,)), 1)
     save.copy_now()
     save.run()

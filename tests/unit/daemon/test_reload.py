@@ -1,0 +1,162 @@
+"""A host that reads its files again: nobody is cut off, and no save is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import portus
+from portus.daemon.main import Wish, prepared, reload
+from portus.daemon.pools import Pools, Quotas, read_quotas
+from portus.daemon.secrets import SECRETS_MAX, Secrets, read_secrets
+from portus.daemon.server import Server
+from portus.errors import MediumError, UsageError
+from portus.protocol.proof import proof_of_client
+from tests.hosts import Host, connect_again_at_once, url
+from tests.unit.daemon.test_main import certificate
+
+OLD, NEW = "o" * 32, "n" * 32
+STATE = {"x": torch.arange(1000)}
+
+
+def write(path: Path, *lines: str) -> str:
+    path.touch(mode=0o600)
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+@contextlib.contextmanager
+def started(wish: Wish) -> Iterator[Server]:
+    server = prepared(wish)
+    server.start()
+    try:
+        yield server
+    finally:
+        assert server.stop()
+
+
+def test_every_save_survives_a_change_of_the_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect_again_at_once(monkeypatch)
+    here, there = tmp_path / "here", tmp_path / "there"
+    monkeypatch.setenv("PORTUS_SECRET_FILE", write(here, OLD))
+    with (
+        Host(tmp_path / "pools", "--secret-file", write(there, OLD)) as host,
+        portus.Checkpointer(host.url, keep=None, on_error="raise") as run,
+    ):
+
+        def read_again(*secrets: str) -> None:
+            write(there, *secrets)
+            host.process.send_signal(signal.SIGHUP)
+            host.until("reloaded")
+
+        run.save(STATE, 1).wait()
+        read_again(OLD, NEW)
+        run.save(STATE, 2).wait()
+        write(here, NEW)
+        read_again(NEW)
+        run.save(STATE, 3).wait()  # over connections that are there
+        assert host.stop() == 0
+        host.start()
+        for step in (4, 5):
+            run.save(STATE, step).wait()  # what the trainer knew is refused, and it reads again
+        with portus.open(host.url) as pool:
+            assert pool.steps() == [1, 2, 3, 4, 5]
+        write(here, OLD)
+        with pytest.raises(UsageError, match="wrong secret"):
+            portus.Checkpointer(host.url)
+
+
+def test_of_two_secrets_each_is_as_good_and_the_host_proves_the_same() -> None:
+    def proof(secret: str, tenant: str = "a") -> bytes:
+        return proof_of_client(secret.encode(), tenant, b"c", b"h")
+
+    secrets = Secrets({"a": (OLD.encode(), NEW.encode()), "b": (OLD.encode(),)})
+    assert secrets.proved("a", proof(OLD), b"c", b"h") == OLD.encode()
+    assert secrets.proved("a", proof(NEW), b"c", b"h") == NEW.encode()
+    assert secrets.proved("b", proof(NEW, "b"), b"c", b"h") is None
+    assert secrets.proved("c", proof(OLD, "c"), b"c", b"h") is None
+    assert Secrets(None).proved("c", b"", b"c", b"h") == b""
+
+
+def test_a_tenant_has_so_many_secrets_at_most(tmp_path: Path) -> None:
+    path = write(tmp_path / "secret", *(f"a {each * 32}" for each in "123"))
+    with pytest.raises(UsageError, match=f"'a' has more than {SECRETS_MAX} secrets"):
+        read_secrets(path)
+
+
+def test_new_connections_see_the_new_certificate(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    wish = Wish(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
+    with started(wish) as server:
+        place = ("127.0.0.1", server.doors[0].port)
+        assert ssl.get_server_certificate(place) == Path(cert).read_text()
+        before = Path(cert).read_text()
+        certificate(tmp_path)
+        assert ssl.get_server_certificate(place) == before
+        reload(wish, server)
+        assert ssl.get_server_certificate(place) == Path(cert).read_text() != before
+
+
+def test_what_cannot_be_read_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quotas, secret = tmp_path / "quotas", tmp_path / "secret"
+    monkeypatch.setenv("PORTUS_SECRET_FILE", write(secret, OLD))
+    wish = Wish(
+        place="memory:8M",
+        listen=["127.0.0.1:0"],
+        secret_path=write(tmp_path / "there", OLD),
+        quota_path=write(quotas, "default 1M"),
+    )
+    with started(wish) as server:
+        hosted = server.house.pools.of("default")
+        write(tmp_path / "there", NEW)
+        for wrong in ("default much", "default 1M 2M", "default 1M\ndefault 2M", "/ 1M"):
+            write(quotas, wrong)
+            with pytest.raises(UsageError):
+                reload(wish, server)
+        write(quotas, "default 2M")
+        write(tmp_path / "there", "short")
+        with pytest.raises(UsageError, match="expected a secret of"):
+            reload(wish, server)
+        assert hosted.writer.max_bytes == 1 << 20
+        portus.Checkpointer(url(server)).close()
+    assert caplog.text.count("all stays as it was") == 5
+
+
+def test_quotas_are_each_tenants_own_and_may_change_in_the_middle(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = write(tmp_path / "quotas", "# of the small ones", "small 1M")
+    wish = Wish(place=str(tmp_path / "pools"), listen=["127.0.0.1:0"], quota="64M", quota_path=path)
+    big = {"x": torch.zeros(1 << 20)}
+    with started(wish) as server:
+        with portus.Checkpointer(url(server, "big"), on_error="raise") as run:
+            run.save(big, 1).wait()
+        with portus.Checkpointer(url(server, "small"), on_error="raise") as run:
+            with pytest.raises(MediumError, match="max_bytes is 1048576"):
+                run.save(big, 1).wait()
+            write(tmp_path / "quotas", "small 32M")
+            reload(wish, server)
+            run.save(big, 2).wait()
+    assert "read again" in caplog.text
+
+
+def test_memory_is_the_most_whatever_the_quota(tmp_path: Path) -> None:
+    quotas = read_quotas("1G", write(tmp_path / "quotas", "small 16K"))
+    pools = Pools("memory:1M", quotas)
+    assert pools.of("small").writer.max_bytes == 16 << 10
+    assert pools.of("other").writer.max_bytes == 1 << 20
+    pools.limit(Quotas())
+    assert pools.of("small").writer.max_bytes == 1 << 20
+    pools.close()
