@@ -1,11 +1,11 @@
 """``portus.dcp``: a Portus pool as the storage of ``torch.distributed.checkpoint``.
 
 torch plans who saves which shard, and reshards at load; here is only where the bytes are. Each
-rank has a pool file of its own in one pool directory, or a model of its own on a storage host. A
-save is a *group*, one part per rank, see ``portus.index.groups``: nothing is told between ranks
-after the planning, which torch does on the thread that called. The rank that coordinates makes
-the group's id, and keeps torch's metadata in its own part, as typed values. Nothing is pickled on
-the medium.
+rank has a pool file of its own in one pool directory, or a model of its own on a storage host, over
+several of which ranks are spread. A save is a *group*, one part per rank, see
+``portus.index.groups``: nothing is told between ranks after the planning, which torch does on the
+thread that called. The rank that coordinates makes the group's id, and keeps torch's metadata in
+its own part, as typed values. Nothing is pickled on the medium.
 
 ``save`` returns while the shards are still being copied; the fence of ``Checkpointer`` holds the
 optimizer up meanwhile. Called from another thread, as by ``async_save``, a save returns when this
@@ -58,6 +58,7 @@ from portus.client.dcp_reader import reason_of
 from portus.client.exchange import News, Outcomes, standing
 from portus.client.grouped import (
     STOCK_METADATA,
+    Census,
     census,
     has_stock,
     has_writer,
@@ -67,6 +68,7 @@ from portus.client.grouped import (
     step_of,
 )
 from portus.client.planned import Planned, agreed, all_or_none, values_of
+from portus.client.resolve import POOLS
 from portus.client.run import Run
 from portus.client.settings import Settings, SettingsDict, as_arguments
 from portus.client.view import PoolFile
@@ -81,7 +83,7 @@ from portus.index.groups import (
     part_token,
     surplus,
 )
-from portus.index.place import Place
+from portus.index.place import Place, PlaceName
 from portus.pipeline.handle import SaveHandle
 from portus.spec import VersionInfo
 
@@ -117,12 +119,14 @@ class _Wanted:
 @dataclass(frozen=True, slots=True)
 class _Start:
     """What the coordinator tells all ranks: the id of the group, the news of each rank, and where
-    they find which pool of its own (``uuid``; empty: they found it before)."""
+    they find which pool of its own (``uuid``; empty: they found it before), and over how many
+    storage hosts it takes the ranks to be spread."""
 
     group: bytes
     said: list[News]
     rank: int
     uuid: bytes
+    hosts: int
 
 
 class PortusStorageWriter(StorageWriter):
@@ -134,8 +138,9 @@ class PortusStorageWriter(StorageWriter):
     else a count. Every rank makes one, with the same arguments, when the process group is there
     and before training starts.
 
-    pool: a pool directory on a file system that all ranks see, or the address of a storage host
-        (``portus://host:7117``); None: ``$PORTUS_POOL``, else ``.portus``. model: the name of the
+    pool: a pool directory on a file system that all ranks see, the address of a storage host
+        (``portus://host:7117``), or a list of several, the same on all ranks: rank r saves to that
+        at r modulo their number; None: ``$PORTUS_POOL``, else ``.portus``. model: the name of the
         run. keep: complete groups kept; None keeps all. What checkpoint directories lead to is kept
         besides.
     synchronous: ``dcp.save`` returns when this rank's part is committed.
@@ -144,7 +149,7 @@ class PortusStorageWriter(StorageWriter):
 
     def __init__(
         self,
-        pool: str | os.PathLike[str] | None = None,
+        pool: PlaceName | None = None,
         model: str = "default",
         *,
         keep: int | None = 2,
@@ -156,6 +161,8 @@ class PortusStorageWriter(StorageWriter):
         self._run: Final = Run(Place.named(pool), model, Settings(**settings), links=links)
         if not self.place.is_for_many:
             raise UsageError(f"{self.place}: every rank has a file of its own; give a directory")
+        if self.place.is_host:
+            POOLS.allow(self.place)  # the parts of others are on any of them
         check_keep(keep)
         self.synchronous = synchronous
         self._keep: Final = keep
@@ -370,9 +377,9 @@ class PortusStorageWriter(StorageWriter):
                 f"model {self.model!r}: rank 0 saves {first} and rank {other} saves {second}: give "
                 "every rank the same checkpoint_id"
             )
-        start = _Start(
-            new_id(), [plan.storage_data[1] for plan in plans], self._rank, self._made_pool()
-        )
+        news = [plan.storage_data[1] for plan in plans]
+        uuid, hosts = self._made_pool(), len(self.place.hosts)
+        start = _Start(new_id(), news, self._rank, uuid, hosts)
         return [replace(plan, storage_data=start) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -470,7 +477,7 @@ class PortusStorageWriter(StorageWriter):
     def _open(self) -> Checkpointer:
         if self._checkpointer is None:
             name = part_model(self.model, self._rank, self._count)
-            checkpointer = self._checkpointer = self._run.part(name)
+            checkpointer = self._checkpointer = self._run.part(name, self.place.of_rank(self._rank))
             checkpointer.surplus = lambda own: self._surplus(checkpointer, own)
         return self._checkpointer
 
@@ -482,36 +489,49 @@ class PortusStorageWriter(StorageWriter):
         if not (self._condemned or is_cut_off or is_full or self._has_predecessors):
             return []
         try:
-            known = groups(self.place, self.model)
+            found = census(self.place, self.model)
         except PortusError:
             return []  # a peer's pool cannot be read now: nothing is known to be complete
-        self._sweep(checkpointer, known)
-        self._succeed(known)
-        cut_off = never_complete(own, known, incomplete)
+        if found.silent:
+            cut_off = [info.id for info in own if info.token[:ID_SIZE] in incomplete]
+        else:
+            self._sweep(checkpointer, found.groups)
+            self._succeed(found, checkpointer.uuid)
+            cut_off = never_complete(own, found.groups, incomplete)
         checkpointer.cut_off({info.token for info in own if info.id in cut_off})
-        older = [] if self._keep is None else surplus(own, known, self._keep)
-        return sorted({*cut_off, *older})
+        if found.silent or self._keep is None:
+            return sorted(cut_off)
+        return sorted({*cut_off, *surplus(own, found.groups, self._keep)})
 
-    def _succeed(self, known: Collection[Group]) -> None:
+    def _succeed(self, found: Census, pool: bytes) -> None:
         """Let go of what this job takes the place of: parts that jobs of other numbers of ranks
-        left. Rank i of them is the business of rank i mod N of this one. What somebody has open
-        stays until the next look, and so does what reference files lead to."""
+        left, and those of this rank in another pool than ``pool``. Rank i of them is the business
+        of rank i mod N of this one. What somebody has open stays until the next look, and so does
+        what reference files lead to."""
         if self._keep is None or not self._has_predecessors:
             return
         made = set(self._made)
-        newer = sum(group.is_complete and group.id in made for group in known)
-        self._has_predecessors = any(group.count != self._count for group in known)
+        newer = sum(group.is_complete and group.id in made for group in found.groups)
+        older = [group for group in found.groups if self._is_older(group, found, pool)]
+        self._has_predecessors = bool(older)
         if not newer:
             return
-        for (rank, count), infos in leftovers(known, self._count, newer, self._keep).items():
+        for (rank, count, host), infos in leftovers(older, newer, self._keep).items():
             name = part_model(self.model, rank, count)
             if rank % self._count != self._rank or self._is_taken(name):
                 continue
             try:
-                with self._run.part(name) as part:
+                with self._run.part(name, host or self.place) as part:
                     part.let_go([info.id for info in infos])
             except PortusError as error:
                 _log.warning("portus: what %r left stays for now: %s", name, error)
+
+    def _is_older(self, group: Group, found: Census, pool: bytes) -> bool:
+        """True for a group of a job before this one, as far as this rank can tell: it saves to one
+        of several hosts, and its part is on another."""
+        own = group.parts.get(self._rank)
+        is_moved = own is not None and own[0].is_host and found.pools[own[0]] != pool
+        return group.count != self._count or is_moved
 
     def _is_taken(self, part: str) -> bool:
         """True while somebody saves to that part; on a storage host opening it tells."""
@@ -547,14 +567,20 @@ class PortusStorageWriter(StorageWriter):
         if not start.uuid or start.rank == self._rank:
             self._is_shared = True
             return
-        pool = pool_of_part(self.place, part_model(self.model, start.rank, self._count))
+        if len(self.place.hosts) != start.hosts:
+            raise UsageError(
+                f"rank {self._rank} saves to {self.place} and rank {start.rank} to {start.hosts} "
+                "storage hosts: give all ranks the same pool"
+            )
+        own = pool_of_part(self.place, part_model(self.model, start.rank, self._count))
         end = time.monotonic() + _SEEN_S
-        while not _is_at(pool, start.uuid):
+        while not any(_is_at(pool, start.uuid) for pool in self.place.hosts or [own]):
             if time.monotonic() > end:
+                where = self.place if self.place.is_host else own
                 raise UsageError(
-                    f"rank {self._rank} does not find the pool of rank {start.rank} at {pool}: its "
-                    "pools are on a file system of its own, or it names another place. Give all "
-                    "ranks a pool directory that all of them see, or a storage host"
+                    f"rank {self._rank} does not find the pool of rank {start.rank} at {where}: "
+                    "its pools are on a file system of its own, or it names another place. Give "
+                    "all ranks a pool directory that all of them see, or the same storage hosts"
                 )
             time.sleep(_POLL_S)
         self._is_shared = True
@@ -601,12 +627,16 @@ def _sent(
     return writer
 
 
-def groups(pool: str | os.PathLike[str], model: str | None = None) -> list[Group]:
-    """The groups in a pool directory or on a storage host, complete or not, newest last.
+def groups(pool: PlaceName, model: str | None = None) -> list[Group]:
+    """The groups in a pool directory or on storage hosts, complete or not, newest last.
 
-    Raises ``UsageError`` if there is no pool. A pool file that cannot be read has no parts.
+    Raises ``UsageError`` if there is no pool, ``TransportError`` if no host answers. A pool that
+    cannot be read has no parts: that of one of several hosts is told in the log.
     """
-    return census(Place.named(pool), model).groups
+    found = census(Place.named(pool), model)
+    for error in found.silent.values():
+        _log.warning("portus: %s", error)
+    return found.groups
 
 
 def _is_at(pool: Place, uuid: bytes) -> bool:

@@ -36,9 +36,9 @@ from portus.client.grouped import (
     name_of,
     saved_as,
 )
-from portus.errors import CorruptionError, PortusError, StaleError, UsageError
+from portus.errors import CorruptionError, PortusError, StaleError, TransportError, UsageError
 from portus.index.groups import Group
-from portus.index.place import Place
+from portus.index.place import Place, PlaceName
 
 _log: Final = logging.getLogger("portus")
 
@@ -55,7 +55,8 @@ class PortusStorageReader(StorageReader):
     The newest group that is complete; or, with ``dcp.load(checkpoint_id=...)``, the newest that was
     saved as that id, and no other: see ``PortusStorageWriter``. As with torch's own reader, an id
     holds until another one is given. step: of the group; None: any. pool, model: as for
-    ``PortusStorageWriter``.
+    ``PortusStorageWriter``; parts are found on whichever of several hosts has them, and a host that
+    does not answer is said in the log.
 
     ``portus.dcp.load(state, reader)`` does the same, and goes on with the group before it where
     one turns out to be damaged.
@@ -63,7 +64,7 @@ class PortusStorageReader(StorageReader):
 
     def __init__(
         self,
-        pool: str | os.PathLike[str] | None = None,
+        pool: PlaceName | None = None,
         model: str = "default",
         *,
         step: int | None = None,
@@ -77,6 +78,7 @@ class PortusStorageReader(StorageReader):
         self._falls_back = True
         self._passed_over: set[bytes] = set()
         self._told: set[bytes] = set()
+        self._silent: set[str] = set()
         self._tried: Group | None = None
         self._group: Group | None = None
         self._placed: Mapping[MetadataIndex, Placed] = {}
@@ -157,9 +159,12 @@ class PortusStorageReader(StorageReader):
             _log.error("%s; FALLING BACK to %s", reason, name_of(group))
         return group
 
-    def _find(self) -> tuple[Group, UsageError | None]:
+    def _find(self) -> tuple[Group, PortusError | None]:
         """The group to load, and why not that of the directory, if it is another."""
         found = census(self.place, self.model)
+        for host in found.silent.keys() - self._silent:
+            self._silent.add(host)
+            _log.error("%s: what has a part there is not loaded", found.silent[host])
         wanted = self._directory
         if wanted is None:
             ids = None
@@ -169,7 +174,7 @@ class PortusStorageReader(StorageReader):
             return chosen(found, self.model, self._step, ids=ids, but=self._passed_over), None
         try:
             return chosen(found, self.model, None, ids=wanted.ids, but=self._passed_over), None
-        except UsageError as error:
+        except (UsageError, TransportError) as error:
             if not self._falls_back:
                 raise
             return chosen(found, self.model, None, but=self._passed_over), error
@@ -183,7 +188,7 @@ class PortusStorageReader(StorageReader):
         self._passed_over.add(damaged.id)
         try:
             older, _ = self._find()
-        except UsageError:
+        except (UsageError, TransportError):
             raise error from None
         self._told.add(older.id)
         _log.error("%s: %s; FALLING BACK to %s", self.place, error, name_of(older))

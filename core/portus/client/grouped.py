@@ -19,9 +19,16 @@ from typing import Any, Final
 from portus.client import reference as files_of
 from portus.client import restore, view
 from portus.client.cuts import CHECKPOINT_ID, FORMAT_KEY
-from portus.client.resolve import AWAITED_S_MAX, POOLS, pool_of
+from portus.client.resolve import AWAITED_S_MAX, POOLS, hosts_of, pool_of
 from portus.client.view import PoolFile
-from portus.errors import CorruptionError, MediumError, PortusError, StaleError, UsageError
+from portus.errors import (
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
 from portus.format.reference import Reference
 from portus.index.directory import newest_generation, pools_at
 from portus.index.groups import ID_SIZE, Group, groups_of, part_model, part_of
@@ -45,29 +52,38 @@ _POLL_S: Final = 0.02
 
 @dataclass(slots=True)
 class Census:
-    """What the pool files of a directory hold now, or the pool on a storage host.
+    """What the pool files of a directory hold now, or the pools on storage hosts.
 
-    groups: newest last. held: by the name of a rank's part, the steps it has. unreadable: by
-    path, why a pool file could not be read.
+    groups: newest last. held: by the name of a rank's part, the steps it has. pools: the identity
+    of each. unreadable: by path, why a pool could not be read; also of one of several hosts that
+    does not answer.
     """
 
     place: Place
     groups: list[Group]
     held: dict[str, list[int]] = field(default_factory=dict)
+    pools: dict[Place, bytes] = field(default_factory=dict)
     unreadable: dict[str, PortusError] = field(default_factory=dict)
+
+    @property
+    def silent(self) -> dict[str, PortusError]:
+        """The storage hosts that could not be read: any part may be there."""
+        return self.unreadable if self.place.is_host else {}
 
 
 def pool_of_part(place: Place, part: str) -> Place:
-    """The pool that holds the part of a rank: a file of its own, or the host's."""
-    pool = place.pool_of(part)
+    """The pool that a rank saves its part to: a file of its own, or a host's."""
+    named = part_of(part)
+    pool = place.of_rank(named[1] if named else 0).pool_of(part)
     return pool if pool.is_host else Place(pool.kind, newest_generation(pool.path)[1])
 
 
 def census(place: Place, model: str | None = None) -> Census:
-    """Look at every pool of a place. A damaged one is in ``unreadable``.
+    """Look at every pool of a place, whoever is to save there. A damaged one is in
+    ``unreadable``, and one of several storage hosts that does not answer.
 
-    Raises ``UsageError`` if there is no pool of this name, ``TransportError`` if a storage host
-    does not answer.
+    Raises ``UsageError`` if there is no pool of this name, ``TransportError`` if no storage host
+    answers.
     """
     infos: list[tuple[Place, VersionInfo]] = []
     found = Census(place, [])
@@ -75,8 +91,13 @@ def census(place: Place, model: str | None = None) -> Census:
         try:
             with contextlib.closing(PoolFile(pool)) as file:
                 infos += [(pool, info) for info in file.versions()]
-        except (CorruptionError, MediumError) as error:
+                found.pools[pool] = file.uuid
+        except (CorruptionError, MediumError, TransportError) as error:
             found.unreadable[pool.path] = error
+    if not found.pools:
+        for silent in found.silent.values():
+            if isinstance(silent, TransportError):
+                raise silent
     found.groups = groups_of(infos, model)
     for _, info in infos:
         found.held.setdefault(info.model, []).append(info.step)
@@ -94,7 +115,8 @@ def chosen(
     """The newest complete group, of a step or of any.
 
     ids: only these groups. but: not these, which turned out to be damaged. Raises ``UsageError``
-    that says what is missing of each rank if there is none.
+    that says what is missing of each rank if there is none; ``TransportError`` that says so too
+    where a host that does not answer may have it.
     """
     fitting = [group for group in found.groups if group.model == model and group.id not in but]
     fitting = [group for group in fitting if step is None or group.step == step]
@@ -103,18 +125,22 @@ def chosen(
     if complete:
         return complete[-1]
     if fitting:
-        raise UsageError(_incomplete(found, fitting[-1], but))
+        raise _refusal(found, _incomplete(found, fitting[-1], but))
     if but:
-        raise UsageError(f"{found.place}: no other complete group of model {model!r} is there")
+        raise _refusal(found, f"{found.place}: no other complete group of {model!r} is there")
     steps = sorted({group.step for group in found.groups if group.is_complete})
-    unread = [f"{path} cannot be read: {error}" for path, error in found.unreadable.items()]
     asked = "" if step is None else f" has step {step}"
     asked = asked if ids is None else " is the one that was asked for"
-    raise UsageError(
-        f"{found.place}: no group of model {model!r}{asked}; "
-        + (f"there are steps {steps}" if steps else _nothing_sharded(found, model))
-        + (f". {'; '.join(unread[:_NAMED_MAX])}" if unread else "")
-    )
+    has = f"there are steps {steps}" if steps else _nothing_sharded(found, model)
+    raise _refusal(found, f"{found.place}: no group of model {model!r}{asked}; {has}")
+
+
+def _refusal(found: Census, text: str) -> UsageError | TransportError:
+    """Why nothing is loaded, and what could not be looked at."""
+    unread = [f"{path} cannot be read: {error}" for path, error in found.unreadable.items()]
+    text = ". ".join([text, *(["; ".join(unread[:_NAMED_MAX])] if unread else [])])
+    silent = any(isinstance(error, TransportError) for error in found.silent.values())
+    return TransportError(text) if silent else UsageError(text)
 
 
 # What checkpoints were saved as.
@@ -155,7 +181,8 @@ def saved_as(
     """The newest group that was saved as ``wanted``, and no other; of a step or of any. One that
     is complete, if there is one. One that was saved before ids were kept is known by its number.
 
-    Raises ``UsageError`` that says what there is if there is none.
+    Raises ``UsageError`` that says what there is if there is none; ``TransportError`` where a host
+    that does not answer may have it.
     """
     groups = [each for each in found.groups if each.model == model and each.id not in but]
     groups = [each for each in groups if step is None or each.step == step]
@@ -177,9 +204,10 @@ def saved_as(
         others.append((group, kept))
     at = "" if step is None else f" at step {step}"
     told = [_listed(others), *([] if damage is None else [str(damage)])]
-    raise UsageError(
+    raise _refusal(
+        found,
         f"{found.place}: no checkpoint of model {model!r} was saved as {wanted!r}{at}; "
-        + "; ".join(told)
+        + "; ".join(told),
     )
 
 
@@ -226,9 +254,11 @@ def _incomplete(found: Census, group: Group, but: Collection[bytes]) -> str:
 
 def _why_missing(found: Census, group: Group, rank: int) -> str:
     part = part_model(group.model, rank, group.count)
-    path = pool_of_part(found.place, part).path
+    path = str(found.place if found.place.is_host else pool_of_part(found.place, part))
     if path in found.unreadable:
         return f"rank {rank}: its pool cannot be read: {found.unreadable[path]}"
+    if found.silent:
+        return f"rank {rank}: its part is not on {_some([str(pool) for pool in found.pools])}"
     if part in found.held:
         steps = found.held[part][-_NAMED_MAX:]
         return f"rank {rank}: its pool {path} has steps {steps}, this save was not committed there"
@@ -368,13 +398,19 @@ def _part_named(path: str, reference: Reference) -> tuple[str, int, int]:
 
 
 def _place_led_to(path: str, references: list[Reference]) -> Place:
-    """The place of the first reference whose pool is there: one may be lost."""
+    """The place of the first reference whose pool is there: one may be lost. Of storage hosts, all
+    that may have a part: those that have a pool of a reference, and what was configured with them.
+    """
     problem: UsageError | None = None
-    for reference in references:
+    pools = {reference.pool: reference for reference in reversed(references)}
+    for reference in reversed(pools.values()):
         _, rank, count = _part_named(path, reference)
         try:
             pool = pool_of(os.path.join(path, shard_name(rank, count)))
-            return pool if pool.is_host else Place.named(os.path.dirname(pool.path))
+            if not pool.is_host:
+                return Place.named(os.path.dirname(pool.path))
+            hosts = hosts_of({bytes.fromhex(each) for each in pools})
+            return Place.named([str(each) for each in hosts or [pool]])
         except UsageError as error:
             problem = problem or error
     assert problem is not None
@@ -387,8 +423,8 @@ def _await(directory: Directory, count: int, written_ns: int) -> None:
         groups = [g for g in census(directory.place).groups if g.id == directory.ids[0]]
         missing = groups[0].missing if groups else list(range(count))
         parts = [part_model(directory.model, each, count) for each in missing]
-        paths = {pool_of_part(directory.place, part) for part in parts}
-        if not any(map(has_writer, paths)) or is_nested():
+        own = {pool_of_part(directory.place, part) for part in parts}
+        if not any(map(has_writer, directory.place.hosts or own)) or is_nested():
             return
         time.sleep(_POLL_S)
 

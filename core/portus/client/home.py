@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from portus.client.held import forget_deleted, is_deserted
 from portus.client.host import HostPool
 from portus.client.keeper import Keeper, keeper_of
-from portus.errors import MediumError, PortusError
+from portus.errors import MediumError, PortusError, UsageError
 from portus.format.layout import DATA_START
 from portus.index.catalogue import Catalogue
 from portus.index.directory import (
@@ -323,7 +323,13 @@ def host_links(host: Place, links: str | None) -> list[str]:
 
 
 def home_of(place: Place, model: str, max_bytes: int | None, links: str | None) -> Home:
-    """Where the versions of ``model`` live at that place."""
+    """Where the versions of ``model`` live at that place. Raises ``UsageError`` if that is several
+    hosts."""
+    if len(place.hosts) > 1:
+        raise UsageError(
+            f"{place}: model {model!r} is saved to one pool; expected one storage host, found "
+            f"{len(place.hosts)}. The shards of several ranks are spread over them: portus.dcp"
+        )
     if place.is_host:
         return HostHome(place, model, links)
     return FileHome(place, model, max_bytes)

@@ -31,7 +31,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, runtime_checkable
 
@@ -48,7 +48,7 @@ from portus.errors import (
 )
 from portus.format.reference import Reference, decode_text
 from portus.index.directory import generations, links_directory
-from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind
+from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind, PlaceName
 from portus.index.roots import read_superblock
 from portus.media.calls import is_nested, refused
 from portus.media.local import LocalFiles
@@ -176,8 +176,8 @@ POOLS: Final = Pools(_open_view)
 """Those of this process."""
 
 
-def allow(pool: str | os.PathLike[str]) -> None:
-    """Let reference files lead to ``pool``: a pool file, a pool directory, or a storage host.
+def allow(pool: PlaceName) -> None:
+    """Let reference files lead to ``pool``: a pool file, a pool directory, or storage hosts.
 
     A process that saves there, or for which ``$PORTUS_POOL`` names it, need not say so.
     """
@@ -281,6 +281,21 @@ def pool_of(path: str | os.PathLike[str], pools: Pools = POOLS) -> Place:
         elif _uuid(candidate.path) == uuid:
             return candidate
     raise _not_allowed(reference, absolute, pools, others)
+
+
+def hosts_of(uuids: Collection[bytes], pools: Pools = POOLS) -> list[Place]:
+    """The storage hosts that may be asked and have one of these pools, and those that were
+    configured together with one."""
+
+    def has_one(host: Place) -> bool:
+        view = _opened(host, pools)
+        if view is None:
+            return False
+        with contextlib.closing(view):
+            return view.uuid in uuids
+
+    places = [place for place in pools.allowed() if any(map(has_one, place.hosts))]
+    return list(dict.fromkeys(host for place in places for host in place.hosts))
 
 
 def _load(reference: Reference, path: str | None, pools: Pools) -> object:
@@ -502,7 +517,8 @@ def _candidates(reference: Reference, path: str | None, pools: Pools) -> Iterato
     if path is not None:
         yield from _beside(reference, path, name)
         yield from map(_pool, places(bytes.fromhex(reference.pool)))
-    yield from (place for place in allowed if place.is_host)
+    for place in allowed:
+        yield from place.hosts
 
 
 def _beside(reference: Reference, path: str, name: str) -> Iterator[Place]:

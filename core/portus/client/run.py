@@ -112,10 +112,11 @@ class Run:
                 self.close()
                 self._number += 1
 
-    def part(self, name: str) -> Checkpointer:
-        """A ``Checkpointer`` of its own for a part of the run, such as a rank's, at the same place
-        and with the same settings. It keeps all versions, and the caller closes it."""
-        return self._made(name, keep=None)
+    def part(self, name: str, place: Place) -> Checkpointer:
+        """A ``Checkpointer`` of its own for a part of the run, such as a rank's, with the same
+        settings; at the run's place, or one of its hosts. It keeps all versions, and the caller
+        closes it."""
+        return self._made(name, place, keep=None)
 
     def close(self) -> None:
         """Finish what is in flight and let go of the pool; it may be used again. Raises as
@@ -129,13 +130,13 @@ class Run:
         with self._guard:
             checkpointer = self.checkpointer
             if checkpointer is None:
-                checkpointer = self._checkpointer = self._made(self.name, keep=1)
+                checkpointer = self._checkpointer = self._made(self.name, self.place, keep=1)
                 self._process = os.getpid()
             return checkpointer
 
-    def _made(self, name: str, keep: int | None) -> Checkpointer:
+    def _made(self, name: str, place: Place, keep: int | None) -> Checkpointer:
         settings = as_arguments(self.settings)
-        return Checkpointer(self.place, name, keep=keep, links=self.links, **settings)
+        return Checkpointer(place, name, keep=keep, links=self.links, **settings)
 
 
 def expected_bytes(modules: Iterable[torch.nn.Module], optimizers: Iterable[Any]) -> int:

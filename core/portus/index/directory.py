@@ -45,10 +45,10 @@ class FileSystem(Files, Names, Protocol):
 
 
 def pools_at(place: Place) -> list[Place]:
-    """Every pool there is: that of the place and its successors, or those of the directory. A host
-    is not asked. Raises ``UsageError`` if there is nothing of that name."""
+    """Every pool there is: that of the place and its successors, or those of the directory. Hosts
+    are not asked. Raises ``UsageError`` if there is nothing of that name."""
     if place.is_host:
-        return [place]
+        return place.hosts
     if os.path.isdir(place.path):
         names = sorted(name for name in os.listdir(place.path) if name.endswith(SUFFIX))
         paths = [os.path.join(place.path, name) for name in names]

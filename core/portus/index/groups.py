@@ -1,4 +1,5 @@
-"""Groups: one save of a sharded job, of which every rank commits a part in a pool file of its own.
+"""Groups: one save of a sharded job, of which every rank commits a part in a pool file of its own,
+or in the pool of one of several storage hosts.
 
 No rank tells another that it has committed. What there is can be seen from the catalogues alone:
 a part is a version whose model is called ``<model>/rank-<rank>-of-<count>``, and whose token is
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -72,7 +73,7 @@ def groups_of(infos: Iterable[tuple[Place, VersionInfo]], model: str | None = No
     """The groups among versions, each with the path of its pool file; of one model, or of all.
 
     Newest last. Those of one model and count that have rank 0's part are in the order of its
-    commits, also if its clock went back.
+    commits, also if its clock went back; where that part is on different hosts, by the clock.
     """
     found: dict[tuple[str, int, bytes, int], Group] = {}
     for path, info in infos:
@@ -86,9 +87,10 @@ def groups_of(infos: Iterable[tuple[Place, VersionInfo]], model: str | None = No
         group = found.setdefault(key, Group(name, info.step, key[2], count))
         group.parts[rank] = (path, info)
     times = {group.id: _time_ns(group) for group in found.values()}
-    latest: dict[tuple[str, int], int] = {}
+    latest: dict[tuple[str, int, Place | None], int] = {}
     for group in sorted((each for each in found.values() if 0 in each.parts), key=_commit):
-        family = (group.model, group.count)
+        pool = group.parts[0][0]
+        family = (group.model, group.count, pool if pool.is_host else None)
         times[group.id] = latest[family] = max(times[group.id], latest.get(family, 0) + 1)
     return sorted(found.values(), key=lambda group: times[group.id])
 
@@ -107,18 +109,19 @@ def surplus(own: Collection[VersionInfo], groups: Collection[Group], keep: int) 
 
 
 def leftovers(
-    groups: Iterable[Group], count: int, newer: int, keep: int
-) -> dict[tuple[int, int], list[VersionInfo]]:
-    """What jobs of other numbers of ranks than ``count`` left and may go, by rank and number of
-    ranks: versions of groups of one model with ``keep`` complete ones after them. newer: how many
-    complete groups the job of ``count`` ranks has made since it began: they are after all these.
+    older: Sequence[Group], newer: int, keep: int
+) -> dict[tuple[int, int, Place | None], list[VersionInfo]]:
+    """What jobs before this one left and may go, by rank, number of ranks and, if it is on one,
+    storage host: versions of groups of one model with ``keep`` complete ones after them. older:
+    their groups, newest last. newer: how many complete groups this job has made since it began:
+    they are after all these.
     """
-    found: dict[tuple[int, int], list[VersionInfo]] = {}
-    others = [group for group in groups if group.count != count]
-    for group in reversed(others):
+    found: dict[tuple[int, int, Place | None], list[VersionInfo]] = {}
+    for group in reversed(older):
         if newer >= keep:
-            for rank, (_, info) in group.parts.items():
-                found.setdefault((rank, group.count), []).append(info)
+            for rank, (pool, info) in group.parts.items():
+                host = pool if pool.is_host else None
+                found.setdefault((rank, group.count, host), []).append(info)
         newer += group.is_complete
     return found
 

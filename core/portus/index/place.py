@@ -12,8 +12,9 @@ import os
 import re
 import stat
 import urllib.parse
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from portus.errors import UsageError
 from portus.media.dax import is_device
@@ -27,6 +28,13 @@ _URL: Final = re.compile(r"portus(?:\+\w+)?(?=:/)|[A-Za-z][A-Za-z0-9+.-]+(?=://|
 """Two letters at least: ``C:`` is a drive."""
 
 
+PlaceName: TypeAlias = str | os.PathLike[str] | Sequence[str]
+"""What a user may name a place by; several are addresses of storage hosts."""
+
+_COMMA: Final = re.compile(r"\s*,\s*(?=portus(?:\+\w+)?:)")
+"""Between two addresses; the path of a socket may have others."""
+
+
 class PlaceKind(enum.Enum):
     """What is there, or will be made."""
 
@@ -34,20 +42,23 @@ class PlaceKind(enum.Enum):
     DIRECTORY = "pool directory"
     DEVICE = "device"
     HOST = "storage host"
+    HOSTS = "several storage hosts"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a pool is, or several are. ``path`` is absolute; of a host, its whole address."""
+    """Where a pool is, or several are. ``path`` is absolute; of a host, its whole address, and of
+    several hosts those of all, with commas between."""
 
     kind: PlaceKind
     path: str
 
     @classmethod
-    def named(cls, pool: str | os.PathLike[str] | Place | None, what: str = "pool") -> Place:
+    def named(cls, pool: PlaceName | None, what: str = "pool") -> Place:
         """The place that a user names: a pool file (it exists, or ends in ``.portus``), a DAX
-        device, the address of a storage host, else a pool directory, made later. None:
-        ``$PORTUS_POOL``, else ``.portus`` in the working directory.
+        device, the address of a storage host, or of several (a list, or with commas between), else
+        a pool directory, made later. None: ``$PORTUS_POOL``, else ``.portus`` in the working
+        directory.
 
         what: where it was said, for errors. ``~`` is the home directory, as in a shell. Raises
         ``UsageError`` for an empty name, and for a URL that is none of ours.
@@ -56,6 +67,8 @@ class Place:
             return pool
         if pool is None:
             return cls.by_variable() or cls._at(os.path.abspath(DEFAULT_DIRECTORY))
+        if not isinstance(pool, str | os.PathLike):
+            return cls._of_hosts(list(pool), what)
         text = os.fspath(pool)
         if not text:
             raise UsageError(
@@ -63,7 +76,7 @@ class Place:
                 f"it out, and it is ${DIRECTORY_VARIABLE} or {DEFAULT_DIRECTORY}"
             )
         if is_address(text):
-            return cls(PlaceKind.HOST, str(parse(text)))
+            return cls._of_hosts(_COMMA.split(text.strip()), what)
         return cls._at(local_path(text, what, hosts=True))
 
     @classmethod
@@ -71,6 +84,17 @@ class Place:
         """The place that ``$PORTUS_POOL`` names; None if it is not set, or empty."""
         text = os.environ.get(DIRECTORY_VARIABLE)
         return cls.named(text, f"${DIRECTORY_VARIABLE}") if text else None
+
+    @classmethod
+    def _of_hosts(cls, addresses: Sequence[str], what: str) -> Place:
+        others = [each for each in addresses if not is_address(each)]
+        if others or not addresses:
+            raise UsageError(
+                f"{what} {list(addresses)!r}: several pools are on storage hosts, as "
+                f"portus://a,portus://b; found {repr(others[0]) if others else 'none'}"
+            )
+        hosts = dict.fromkeys(str(parse(each)) for each in addresses)
+        return cls(PlaceKind.HOST if len(hosts) == 1 else PlaceKind.HOSTS, ",".join(hosts))
 
     @classmethod
     def _at(cls, path: str) -> Place:
@@ -85,8 +109,20 @@ class Place:
 
     @property
     def is_host(self) -> bool:
-        """True for a storage host: nothing of it lies on this machine's file systems."""
-        return self.kind is PlaceKind.HOST
+        """True for storage hosts: nothing of it lies on this machine's file systems."""
+        return self.kind in (PlaceKind.HOST, PlaceKind.HOSTS)
+
+    @property
+    def hosts(self) -> list[Place]:
+        """Each of the storage hosts; none, if it lies on this machine's file systems."""
+        if self.kind is PlaceKind.HOSTS:
+            return [Place(PlaceKind.HOST, each) for each in _COMMA.split(self.path)]
+        return [self] if self.is_host else []
+
+    def of_rank(self, rank: int) -> Place:
+        """Where one of several writers that save together does: those of storage hosts are spread
+        over all of them."""
+        return self.hosts[rank % len(self.hosts)] if self.is_host else self
 
     @property
     def is_directory(self) -> bool:
@@ -100,8 +136,8 @@ class Place:
 
     @property
     def address(self) -> Address:
-        """Of a host."""
-        assert self.is_host
+        """Of one host."""
+        assert self.kind is PlaceKind.HOST
         return parse(self.path)
 
     def pool_of(self, name: str) -> Place:

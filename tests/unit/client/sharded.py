@@ -384,6 +384,29 @@ def full(rank: int, count: int, root: Path, on_error: str, way: str) -> None:
         assert len(kept) <= newest.step + 2, kept
 
 
+def spread(rank: int, count: int, root: Path, first: str, last: str, killed: str = "-1") -> None:
+    """Save to several storage hosts; one is killed before the save of a step. What each rank was
+    told is printed."""
+    said = Told()
+    writer = PortusStorageWriter(pools(root), "run", links=str(root / "links"))
+    own = torch.zeros(1000)
+    for step in range(int(first), int(last) + 1):
+        if step == int(killed):
+            dist.barrier()
+            if rank == 0:
+                os.kill(int(os.environ["SHARDED_HOST"]), signal.SIGKILL)
+            dist.barrier()
+        own.fill_(step)
+        writer.save({f"own{rank}": own}, step=step)
+        assert writer.last is not None
+        writer.last.join()
+        dist.barrier()  # so that it is known which groups are complete at the next commit
+        say(f"{step} rank {rank} {'committed' if writer.last.committed else 'failed'}")
+    with contextlib.suppress(portus.TransportError):
+        writer.close()
+    say(f"rank {rank} heard {said.texts}")
+
+
 def elastic(rank: int, count: int, root: Path, first: str) -> None:
     """Save three times, as a job that goes on with another number of ranks than the one before."""
     writer = PortusStorageWriter(pools(root), "run", keep=1)
@@ -570,6 +593,7 @@ TASKS: dict[str, Callable[..., None]] = {
     "full": full,
     "apart": apart,
     "elastic": elastic,
+    "spread": spread,
     "directories": directories,
     "read": read_directory,
 }

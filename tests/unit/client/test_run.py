@@ -96,7 +96,7 @@ def test_it_opens_when_it_is_used_and_again_after_it_was_closed(tmp_path: Path) 
 def test_a_part_has_a_name_of_its_own_and_the_settings_of_the_run(tmp_path: Path) -> None:
     settings = portus.Settings(on_error="raise", fence_timeout=5)
     run = portus.Run(portus.Place.named(tmp_path / "pools"), "net", settings)
-    with run.part("net/rank-0") as part:
+    with run.part("net/rank-0", run.place) as part:
         assert (part.model, part.settings) == ("net/rank-0", settings)
     assert run.checkpointer is None
 
