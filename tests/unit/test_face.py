@@ -20,6 +20,7 @@ AUTOLOAD_MS_MAX = 2
 TORCHLESS = (
     "errors",
     "spec",
+    "cadence",
     "format",
     "media",
     "transport",

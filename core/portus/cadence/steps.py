@@ -1,0 +1,45 @@
+"""Whole steps, and what may be asked for."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from portus.errors import UsageError
+
+_EPSILON: Final = 1e-12
+"""A quotient this little above a whole number is that number: 0.14 / (0.05 * 0.2) is 14."""
+
+
+def rounded_up(steps: float) -> int:
+    """The least number of whole steps that is not under ``steps``; at least 1."""
+    return max(1, math.ceil(steps * (1 - _EPSILON)))
+
+
+def over_zero(name: str, value: object, unit: str) -> float:
+    """``value`` as a float. Raises ``UsageError`` unless it is a finite number over 0."""
+    if not is_number(value) or not value > 0:  # type: ignore[operator]
+        raise UsageError(f"{name}: expected {unit} over 0, found {value!r}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def not_negative(name: str, value: object, unit: str) -> float:
+    """``value`` as a float. Raises ``UsageError`` unless it is a finite number, 0 or more."""
+    if not is_number(value) or not value >= 0:  # type: ignore[operator]
+        raise UsageError(f"{name}: expected {unit}, 0 or more, found {value!r}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def share(name: str, value: object) -> float:
+    """``value`` as a float. Raises ``UsageError`` unless it is over 0 and under 1."""
+    if not is_number(value) or not 0 < value < 1:  # type: ignore[operator]
+        raise UsageError(
+            f"{name}: expected a share of the time without saves, over 0 and under 1, such as "
+            f"0.035 for 3.5 %; found {value!r}"
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def is_number(value: object) -> bool:
+    """True for an int or float that is finite, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
