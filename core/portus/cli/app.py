@@ -296,6 +296,10 @@ def serve(
             "--scrub", metavar="SIZE/s", help="read all again for rot, so many bytes a second"
         ),
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option("--memory", metavar="SIZE", help="that all clients may take of this host, 1G"),
+    ] = None,
     transport: Annotated[
         str,
         typer.Option(
@@ -321,5 +325,6 @@ def serve(
             metrics=metrics,
             transport=transport,
             scrub=scrub,
+            memory=memory,
         )
         output.code = serve.run(wish, output)

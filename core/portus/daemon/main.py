@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -15,13 +16,22 @@ from typing import Final
 from portus.daemon.counters import Counters
 from portus.daemon.events import tell
 from portus.daemon.fabric import Fabric
-from portus.daemon.pools import Pools, Quotas, parse_rate, read_quotas
+from portus.daemon.pools import Pools, Quotas, parse_rate, parse_size, read_quotas
 from portus.daemon.scrubber import Scrubber
 from portus.daemon.secrets import Secrets, read_secrets
 from portus.daemon.server import Door, Server, open_door, shut, tls_context
-from portus.daemon.session import House, Patience
+from portus.daemon.session import MEMORY, House, Patience
 from portus.errors import PortusError, UsageError
 from portus.protocol.address import Address, Scheme, Transport, is_address, parse
+from portus.transport.budget import Budget
+
+MEMORY_MIN: Final = 16 << 20
+"""Bytes that a host may be told to hold for its clients, at least: below there are no saves."""
+
+_M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
+_M_ARENA_MAX: Final = -8
+_BLOCK: Final = 256 << 10
+_ARENAS: Final = 2
 
 _ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
 
@@ -30,7 +40,8 @@ _ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
 class Wish:
     """What to serve and how. ``listen``: HOST[:PORT], unix:PATH, or addresses; ``metrics``:
     [HOST:]PORT; ``quota``: a size, ``quota_path``: of a file of them; ``transport``: auto, tcp or
-    verbs; ``scrub``: a size, of what is read again in a second."""
+    verbs; ``scrub``: a size, of what is read again in a second; ``memory``: a size, of what clients
+    may make it hold."""
 
     place: str
     listen: Sequence[str] = ()
@@ -42,6 +53,7 @@ class Wish:
     metrics: str | None = None
     transport: str = ""
     scrub: str | None = None
+    memory: str | None = None
 
 
 def serve(wish: Wish) -> bool:
@@ -52,6 +64,7 @@ def serve(wish: Wish) -> bool:
     """
     rate = parse_rate(wish.scrub) if wish.scrub else None
     os.umask(0o077)  # what a host makes is its own: pools are 0600, directories 0700
+    _give_back_what_is_freed()
     server = prepared(wish)
     scrubber = None if rate is None else Scrubber(server.house.pools, server.house.counters, rate)
     signals = _heard_signals()
@@ -79,6 +92,16 @@ def serve(wish: Wish) -> bool:
     if scrubber is not None:
         scrubber.stop()
     return server.stop()
+
+
+def _give_back_what_is_freed() -> None:
+    """Have glibc give big blocks back to the system as soon as they are freed. By itself it keeps
+    them, for each of its arenas, so that a host would keep what many clients once took at a time.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another C library, with ways of its own
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, _BLOCK)
+        library.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def _heard_signals() -> socket.socket:
@@ -139,11 +162,19 @@ def prepared(wish: Wish) -> Server:
     """A server that listens, and has not started."""
     read = _Read.of(wish)
     context = read.context
+    memory = parse_size(wish.memory) if wish.memory else MEMORY
+    if memory < MEMORY_MIN:
+        raise UsageError(f"--memory {wish.memory}: expected {MEMORY_MIN >> 20}M or more")
     addresses = [heard(text, tls=context is not None) for text in wish.listen or ("127.0.0.1",)]
     fabric = Fabric(Transport.of(wish.transport, "--transport"))
     pools = Pools(wish.place, read.quotas)
     house = House(
-        pools=pools, secrets=read.secrets, counters=Counters(), patience=Patience(), fabric=fabric
+        pools=pools,
+        secrets=read.secrets,
+        counters=Counters(),
+        patience=Patience(),
+        fabric=fabric,
+        budget=Budget(memory),
     )
     doors: list[Door] = []
     try:

@@ -23,15 +23,11 @@ from portus.daemon.events import tell
 from portus.daemon.session import GREETING_S, House, Session, turned_away
 from portus.errors import MediumError, UsageError
 from portus.protocol.address import Address, Scheme
-from portus.transport.stream import Budget, Link
+from portus.transport.stream import Link
 
 CONNECTIONS_MAX: Final = 1024
 STOP_S: Final = 10.0
 """The longest that a clean end takes."""
-
-BODIES_MAX: Final = 512 << 20
-"""Bytes of big messages that are being taken in, of all connections together. Payload needs none:
-it is received where it goes."""
 
 _BACKLOG: Final = 128
 
@@ -106,7 +102,6 @@ class Server:
         self._links: Final[dict[threading.Thread, Link]] = {}
         self._acceptors: list[threading.Thread] = []
         self._ending: Final = threading.Event()
-        self._budget: Final = Budget(BODIES_MAX)
 
     @property
     def house(self) -> House:
@@ -193,12 +188,14 @@ class Server:
             turned_away(self._house, peer, str(error))
         finally:
             with self._guard:
-                self._links.pop(thread).close()
+                link = self._links.pop(thread)
+                link.close()
+            if link.account is not None:
+                link.account.close()
 
     def _link(self, connected: socket.socket, peer: str) -> Link:
-        return Link(
-            connected, is_client=False, name=peer, silence_s=GREETING_S, budget=self._budget
-        )
+        account = self._house.budget.account()
+        return Link(connected, is_client=False, name=peer, silence_s=GREETING_S, account=account)
 
     def _secured(
         self, context: ssl.SSLContext, plain: socket.socket, peer: str, thread: threading.Thread

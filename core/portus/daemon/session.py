@@ -13,20 +13,21 @@ import contextlib
 import logging
 import math
 import os
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 import numpy as np
 
+from portus.daemon import regions
 from portus.daemon.counters import Counters
 from portus.daemon.events import Few, tell
 from portus.daemon.fabric import Fabric, Lane
 from portus.daemon.pools import Hosted, Pools, free_bytes, hole_bytes, taken_bytes
+from portus.daemon.regions import Regions
 from portus.daemon.secrets import Secrets
 from portus.errors import (
     BusyError,
@@ -62,13 +63,24 @@ from portus.protocol.messages import (
 )
 from portus.protocol.proof import proof_of_host
 from portus.transport.base import Column, Digests, Sources, cut
+from portus.transport.budget import Budget
 from portus.transport.local import check
 from portus.transport.onesided import Moved, Remote
-from portus.transport.stream import BIG, InterruptedByError, Link, drain, give_from, take_into
+from portus.transport.stream import (
+    InterruptedByError,
+    Link,
+    UnreadError,
+    drain,
+    give_from,
+    take_into,
+)
 from portus.transport.verbs import Endpoint, WorkError
 
 GREETING_S: Final = 10.0
 """The longest that a stranger may take for each word of the greeting."""
+
+MEMORY: Final = 1 << 30
+"""Bytes that all clients together make a host hold, at most, if it is not told otherwise."""
 
 REGIONS_MAX: Final = said.STORAGES_MAX
 VALUES_MAX: Final = 1 << 24
@@ -77,6 +89,22 @@ VALUES_MAX: Final = 1 << 24
 PINS_MAX: Final = said.IDS_MAX
 CLAIMS_MAX: Final = 64
 """Of one connection, each."""
+
+# Bytes of memory that things take, at most; measured.
+_DRAFT: Final = 4 << 10
+_PART: Final = 4 << 10
+"""Of a save, and of each request within it."""
+_STORAGE: Final = 128
+_STORAGE_MOVED: Final = 256
+_STORAGE_COMMITTED: Final = 512
+"""Of each storage: of a save, as long as it is under way; while it is moved or hashed; while it is
+committed."""
+_RANGE_MOVED: Final = 64
+_PIN: Final = 256
+_TREE_VALUE: Final = 64
+_TREE_DICT: Final = 384
+_LAYOUT_VALUE: Final = 48
+"""While they are looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +128,7 @@ class House:
     fabric: Fabric = field(default_factory=Fabric)
     strangers: Few = field(default_factory=Few)
     """Tells of those that were not let in."""
-    reading: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a big layout or tree is looked at."""
+    budget: Budget = field(default_factory=lambda: Budget(MEMORY))
 
 
 def turned_away(house: House, peer: str, why: str, tenant: str | None = None) -> None:
@@ -165,6 +192,9 @@ class Session:
             why = f"wrong secret for tenant {hello.tenant!r}, or no such tenant"
             self._turn_away(why, hello.tenant)
             return None
+        self._tenant = hello.tenant
+        if link.account is not None:
+            link.account.tenant = hello.tenant
         try:
             hosted = house.pools.of(hello.tenant)
         except PortusError as error:
@@ -179,7 +209,6 @@ class Session:
         verbs = not house.fabric.why_not(link)
         link.send(said.Welcome(proof, uuid, info.name, info.volatile, info.granularity, verbs))
         house.counters.add("connections")
-        self._tenant = hello.tenant
         text = f"{self._peer}: tenant {hello.tenant}"
         who = {"peer": self._peer, "tenant": hello.tenant}
         tell(logging.INFO, "connected", text, **who, verbs=verbs, version=hello.version)
@@ -196,7 +225,12 @@ class Session:
         try:
             self._link.silence_s = self._house.patience.silent_s
             while True:
-                event = self._link.receive(requests.idle_s)
+                self._link.passed()
+                try:
+                    event = self._link.receive(requests.idle_s)
+                except UnreadError as unread:
+                    requests.refuse(unread.kind, unread.why)
+                    continue
                 if isinstance(event, Payload):
                     raise ProtocolError("payload where a request was due")
                 if event.kind is Kind.BYE:
@@ -219,10 +253,9 @@ class _Requests:
         self._claimed: Final[list[str]] = []
         self._fabric: Final = house.fabric
         self._lane: Lane | None = None
-        self._regions: Final[dict[int, _Region]] = {}
+        self._regions: Final = Regions(REGIONS_MAX)
         self._pins: Final[Counter[int]] = Counter()
         self._draft: _Draft | None = None
-        self._reading: Final = house.reading
         self._counted: tuple[Pointer, int] | None = None
         self.goodbye = False
         """True once the client said so."""
@@ -263,9 +296,14 @@ class _Requests:
         except PortusError as error:
             if self._link.closed:
                 raise
-            self._drop("refused")
-            answer = self._refused(message.kind, error)
+            self.refuse(message.kind, error)
+            return
         self._link.send(answer)
+
+    def refuse(self, kind: Kind, error: PortusError) -> None:
+        """Say why not."""
+        self._drop("refused")
+        self._link.send(self._refused(kind, error))
 
     def _refused(self, kind: Kind, error: PortusError) -> Refused:
         refusal = _refusal(error)
@@ -299,11 +337,13 @@ class _Requests:
             was_last = self._hosted.disclaim(self._claimed.pop(), goodbye=self.goodbye)
         if was_last:
             self._give_back_at_the_end()
+        self._answers.clear()  # which leads back here: what the link has would stay for the next gc
 
     def _drop(self, why: str) -> None:
         draft, self._draft = self._draft, None
         if draft is not None:
             draft.pool.release()
+            self._link.keep(-draft.size)
             self._hosted.ended()
             self._counters.add("abandoned")
             model, step = draft.begin.model, draft.begin.step
@@ -339,19 +379,16 @@ class _Requests:
     def _register(self, message: said.Register) -> Said:
         lengths = column(message.lengths, "regions")
         addresses, keys = handles(message.handles, len(lengths), "regions")
-        if len(self._regions) + len(lengths) > REGIONS_MAX:
-            raise UsageError(f"more than {REGIONS_MAX} regions")
-        columns = zip(lengths.tolist(), addresses.tolist(), keys.tolist(), strict=True)
-        for number, region in enumerate(columns, message.first):
-            if number in self._regions:
-                raise UsageError(f"region {number} is registered already")
-            self._regions[number] = region
+        self._link.room(regions.WORK * (len(self._regions) + len(lengths)))
+        with self._kept(regions.ROW * len(lengths)):
+            self._regions.add(message.first, lengths, addresses, keys)
         return said.Done()
 
     def _forget(self, message: said.Forget) -> Said:
-        for region in column(message.regions, "regions").tolist():
-            if self._regions.pop(region, None) is None:
-                raise UsageError(f"region {region} is not registered")
+        numbers = column(message.regions, "regions")
+        self._link.room(regions.WORK * (len(self._regions) + len(numbers)))
+        self._regions.remove(numbers)
+        self._link.keep(-regions.ROW * len(numbers))
         return said.Done()
 
     def _begin(self, message: said.Begin) -> Said:
@@ -365,20 +402,23 @@ class _Requests:
             )
         self._refuse_known(message.token)
         self._hosted.look()
-        self._draft = _Draft(PoolDraft(self._writer, lengths), lengths, message)
+        size = _DRAFT + _STORAGE * len(lengths)
+        with self._kept(size):
+            self._draft = _Draft(PoolDraft(self._writer, lengths), lengths, message, size)
         self._hosted.began()
         return said.Begun()
 
     def _offer(self, message: said.Offer) -> Said:
         draft = self._drafted()
-        indices = draft.claim(column(message.indices, "indices"))
-        regions = column(message.regions, "regions")
+        self._grow(draft)
+        indices = column(message.indices, "indices")
+        self._link.room(_STORAGE_MOVED * len(indices))
+        draft.claim(indices)
         lengths = draft.lengths[indices]
-        found = [self._regions.get(region, _NO_REGION) for region in regions.tolist()]
-        rows = np.array(found, np.int64).reshape(-1, 3)
-        if not np.array_equal(rows[:, 0], lengths):
+        registered, addresses, keys = self._regions.of(column(message.regions, "regions"))
+        if not np.array_equal(registered, lengths):
             raise UsageError("offer: its regions are not registered, or have other lengths")
-        remote, bounced = Remote(rows[:, 1], rows[:, 2]), 0
+        remote, bounced = Remote(addresses, keys), 0
 
         def move(moved: Sources) -> Digests:
             nonlocal bounced
@@ -440,10 +480,12 @@ class _Requests:
 
     def _share(self, message: said.Share) -> Said:
         draft = self._drafted()
+        self._grow(draft)
         entry = self._find(message.before)
         indices = column(message.indices, "indices")
         if entry is None:
             return said.Shared(False)
+        self._link.room(_STORAGE_MOVED * len(draft.lengths))
         record = self._writer.record(entry)
         if len(record.storages) != len(draft.lengths) or not draft.may_claim(indices):
             raise UsageError("share: these are not storages of both versions")
@@ -469,6 +511,8 @@ class _Requests:
 
     def _confirm(self, message: said.Confirm) -> Said:
         draft, start = self._drafted(), time.perf_counter()
+        self._grow(draft)
+        self._link.room(_STORAGE_COMMITTED * len(draft.lengths))
         if not draft.claimed.all():
             missing = int((~draft.claimed).sum())
             raise UsageError(f"confirmation: {missing} storages were neither pulled nor shared")
@@ -497,6 +541,7 @@ class _Requests:
         record = draft.pool.commit_rows(rows, labels, *known, retire)
         self._hosted.look()
         self._draft = None
+        self._link.keep(-draft.size)
         self._hosted.ended()
         self._counters.add("saves")
         end = time.perf_counter()
@@ -546,31 +591,38 @@ class _Requests:
         if not isinstance(layout, bytes) and not isinstance(tree, bytes):
             return
         findings = Findings()
-        size = sum(len(each) for each in (layout, tree) if isinstance(each, bytes))
-        # What is read here takes many times its bytes: of the big ones, one at a time.
-        with self._reading if size > BIG else contextlib.nullcontext():
-            count: int | None = None
-            if isinstance(layout, bytes):
-                read = read_layout(findings, "layout", memoryview(layout))
-                if read is not None:
-                    check_layout(findings, "layout", read, storages)
-                    count = len(read.tensors)
-            else:
-                count = self._tensors_of(layout)
-            if not isinstance(tree, bytes):
-                tree = bytes(self._writer.payload(tree, RecordKind.TREE))
-            values = 1 + sum(tree.count(each) for each in (b",", b"[", b"{"))
-            if values > VALUES_MAX:
-                raise UsageError(f"confirmation: a tree of more than {VALUES_MAX} values")
-            used = read_tree(findings, "tree", memoryview(tree))
-            if used is not None and count is not None:
-                check_tree(findings, "this version", used, count)
+        count = self._count_tensors(findings, storages, layout)
+        if not isinstance(tree, bytes):
+            pointer, tree = tree, b""
+            self._link.room(2 * pointer.length)
+            tree = bytes(self._writer.payload(pointer, RecordKind.TREE))
+        dicts, others = tree.count(b"{"), tree.count(b"[") + tree.count(b",")
+        if dicts + others > VALUES_MAX:
+            raise UsageError(f"confirmation: a tree of more than {VALUES_MAX} values")
+        self._link.room(_TREE_DICT * dicts + _TREE_VALUE * others + len(tree))
+        used = read_tree(findings, "tree", memoryview(tree))
+        if used is not None and count is not None:
+            check_tree(findings, "this version", used, count)
         if findings.all:
             raise UsageError(f"confirmation: {findings.all[0]}")
+
+    def _count_tensors(
+        self, findings: Findings, storages: Rows, layout: Pointer | bytes
+    ) -> int | None:
+        """How many a layout has; None if it is none."""
+        if not isinstance(layout, bytes):
+            return self._tensors_of(layout)
+        self._link.room(_LAYOUT_VALUE * (layout.count(b"[") + layout.count(b",")) + len(layout))
+        read = read_layout(findings, "layout", memoryview(layout))
+        if read is None:
+            return None
+        check_layout(findings, "layout", read, storages)
+        return len(read.tensors)
 
     def _tensors_of(self, layout: Pointer) -> int:
         """How many a layout has that is there; that of the last one is remembered."""
         if self._counted is None or self._counted[0] != layout:
+            self._link.room(16 * layout.length)
             payload = self._writer.payload(layout, RecordKind.LAYOUT)
             self._counted = layout, len(decode_layout(payload))
         return self._counted[1]
@@ -578,6 +630,21 @@ class _Requests:
     def _abandon(self, message: said.Abandon) -> Said:
         self._drop("the client abandoned it")
         return said.Abandoned()
+
+    @contextlib.contextmanager
+    def _kept(self, size: int) -> Iterator[None]:
+        """Memory that stays for what is made in here."""
+        self._link.keep(size)
+        try:
+            yield
+        except BaseException:
+            self._link.keep(-size)
+            raise
+
+    def _grow(self, draft: _Draft) -> None:
+        """One request more of a save: what it leaves behind stays until the end of the save."""
+        self._link.keep(_PART)
+        draft.size += _PART
 
     def _drafted(self) -> _Draft:
         assert self._draft is not None, "the table lets no such message through"
@@ -597,8 +664,7 @@ class _Requests:
         start = time.perf_counter()
         offsets, lengths = ranges(message.ranges, "ranges")
         self._inside(offsets, lengths)
-        runs = list(zip(offsets.tolist(), lengths.tolist(), strict=True))
-        give_from(self._link, self._writer.medium, runs)
+        give_from(self._link, self._writer.medium, offsets, lengths)
         self._counters.add("read_bytes", int(lengths.sum()))
         self._counters.took("read", time.perf_counter() - start)
         return said.Done()
@@ -610,6 +676,7 @@ class _Requests:
         size = self._writer.medium.size
         if int(sizes.sum()) > size:
             raise UsageError(f"check: {int(sizes.sum())} bytes, of a pool of {size}")
+        self._link.room(_STORAGE_MOVED * len(lengths) + _RANGE_MOVED * len(sizes))
         moved = Sources(
             address=np.ones(len(lengths), np.int64),
             length=lengths,
@@ -624,6 +691,7 @@ class _Requests:
         lengths = column(message.lengths, "lengths")
         offsets, sizes = ranges(message.ranges, "ranges")
         self._inside(offsets, sizes)
+        self._link.room(_STORAGE_MOVED * len(lengths) + _RANGE_MOVED * len(sizes))
         remote = Remote(*handles(message.handles, len(lengths), "push"))
         lane = self._lane
         if lane is None or lane.closed or not _is_reached(remote, lengths):
@@ -647,8 +715,9 @@ class _Requests:
     def _pin(self, message: said.Pin) -> Said:
         if len(self._pins) >= PINS_MAX:
             raise UsageError(f"more than {PINS_MAX} versions are pinned")
-        self._writer.locks.pin(message.version)
-        self._pins[message.version] += 1
+        with self._kept(_PIN if message.version not in self._pins else 0):
+            self._writer.locks.pin(message.version)
+            self._pins[message.version] += 1
         return said.Done()
 
     def _unpin(self, message: said.Unpin) -> Said:
@@ -658,6 +727,7 @@ class _Requests:
         self._pins[message.version] -= 1
         if not self._pins[message.version]:
             del self._pins[message.version]
+            self._link.keep(-_PIN)
         return said.Done()
 
     # The pool.
@@ -682,6 +752,7 @@ class _Requests:
         return said.Done()
 
     def _holds(self, message: said.Holds) -> Said:
+        self._link.room(4 * said.HELD_SIZE_MAX)
         found = self._hosted.holds.after(message.after.hex(), said.HELD_SIZE_MAX)
         return said.Held(said.packed_column([len(each) for each in found]), b"".join(found))
 
@@ -710,9 +781,6 @@ class _Requests:
 
 _Known = tuple[Pointer | bytes, Pointer | bytes]
 _Move = Callable[[Remote, Sources], Moved]
-_Region = tuple[int, int, int]
-_NO_REGION: Final[_Region] = (-1, 0, 0)
-"""Length, address, key."""
 
 
 def _is_reached(remote: Remote, lengths: Column) -> bool:
@@ -724,7 +792,9 @@ def _is_reached(remote: Remote, lengths: Column) -> bool:
 class _Draft:
     """A save under way: the version that is made, and which of its storages have a place."""
 
-    def __init__(self, pool: PoolDraft, lengths: Column, begin: said.Begin) -> None:
+    def __init__(self, pool: PoolDraft, lengths: Column, begin: said.Begin, size: int) -> None:
+        """size: bytes of memory that are kept for it."""
+        self.size = size
         self.pool: Final = pool
         self.lengths: Final = lengths
         self.begin: Final = begin

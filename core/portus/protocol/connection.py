@@ -51,6 +51,13 @@ class Payload:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """A message came of which nothing was kept (``Connection.forget``)."""
+
+    kind: Kind
+
+
 Event = Said | Payload
 
 
@@ -65,6 +72,7 @@ class Connection:
         self._kind: Kind | None = None
         self._length = 0
         self._payload_left = 0
+        self._forgotten: int | None = None
         self._owed = 0
         self._broken = ""
         self._is_plain = True
@@ -86,7 +94,7 @@ class Connection:
         if self._payload_left:
             return 0
         whole = HEADER.size if self._kind is None else self._length
-        return min(whole - len(self._buffer), _FEED_MAX)
+        return min(whole - self._fed, _FEED_MAX)
 
     @property
     def payload_left(self) -> int:
@@ -101,7 +109,11 @@ class Connection:
     @property
     def body_left(self) -> int:
         """Bytes of a message behind its header that are still to be fed."""
-        return 0 if self._kind is None else self._length - len(self._buffer)
+        return 0 if self._kind is None else self._length - self._fed
+
+    @property
+    def _fed(self) -> int:
+        return len(self._buffer) + (self._forgotten or 0)
 
     def send(self, message: Said) -> bytes:
         """The bytes of ``message``. An order that the table does not have is our mistake."""
@@ -128,7 +140,13 @@ class Connection:
             self._went.update(data)
         return b"" if self._owed else self._ended(data)
 
-    def feed(self, data: bytes | memoryview) -> Event | None:
+    def forget(self) -> None:
+        """Keep nothing of the message that is being fed: there is no memory for it. It is ended by
+        a ``Forgotten``, which is answered as the message would have been."""
+        assert self.body_left, "only in the middle of a body"
+        self._forgotten = self._forgotten or 0
+
+    def feed(self, data: bytes | memoryview) -> Event | Forgotten | None:
         """Take at most ``wanted`` bytes; what they complete. Raises ``ProtocolError``."""
         if self._broken:
             raise ProtocolError(self._broken)
@@ -149,7 +167,7 @@ class Connection:
         elif not self._payload_left:
             self._kind = None
 
-    def _complete(self) -> Event | None:
+    def _complete(self) -> Event | Forgotten | None:
         if self._kind is None:
             if len(self._buffer) < HEADER.size:
                 return None
@@ -159,9 +177,12 @@ class Connection:
                 self._payload_left, self._length = length, DIGEST_SIZE
                 self._step(kind)
                 return Payload(kind, length)
-        if len(self._buffer) < self._length:
+        if self._forgotten is not None:
+            self._drop()
+        if self._fed < self._length:
             return None
         kind, body, self._kind, self._buffer = self._kind, self._buffer, None, bytearray()
+        forgotten, self._forgotten = self._forgotten, None
         if not self._is_plain:
             digest = body[-DIGEST_SIZE:]
             del body[-DIGEST_SIZE:]
@@ -170,10 +191,24 @@ class Connection:
                 raise ProtocolError(f"{kind.name}: {DAMAGED}")
         if kind in PAYLOADS:
             return None
+        if forgotten is not None:
+            self._step(kind)
+            return Forgotten(kind)
         message = decode(kind, body)
         self._step(kind)
         self._heed(message)
         return message
+
+    def _drop(self) -> None:
+        """Hash what was fed of a body, and forget it; but for the digest at its end."""
+        assert self._forgotten is not None
+        known = 0 if self._is_plain else DIGEST_SIZE
+        if len(self._buffer) > known:
+            rest = self._buffer[len(self._buffer) - known :]
+            del self._buffer[len(self._buffer) - known :]
+            self._came.update(self._buffer)
+            self._forgotten += len(self._buffer)
+            self._buffer = rest
 
     def _open(self) -> tuple[Kind, int]:
         """Look at a whole header: before a byte of the body is taken, it has to be one that may

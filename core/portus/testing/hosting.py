@@ -10,8 +10,9 @@ from portus.daemon.counters import Counters
 from portus.daemon.pools import Pools, Quotas
 from portus.daemon.secrets import Secrets
 from portus.daemon.server import Server, open_door
-from portus.daemon.session import House, Patience
+from portus.daemon.session import MEMORY, House, Patience
 from portus.protocol.address import Address, Scheme
+from portus.transport.budget import Budget
 
 
 @contextlib.contextmanager
@@ -22,6 +23,7 @@ def serving(
     quota: int | None = None,
     patience: Patience | None = None,
     address: Address | None = None,
+    memory: int = MEMORY,
 ) -> Iterator[Server]:
     """A server in this process, on a free port of loopback if no address is given."""
     house = House(
@@ -29,6 +31,7 @@ def serving(
         secrets=Secrets(None if secrets is None else {each: (secrets[each],) for each in secrets}),
         counters=Counters(),
         patience=patience or Patience(),
+        budget=Budget(memory),
     )
     door = open_door(address or Address(Scheme.TCP, host="127.0.0.1", port=0), None)
     try:

@@ -18,22 +18,22 @@ import select
 import socket
 import ssl
 import struct
-import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from portus.errors import TransportError
+from portus.errors import PortusError, TransportError, UsageError
 from portus.media.base import MappedMedium, Medium
-from portus.protocol.connection import Connection, Event, Payload
+from portus.protocol.connection import Connection, Event, Forgotten, Payload
 from portus.protocol.messages import PAYLOAD_SIZE_MAX, Kind, ProtocolError, Said
 from portus.spec import Extent
 from portus.transport.base import Column, Digests, Segments, Stop, StoppedError, memory
+from portus.transport.budget import FREE, Account
 from portus.transport.local import best_engine, copy
 
 PIECE: Final = 1 << 20
@@ -42,12 +42,13 @@ PIECE: Final = 1 << 20
 GATHER: Final = 4 << 20
 """Bytes of short segments that are sent together."""
 
-BIG: Final = 1 << 20
-"""Bytes of a message's body from which it needs a share of the budget."""
+_BYTES_S_MIN: Final = 64e3
+"""A message or a piece of payload that was begun comes, and is taken, at least as fast, in the end:
+who sends a byte now and then is as silent as who sends none."""
 
-_MESSAGE_BYTES_S_MIN: Final = 64e3
-"""A message that was begun comes at least as fast, in the end: who sends a byte now and then is as
-silent as who sends none."""
+_WANTED_BYTES_S_MIN: Final = 1e6
+_WANTED_S: Final = 10.0
+"""The same, while others wait for the memory that its sender has: after so many seconds."""
 
 _SMALL: Final = 64 << 10
 """Bytes of a segment, on the average, below which it is short."""
@@ -78,47 +79,20 @@ class InterruptedByError(TransportError):
         self.message: Final = message
 
 
-class Budget:
-    """Memory that many links share, taken bit by bit: nobody has more than what was sent to him.
-    Whoever has had some for longest always gets more, also over the whole, so that one at least
-    goes on to its end."""
+class UnreadError(Exception):
+    """A message came for which there was no memory, and was not read; ``why``. It is to be answered
+    by a refusal: the conversation goes on."""
 
-    def __init__(self, size: int) -> None:
-        """size: bytes."""
-        self._changed: Final = threading.Condition()
-        self._size: Final = size
-        self._taken: Final[dict[object, int]] = {}
-
-    @property
-    def taken(self) -> int:
-        """Bytes that somebody has."""
-        with self._changed:
-            return sum(self._taken.values())
-
-    def take(self, who: object, size: int, timeout_s: float) -> bool:
-        """``size`` bytes more for ``who``; False if there were none for so long."""
-
-        def fits() -> bool:
-            is_first = next(iter(self._taken), who) is who
-            return is_first or sum(self._taken.values()) + size <= self._size
-
-        with self._changed:
-            if not self._changed.wait_for(fits, timeout_s):
-                return False
-            self._taken[who] = self._taken.get(who, 0) + size
-            return True
-
-    def give_back(self, who: object) -> None:
-        """Done with all that ``who`` has."""
-        with self._changed:
-            if self._taken.pop(who, None) is not None:
-                self._changed.notify_all()
+    def __init__(self, kind: Kind, why: PortusError) -> None:
+        super().__init__(f"{kind.name}: {why}")
+        self.kind: Final = kind
+        self.why: Final = why
 
 
 class Link:
     """One end of a conversation. ``silence_s``: the longest wait for the other side; it may be
     changed at any time. ``name``: of the other side, for messages. ``taken``: bytes of payload that
-    were received. ``hash_s``: seconds spent hashing payload."""
+    were received. ``hash_s``: seconds spent hashing payload. ``account``: see the constructor."""
 
     def __init__(
         self,
@@ -127,16 +101,18 @@ class Link:
         is_client: bool,
         name: str,
         silence_s: float,
-        budget: Budget | None = None,
+        account: Account | None = None,
     ) -> None:
-        """budget: of all links, for the bodies of big messages; None: no limit."""
+        """account: the memory that the other side makes this one hold; None: no limit."""
         self.connection: Final = Connection(is_client=is_client)
         self.name: Final = name
         self.silence_s = silence_s
         self.taken = 0
         self.hash_s = 0.0
         self._socket: Final = link
-        self._budget: Final = budget
+        self.account: Final = account
+        self._began_s = math.inf
+        self._came = 0
         self._stop: Stop | None = None
         self._work: Stop | None = None
         self._closed = False
@@ -177,23 +153,31 @@ class Link:
             self._put(memoryview(self.connection.send(message)))
 
     def receive(self, idle_s: float | None = None) -> Event:
-        """The next message, or that payload follows. Raises as ``send``, and ``ProtocolError``.
+        """The next message, or that payload follows. Raises as ``send``, ``ProtocolError``, and
+        ``UnreadError`` on a host.
 
         idle_s: the longest wait for its first byte; None: ``silence_s``, as for the others."""
         with self._or_end():
-            self._give_back()
             data = self._get(self.connection.wanted, idle_s)
-            began_s, received, room = time.monotonic(), len(data), 0
+            self._began_s, self._came, room = time.monotonic(), len(data), 0
+            why: PortusError | None = None
             while (event := self.connection.feed(data)) is None:
-                if room or self.connection.body_left > BIG:
-                    waits_s = time.monotonic()
-                    room = self._with_room(room, self.connection.wanted)
-                    began_s += time.monotonic() - waits_s  # that is not the other side's doing
+                wanted, left = self.connection.wanted, self.connection.body_left
+                if self.account is not None and why is None and room < wanted and left > FREE:
+                    why = self._body_taken(self.account, wanted - room, left - room)
+                    room = wanted
+                    if why is not None:
+                        self.connection.forget()
+                        self.account.passed()
                 data = self._get(self.connection.wanted)
-                received += len(data)
                 room = max(0, room - len(data))
-                self._check_pace(began_s, received)
-            return event
+                self._came += len(data)
+                self._check_pace()
+            self._began_s = math.inf
+        if isinstance(event, Forgotten):
+            assert why is not None
+            raise UnreadError(event.kind, why)
+        return event
 
     def ask(self, message: Said, silence_s: float | None = None) -> Said:
         """Send, and give the answer. silence_s: for an answer that may take its time."""
@@ -273,7 +257,6 @@ class Link:
         work = self._work
         if work is not None:
             work.set()
-        self._give_back()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
@@ -370,7 +353,7 @@ class Link:
             return count
 
     def _put(self, data: memoryview) -> None:
-        done = 0
+        done, began_s = 0, time.monotonic()
         wait = _Wait(self)
         while done < len(data):
             try:
@@ -379,25 +362,78 @@ class Link:
                 wait.again()
                 continue
             done += count
+            took_s = time.monotonic() - began_s
+            if took_s > self.silence_s + done / _BYTES_S_MIN:
+                raise SilentError(f"{self.name}: it took {done} bytes in {took_s:.0f} s")
             wait = _Wait(self)
 
-    def _with_room(self, room: int, wanted: int) -> int:
-        """Memory for ``wanted`` bytes of a big body, of which ``room`` is there: all of it."""
-        if self._budget is None or room >= wanted:
-            return room
-        wait = _Wait(self)
-        while not self._budget.take(self, wanted - room, _POLL_S):
-            wait.again()
-        return wanted
+    def room(self, size: int) -> None:
+        """Memory for work on the message that was received last, until ``passed``. Raises
+        ``BusyError`` when there was none for long, ``UsageError`` if it is more than there may be,
+        and as ``send``."""
+        if self.account is not None and size > FREE:
+            why = self._taken(self.account, size)
+            if why is not None:
+                raise why
 
-    def _give_back(self) -> None:
-        if self._budget is not None:
-            self._budget.give_back(self)
+    def scratch(self, size: int) -> int:
+        """Bytes of a buffer for payload: so many if there is memory at once, and few if not."""
+        if self.account is None or size <= FREE:
+            return size
+        with contextlib.suppress(UsageError):
+            self.account.could(self.account.passing + size)
+            if self.account.take(size, 0):
+                return size
+        return FREE
 
-    def _check_pace(self, since_s: float, received: int) -> None:
-        took_s = time.monotonic() - since_s
-        if took_s > self.silence_s + received / _MESSAGE_BYTES_S_MIN:
-            raise SilentError(f"{self.name}: {received} bytes of a message took {took_s:.0f} s")
+    def passed(self) -> None:
+        """The last message was answered, and what it took is given back."""
+        if self.account is not None:
+            self.account.passed()
+
+    def keep(self, size: int) -> None:
+        """Memory that stays, as long as the link; less, if it is negative. Raises ``BusyError``."""
+        if self.account is not None:
+            self.account.keep(size)
+
+    def _body_taken(self, account: Account, size: int, left: int) -> PortusError | None:
+        """The same for a part of a body, of which so much is left without: it is there twice, when
+        it was decoded."""
+        try:
+            account.could(account.passing + 2 * left)
+        except UsageError as error:
+            return error
+        return self._taken(account, 2 * size)
+
+    def _taken(self, account: Account, size: int) -> PortusError | None:
+        """Memory that passes; what to say if there is none."""
+        try:
+            account.could(account.passing + size)
+        except UsageError as error:
+            return error
+        since_s, began_s = time.monotonic(), self._began_s
+        self._began_s = math.inf  # this wait is not the other side's doing
+        why: PortusError | None = None
+        while why is None and not account.take(size, _POLL_S):
+            with self._or_end():
+                self.pause(since_s, math.inf)
+            if time.monotonic() - since_s > self.silence_s:
+                why = account.busy(size)
+        self._began_s = began_s + time.monotonic() - since_s
+        return why
+
+    def _check_pace(self) -> None:
+        """Raise if the other side is too slow with what it began."""
+        took_s, came = time.monotonic() - self._began_s, self._came
+        if took_s > self.silence_s + came / _BYTES_S_MIN:
+            raise SilentError(f"{self.name}: {came} bytes took {took_s:.0f} s")
+        account = self.account
+        if took_s < _WANTED_S + came / _WANTED_BYTES_S_MIN or account is None:
+            return
+        if account.is_wanted:
+            raise SilentError(
+                f"{self.name}: {came} bytes took {took_s:.0f} s, and others wait for the memory"
+            )
 
     def pause(self, since_s: float, limit_s: float | None = None) -> None:
         """Between two short waits: raise if it is enough. limit_s: None: ``silence_s``."""
@@ -405,6 +441,8 @@ class Link:
             self._stop.check()
         if self._closed:
             raise EndedError(f"{self.name}: the connection was closed")
+        if self._began_s != math.inf:
+            self._check_pace()
         waited_s = time.monotonic() - since_s
         if waited_s > (self.silence_s if limit_s is None else limit_s):
             raise SilentError(f"{self.name}: no progress for {waited_s:.0f} s")
@@ -470,10 +508,10 @@ def take(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
 
 def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) -> None:
     """Payload straight into a pool, where it has addresses; the digests of what arrived there."""
-    scratch = np.empty(min(GATHER, segments.size), np.uint8)
+    scratch = np.empty(link.scratch(min(GATHER, segments.size)), np.uint8)
     landing = _Landing(medium, scratch.data)
-    for batch in segments.batches(GATHER):
-        if _is_small(batch):
+    for batch in segments.batches(len(scratch)):
+        if _is_small(batch) and batch.size <= len(scratch):
             link.fill(scratch.data[: batch.size], None)
             rows = np.unique(batch.row)
             digests[rows] = copy(medium, batch.laid(_laid_out(batch, scratch)), Stop())
@@ -485,13 +523,14 @@ def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) 
             hasher.note()
 
 
-def give_from(link: Link, medium: Medium, runs: Sequence[tuple[int, int]]) -> None:
+def give_from(link: Link, medium: Medium, offsets: Column, lengths: Column) -> None:
     """Send bytes of a pool as BYTES. They are loaded, never looked at through a mapping: a bad
     sector is an error then, not the end of the process."""
-    longest = max((length for _, length in runs), default=0)
-    scratch = memoryview(bytearray(min(GATHER, longest)))
-    for offset, length in runs:
-        for start in range(0, length, GATHER):
+    longest = int(lengths.max()) if len(lengths) else 0
+    scratch = memoryview(bytearray(link.scratch(min(GATHER, longest))))
+    for row in range(len(offsets)):
+        offset, length = int(offsets[row]), int(lengths[row])
+        for start in range(0, length, len(scratch)):
             piece = scratch[: length - start]
             medium.load(offset + start, piece)
             link.send_payload(Kind.BYTES, piece, None)

@@ -15,7 +15,7 @@ import pytest
 
 from portus.daemon.fabric import Fabric
 from portus.daemon.secrets import read_secrets
-from portus.daemon.server import BODIES_MAX, Server
+from portus.daemon.server import Server
 from portus.daemon.session import Patience
 from portus.errors import (
     BusyError,
@@ -39,8 +39,9 @@ from portus.protocol.proof import proof_of_client, proof_of_host
 from portus.protocol.session import State
 from portus.spec import TensorSpec
 from portus.transport.base import Sources, Stop
+from portus.transport.budget import FREE
 from portus.transport.dial import Credentials, dial, raised, read_secret
-from portus.transport.stream import BIG, Budget, Link
+from portus.transport.stream import Link
 from tests.hosts import serving, url
 
 TOKEN = b"t" * 16
@@ -904,43 +905,49 @@ def test_a_medium_that_fails_is_said_to_the_client_and_ends_no_connection(
 
 
 def test_big_messages_wait_for_memory_and_small_ones_do_not(server: Server) -> None:
-    budget = server._budget
-    assert budget.take("somebody", BODIES_MAX, 0)
-    lengths = packed_column([0] * (2 * BIG // 8))
+    budget = server.house.budget
+    first, others = budget.account(), budget.account()
+    assert first.take(1, 0)
+    others.tenant = "default"
+    others.keep(budget.tenant_max - budget.connection_max + FREE)
+    lengths = packed_column([0] * (2 * FREE // 8))
     with client(server) as link:
         confirmed(link)
         link.send(said.Register(100, lengths))
         time.sleep(0.3)
         assert server.connections() == 1
         assert not link.has_word()
-        budget.give_back("somebody")
+        others.close()
         assert isinstance(link.hear(), said.Done)
+        first.close()
+        link.close()
         settled(server, lambda: budget.taken == 0)
 
 
-def test_memory_goes_to_what_was_sent_and_the_first_comes_to_its_end() -> None:
-    budget = Budget(10)
-    assert budget.take("first", 6, 0)
-    assert budget.take("second", 4, 0)
-    assert not budget.take("second", 1, 0)
-    assert budget.take("first", 100, 0), "nobody could go on"
-    assert not budget.take("third", 1, 0)
-    budget.give_back("first")
-    assert budget.take("third", 6, 0)
-    assert not budget.take("third", 1, 0)
-    assert budget.take("second", 100, 0)
-    assert budget.taken == 110
+def test_what_takes_more_than_a_connection_may_have_is_refused_and_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path / "pools", memory=1 << 20) as server, client(server) as link:
+        with pytest.raises(UsageError, match=r"524288 at most: give `portus serve` more by --mem"):
+            asked(link, said.Register(100, packed_column([0] * (1 << 16))), said.Done)
+        confirmed(link)
+        asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
+        asked(link, said.Share(TOKEN, ALL), said.Shared)
+        tree = b"[" + b",".join([b"{}"] * 2000) + b"]"
+        with pytest.raises(UsageError, match="--memory"):
+            asked(link, said.Confirm(units(), bytes(16), b"[]", tree, b""), said.Committed)
+        assert server.house.pools.of("default").saves == 0
+        asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
 
 
 def test_a_big_message_that_never_comes_holds_nobody_up(server: Server) -> None:
     with client(server, model="hanging") as hanging, client(server) as link:
         registered(hanging)
         asked(hanging, said.Begin("hanging", 1, TOKEN, LENGTHS), said.Begun)
-        whole = said.body_size_max(Kind.CONFIRM)
-        assert whole > BODIES_MAX
+        whole = server.house.budget.connection_max // 2 - 16 * said.DIGEST_SIZE
         hanging._socket.sendall(hanging.connection._begun(Kind.CONFIRM, whole) + bytes([0x95]))
-        settled(server, lambda: 0 < server._budget.taken <= 2 * BIG)
-        asked(link, said.Register(100, packed_column([0] * (2 * BIG // 8))), said.Done)
+        settled(server, lambda: 0 < server.house.budget.taken <= 4 << 20)
+        asked(link, said.Register(100, packed_column([0] * (1 << 18))), said.Done)
 
 
 def test_a_check_of_more_than_the_pool_has_is_refused(server: Server) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from portus.protocol import messages as said
-from portus.protocol.connection import HEADER, Connection, Event, Payload, _check
+from portus.protocol.connection import HEADER, Connection, Event, Forgotten, Payload, _check
 from portus.protocol.messages import (
     PAYLOADS,
     Fault,
@@ -94,9 +94,12 @@ def frames(connection: Connection, kind: Kind, payload: bytes = b"payload") -> b
     return connection.send(EXAMPLES[kind])
 
 
-def heard(connection: Connection, data: bytes, splits: Iterator[int]) -> list[Event | bytes]:
+Heard = Event | Forgotten | bytes
+
+
+def heard(connection: Connection, data: bytes, splits: Iterator[int]) -> list[Heard]:
     """What ``connection`` makes of ``data``, fed in pieces no longer than ``splits`` says."""
-    events: list[Event | bytes] = []
+    events: list[Heard] = []
     while data:
         if connection.payload_left:
             taken = min(connection.payload_left, next(splits), len(data))
@@ -351,7 +354,7 @@ def test_a_damaged_message_is_a_message_or_a_protocol_error(kind: Kind, seed: in
     assert refused
 
 
-def check(events: Iterable[Event | bytes]) -> None:
+def check(events: Iterable[Heard]) -> None:
     """Columns are looked at by whoever uses them: they too are right or refused."""
     for event in events:
         for name in ("lengths", "indices", "regions", "retire", "versions"):

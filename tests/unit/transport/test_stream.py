@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from portus.errors import PortusError
+from portus.errors import BusyError, PortusError, UsageError
 from portus.protocol.connection import HEADER
 from portus.protocol.messages import Kind
 from portus.protocol.session import State
-from portus.transport.stream import BIG, Budget, EndedError, Link, SilentError
+from portus.transport.budget import FREE, Account, Budget
+from portus.transport.stream import EndedError, Link, SilentError, UnreadError
 
 SILENCE_S = 1000.0
 LONG_S = 0.9 * SILENCE_S
-BODY = 3 * BIG
+PIECE = 1 << 20
+BODY = 3 * PIECE
 
 
 class Clock:
@@ -40,16 +42,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-class Asked(Budget):
-    """A budget that tells when it was asked."""
+class Asked(Account):
+    """One that tells when it asked."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
+    def __init__(self, budget: Budget) -> None:
+        super().__init__(budget)
         self.asked = threading.Event()
 
-    def take(self, who: object, size: int, timeout_s: float) -> bool:
+    def take(self, size: int, timeout_s: float) -> bool:
         self.asked.set()
-        return super().take(who, size, timeout_s)
+        return super().take(size, timeout_s)
 
 
 def settled(truth: Callable[[], bool]) -> None:
@@ -64,12 +66,13 @@ class Listener:
 
     def __init__(self) -> None:
         self.client, here = socket.socketpair()
-        self.budget = Asked(BODY)
+        self.budget = Budget(4 * BODY)  # a message is there twice, once it was decoded
+        self.account = Asked(self.budget)
         self.link = Link(
-            here, is_client=False, name="client", silence_s=SILENCE_S, budget=self.budget
+            here, is_client=False, name="client", silence_s=SILENCE_S, account=self.account
         )
         self.link.connection.state = State.READY
-        self.errors: list[PortusError] = []
+        self.errors: list[PortusError | UnreadError] = []
         self._thread = threading.Thread(target=self._listen)
         self._thread.start()
 
@@ -84,18 +87,24 @@ class Listener:
         self.client.sendall(HEADER.pack(BODY, Kind.REGISTER, bytes(3)))
         settled(lambda: self.link.connection.body_left == BODY)
 
-    def ended(self) -> PortusError:
+    def ended(self) -> PortusError | UnreadError:
         """Why, when the client has hung up."""
         self.client.close()
         self._thread.join(60)
         [error] = self.errors
         return error
 
+    def ended_by_itself(self) -> PortusError | UnreadError:
+        """Why, while the client goes on."""
+        settled(lambda: bool(self.errors))
+        return self.ended()
+
     def _listen(self) -> None:
         try:
             self.link.receive()
-        except PortusError as error:
+        except (PortusError, UnreadError) as error:
             self.errors.append(error)
+            self.account.close()
 
 
 @pytest.fixture
@@ -128,18 +137,64 @@ def test_a_message_that_dribbles_is_ended_as_silence_is(clock: Clock, listener: 
     assert isinstance(listener.ended(), SilentError)
 
 
-def test_the_wait_for_memory_is_not_the_other_sides_doing(clock: Clock, listener: Listener) -> None:
-    assert listener.budget.take("somebody", BODY, 0)
-    listener.budget.asked.clear()
+@pytest.fixture
+def others(listener: Listener) -> tuple[Account, Account]:
+    """Two that leave no memory for a third one: one that has passing memory for longest, and one
+    that keeps some, of another tenant each."""
+    first, second = listener.budget.account(), listener.budget.account()
+    first.tenant, second.tenant = "one", "two"
+    assert first.take(2 * BODY, 0)
+    second.keep(BODY + FREE)
+    listener.account.tenant = "two"
+    return first, second
+
+
+def test_the_wait_for_memory_is_not_the_other_sides_doing(
+    clock: Clock, listener: Listener, others: tuple[Account, Account]
+) -> None:
     listener.announce()
-    assert listener.budget.asked.wait(60)
+    assert listener.account.asked.wait(60)
     clock.now_s += LONG_S
-    listener.budget.give_back("somebody")
-    settled(lambda: listener.budget.taken > 0)
+    others[1].close()
+    settled(lambda: listener.account.passing > 0)
     listener.say(bytes(10))
     clock.now_s += LONG_S
     listener.say(bytes(10))
     assert isinstance(listener.ended(), EndedError), "it was told off"
+
+
+def test_a_message_without_memory_is_taken_in_and_forgotten_for_a_refusal(
+    clock: Clock, listener: Listener, others: tuple[Account, Account]
+) -> None:
+    listener.announce()
+    assert listener.account.asked.wait(60)
+    clock.now_s += SILENCE_S + 1
+    for _ in range(3):
+        listener.say(bytes(PIECE))
+        assert listener.account.passing == 0
+    error = listener.ended()
+    assert isinstance(error, UnreadError)
+    assert (error.kind, type(error.why)) == (Kind.REGISTER, BusyError)
+    assert "those of this tenant" in str(error.why)
+    assert listener.link.connection.state is State.ASKED, "a refusal may follow"
+
+
+def test_who_is_slow_with_memory_that_others_wait_for_is_ended(
+    clock: Clock, listener: Listener
+) -> None:
+    listener.announce()
+    settled(lambda: listener.account.passing > 0)
+    listener.say(bytes(PIECE + 10))
+    clock.now_s += 11.5
+    listener.say(bytes(10))
+    assert not listener.link.closed, "nobody waits"
+    other = listener.budget.account()
+    other.keep(BODY + FREE)
+    waiting = threading.Thread(target=other.take, args=(PIECE, 60))
+    waiting.start()
+    assert isinstance(listener.ended_by_itself(), SilentError)
+    waiting.join(60)
+    assert other.passing == PIECE
 
 
 def test_a_message_has_memory_for_what_came_and_one_piece_until_it_ends(
@@ -147,11 +202,48 @@ def test_a_message_has_memory_for_what_came_and_one_piece_until_it_ends(
 ) -> None:
     listener.announce()
     settled(lambda: listener.budget.taken > 0)
-    part = BIG // 3  # one byte of each BIG is left over
+    part = PIECE // 3  # one byte of each piece is left over
     for came in range(0, 8 * part, part):
-        assert came <= listener.budget.taken <= came + BIG
+        assert 2 * came <= listener.budget.taken <= 2 * (came + PIECE)
         listener.say(bytes(part))
     listener.say(bytes(100))
-    assert listener.budget.taken == BODY, "the last piece is no longer than what is left"
+    assert listener.budget.taken == 2 * BODY, "the last piece is no longer than what is left"
     listener.ended()
     assert listener.budget.taken == 0
+
+
+def test_memory_goes_to_what_was_sent_and_the_first_comes_to_its_end() -> None:
+    budget = Budget(1000)
+    first, second, third = budget.account(), budget.account(), budget.account()
+    assert first.take(250, 0)
+    assert second.take(150, 0)
+    assert not second.take(150, 0), "those that are not first share what the first may not need"
+    assert first.take(250, 0), "nobody could go on"
+    with pytest.raises(UsageError, match="a connection has 500 at most"):
+        first.could(501)
+    first.passed()
+    assert second.take(350, 0), "it is the first now"
+    assert third.take(250, 0)
+    assert not third.take(1, 0)
+    assert budget.taken == 750
+
+
+def test_a_tenant_that_takes_all_that_it_may_leaves_enough_to_the_others() -> None:
+    budget = Budget(100 * FREE)
+    greedy, honest = [budget.account() for _ in range(4)], budget.account()
+    for each in greedy:
+        each.tenant = "greedy"
+    honest.tenant = "honest"
+    assert greedy[0].take(50 * FREE, 0)
+    greedy[1].keep(11 * FREE)
+    assert greedy[2].take(15 * FREE, 0)
+    with pytest.raises(BusyError, match="those of this tenant"):
+        greedy[3].keep(2 * FREE)
+    assert not greedy[3].take(1, 0)
+    assert budget.taken == budget.tenant_max
+    honest.keep(6 * FREE)
+    assert honest.take(20 * FREE, 0)
+    assert budget.taken == budget.size
+    for each in (*greedy, honest):
+        each.close()
+    assert budget.taken == 0

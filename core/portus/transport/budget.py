@@ -1,0 +1,144 @@
+"""Memory that the clients of a host make it hold: one budget, with a limit for each connection,
+for the connections of each tenant together, and for all.
+
+What passes (the body of a message while it comes, and what the work on it takes) is waited for, bit
+by bit: nobody has more than what was sent to him. What stays (regions, pins, a save under way) is
+had at once or refused. Whoever has had passing memory for longest always gets more, up to the limit
+of a connection, which is kept free for that: so one at least goes on to its end. While others wait,
+who has memory has to make good use of it (``Account.is_wanted``).
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import Counter
+from typing import Final
+
+from portus.errors import BusyError, UsageError
+
+FREE: Final = 64 << 10
+"""Bytes that need no share: of a body, of the work on it, and of what stays, of each connection."""
+
+
+class Budget:
+    """``size`` bytes. ``connection_max``, ``tenant_max``: of these, at most. Thread-safe."""
+
+    def __init__(self, size: int) -> None:
+        self.size: Final = size
+        self.connection_max: Final = size // 2
+        self.tenant_max: Final = size - size // 4
+        self._changed: Final = threading.Condition()
+        self._passing: Final[dict[Account, None]] = {}
+        self._tenants: Final[Counter[str]] = Counter()
+        self._waiting = 0
+
+    @property
+    def taken(self) -> int:
+        """Bytes that somebody has."""
+        with self._changed:
+            return self._tenants.total()
+
+    def account(self) -> Account:
+        """For one more connection."""
+        return Account(self)
+
+    def fits(self, account: Account, size: int, *, passes: bool) -> bool:
+        """True if ``account`` may have so much more now. The guard is held."""
+        oldest = next(iter(self._passing), account)
+        if passes and account is oldest:
+            return True
+        beside = Counter({oldest.tenant: oldest.passing})
+        room = self.size - self.connection_max - (self._tenants.total() - beside.total())
+        tenant = account.tenant
+        left = self.tenant_max - self.connection_max - (self._tenants[tenant] - beside[tenant])
+        return size <= min(room, left)
+
+
+class Account:
+    """What one connection has: ``passing`` and ``staying`` bytes. ``tenant``: whose it is, once
+    that is known, and before anything is taken."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.tenant = ""
+        self.passing = 0
+        self.staying = 0
+        self._budget: Final = budget
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if this one has passing memory, and others wait for some."""
+        return self.passing > 0 and self._budget._waiting > 0
+
+    def could(self, size: int) -> None:
+        """Raise ``UsageError`` if so many passing bytes are more than a connection may have."""
+        budget, wanted = self._budget, self._counted(self.staying) + size
+        if wanted > budget.connection_max:
+            raise UsageError(
+                f"this takes {wanted} bytes of the host's memory, of which a connection has "
+                f"{budget.connection_max} at most: give `portus serve` more by --memory"
+            )
+
+    def take(self, size: int, timeout_s: float) -> bool:
+        """So many bytes more that pass; False if there were none for so long."""
+        budget = self._budget
+        with budget._changed:
+            if not budget.fits(self, size, passes=True):
+                budget._waiting += 1
+                try:
+                    if not budget._changed.wait_for(
+                        lambda: budget.fits(self, size, passes=True), timeout_s
+                    ):
+                        return False
+                finally:
+                    budget._waiting -= 1
+            self.passing += size
+            budget._passing[self] = None
+            budget._tenants[self.tenant] += size
+            return True
+
+    def keep(self, size: int) -> None:
+        """So many bytes more that stay; less, if it is negative. Raises ``BusyError``, and then
+        nothing changed."""
+        budget = self._budget
+        with budget._changed:
+            more = self._counted(self.staying + size) - self._counted(self.staying)
+            if more > 0 and not budget.fits(self, more, passes=False):
+                raise self._busy(more)
+            self.staying += size
+            budget._tenants[self.tenant] += more
+            if more < 0:
+                budget._changed.notify_all()
+
+    def passed(self) -> None:
+        """What passed is given back."""
+        budget = self._budget
+        with budget._changed:
+            if budget._passing.pop(self, self) is None:
+                budget._tenants[self.tenant] -= self.passing
+                self.passing = 0
+                budget._changed.notify_all()
+
+    def close(self) -> None:
+        """All of it is given back."""
+        self.passed()
+        self.keep(-self.staying)
+
+    def busy(self, size: int) -> BusyError:
+        """What to say when ``take`` had none."""
+        with self._budget._changed:
+            return self._busy(size)
+
+    def _busy(self, size: int) -> BusyError:
+        budget = self._budget
+        return BusyError(
+            errno.ENOBUFS,
+            f"{size} bytes of the host's memory for its clients are not free: of {budget.size} "
+            f"they have {budget._tenants.total()}, those of this tenant "
+            f"{budget._tenants[self.tenant]} of {budget.tenant_max} at most. Try again, or give "
+            "`portus serve` more by --memory",
+        )
+
+    @staticmethod
+    def _counted(staying: int) -> int:
+        return max(0, staying - FREE)

@@ -1,0 +1,182 @@
+"""Clients that take all that they can get of a host, and a trainer that saves beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from portus.client.checkpointer import Checkpointer
+from portus.protocol import messages as said
+from portus.protocol.address import parse
+from portus.protocol.messages import Kind, packed_column
+from portus.transport.dial import Credentials, dial
+from portus.transport.stream import Link
+from tests.hosts import Host
+from tests.unit.daemon.test_memory import rss
+
+MEMORY = 64 << 20
+BESIDE = 24 << 20
+"""What the host takes besides: threads, what its allocator keeps, and what needs no share."""
+
+SECRETS = {"evil": "e" * 32, "good": "g" * 32}
+MANY = 1 << 17
+ATTACKERS = 12
+ATTACK_S = 0.25
+
+
+class Attacked(Host):
+    """``rss``: that it had before."""
+
+    rss = 0
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    place = tmp_path_factory.mktemp("attacked")
+    secrets = place / "secrets"
+    secrets.touch(mode=0o600)
+    secrets.write_text("".join(f"{tenant} {secret}\n" for tenant, secret in SECRETS.items()))
+    options = ("--memory", str(MEMORY), "--secret-file", str(secrets), "--quota", "64M")
+    made = Attacked("memory:64M", *options)
+    with made:
+        come(made).close()
+        made.rss = rss(made.process.pid)
+        yield made
+
+
+class Trainer:
+    """Saves without pause, of the tenant ``good``, as long as it is entered."""
+
+    def __init__(self, host: Host, monkeypatch: pytest.MonkeyPatch, secret: Path) -> None:
+        secret.touch(mode=0o600)
+        secret.write_text(SECRETS["good"])
+        monkeypatch.setenv("PORTUS_SECRET_FILE", str(secret))
+        self.saved = 0
+        self._url = host.url.replace("//", "//good@")
+        self._ended = threading.Event()
+        self._errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Trainer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        assert not self._errors, self._errors
+
+    def _run(self) -> None:
+        import torch
+
+        state = {f"layer.{n}": torch.full((64,), float(n)) for n in range(100)}
+        try:
+            with Checkpointer(self._url, "honest", on_error="raise") as checkpointer:
+                while not self._ended.is_set() or not self.saved:
+                    checkpointer.save(state, self.saved).wait()
+                    self.saved += 1
+        except BaseException as error:
+            self._errors.append(error)
+
+
+def come(host: Host, tenant: str = "evil") -> Link:
+    link, _ = dial(
+        parse(host.url.replace("//", f"//{tenant}@")), Credentials(SECRETS[tenant].encode()), 30
+    )
+    return link
+
+
+def registers(link: Link) -> None:
+    for number in range(0, 8 * MANY, MANY):
+        link.ask(said.Register(number, packed_column([0] * MANY)))
+
+
+def begins(link: Link) -> None:
+    model = os.urandom(8).hex()
+    link.ask(said.Claim(model, os.urandom(16)))
+    link.ask(said.Begin(model, 1, os.urandom(16), packed_column([0] * MANY)))
+    if link.connection.state.value == "saving":
+        for _ in range(100):
+            if not isinstance(link.ask(said.Offer(b"", b"")), said.Pulled):
+                return
+
+
+def confirms(link: Link) -> None:
+    """A tree that takes many times its bytes, again and again."""
+    model = os.urandom(8).hex()
+    link.ask(said.Claim(model, os.urandom(16)))
+    for count in (20_000, 60_000, 400_000):
+        tree = b"[" + b",".join([b'{"a":1}'] * count) + b"]"
+        link.ask(said.Begin(model, 1, os.urandom(16), b""))
+        link.ask(said.Confirm(b"", bytes(16), b"[]", tree, b""))
+
+
+def announces(link: Link) -> None:
+    """A message of which all but the end comes."""
+    model = os.urandom(8).hex()
+    link.ask(said.Claim(model, os.urandom(16)))
+    link.ask(said.Begin(model, 1, os.urandom(16), b""))
+    link._socket.sendall(link.connection._begun(Kind.CONFIRM, 12 << 20))
+    link._socket.sendall(bytes(11 << 20))
+
+
+def pins(link: Link) -> None:
+    for version in range(1, 1000):
+        link.ask(said.Pin(1 << 20 | version))
+
+
+def checks(link: Link) -> None:
+    while True:
+        link.ask(said.Check(packed_column([0] * (MANY // 2)), b""))
+
+
+def reads(link: Link) -> None:
+    """Many ranges, and takes nothing of them."""
+    link.send(said.Read(packed_column([0, 4096] * (4 * MANY))))
+
+
+ATTACKS: list[Callable[[Link], None]] = [
+    registers,
+    begins,
+    confirms,
+    announces,
+    checks,
+    reads,
+    pins,
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda each: each.__name__)
+def test_a_host_holds_no_more_than_it_was_told_to_and_others_save(
+    host: Attacked,
+    attack: Callable[[Link], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    links = [come(host) for _ in range(ATTACKERS)]
+    highest = 0
+
+    def strike(link: Link) -> None:
+        with contextlib.suppress(OSError):  # of a socket that is full, or was closed
+            attack(link)
+
+    with Trainer(host, monkeypatch, tmp_path / "secret") as trainer:
+        threads = [threading.Thread(target=strike, args=(link,)) for link in links]
+        for thread in threads:
+            thread.start()
+        until_s, first = time.monotonic() + ATTACK_S, trainer.saved
+        while time.monotonic() < until_s or trainer.saved < first + 2:
+            highest = max(highest, rss(host.process.pid))
+            time.sleep(0.001)
+        for link in links:
+            link.close()
+        for thread in threads:
+            thread.join()
+    print(f"{host.rss / 2**20:.0f} MiB once, {highest / 2**20:.0f} MiB, {trainer.saved} saves")
+    assert highest < host.rss + MEMORY + BESIDE
