@@ -454,6 +454,16 @@ class Checkpointer:
         """The pool's identity, 16 bytes; empty before the first save of a new pool."""
         return self._writer.superblock.uuid if self._writer else b""
 
+    def announce(self) -> view.Sign:
+        """By what others tell this pool, open as it is here, from any copy of it. The pool is made
+        if it is not there. Raises what opening raises, and ``MediumError``."""
+        if not self.uuid:
+            self.prepare(0)
+        writer = self._writer
+        assert writer is not None
+        holder = writer.announce() if isinstance(writer, PoolWriter) else ""
+        return view.Sign(writer.superblock.uuid, holder)
+
     @property
     def has_committed(self) -> bool:
         """True once a save of this object was committed."""

@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from portus.client import exchange
 from portus.client.checkpointer import Checkpointer, check_keep
 from portus.client.cuts import (
     CHECKPOINT_ID,
@@ -55,13 +54,11 @@ from portus.client.cuts import (
     encode,
 )
 from portus.client.dcp_reader import reason_of
-from portus.client.exchange import News, Outcomes, standing
+from portus.client.exchange import Heard, Outcomes, standing
 from portus.client.grouped import (
     STOCK_METADATA,
-    Census,
     census,
     has_stock,
-    has_writer,
     id_of,
     pool_of_part,
     shard_name,
@@ -69,20 +66,12 @@ from portus.client.grouped import (
 )
 from portus.client.planned import Planned, agreed, all_or_none, values_of
 from portus.client.resolve import POOLS
+from portus.client.retention import Retention
 from portus.client.run import Run
 from portus.client.settings import Settings, SettingsDict, as_arguments
-from portus.client.view import PoolFile
+from portus.client.view import PoolFile, Sign
 from portus.errors import PortusError, UsageError
-from portus.index.groups import (
-    ID_SIZE,
-    Group,
-    leftovers,
-    never_complete,
-    new_id,
-    part_model,
-    part_token,
-    surplus,
-)
+from portus.index.groups import Group, Past, new_id, part_model, part_token
 from portus.index.place import Place, PlaceName
 from portus.pipeline.handle import SaveHandle
 from portus.spec import VersionInfo
@@ -101,9 +90,6 @@ _POLL_S: Final = 0.02
 _SEEN_S: Final = 10.0
 """The longest that a rank looks for the pool that another one made a moment ago."""
 
-_MADE_MAX: Final = 64
-"""Groups that a writer remembers to have begun."""
-
 _STOCK_FILES: Final = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 """What torch's own storage puts into a checkpoint directory."""
 
@@ -118,15 +104,17 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What the coordinator tells all ranks: the id of the group, the news of each rank, and where
-    they find which pool of its own (``uuid``; empty: they found it before), and over how many
-    storage hosts it takes the ranks to be spread."""
+    """What the coordinator tells all ranks: the id of the group, what follows from their news,
+    by what they find its own pool (None: they found it before), the identities of the pools on the
+    storage hosts, as it sees them, and what was there before this job (None: they know, or nobody
+    does)."""
 
     group: bytes
-    said: list[News]
+    heard: Heard
     rank: int
-    uuid: bytes
-    hosts: int
+    sign: Sign | None
+    hosts: tuple[bytes, ...]
+    past: Past | None
 
 
 class PortusStorageWriter(StorageWriter):
@@ -177,12 +165,10 @@ class PortusStorageWriter(StorageWriter):
         self._parts: dict[str, Any] | None = None
         self._group = b""
         self._outcomes: Final = Outcomes(self._run.settings.on_error)
-        self._incomplete: Final[deque[bytes]] = deque(maxlen=_MADE_MAX)
+        self._retention: Final = Retention(self._run, keep)
         self._is_shared = False
-        self._has_predecessors = True
         self._is_coordinator = False
         self._wanted: _Wanted | None = None
-        self._made: Final[deque[bytes]] = deque(maxlen=_MADE_MAX)
         self._condemned: Final[deque[tuple[str, bytes]]] = deque()
         self._handle: SaveHandle | None = None
         self._is_sent = False
@@ -191,7 +177,8 @@ class PortusStorageWriter(StorageWriter):
         self._metadata = b""
         if dist.is_available() and dist.is_initialized():
             # So that steps are seen before the first save, which is then in the background too.
-            self._rank, self._count = dist.get_rank(), dist.get_world_size()
+            self._rank, self._count = standing()
+            self._retention.stand(self._rank, self._count)
             if dist.get_backend() == dist.Backend.NCCL:
                 self._ranks = dist.new_group(backend=dist.Backend.GLOO)
             self._open()
@@ -269,7 +256,7 @@ class PortusStorageWriter(StorageWriter):
         planned, self._planned = self._planned, None
         named = (step, self._checkpoint_id)
         group, said = agreed(planned, state, planner, named, self._outcomes.news(), ranks)
-        self._hear(said)
+        self._hear(Heard.of(said, self.model))
         if group is None:
             torch_save(state, storage_writer=self, planner=planner, process_group=ranks)
             rank, count = standing(ranks)
@@ -290,7 +277,7 @@ class PortusStorageWriter(StorageWriter):
         this rank's part alone, as with one process. On one rank. Returns at once."""
         self._condemn([os.path.abspath(os.fspath(directory))])
         if not self._group:
-            self._sweep(self._open(), ())
+            self._sweep(self._open())
 
     def prepare(self, size: int) -> None:
         """Make this rank's pool, and room for parts of ``size`` bytes. See ``Checkpointer``."""
@@ -351,6 +338,7 @@ class PortusStorageWriter(StorageWriter):
         rank, count = kwargs.get("rank", 0), dist.get_world_size() if together else 1
         if (rank, count) != (self._rank, self._count):
             self._is_shared = False
+            self._retention.stand(rank, count)
             self.close()
         self._rank, self._count = rank, count
 
@@ -377,9 +365,11 @@ class PortusStorageWriter(StorageWriter):
                 f"model {self.model!r}: rank 0 saves {first} and rank {other} saves {second}: give "
                 "every rank the same checkpoint_id"
             )
-        news = [plan.storage_data[1] for plan in plans]
-        uuid, hosts = self._made_pool(), len(self.place.hosts)
-        start = _Start(new_id(), news, self._rank, uuid, hosts)
+        heard = Heard.of([plan.storage_data[1] for plan in plans], self.model)
+        sign = self._made_pool()
+        hosts = () if sign is None else tuple(map(_uuid_at, self.place.hosts))
+        past = None if self._retention.is_told else self._retention.look()
+        start = _Start(new_id(), heard, self._rank, sign, hosts, past)
         return [replace(plan, storage_data=start) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -387,8 +377,10 @@ class PortusStorageWriter(StorageWriter):
         other ranks met in saves before, as ``on_error`` says, and ``UsageError`` where this rank
         does not see the others' pools."""
         start: _Start = plan.storage_data
-        self._hear(start.said)
+        self._hear(start.heard)
         self._check_shared(start)
+        if start.past is not None:
+            self._retention.tell(start.past)
         plan = replace(plan, storage_data=start.group)
         if getattr(planner, "_enable_plan_caching", False):  # it would bring an old group's id
             raise UsageError(
@@ -420,7 +412,7 @@ class PortusStorageWriter(StorageWriter):
     def _collect(self, plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
         """What this rank saves, by key; its group begins."""
         self._group = plan.storage_data
-        self._made.append(self._group)
+        self._retention.begin(self._group)
         self._outcomes.begin(self._group, self._step)
         self._parts = {f"i{n}": _value_of(item, planner) for n, item in enumerate(plan.items)}
         return self._parts
@@ -483,98 +475,40 @@ class PortusStorageWriter(StorageWriter):
 
     def _surplus(self, checkpointer: Checkpointer, own: Sequence[VersionInfo]) -> list[int]:
         """On the worker, before a commit: what this rank may let go of."""
-        incomplete = set(self._incomplete)
-        is_cut_off = any(info.token[:ID_SIZE] in incomplete for info in own)
-        is_full = self._keep is not None and len(own) > self._keep
-        if not (self._condemned or is_cut_off or is_full or self._has_predecessors):
-            return []
-        try:
-            found = census(self.place, self.model)
-        except PortusError:
-            return []  # a peer's pool cannot be read now: nothing is known to be complete
-        if found.silent:
-            cut_off = [info.id for info in own if info.token[:ID_SIZE] in incomplete]
-        else:
-            self._sweep(checkpointer, found.groups)
-            self._succeed(found, checkpointer.uuid)
-            cut_off = never_complete(own, found.groups, incomplete)
-        checkpointer.cut_off({info.token for info in own if info.id in cut_off})
-        if found.silent or self._keep is None:
-            return sorted(cut_off)
-        return sorted({*cut_off, *surplus(own, found.groups, self._keep)})
-
-    def _succeed(self, found: Census, pool: bytes) -> None:
-        """Let go of what this job takes the place of: parts that jobs of other numbers of ranks
-        left, and those of this rank in another pool than ``pool``. Rank i of them is the business
-        of rank i mod N of this one. What somebody has open stays until the next look, and so does
-        what reference files lead to."""
-        if self._keep is None or not self._has_predecessors:
-            return
-        made = set(self._made)
-        newer = sum(group.is_complete and group.id in made for group in found.groups)
-        older = [group for group in found.groups if self._is_older(group, found, pool)]
-        self._has_predecessors = bool(older)
-        if not newer:
-            return
-        for (rank, count, host), infos in leftovers(older, newer, self._keep).items():
-            name = part_model(self.model, rank, count)
-            if rank % self._count != self._rank or self._is_taken(name):
-                continue
-            try:
-                with self._run.part(name, host or self.place) as part:
-                    part.let_go([info.id for info in infos])
-            except PortusError as error:
-                _log.warning("portus: what %r left stays for now: %s", name, error)
-
-    def _is_older(self, group: Group, found: Census, pool: bytes) -> bool:
-        """True for a group of a job before this one, as far as this rank can tell: it saves to one
-        of several hosts, and its part is on another."""
-        own = group.parts.get(self._rank)
-        is_moved = own is not None and own[0].is_host and found.pools[own[0]] != pool
-        return group.count != self._count or is_moved
-
-    def _is_taken(self, part: str) -> bool:
-        """True while somebody saves to that part; on a storage host opening it tells."""
-        return not self.place.is_host and has_writer(pool_of_part(self.place, part))
+        never, going = self._retention.going(own)
+        self._sweep(checkpointer)
+        self._retention.succeed(checkpointer.uuid)
+        checkpointer.cut_off({info.token for info in own if info.id in never})
+        return going
 
     # What the other ranks say.
 
-    def _hear(self, said: list[News]) -> None:
-        """Note of which groups a rank has no part. Raises why, on all ranks, or says it on one."""
-        self._incomplete.extend(exchange.never_complete(said))
-        error, raised = exchange.told(said, self.model), exchange.ends_training(said)
-        self._outcomes.heard(raised=raised)
-        if error is None:
+    def _hear(self, heard: Heard) -> None:
+        """Note what that says of groups. Raises why a rank failed, on all, or says it on one."""
+        self._retention.hear(heard)
+        self._outcomes.heard(raised=heard.raised)
+        if heard.error is None:
             return
-        if raised:
-            raise error
+        if heard.raised:
+            raise heard.error
         if self._rank == 0:
-            _log.error("portus: %s. Training goes on", error)
+            _log.error("portus: %s. Training goes on", heard.error)
 
-    def _made_pool(self) -> bytes:
-        """The identity of this rank's pool, which is there then; nothing if it is known that all
+    def _made_pool(self) -> Sign | None:
+        """By what this rank's pool is found, which is there then; None if it is known that all
         ranks see it."""
-        if self._is_shared or self._count == 1:
-            return b""
-        checkpointer = self._open()
-        if not checkpointer.uuid:
-            checkpointer.prepare(0)
-        return checkpointer.uuid
+        return None if self._is_shared or self._count == 1 else self._open().announce()
 
     def _check_shared(self, start: _Start) -> None:
-        """Raise ``UsageError`` if the coordinator's pool is not where this rank looks for it: then
-        no rank would ever see what the others committed."""
-        if not start.uuid or start.rank == self._rank:
+        """Raise ``UsageError`` if the coordinator's pool is not where this rank looks for it, or a
+        copy of it: then no rank would ever see what the others committed."""
+        if start.sign is None or start.rank == self._rank:
             self._is_shared = True
             return
-        if len(self.place.hosts) != start.hosts:
-            raise UsageError(
-                f"rank {self._rank} saves to {self.place} and rank {start.rank} to {start.hosts} "
-                "storage hosts: give all ranks the same pool"
-            )
+        self._check_hosts(start)
         own = pool_of_part(self.place, part_model(self.model, start.rank, self._count))
         end = time.monotonic() + _SEEN_S
-        while not any(_is_at(pool, start.uuid) for pool in self.place.hosts or [own]):
+        while not any(_is_at(pool, start.sign) for pool in self.place.hosts or [own]):
             if time.monotonic() > end:
                 where = self.place if self.place.is_host else own
                 raise UsageError(
@@ -585,23 +519,38 @@ class PortusStorageWriter(StorageWriter):
             time.sleep(_POLL_S)
         self._is_shared = True
 
+    def _check_hosts(self, start: _Start) -> None:
+        """Raise ``UsageError`` if the coordinator looks for this rank's part on other hosts."""
+        hosts = self.place.hosts
+        if len(hosts) != len(start.hosts):
+            raise UsageError(
+                f"rank {self._rank} saves to {self.place} and rank {start.rank} to "
+                f"{len(start.hosts)} storage hosts: give all ranks the same pool"
+            )
+        if len(hosts) > 1 and start.hosts[self._rank % len(hosts)] not in (
+            b"",
+            self._open().announce().uuid,
+        ):
+            raise UsageError(
+                f"rank {self._rank} saves to {self.place.of_rank(self._rank)}, where rank "
+                f"{start.rank} has another storage host: give all ranks the same pool, the hosts "
+                "in the same order"
+            )
+
     # Directories that wait to be removed.
 
     def _condemn(self, paths: Sequence[str]) -> None:
         self._condemned.extend((path, self._group) for path in paths)
 
-    def _sweep(self, checkpointer: Checkpointer, known: Collection[Group]) -> None:
+    def _sweep(self, checkpointer: Checkpointer) -> None:
         """Remove those whose successor, or a group after it, is complete. Without a lock: the
         worker does it too, and the thread that saves may stand still in a signal handler."""
-        complete = {group.id for group in known if group.is_complete}
-        made = list(self._made)
         for _ in range(len(self._condemned)):
             try:
                 path, successor = self._condemned.popleft()
             except IndexError:
                 return  # another thread has them
-            first = made.index(successor) if successor in made else 0
-            if successor and complete.isdisjoint(made[first:]):
+            if successor and not self._retention.is_replaced(successor):
                 self._condemned.append((path, successor))
                 continue
             with contextlib.suppress(UsageError):  # it is closing; the directory stays
@@ -610,8 +559,8 @@ class PortusStorageWriter(StorageWriter):
     def _sweep_at_end(self, checkpointer: Checkpointer) -> None:
         end = time.monotonic() + _PEERS_S
         while self._condemned:
-            with contextlib.suppress(PortusError):
-                self._sweep(checkpointer, groups(self.place, self.model))
+            self._retention.look_again()
+            self._sweep(checkpointer)
             if self._condemned and time.monotonic() > end:
                 paths = [path for path, _ in self._condemned]
                 _log.warning("portus: %s stay: not all ranks committed what replaces them", paths)
@@ -639,12 +588,21 @@ def groups(pool: PlaceName, model: str | None = None) -> list[Group]:
     return found.groups
 
 
-def _is_at(pool: Place, uuid: bytes) -> bool:
+def _is_at(pool: Place, sign: Sign) -> bool:
     try:
         with contextlib.closing(PoolFile(pool)) as file:
-            return file.uuid == uuid
+            return file.sign == sign
     except PortusError:
         return False
+
+
+def _uuid_at(host: Place) -> bytes:
+    """The identity of the pool on a storage host; nothing if it does not answer."""
+    try:
+        with contextlib.closing(PoolFile(host)) as file:
+            return file.uuid
+    except PortusError:
+        return b""
 
 
 def _stock_files(directory: str) -> list[str]:

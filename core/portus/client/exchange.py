@@ -2,12 +2,14 @@
 
 Ranks commit in the background and hear of each other at the next save only, where they plan
 together anyway. What a rank says is the same on all of them, so all of them do the same about it:
-raise, or go on; and let go of parts of a group that another rank will never complete.
+raise, or go on; and let go of parts of a group that another rank will never complete, or of those
+older than a group that all of them have committed.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,6 +22,10 @@ from portus.pipeline.handle import SaveHandle
 
 _NAMED_MAX: Final = 8
 """Ranks that a message tells about."""
+
+_GROUPS_MAX: Final = 8
+"""Groups that a rank says it committed: more than saves are under way at once, so that what a slow
+rank commits last is still said by the fast ones."""
 
 _TEXT_MAX: Final = 500
 """Characters of an error that other ranks hear."""
@@ -43,9 +49,11 @@ class Failure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
     """What one rank says. ``committed``: the step of the last part that it committed, if any.
-    ``failures``: since it last said so. ``raises``: as ``on_error`` says there."""
+    ``groups``: ids of the last few of them. ``failures``: since it last said so. ``raises``: as
+    ``on_error`` says there."""
 
     committed: int | None
+    groups: tuple[bytes, ...]
     failures: tuple[Failure, ...]
     raises: bool
 
@@ -53,6 +61,38 @@ class News:
     def untold(self) -> list[Failure]:
         """What others have not heard of."""
         return [each for each in self.failures if not each.is_known]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """What follows from the news of all ranks, ``count`` of them; the same on each.
+
+    complete: ids of groups that every rank has committed; of the last few. lost: ids of groups of
+    which a rank has no part, with the rank. error: what is to be told, if anything; ``raised``, and
+    ends the training: as a ``Checkpointer`` does by itself.
+    """
+
+    count: int
+    complete: frozenset[bytes]
+    lost: tuple[tuple[bytes, int], ...]
+    error: PortusError | None
+    raised: bool
+
+    @classmethod
+    def of(cls, said: Sequence[News], model: str) -> Heard:
+        """Out of what each rank said, by rank."""
+        return cls(
+            count=len(said),
+            complete=frozenset.intersection(*(frozenset(news.groups) for news in said)),
+            lost=tuple(
+                (each.group, rank)
+                for rank, news in enumerate(said)
+                for each in news.failures
+                if each.group
+            ),
+            error=_told(said, model),
+            raised=_ends_training(said),
+        )
 
 
 @dataclass(slots=True)
@@ -72,6 +112,7 @@ class Outcomes:
     _begun: list[_Begun] = field(default_factory=list)
     _failed: list[_Begun] = field(default_factory=list)
     _committed: int | None = None
+    _groups: deque[bytes] = field(default_factory=lambda: deque(maxlen=_GROUPS_MAX))
 
     def begin(self, group: bytes, step: int) -> None:
         """A save begins that all ranks take part in."""
@@ -89,10 +130,16 @@ class Outcomes:
                 self._begun.append(each)
             elif each.handle is not None and each.handle.committed:
                 self._committed = each.step
+                self._groups.append(each.group)
             else:
                 self._failed.append(each)
         failures = tuple(map(_failure, self._failed))
-        return News(committed=self._committed, failures=failures, raises=self.on_error == "raise")
+        return News(
+            committed=self._committed,
+            groups=tuple(self._groups),
+            failures=failures,
+            raises=self.on_error == "raise",
+        )
 
     def heard(self, *, raised: bool) -> None:
         """All ranks have the last news. raised: and raise it, so it is not raised once more."""
@@ -117,13 +164,7 @@ def _failure(begun: _Begun) -> Failure:
     )
 
 
-def never_complete(said: Sequence[News]) -> list[bytes]:
-    """Ids of the groups of which a rank has no part, and will have none."""
-    return [each.group for news in said for each in news.failures if each.group]
-
-
-def ends_training(said: Sequence[News]) -> bool:
-    """True if what failed is to be raised, on all ranks: as a ``Checkpointer`` does by itself."""
+def _ends_training(said: Sequence[News]) -> bool:
     failures = [each for news in said for each in news.untold]
     if not failures or any(news.raises for news in said):
         return bool(failures)
@@ -131,7 +172,7 @@ def ends_training(said: Sequence[News]) -> bool:
     return none_complete and not all(each.given_up for each in failures)
 
 
-def told(said: Sequence[News], model: str) -> PortusError | None:
+def _told(said: Sequence[News], model: str) -> PortusError | None:
     """Which ranks failed, and why; None if none did."""
     ranks = [rank for rank, news in enumerate(said) if news.untold]
     if not ranks:

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from portus.errors import (
     UsageError,
 )
 from portus.format.reference import Reference
-from portus.index.directory import newest_generation, pools_at
+from portus.index.directory import generations, newest_generation, pools_at
 from portus.index.groups import ID_SIZE, Group, groups_of, part_model, part_of
 from portus.index.place import Place
 from portus.media.calls import is_nested
@@ -102,6 +102,23 @@ def census(place: Place, model: str | None = None) -> Census:
     for _, info in infos:
         found.held.setdefault(info.model, []).append(info.step)
     return found
+
+
+def versions_at(pools: Iterable[Place]) -> list[tuple[Place, bytes, VersionInfo]]:
+    """What is in some pools, with their places and identities. Raises as opening a pool does."""
+    found = []
+    for pool in pools:
+        with contextlib.closing(PoolFile(pool)) as file:
+            found += [(pool, file.uuid, info) for info in file.versions()]
+    return found
+
+
+def pools_of_part(place: Place, part: str) -> list[Place]:
+    """Where a rank's part may be: the generations of its pool file, or any host."""
+    if place.is_host:
+        return place.hosts
+    pool = place.pool_of(part)
+    return [Place(pool.kind, path) for path in generations(pool.path).values()]
 
 
 def chosen(

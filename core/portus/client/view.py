@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from portus.client import restore
 from portus.client.fence import before_write
@@ -16,9 +16,10 @@ from portus.errors import StaleError, TransportError, UsageError
 from portus.index.catalogue import Catalogue
 from portus.index.directory import open_superseded, pools_at, superseded
 from portus.index.place import Place
-from portus.index.pool import PoolReader
+from portus.index.pool import PoolReader, read_holder
 from portus.index.records import VersionEntry
 from portus.media import calls
+from portus.media.base import MediumKind
 from portus.spec import VersionInfo
 
 _TRIES: Final = 5
@@ -67,6 +68,13 @@ def again(load: Callable[[], Result]) -> Result:
     return load()
 
 
+class Sign(NamedTuple):
+    """By what a pool is known: its identity, and, of a file, who opened it for saving last."""
+
+    uuid: bytes
+    holder: str
+
+
 class PoolFile:
     """One pool file, for reading. Close it, or use it as a context manager."""
 
@@ -80,6 +88,12 @@ class PoolFile:
     def uuid(self) -> bytes:
         """The pool's identity, 16 bytes."""
         return self.reader.superblock.uuid
+
+    @property
+    def sign(self) -> Sign:
+        """By what it is told from a copy of it."""
+        is_file = self.reader.medium.info.kind is not MediumKind.HOST
+        return Sign(self.uuid, read_holder(self.reader.medium) if is_file else "")
 
     def versions(self, model: str | None = None) -> list[VersionInfo]:
         """What is committed now, oldest commit first."""

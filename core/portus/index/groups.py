@@ -1,9 +1,9 @@
 """Groups: one save of a sharded job, of which every rank commits a part in a pool file of its own,
 or in the pool of one of several storage hosts.
 
-No rank tells another that it has committed. What there is can be seen from the catalogues alone:
-a part is a version whose model is called ``<model>/rank-<rank>-of-<count>``, and whose token is
-the group's id (12 bytes, random) and the rank (4 bytes, big-endian).
+What there is can be seen from the catalogues alone, whatever ranks tell each other: a part is a
+version whose model is called ``<model>/rank-<rank>-of-<count>``, and whose token is the group's id
+(12 bytes, random) and the rank (4 bytes, big-endian).
 
 A group is complete when the parts of all its ranks are there. A load sees complete groups only. So
 a rank may let go of a part only when a newer group is known to be complete (``surplus``).
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -95,10 +95,9 @@ def groups_of(infos: Iterable[tuple[Place, VersionInfo]], model: str | None = No
     return sorted(found.values(), key=lambda group: times[group.id])
 
 
-def surplus(own: Collection[VersionInfo], groups: Collection[Group], keep: int) -> list[int]:
+def surplus(own: Collection[VersionInfo], complete: Collection[bytes], keep: int) -> list[int]:
     """Ids of the versions of one rank that may go: those older than the ``keep`` newest groups
-    that are complete. ``own``: the rank's versions. ``groups``: what is known of all ranks."""
-    complete = {group.id for group in groups if group.is_complete}
+    that are complete. ``own``: the rank's versions. ``complete``: ids of groups known to be so."""
     ordered = sorted(own, key=lambda info: -info.commit)
     seen = 0
     for place, info in enumerate(ordered):
@@ -108,44 +107,73 @@ def surplus(own: Collection[VersionInfo], groups: Collection[Group], keep: int) 
     return []
 
 
-def leftovers(
-    older: Sequence[Group], newer: int, keep: int
-) -> dict[tuple[int, int, Place | None], list[VersionInfo]]:
-    """What jobs before this one left and may go, by rank, number of ranks and, if it is on one,
-    storage host: versions of groups of one model with ``keep`` complete ones after them. older:
-    their groups, newest last. newer: how many complete groups this job has made since it began:
-    they are after all these.
-    """
-    found: dict[tuple[int, int, Place | None], list[VersionInfo]] = {}
-    for group in reversed(older):
-        if newer >= keep:
-            for rank, (pool, info) in group.parts.items():
-                host = pool if pool.is_host else None
-                found.setdefault((rank, group.count, host), []).append(info)
-        newer += group.is_complete
-    return found
-
-
-def never_complete(
-    own: Collection[VersionInfo], groups: Collection[Group], said: Collection[bytes] = ()
+def cut_off(
+    own: Collection[VersionInfo], complete: Collection[bytes], incomplete: Collection[bytes]
 ) -> list[int]:
-    """Ids of the versions of one rank whose groups will never be complete: a rank said that it has
-    no part (``said``: ids of groups), or has a part of a newer group and not of this one. ``own``,
-    ``groups``: as for ``surplus``.
+    """Ids of the versions of one rank whose groups will never be complete: some rank had no part of
+    it (``incomplete``: ids of groups), and all ranks have committed a newer group since. ``own``,
+    ``complete``: as for ``surplus``.
 
-    Ranks commit in the order of the saves, so one that was seen past a save never commits it.
+    Ranks commit in the order of the saves, so one that is past a save never commits it.
     """
-    by_id = {group.id: group for group in groups}
-    past: set[int] = set()
-    found = []
-    for info in sorted(own, key=lambda info: -info.commit):
-        group = by_id.get(info.token[:ID_SIZE])
-        if group is None or group.is_complete:
-            past.update(group.parts if group else ())
-            continue
-        if group.id in said or not past.isdisjoint(group.missing):
-            found.append(info.id)
-        past.update(group.parts)
+    commits = [info.commit for info in own if info.token[:ID_SIZE] in complete]
+    lost = [info for info in own if info.token[:ID_SIZE] in incomplete]
+    return [info.id for info in lost if info.commit < max(commits, default=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What was there before a job of ``count`` ranks, or before a writer of it.
+
+    complete, incomplete: ids of groups of as many ranks; none is in ``incomplete`` of which a part
+    may only not have been seen. others: what jobs left that were of other numbers of ranks, or
+    saved to other storage hosts; newest last.
+    """
+
+    complete: tuple[bytes, ...] = ()
+    incomplete: tuple[bytes, ...] = ()
+    others: tuple[Left, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        groups: Collection[Group],
+        count: int,
+        *,
+        is_whole: bool,
+        is_moved: Callable[[Group], bool] = lambda group: False,
+    ) -> Past:
+        """Out of what is there of one model. is_whole: nothing there could not be read. is_moved:
+        whether a rank saves to another pool now than in that group."""
+        same = [group for group in groups if group.count == count]
+        return cls(
+            complete=tuple(group.id for group in same if group.is_complete),
+            incomplete=tuple(each.id for each in same if is_whole and not each.is_complete),
+            others=tuple(
+                Left(group.id, group.count, group.is_complete)
+                for group in groups
+                if group.count != count or is_moved(group)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A group that a job left which is over."""
+
+    id: bytes
+    count: int
+    is_complete: bool
+
+
+def leftovers(others: Sequence[Left], newer: int, keep: int) -> set[bytes]:
+    """Ids of those groups that may go: with ``keep`` complete ones after them. newer: how many
+    complete groups the running job has made since it began: they are after all these."""
+    found = set()
+    for group in reversed(others):
+        if newer >= keep:
+            found.add(group.id)
+        newer += group.is_complete
     return found
 
 

@@ -629,6 +629,12 @@ class PoolWriter(PoolReader):
             _log.error("%s: version %d is lost: %s", self.medium.info.name, entry.info.id, error)
             return extents_runs([entry.pointer.extent])
 
+    def announce(self) -> str:
+        """What others find in the pool that says who has it open, in words; it is durable, so that
+        they find it on other machines too. Raises ``MediumError``."""
+        self.medium.persist([Extent(HOLDER_OFFSET, HOLDER_SIZE)])
+        return read_holder(self.medium)
+
     def _store_holder(self) -> None:
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         holder = f"pid {os.getpid()} on {platform.node()}, since {since}"

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -419,15 +420,61 @@ def elastic(rank: int, count: int, root: Path, first: str) -> None:
     writer.close()
 
 
-def apart(rank: int, count: int, root: Path) -> None:
-    """Each rank has a pool directory of its own: said at the first save, and nothing is left."""
+def quiet(rank: int, count: int, root: Path, first: str) -> None:
+    """Save four times, and look at no other rank's pool but for the first save; of what was there
+    before, and of what is made, the newest stay."""
+    opened: set[str] = set()
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        path = str(arguments[0]) if event in ("open", "os.listdir", "os.scandir") else ""
+        if path.startswith(str(root / "pools")):
+            opened.add(os.path.basename(path))
+
+    sys.addaudithook(note)
+    ranks = [f"run%2Frank-{each}-of-{count}.portus" for each in range(count)]
+    writer = PortusStorageWriter(root / "pools", "run", keep=1)
+    for step in range(int(first), int(first) + 4):
+        writer.save({f"own{rank}": torch.full((9,), step)}, step=step)
+        writer.wait()
+        is_first, others = step == int(first), opened & {*ranks, "pools"} - {ranks[rank]}
+        if not is_first:
+            assert not others, f"rank {rank} looked at {others} for step {step}"
+        elif rank:
+            assert others <= {ranks[0], "pools"}, "one rank looks, and tells the others"
+        dist.barrier()
+        opened.clear()
+    writer.close()
+    dist.barrier()
+    found = portus.dcp.groups(root / "pools", "run")
+    assert [(each.step, each.is_complete) for each in found] == [(step - 1, True), (step, True)]
+
+
+def elsewhere(rank: int, count: int, root: Path) -> None:
+    """Rank 1 has another second host than rank 0, where nobody would look for its part."""
+    hosts = os.environ["SHARDED_POOL"].split(",")
+    writer = PortusStorageWriter([hosts[0], hosts[1 + rank]], "run", links=str(root / "l"))
+    with pytest.raises(CheckpointException, match=r"rank 1 saves to .* has another storage host"):
+        writer.save({f"own{rank}": torch.zeros(9)}, step=1)
+    writer.close()
+
+
+def apart(rank: int, count: int, root: Path, of: str = "") -> None:
+    """Each rank has a pool directory of its own: said at the first save, and nothing is left. Or
+    all have a copy of what was there ``of`` an older job: that stays as it is."""
     setattr(portus.client.dcp, "_SEEN_S", 0.2)  # noqa: B010
-    writer = PortusStorageWriter(root / f"node{rank}", "run")
+    place = root / f"node{rank}"
+    if of:
+        shutil.copytree(root / of, place)
+    writer = PortusStorageWriter(place, "run", keep=1)
     with pytest.raises(CheckpointException, match="rank 1 does not find the pool of rank 0 at "):
         dcp.save({"t": torch.zeros(9)}, checkpoint_id="1", storage_writer=writer)
     writer.close()
     dist.barrier()
-    assert not list(root.glob("node*/*.portus"))
+    if of:
+        before = [group.id for group in portus.dcp.groups(root / of, "run")]
+        assert before == [group.id for group in portus.dcp.groups(place, "run")]
+    else:
+        assert not list(root.glob("node*/*.portus"))
 
 
 def fsdp1(rank: int, count: int, root: Path, kind: str, action: str) -> None:
@@ -592,6 +639,8 @@ TASKS: dict[str, Callable[..., None]] = {
     "fsdp1": fsdp1,
     "full": full,
     "apart": apart,
+    "elsewhere": elsewhere,
+    "quiet": quiet,
     "elastic": elastic,
     "spread": spread,
     "directories": directories,
@@ -625,4 +674,6 @@ def run(_: Say, root: str, tasks: Sequence[str], environment: dict[str, str], er
             try:
                 mp.start_processes(start, arguments, int(count), start_method="fork")
             except mp.ProcessExitedException as error:
+                if error.signal_name is None:  # also what pytest.raises says is no ``Exception``
+                    raise
                 print(f"{text}: {error}", flush=True)

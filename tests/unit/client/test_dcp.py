@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,15 @@ from portus.cli.app import app
 from portus.client import grouped, materialize_shards
 from portus.client.checkpointer import Checkpointer
 from portus.client.cuts import FORMAT
+from portus.client.exchange import Heard
 from portus.client.fence import Fence
+from portus.client.retention import Retention
+from portus.client.run import Run
+from portus.client.settings import Settings
 from portus.dcp import PortusStorageReader, PortusStorageWriter, groups, load
 from portus.index.directory import WRITERS
 from portus.index.groups import new_id, part_model, part_token
+from portus.index.place import Place
 from portus.spec import VersionInfo
 from portus.testing.nursery import nursery
 from tests.hosts import Host, serving, url
@@ -162,6 +168,12 @@ def test_a_rank_that_cannot_commit_is_heard_of_by_the_planning_of_torch_too(tmp_
 
 def test_pools_of_each_node_s_own_are_told_at_the_first_save(tmp_path: Path) -> None:
     run(tmp_path, "apart:2")
+
+
+def test_a_rank_looks_at_no_other_rank_s_pool_and_copies_are_no_pools_of_others(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, "quiet:3:1", "quiet:3:10", "apart:3:pools")
 
 
 def test_ranks_save_to_a_storage_host_each_a_model_of_its_own(
@@ -921,8 +933,8 @@ def test_old_groups_go_once_newer_ones_are_complete(place: str, tmp_path: Path) 
     assert [group.step for group in groups(place)] == [3, 4, 5]
 
 
-def save_as(place: str, links: Path, count: int, step: int, directory: Path | None = None) -> None:
-    """A group of a job of ``count`` ranks that is over."""
+def save_as(place: str, links: Path, count: int, step: int, directory: Path | None = None) -> bytes:
+    """A group of a job of ``count`` ranks that is over; its id."""
     group = new_id()
     for rank in range(count):
         name = part_model("run", rank, count)
@@ -931,6 +943,33 @@ def save_as(place: str, links: Path, count: int, step: int, directory: Path | No
             content = {"format": FORMAT, "t": torch.full((4000,), float(step))}
             token = part_token(group, rank)
             checkpointer.save(content, step, token=token, reference=shard).wait()
+    return group
+
+
+def test_a_part_that_a_rank_says_it_lacks_is_looked_for_before_others_let_go_of_theirs(
+    place: str, tmp_path: Path
+) -> None:
+    links = tmp_path / "links"
+    ids = [save_as(place, links, 2, step) for step in (1, 2)]
+    run = Run(Place.named(place), "run", Settings(), links=str(links))
+    retention = Retention(run, keep=1)
+    retention.stand(0, 2)
+    for group in ids:
+        retention.begin(group)
+    lost = tuple((group, 1) for group in ids)
+    said = Heard(count=2, complete=frozenset(), lost=lost, error=None, raised=False)
+    retention.hear(said)
+    parts = [run.part(part_model("run", rank, 2), run.place) for rank in range(2)]
+    with parts[0] as own, parts[1] as other:
+        infos, theirs = own.versions(), other.versions()
+        assert retention.going(infos) == ([], []), "rank 1 has both"
+        other.prepare(0)
+        other.let_go([theirs[0].id])
+        assert retention.going(infos) == ([infos[0].id], [infos[0].id])
+        retention.hear(replace(said, count=1, complete=frozenset(ids)))
+        assert retention.going(infos)[0], "one rank of two says nothing of a group"
+        retention.hear(replace(said, complete=frozenset(ids)))
+        assert retention.going(infos) == ([], [infos[0].id]), "what all have committed is older"
 
 
 def test_what_jobs_of_other_numbers_of_ranks_left_goes_but_for_what_directories_lead_to(
@@ -974,28 +1013,33 @@ def test_a_job_that_goes_on_with_other_numbers_of_ranks_takes_no_more_room(tmp_p
     assert max(sizes) < 1.5 * sizes[0], sizes
 
 
-def test_while_the_parts_of_others_cannot_be_read_nothing_goes_and_saves_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_was_there_before_and_cannot_be_seen_stays_until_newer_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The connections that there are go on; the one for that look cannot be made."""
     monkeypatch.chdir(tmp_path)
     with serving(tmp_path / "host") as server:
-        writer = PortusStorageWriter(url(server), "run", keep=1)
 
-        def commit(*steps: int) -> None:
-            for step in steps:
-                save(writer, step, {"t": torch.full((9,), float(step))})
-                assert writer.last is not None
-                writer.last.wait(60)
+        def saved(writer: PortusStorageWriter, step: int) -> list[int]:
+            save(writer, step, {"t": torch.full((9,), float(step))})
             writer.wait()
+            with monkeypatch.context() as other:
+                other.delenv("PORTUS_SECRET_FILE", raising=False)
+                return [group.step for group in groups(url(server))]
 
-        commit(1, 2, 3)
+        writer = PortusStorageWriter(url(server), "run", keep=2)
+        assert [saved(writer, step) for step in (1, 2)][-1] == [1, 2]
+        writer.close()
+        writer = PortusStorageWriter(url(server), "run", keep=1)
+        writer.prepare(0)
         monkeypatch.setenv("PORTUS_SECRET_FILE", str(tmp_path / "gone"))
-        commit(4, 5)
-        monkeypatch.delenv("PORTUS_SECRET_FILE")
-        assert [group.step for group in groups(url(server))] == [2, 3, 4, 5]
-        commit(6)
-        assert [group.step for group in groups(url(server))] == [5, 6]
+        assert saved(writer, 3) == [1, 2, 3]
+        assert "what was saved before of model 'run' cannot be seen" in caplog.text
+        assert saved(writer, 4) == [3, 4]
+        writer.close()
+        monkeypatch.undo()
+        writer = PortusStorageWriter(url(server), "run", keep=1)
+        assert saved(writer, 5) == [4, 5]
         writer.close()
 
 

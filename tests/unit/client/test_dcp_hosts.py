@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,13 @@ def test_one_of_two_hosts_dies_and_comes_back_elsewhere_and_the_newest_whole_gro
             now = held(a, b2, c)
             assert now == sorted([(b2, 0, [12, 13, 14]), (c, 1, [12, 13, 14])]), "moved ones stay"
             assert loaded(a, b2, c) == (14, [14, 14])
+
+
+def test_ranks_that_name_other_hosts_are_told_at_the_first_save(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        hosts = [url(stack.enter_context(serving(tmp_path / each))) for each in "abc"]
+        run(tmp_path, "elsewhere:2", SHARDED_POOL=",".join(hosts))
+        assert groups(hosts, "run") == []
 
 
 def test_several_storage_hosts_are_one_place(monkeypatch: pytest.MonkeyPatch) -> None:

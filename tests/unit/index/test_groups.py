@@ -9,8 +9,9 @@ import pytest
 
 from portus.index.groups import (
     Group,
+    Past,
+    cut_off,
     groups_of,
-    never_complete,
     new_id,
     part_model,
     part_of,
@@ -25,16 +26,19 @@ RANKS = 4
 
 @dataclass
 class Rank:
-    """The pool of one rank: versions, oldest first."""
+    """The pool of one rank: versions, oldest first; and what the rank knows."""
 
     number: int
     held: list[VersionInfo] = field(default_factory=list)
     commits: int = 0
+    past: Past = field(default_factory=Past)
+    committed: list[bytes] = field(default_factory=list)
+    complete: set[bytes] = field(default_factory=set)
 
-    def commit(self, group: bytes, step: int, everyone: list[Rank], keep: int) -> None:
+    def commit(self, group: bytes, step: int, keep: int) -> None:
         """Commit a part, and in the same commit let go of what the rule allows."""
-        there = known(everyone)
-        gone = surplus(self.held, there, keep) + never_complete(self.held, there)
+        known = {*self.complete, *self.past.complete}
+        gone = surplus(self.held, known, keep) + cut_off(self.held, known, self.past.incomplete)
         self.held = [info for info in self.held if info.id not in gone]
         self.commits += 1
         self.held.append(
@@ -48,6 +52,7 @@ class Rank:
                 size=1,
             )
         )
+        self.committed.append(group)
 
 
 def known(ranks: list[Rank]) -> list[Group]:
@@ -57,6 +62,20 @@ def known(ranks: list[Rank]) -> list[Group]:
 def newest_complete(ranks: list[Rank]) -> int | None:
     steps = [group.step for group in known(ranks) if group.is_complete]
     return steps[-1] if steps else None
+
+
+def begin(ranks: list[Rank]) -> None:
+    """A job begins: one rank looks at what is there, and tells the others."""
+    past = Past.of(known(ranks), RANKS, is_whole=True)
+    for rank in ranks:
+        rank.past, rank.committed, rank.complete = past, [], set()
+
+
+def exchange(ranks: list[Rank]) -> None:
+    """A save begins: all hear what each has committed in this job."""
+    everywhere = set.intersection(*(set(rank.committed) for rank in ranks))
+    for rank in ranks:
+        rank.complete |= everywhere
 
 
 SUBSETS = [
@@ -69,25 +88,28 @@ SUBSETS = [
 @pytest.mark.parametrize("keep", [1, 2])
 def test_whoever_had_committed_a_complete_group_stays_and_is_the_newest(keep: int) -> None:
     tried = 0
-    # Two saves in a row are cut off, each after any ranks; then one more, in any single order.
+    # Two jobs in a row are killed in a save, each after any ranks; then one that goes on.
     for first, second in itertools.product(SUBSETS, SUBSETS):
         ranks = [Rank(number) for number in range(RANKS)]
         steps: list[int] = []
         for step, committed in enumerate((set(range(RANKS)), first, second, set(range(RANKS)))):
             group = new_id()
+            begin(ranks)
+            exchange(ranks)
             for rank in ranks:
                 if rank.number in committed:
-                    rank.commit(group, step, ranks, keep)
+                    rank.commit(group, step, keep)
                     assert newest_complete(ranks) is not None or not steps
             if len(committed) == RANKS:
                 steps.append(step)
             assert newest_complete(ranks) == steps[-1]
             tried += 1
         group = new_id()
+        exchange(ranks)
         for rank in ranks:  # what was cut off goes once a newer group is known to be complete
-            rank.commit(group, 4, ranks, keep)
+            rank.commit(group, 4, keep)
         assert sum(group.is_complete for group in known(ranks)) <= keep + 1
-        assert keep > 1 or all(len(rank.held) == 2 for rank in ranks)
+        assert all(group.is_complete for group in known(ranks))
     assert tried == 4 * 4**RANKS
 
 
@@ -95,18 +117,36 @@ def test_keep_counts_complete_groups() -> None:
     ranks = [Rank(number) for number in range(RANKS)]
     for step in range(6):
         group = new_id()
+        exchange(ranks)
         for rank in ranks:
-            rank.commit(group, step, ranks, 2)
+            rank.commit(group, step, 2)
             assert sum(each.is_complete for each in known(ranks)) >= min(step, 2)
     assert [group.step for group in known(ranks) if group.is_complete][-2:] == [4, 5]
     assert all(len(rank.held) <= 3 for rank in ranks)
+
+
+def test_of_what_may_only_not_have_been_seen_nothing_counts_as_cut_off() -> None:
+    ranks = [Rank(number) for number in range(RANKS)]
+    one, other = new_id(), new_id()
+    for rank in ranks[1:]:
+        rank.commit(one, 1, 2)
+    for rank in ranks:
+        rank.commit(other, 2, 2)
+    seen = Past.of(known(ranks), RANKS, is_whole=True)
+    assert (seen.complete, seen.incomplete) == ((other,), (one,))
+    assert Past.of(known(ranks), RANKS, is_whole=False).incomplete == ()
+    assert {each.id for each in Past.of(known(ranks), 7, is_whole=True).others} == {one, other}
+    held = ranks[1].held
+    assert cut_off(held, {other}, {one}) == [held[0].id]
+    assert cut_off(held, set(), {one}) == [], "a rank may commit it yet"
+    assert cut_off(held, {one}, {other}) == []
 
 
 def test_parts_of_two_attempts_at_one_step_do_not_mix() -> None:
     ranks = [Rank(number) for number in range(RANKS)]
     one, other = new_id(), new_id()
     for rank in ranks:
-        rank.commit(one if rank.number % 2 else other, 7, ranks, 1)
+        rank.commit(one if rank.number % 2 else other, 7, 1)
     assert newest_complete(ranks) is None
     assert [group.missing for group in known(ranks)] in ([[1, 3], [0, 2]], [[0, 2], [1, 3]])
 
@@ -115,7 +155,7 @@ def test_parts_of_two_steps_do_not_mix() -> None:
     ranks = [Rank(number) for number in range(RANKS)]
     one = new_id()
     for rank in ranks:
-        rank.commit(one, 7 + rank.number % 2, ranks, 1)
+        rank.commit(one, 7 + rank.number % 2, 1)
     assert newest_complete(ranks) is None
     assert [group.missing for group in known(ranks)] in ([[1, 3], [0, 2]], [[0, 2], [1, 3]])
 
