@@ -87,6 +87,7 @@ def no_notes_from_outside(
 ) -> None:
     """What Portus notes for a user, it notes for each test apart."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
 
 
 @pytest.fixture(autouse=True)

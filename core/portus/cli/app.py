@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 import typer
+from typer.core import TyperGroup
 
 from portus import __version__
 from portus.cli.output import EXIT_CODES, reported
@@ -288,7 +289,12 @@ def serve(
         typer.Option("--quota-file", metavar="PATH", help="lines TENANT SIZE, instead of --quota"),
     ] = None,
     metrics: Annotated[
-        str | None, typer.Option("--metrics", metavar="[HOST:]PORT", help="for prometheus")
+        str | None,
+        typer.Option("--metrics", metavar="[HOST:]PORT", help="for prometheus; also /healthz"),
+    ] = None,
+    admin_path: Annotated[
+        str | None,
+        typer.Option("--admin", metavar="PATH", help="of the socket for `portus admin`"),
     ] = None,
     scrub: Annotated[
         str | None,
@@ -322,9 +328,104 @@ def serve(
             key_path=tls_key,
             quota=quota,
             quota_path=quota_file,
+            admin_path=admin_path,
             metrics=metrics,
             transport=transport,
             scrub=scrub,
             memory=memory,
         )
         output.code = serve.run(wish, output)
+
+
+class _ShowFirst(TyperGroup):
+    """``portus admin ADDRESS`` is ``portus admin show ADDRESS``."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+_admin: Final = typer.Typer(
+    cls=_ShowFirst,
+    help="Look after a storage host of this machine, as its user or as root.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(_admin, name="admin")
+
+HostArgument = Annotated[
+    str, typer.Argument(metavar="ADDRESS", help="of the host, or the PATH of serve --admin PATH")
+]
+TenantArgument = Annotated[str, typer.Argument(metavar="TENANT")]
+Off = Annotated[bool, typer.Option("--off", help="let saves begin again")]
+
+
+@_admin.command("show", epilog=EXIT_CODES)
+def admin_show(host: HostArgument, as_json: AsJson = False) -> None:
+    """List tenants with their bytes and quotas, and connections with their claims and pins."""
+    with reported(as_json) as output:
+        from portus.cli import admin
+
+        output.code = admin.show(host, output)
+
+
+@_admin.command("kick", epilog=EXIT_CODES)
+def admin_kick(
+    host: HostArgument,
+    who: Annotated[str, typer.Argument(metavar="TENANT|PEER", help="as show lists them")],
+    as_json: AsJson = False,
+) -> None:
+    """End the connections of a tenant, or one. A save under way fails; they may come again."""
+    with reported(as_json) as output:
+        from portus.cli import admin
+
+        output.code = admin.kick(host, who, output)
+
+
+@_admin.command("read-only", epilog=EXIT_CODES)
+def admin_read_only(
+    host: HostArgument, tenant: TenantArgument, off: Off = False, as_json: AsJson = False
+) -> None:
+    """Begin no save of a tenant, and remove nothing of it, until --off or a restart."""
+    with reported(as_json) as output:
+        from portus.cli import admin
+
+        output.code = admin.read_only(host, tenant, off=off, output=output)
+
+
+@_admin.command("drain", epilog=EXIT_CODES)
+def admin_drain(
+    host: HostArgument,
+    off: Off = False,
+    wait_s: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="for saves under way")
+    ] = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Begin no save of anybody, and wait for those under way: then the host may be stopped. Loads
+    go on. Exit code 75 if saves are under way when the time is over."""
+    with reported(as_json) as output:
+        from portus.cli import admin
+
+        output.code = admin.drain(host, off=off, wait_s=wait_s, output=output)
+
+
+@_admin.command("reopen", epilog=EXIT_CODES)
+def admin_reopen(host: HostArgument, tenant: TenantArgument, as_json: AsJson = False) -> None:
+    """Open a pool again that takes no stores any more after an error of its disk, if every byte of
+    it is there. Reads all of it; then its connections end, and come again."""
+    with reported(as_json) as output:
+        from portus.cli import admin
+
+        output.code = admin.reopen(host, tenant, output)
+
+
+@_admin.command("reload", epilog=EXIT_CODES)
+def admin_reload(host: HostArgument, as_json: AsJson = False) -> None:
+    """Have the host read its secrets, quotas and certificates again, as SIGHUP does."""
+    with reported(as_json) as output:
+        from portus.cli import admin
+
+        output.code = admin.reload(host, output)

@@ -87,6 +87,13 @@ class Fabric:
                     return 0
             return hosted.writer.give_back()
 
+    def has_pinned(self, hosted: Hosted) -> bool:
+        """True if a device has pages of a pool pinned."""
+        with self._guard, contextlib.ExitStack() as stack:
+            return any(
+                stack.enter_context(device.pinning(hosted)) for device in self._devices.values()
+            )
+
     def close(self) -> None:
         """Let go of all devices; no lane is in use any more."""
         with self._guard:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from portus.daemon.admin import Desk, desk_path
 from portus.daemon.counters import Counters
 from portus.daemon.events import tell
 from portus.daemon.fabric import Fabric
@@ -21,7 +22,7 @@ from portus.daemon.scrubber import Scrubber
 from portus.daemon.secrets import Secrets, read_secrets
 from portus.daemon.server import Door, Server, open_door, shut, tls_context
 from portus.daemon.session import MEMORY, House, Patience
-from portus.errors import PortusError, UsageError
+from portus.errors import MediumError, PortusError, UsageError
 from portus.protocol.address import Address, Scheme, Transport, is_address, parse
 from portus.transport.budget import Budget
 
@@ -41,7 +42,7 @@ class Wish:
     """What to serve and how. ``listen``: HOST[:PORT], unix:PATH, or addresses; ``metrics``:
     [HOST:]PORT; ``quota``: a size, ``quota_path``: of a file of them; ``transport``: auto, tcp or
     verbs; ``scrub``: a size, of what is read again in a second; ``memory``: a size, of what clients
-    may make it hold."""
+    may make it hold; ``admin_path``: of the socket for the operator."""
 
     place: str
     listen: Sequence[str] = ()
@@ -50,6 +51,7 @@ class Wish:
     key_path: str | None = None
     quota: str | None = None
     quota_path: str | None = None
+    admin_path: str | None = None
     metrics: str | None = None
     transport: str = ""
     scrub: str | None = None
@@ -68,9 +70,10 @@ def serve(wish: Wish) -> bool:
     server = prepared(wish)
     scrubber = None if rate is None else Scrubber(server.house.pools, server.house.counters, rate)
     signals = _heard_signals()
+    desk = _desk(wish, server)
     server.start()
     for door in server.doors:
-        address = _reached(door)
+        address = door.reached
         tell(
             logging.INFO,
             "serving",
@@ -89,6 +92,8 @@ def serve(wish: Wish) -> bool:
             notify("READY=1")
     notify("STOPPING=1")
     tell(logging.INFO, "ending", "ending")
+    if desk is not None:
+        desk.stop()
     if scrubber is not None:
         scrubber.stop()
     return server.stop()
@@ -102,6 +107,23 @@ def _give_back_what_is_freed() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _BLOCK)
         library.mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+def _desk(wish: Wish, server: Server) -> Desk | None:
+    """Where the operator is heard. One that nobody asked for is done without, if it cannot be."""
+    path = wish.admin_path or desk_path(server)
+    if path is None:
+        return None
+    try:
+        desk = Desk(path, server, lambda: reload(wish, server))
+    except MediumError as error:
+        if wish.admin_path is not None:
+            server.stop()
+            raise
+        tell(logging.WARNING, "log", f"the operator is not heard: {error.strerror}")
+        return None
+    desk.start()
+    return desk
 
 
 def _heard_signals() -> socket.socket:
@@ -222,13 +244,6 @@ def notify(state: str) -> None:
             channel.sendall(state.encode())
         except OSError as error:
             tell(logging.WARNING, "systemd", f"cannot tell systemd: {error}", why=str(error))
-
-
-def _reached(door: Door) -> str:
-    address = door.address
-    if address.scheme is Scheme.UNIX:
-        return str(address)
-    return str(Address(address.scheme, address.tenant, address.host, door.port))
 
 
 def _number(port: str) -> int:

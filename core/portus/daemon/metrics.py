@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from socketserver import ThreadingMixIn
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -24,6 +24,9 @@ from portus.daemon.counters import BOUNDS_S, COUNTED, TIMED
 from portus.daemon.pools import Hosted, free_bytes, room_bytes
 from portus.daemon.session import House
 from portus.errors import MediumError
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 _SILENCE_S: Final = 10
 """The longest that a reader may say nothing in the middle of a request."""
@@ -85,6 +88,14 @@ class HostCollector(Collector):
         for tenant, number in counted.rot.items():
             rot.add_metric([tenant], number)
         yield rot
+        poisoned = GaugeMetricFamily(
+            "portus_poisoned",
+            "1: the pool takes no stores any more, after an error of its medium",
+            labels=["tenant"],
+        )
+        for tenant, is_ill in self._house.pools.poisoned().items():
+            poisoned.add_metric([tenant], is_ill)
+        yield poisoned
         bounds = [*(f"{bound:g}" for bound in BOUNDS_S), "+Inf"]
         for name, buckets in counted.buckets.items():
             yield HistogramMetricFamily(
@@ -104,18 +115,35 @@ class HostCollector(Collector):
         )
 
 
+def application(house: House, connections: Callable[[], int]) -> WSGIApplication:
+    """``/healthz``, and the numbers at any other path."""
+    registry = CollectorRegistry()
+    registry.register(HostCollector(house, connections))
+    numbers: WSGIApplication = make_wsgi_app(registry)
+
+    def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") != "/healthz":
+            return numbers(environ, start)
+        ill = [tenant for tenant, is_ill in house.pools.poisoned().items() if is_ill]
+        lines = [f"{tenant}: takes no stores any more\n" for tenant in ill] or ["ok\n"]
+        status = "503 Service Unavailable" if ill else "200 OK"
+        start(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return ["".join(lines).encode()]
+
+    return answer
+
+
 def publish(house: House, connections: Callable[[], int], port: int, host: str) -> None:
-    """Serve the numbers of ``house`` at ``http://host:port/metrics``, on a thread of its own.
+    """Serve the numbers of ``house`` at ``http://host:port/metrics``, on a thread of its own; and
+    whether all its pools take stores at ``/healthz``: with the status 200, or 503.
 
     ``connections`` says how many are open.
 
     Raises ``MediumError`` if nothing can listen there.
     """
-    registry = CollectorRegistry()
-    registry.register(HostCollector(house, connections))
     pages = _Pages6 if ":" in host else _Pages
     try:
-        page = make_server(host, port, make_wsgi_app(registry), pages, _Silent)
+        page = make_server(host, port, application(house, connections), pages, _Silent)
     except OSError as error:
         raise MediumError(error.errno, f"{host}:{port}: cannot listen: {error.strerror}") from error
     threading.Thread(target=page.serve_forever, name="portus-metrics", daemon=True).start()

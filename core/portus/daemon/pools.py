@@ -7,15 +7,18 @@ on the command line: a pool directory (a pool file for each tenant), one pool fi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from portus.errors import BusyError, MediumError, UsageError
+from portus.errors import BusyError, CorruptionError, MediumError, UsageError
 from portus.format.layout import DATA_START
+from portus.index.check import Look, Severity, check_file
 from portus.index.directory import (
     create_pool,
     links_directory,
@@ -76,6 +79,7 @@ class Hosted:
         self._changed: Final = threading.Condition()
         self._claims: Final[dict[str, tuple[bytes, int]]] = {}
         self._saves = 0
+        self._standstill = ""
         self._parting = False
         """True once a client that had claims said goodbye, and none has claimed anything since."""
 
@@ -97,15 +101,38 @@ class Hosted:
         """Saves under way."""
         return self._saves
 
-    def began(self) -> None:
-        """One more."""
+    @property
+    def standstill(self) -> str:
+        """Why no save may begin; empty if one may."""
+        return self._standstill
+
+    @standstill.setter
+    def standstill(self, why: str) -> None:
         with self._changed:
+            self._standstill = why
+
+    def refuse(self) -> None:
+        """Raise ``BusyError`` if nothing is to change."""
+        if self._standstill:
+            raise BusyError(errno.EAGAIN, self._standstill)
+
+    def began(self) -> None:
+        """One more. Raises ``BusyError`` if none may begin."""
+        with self._changed:
+            self.refuse()
             self._saves += 1
 
     def ended(self) -> None:
         """One less."""
         with self._changed:
             self._saves -= 1
+            self._changed.notify_all()
+
+    def quiet(self, timeout_s: float) -> int:
+        """How many saves are under way when there is none, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._saves, max(0.0, timeout_s))
+            return self._saves
 
     def claim(self, model: str, client: bytes, timeout_s: float) -> None:
         """One connection of ``client`` more: it alone saves ``model``. Waits for another client to
@@ -154,6 +181,11 @@ class Pools:
         self._where: Final = where
         self._memory: Final = 0 if where else parse_size(place.removeprefix(MEMORY))
         self._quotas = quotas or Quotas()
+        self._read_only: Final[set[str]] = set()
+        self._shut: Final[dict[str, str]] = {}
+        """Pools that are not opened by this process any more, by tenant, and why."""
+        self.draining = False
+        """True while no save may begin."""
         self._guard: Final = threading.Lock()
         self._open: dict[str, Hosted] = {}
         self._opening: Final[dict[str, threading.Lock]] = {}
@@ -175,6 +207,8 @@ class Pools:
             opening = self._opening.setdefault(tenant, threading.Lock())
         with opening:  # one at a time for each tenant; the others do not wait for it
             hosted = self._open.get(tenant)
+            if tenant in self._shut:
+                raise MediumError(errno.EIO, self._shut[tenant])
             if hosted is None:
                 where = self._where
                 pool = None if where is None else self._pool_of(where, tenant).path
@@ -183,12 +217,19 @@ class Pools:
                 with self._guard:
                     self._open[tenant] = hosted
                     hosted.writer.max_bytes = self._size_max(tenant)  # may be another by now
+                    hosted.standstill = self._standstill(tenant)
             return hosted
 
     def all(self) -> list[Hosted]:
         """Those that are open."""
         with self._guard:
             return list(self._open.values())
+
+    def poisoned(self) -> dict[str, bool]:
+        """Whether they take no stores any more, by tenant: those that are open, or could not be
+        opened again."""
+        found = {hosted.tenant: hosted.writer.medium.poisoned for hosted in self.all()}
+        return {**found, **dict.fromkeys(self._shut, True)}
 
     def everywhere(self) -> list[tuple[str, Place | PoolReader]]:
         """Every pool that there is, with its tenant, also of those that nobody asked for yet: where
@@ -210,6 +251,72 @@ class Pools:
             self._quotas = quotas
             for hosted in opened:
                 hosted.writer.max_bytes = self._size_max(hosted.tenant)
+
+    def hold(self, tenant: str, *, on: bool) -> None:
+        """Begin no save of a tenant from now on, and retire nothing of it; or do again. Raises
+        ``UsageError`` for a name that is none."""
+        checked_tenant(tenant)
+        with self._guard:
+            (self._read_only.add if on else self._read_only.discard)(tenant)
+        self._say_standstill()
+
+    def drain(self, *, on: bool) -> None:
+        """The same of all tenants."""
+        self.draining = on
+        self._say_standstill()
+
+    def quiet(self, timeout_s: float) -> int:
+        """Wait until no save is under way: how many are, when the time is over."""
+        until_s = time.monotonic() + timeout_s
+        return sum(hosted.quiet(until_s - time.monotonic()) for hosted in self.all())
+
+    def _say_standstill(self) -> None:
+        with self._guard:
+            for hosted in self._open.values():
+                hosted.standstill = self._standstill(hosted.tenant)
+
+    def _standstill(self, tenant: str) -> str:
+        if self.draining:
+            return "the operator drains this storage host: no save begins; try again later"
+        if tenant in self._read_only:
+            return f"the operator made tenant {tenant!r} read-only: no save begins"
+        return ""
+
+    def reopen(self, tenant: str, end_use: Callable[[Hosted], None]) -> int:
+        """Open a pool again whose medium takes no stores any more, if every byte that its versions
+        reach is on the disk as it was written; how many bytes it has.
+
+        end_use: ends whatever uses it, or raises. Blocks for as long as reading all of it takes.
+        Raises ``UsageError`` if there is no such pool, or nothing is to be done,
+        ``CorruptionError`` if it is damaged, and what opening it raises.
+        """
+        hosted = self._open.get(tenant)
+        if hosted is None or hosted.path is None or not hosted.writer.medium.poisoned:
+            raise UsageError(
+                f"tenant {tenant!r} has no pool here, in a file or on a device, that takes no "
+                "stores any more"
+            )
+        files = LocalFiles()
+        findings = check_file(hosted.path, Look(), cached=False)
+        wrong = [each for each in findings if each.severity is Severity.ERROR]
+        if wrong:
+            raise CorruptionError(
+                f"{hosted.path}: {wrong[0]} ({len(wrong)} in all): it is not opened again. "
+                "`portus rescue` gets out of it what is whole"
+            )
+        with self._opening[tenant]:
+            end_use(hosted)
+            with self._guard:
+                del self._open[tenant]
+            hosted.writer.close()
+            files.forget(hosted.path)
+            if not _same_fixed_pages(hosted.path, files):
+                self._shut[tenant] = (
+                    f"{hosted.path}: the system holds other first pages than the disk: end this "
+                    "host, have them forgotten (umount, or echo 1 > /proc/sys/vm/drop_caches), "
+                    "and start it again"
+                )
+        return self.of(tenant).writer.medium.size
 
     def _size_max(self, tenant: str) -> int | None:
         quota = self._quotas.for_tenant(tenant)
@@ -279,6 +386,18 @@ def parse_size(text: str) -> int:
 def parse_rate(text: str) -> int:
     """Bytes a second: ``50M/s``, ``50MB/s``, ``50M``. Raises ``UsageError``."""
     return parse_size(text.strip().removesuffix("/s"))
+
+
+def _same_fixed_pages(path: str, files: LocalFiles) -> bool:
+    """True if the disk has what the system hands out of superblock and root slots: a writer goes
+    by these, and after a persist that failed the two may differ."""
+    found = []
+    for medium in (files.open(path, writable=False), files.open_uncached(path)):
+        with contextlib.closing(medium):
+            pages = bytearray(DATA_START)
+            medium.load(0, memoryview(pages))
+            found.append(pages)
+    return found[0] == found[1]
 
 
 def room_bytes(hosted: Hosted) -> int:

@@ -16,12 +16,14 @@ import ssl
 import stat
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from portus.daemon.events import tell
-from portus.daemon.session import GREETING_S, House, Session, turned_away
-from portus.errors import MediumError, UsageError
+from portus.daemon.pools import Hosted
+from portus.daemon.session import GREETING_S, Facts, House, Session, turned_away
+from portus.errors import BusyError, MediumError, UsageError
 from portus.protocol.address import Address, Scheme
 from portus.transport.stream import Link
 
@@ -48,6 +50,14 @@ class Door:
         port: int = self.socket.getsockname()[1]
         return port
 
+    @property
+    def reached(self) -> str:
+        """The address that clients name."""
+        if self.address.scheme is Scheme.UNIX:
+            return str(self.address)
+        address = self.address
+        return str(Address(address.scheme, address.tenant, address.host, self.port))
+
 
 def is_private(address: Address) -> bool:
     """True if only this machine reaches it: a unix socket, or loopback by number or name."""
@@ -63,7 +73,7 @@ def open_door(address: Address, context: ssl.SSLContext | None) -> Door:
     """Listen. Raises ``MediumError`` if the system refuses."""
     try:
         if address.scheme is Scheme.UNIX:
-            return Door(address, _listen_unix(address.path))
+            return Door(address, listen_unix(address.path))
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         place = (address.host, address.port)
         listening = socket.create_server(place, family=family, backlog=_BACKLOG)
@@ -100,6 +110,7 @@ class Server:
         self._house: Final = house
         self._guard: Final = threading.Lock()
         self._links: Final[dict[threading.Thread, Link]] = {}
+        self._sessions: Final[dict[threading.Thread, Session]] = {}
         self._acceptors: list[threading.Thread] = []
         self._ending: Final = threading.Event()
 
@@ -107,6 +118,41 @@ class Server:
     def house(self) -> House:
         """What it serves."""
         return self._house
+
+    def facts(self) -> list[Facts]:
+        """Of every connection there is."""
+        with self._guard:
+            return [session.facts() for session in self._sessions.values()]
+
+    def kick(self, wanted: Callable[[Facts], bool]) -> int:
+        """End those connections whose facts are ``wanted``; how many. They may come again."""
+        with self._guard:
+            threads = [each for each, said in self._sessions.items() if wanted(said.facts())]
+            links = [self._links[thread] for thread in threads]
+        for link in links:
+            link.close()
+        return len(links)
+
+    def end_use(self, hosted: Hosted) -> None:
+        """End all connections that use a pool, and wait until they have. Raises ``BusyError`` if
+        one hangs, or if a device has pages of the pool pinned."""
+        until_s = time.monotonic() + STOP_S
+        with self._guard:
+            threads = [each for each, said in self._sessions.items() if said.hosted is hosted]
+            for thread in threads:
+                self._links[thread].close()
+        for thread in threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            raise BusyError(
+                errno.EAGAIN, f"tenant {hosted.tenant!r}: a connection hangs; try again"
+            )
+        if self._house.fabric.has_pinned(hosted):
+            raise BusyError(
+                errno.EAGAIN,
+                f"tenant {hosted.tenant!r}: a device of RDMA has pages of the pool pinned; start "
+                "this host again instead",
+            )
 
     def start(self) -> None:
         """Let clients in."""
@@ -183,11 +229,15 @@ class Server:
             link = self._links[thread]
             if door.context is not None:
                 link = self._secured(door.context, plain, peer, thread)
-            Session(link, self._house, peer).run()
+            session = Session(link, self._house, peer)
+            with self._guard:
+                self._sessions[thread] = session
+            session.run()
         except OSError as error:  # TLS that did not come about
             turned_away(self._house, peer, str(error))
         finally:
             with self._guard:
+                self._sessions.pop(thread, None)
                 link = self._links.pop(thread)
                 link.close()
             if link.account is not None:
@@ -210,7 +260,7 @@ class Server:
         return link
 
 
-def _listen_unix(path: str) -> socket.socket:
+def listen_unix(path: str) -> socket.socket:
     """A socket at ``path`` for its owner alone. One that a dead host left is replaced; nothing else
     is."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

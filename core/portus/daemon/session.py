@@ -10,13 +10,14 @@ be the same, or there is no version.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
@@ -138,6 +139,19 @@ def turned_away(house: House, peer: str, why: str, tenant: str | None = None) ->
     house.strangers.tell(logging.WARNING, "turned_away", text, peer=peer, tenant=tenant, why=why)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Of a connection. ``tenant``: None until it is let in. ``claims``: the models that it saves;
+    ``pins``: how many versions it holds; ``saving``: MODEL@STEP, or empty."""
+
+    peer: str
+    tenant: str | None
+    seconds: float
+    claims: Sequence[str] = ()
+    pins: int = 0
+    saving: str = ""
+
+
 class Session:
     """The host's end of one connection."""
 
@@ -147,6 +161,15 @@ class Session:
         self._peer: Final = peer
         self._start_s: Final = time.perf_counter()
         self._tenant: str | None = None
+        self._requests: _Requests | None = None
+        self.hosted: Hosted | None = None
+        """The pool that it uses; None until it is let in."""
+
+    def facts(self) -> Facts:
+        """As they are now. From any thread."""
+        seconds = time.perf_counter() - self._start_s
+        facts = Facts(peer=self._peer, tenant=self._tenant, seconds=seconds)
+        return facts if self._requests is None else self._requests.added(facts)
 
     def run(self) -> None:
         """Talk until the end. What goes wrong with the connection is logged, and ends it."""
@@ -196,7 +219,9 @@ class Session:
         if link.account is not None:
             link.account.tenant = hello.tenant
         try:
-            hosted = house.pools.of(hello.tenant)
+            hosted = self.hosted = house.pools.of(hello.tenant)
+            if house.pools.of(hello.tenant) is not hosted:
+                raise BusyError(errno.EAGAIN, "the pool is being opened again; try again")
         except PortusError as error:
             text, why = f"{self._peer}: {error}", str(error)
             who = {"peer": self._peer, "tenant": hello.tenant}
@@ -221,7 +246,7 @@ class Session:
     # Requests.
 
     def _serve(self, hosted: Hosted) -> None:
-        requests = _Requests(self._link, hosted, self._house)
+        requests = self._requests = _Requests(self._link, hosted, self._house)
         try:
             self._link.silence_s = self._house.patience.silent_s
             while True:
@@ -339,6 +364,13 @@ class _Requests:
             self._give_back_at_the_end()
         self._answers.clear()  # which leads back here: what the link has would stay for the next gc
 
+    def added(self, facts: Facts) -> Facts:
+        """With what is known here. From any thread."""
+        draft = self._draft
+        saving = "" if draft is None else f"{draft.begin.model}@{draft.begin.step}"
+        claims = tuple(self._claimed)
+        return replace(facts, claims=claims, pins=len(self._pins), saving=saving)
+
     def _drop(self, why: str) -> None:
         draft, self._draft = self._draft, None
         if draft is not None:
@@ -403,9 +435,13 @@ class _Requests:
         self._refuse_known(message.token)
         self._hosted.look()
         size = _DRAFT + _STORAGE * len(lengths)
-        with self._kept(size):
-            self._draft = _Draft(PoolDraft(self._writer, lengths), lengths, message, size)
         self._hosted.began()
+        try:
+            with self._kept(size):
+                self._draft = _Draft(PoolDraft(self._writer, lengths), lengths, message, size)
+        except BaseException:
+            self._hosted.ended()
+            raise
         return said.Begun()
 
     def _offer(self, message: said.Offer) -> Said:
@@ -739,6 +775,7 @@ class _Requests:
 
     def _retire(self, message: said.Retire) -> Said:
         versions = set(column(message.versions, "versions").tolist())
+        self._hosted.refuse()
         self._hosted.look()
         self._writer.retire(versions)
         self._tell(logging.INFO, "retired", f"{len(versions)} versions", versions=len(versions))

@@ -88,6 +88,17 @@ class LocalFiles:
                     raise
         return self.open(path, writable=False)
 
+    def forget(self, path: str) -> None:
+        """Ask the system to hand out no page of a file that it has not on the disk. What is mapped,
+        or was not written yet, stays."""
+        with contextlib.suppress(OSError, AttributeError):  # another platform
+            if stat.S_ISREG(os.stat(path).st_mode):
+                descriptor = Descriptor(path, os.O_RDONLY)
+                try:
+                    os.posix_fadvise(descriptor.number, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    descriptor.close()
+
     def link(self, source: str, target: str) -> None:
         """A hard link. ``MediumError`` also where the file system has none (EPERM, EXDEV)."""
         _translate(f"link {source} as", target, lambda: os.link(source, target))

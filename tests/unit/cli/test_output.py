@@ -16,6 +16,7 @@ from portus.cli.output import (
 from tests.unit.cli.scene import portus
 
 COMMANDS = ("ls", "show", "verify", "export", "materialize", "rm", "gc")
+ADMIN = ("show", "kick", "read-only", "drain", "reopen", "reload")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,15 @@ def test_every_command_has_json_help_and_exit_codes(command: str) -> None:
     assert "Exit codes" in told.out
     if command not in ("ls", "gc"):
         assert "--pool" in told.out
+
+
+@pytest.mark.parametrize("command", ADMIN)
+def test_every_command_of_the_operator_has_json_help_and_exit_codes(command: str) -> None:
+    told = portus("admin", command, "--help")
+    assert told.code == 0
+    assert "--json" in told.out
+    assert "Exit codes" in told.out
+    assert f"  {command} " in portus("admin", "--help").out
 
 
 def test_help_names_every_command() -> None:

@@ -1,0 +1,364 @@
+"""The operator's way into a running host: a unix socket, for its owner and root alone.
+
+What is asked, and the answer, are one line of JSON each. The socket is in the run directory of the
+service, or of the user, and named by the port of the first door that has one; or where the start of
+the host said. It is no way in for tenants: nothing that they know or say reaches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Final, TypeAlias, cast
+
+import msgspec
+
+from portus.daemon.events import tell
+from portus.daemon.pools import free_bytes, taken_bytes
+from portus.daemon.server import Server, listen_unix
+from portus.errors import (
+    BusyError,
+    CorruptionError,
+    MediumError,
+    PortusError,
+    TransportError,
+    UsageError,
+)
+from portus.protocol.address import Address, Scheme, is_address, parse
+
+LINE_MAX: Final = 16 << 20
+"""Bytes of an answer."""
+
+_ASKED_MAX: Final = 64 << 10
+_ASKED_S: Final = 5.0
+"""The longest that the question may take to come."""
+
+_AT_ONCE_MAX: Final = 8
+_ROOT: Final = 0
+
+
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """How the host is: ``Standing``."""
+
+
+class Kick(msgspec.Struct, frozen=True, tag=True):
+    """End the connections of a tenant, or one, by its peer."""
+
+    who: str
+
+
+class ReadOnly(msgspec.Struct, frozen=True, tag=True):
+    """Begin no save of a tenant, and retire nothing of it; or do again."""
+
+    tenant: str
+    on: bool
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """The same of all tenants; then wait until no save is under way, ``wait_s`` at most."""
+
+    on: bool
+    wait_s: float
+
+
+class Reopen(msgspec.Struct, frozen=True, tag=True):
+    """Open a pool again that takes no stores any more, if every byte of it is right."""
+
+    tenant: str
+
+
+class Reload(msgspec.Struct, frozen=True, tag=True):
+    """Read secrets, quotas and certificates again."""
+
+
+Asked: TypeAlias = Look | Kick | ReadOnly | Drain | Reopen | Reload
+
+
+class Tenant(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool that is open. ``size``, ``on_disk``, ``free``, ``quota``: bytes; ``quota``: None:
+    none. ``claims``: the models that are saved. ``poisoned``: it takes no stores any more."""
+
+    tenant: str
+    size: int
+    on_disk: int
+    free: int
+    quota: int | None
+    versions: int
+    connections: int
+    claims: list[str]
+    pins: int
+    saves: int
+    read_only: bool
+    poisoned: bool
+
+
+class Connection(msgspec.Struct, frozen=True, kw_only=True):
+    """``tenant``: empty until it is let in. ``seconds``: since it came. ``saving``: MODEL@STEP, or
+    empty."""
+
+    peer: str
+    tenant: str
+    seconds: float
+    claims: list[str]
+    pins: int
+    saving: str
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A host, as it is now."""
+
+    place: str
+    addresses: list[str]
+    draining: bool
+    tenants: list[Tenant]
+    connections: list[Connection]
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """It was done. ``count``: of what: connections that were ended, saves still under way, bytes
+    that were read."""
+
+    count: int = 0
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """It was not. ``kind``: of the error."""
+
+    kind: str
+    text: str
+
+
+Answer: TypeAlias = Standing | Done | Refused
+
+_KINDS: Final = {
+    each.__name__: each for each in (UsageError, CorruptionError, TransportError, MediumError)
+}
+_BUSY: Final = BusyError.__name__
+
+
+class Desk:
+    """Where a host hears its operator, from ``start`` to ``stop``."""
+
+    def __init__(self, path: str, server: Server, reload: Callable[[], None]) -> None:
+        """Listens at ``path``. reload: reads the files of the host again. Raises ``MediumError``
+        if the system refuses."""
+        self.path: Final = path
+        self._server: Final = server
+        self._reload: Final = reload
+        self._ended: Final = threading.Event()
+        self._places: Final = threading.Semaphore(_AT_ONCE_MAX)
+        try:
+            self._socket: Final = listen_unix(path)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise MediumError(
+                error.errno or errno.EINVAL, f"{path}: cannot listen: {why}"
+            ) from error
+
+    def start(self) -> None:
+        """Answer, each on a thread of its own."""
+        threading.Thread(target=self._accept, name="portus-admin", daemon=True).start()
+
+    def stop(self) -> None:
+        """Answer nobody any more."""
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+    def _accept(self) -> None:
+        while True:
+            self._places.acquire()
+            try:
+                asking, _ = self._socket.accept()
+            except OSError:
+                self._places.release()
+                if self._ended.wait(0.1):  # else it is out of descriptors
+                    return
+                continue
+            threading.Thread(
+                target=self._hear, args=(asking,), name="portus-admin", daemon=True
+            ).start()
+
+    def _hear(self, asking: socket.socket) -> None:
+        try:
+            with asking, contextlib.suppress(OSError):
+                asking.settimeout(_ASKED_S)
+                if _user_of(asking) not in (_ROOT, os.geteuid()):
+                    return
+                answer = self._answer(_line(asking, _ASKED_MAX))
+                asking.sendall(msgspec.json.encode(answer) + b"\n")
+        finally:
+            self._places.release()
+
+    def _answer(self, line: bytes) -> Answer:
+        try:
+            asked = msgspec.json.decode(line, type=Asked)
+            answer = self._done(asked)
+        except msgspec.DecodeError as error:
+            return Refused(UsageError.__name__, f"nothing that is known here: {error}")
+        except PortusError as error:
+            text = error.strerror if isinstance(error, MediumError) else None
+            return Refused(type(error).__name__, text or str(error))
+        if not isinstance(asked, Look):
+            what = type(asked).__name__.lower()
+            tell(logging.WARNING, "admin", f"by the operator: {asked}", request=what)
+        return answer
+
+    def _done(self, asked: Asked) -> Answer:
+        server, pools = self._server, self._server.house.pools
+        if isinstance(asked, Kick):
+            return Done(server.kick(lambda facts: asked.who in (facts.tenant, facts.peer)))
+        if isinstance(asked, ReadOnly):
+            pools.hold(asked.tenant, on=asked.on)
+            return Done()
+        if isinstance(asked, Drain):
+            pools.drain(on=asked.on)
+            return Done(pools.quiet(asked.wait_s) if asked.on else 0)
+        if isinstance(asked, Reopen):
+            return Done(pools.reopen(asked.tenant, server.end_use))
+        if isinstance(asked, Reload):
+            self._reload()
+            return Done()
+        return self._standing()
+
+    def _standing(self) -> Standing:
+        server, pools = self._server, self._server.house.pools
+        found = server.facts()
+        connections = [
+            Connection(
+                peer=each.peer,
+                tenant=each.tenant or "",
+                seconds=each.seconds,
+                claims=list(each.claims),
+                pins=each.pins,
+                saving=each.saving,
+            )
+            for each in found
+        ]
+        tenants = []
+        for hosted in pools.all():
+            own = [each for each in connections if each.tenant == hosted.tenant]
+            writer = hosted.writer
+            tenants.append(
+                Tenant(
+                    tenant=hosted.tenant,
+                    size=writer.medium.size,
+                    on_disk=taken_bytes(hosted),
+                    free=free_bytes(hosted),
+                    quota=writer.max_bytes,
+                    versions=len(writer.catalogue().ids()),
+                    connections=len(own),
+                    claims=sorted({model for each in own for model in each.claims}),
+                    pins=sum(each.pins for each in own),
+                    saves=hosted.saves,
+                    read_only=bool(hosted.standstill),
+                    poisoned=writer.medium.poisoned,
+                )
+            )
+        return Standing(
+            place=pools.place,
+            addresses=[door.reached for door in server.doors],
+            draining=pools.draining,
+            tenants=sorted(tenants, key=lambda each: each.tenant),
+            connections=sorted(connections, key=lambda each: (each.tenant, each.peer)),
+        )
+
+
+def desk_path(server: Server) -> str | None:
+    """Where the socket is, if the start does not say; None if there is no run directory."""
+    directory = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or _of_user()
+    port = next((door.port for door in server.doors if door.port), None)
+    if not directory or port is None:
+        return None
+    with contextlib.suppress(OSError):
+        os.makedirs(directory, 0o700, exist_ok=True)
+    return os.path.join(directory, f"{port}.sock")
+
+
+def ask(where: str, asked: Asked, wait_s: float | None = 60.0) -> Answer:
+    """What a host of this machine answers.
+
+    where: its address, or the path of its socket. wait_s: the longest wait; None: as long as it
+    takes. Raises ``UsageError`` if there is no such host here, ``TransportError`` if it does not
+    answer, and what it refuses.
+    """
+    path = _path_of(where)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        try:
+            asking.settimeout(wait_s)
+            asking.connect(path)
+            asking.sendall(msgspec.json.encode(asked) + b"\n")
+            line = _line(asking, LINE_MAX)
+            answer = cast(Answer, msgspec.json.decode(line, type=Answer))
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise UsageError(f"{where}: no storage host of this machine hears at {path}") from error
+        except PermissionError as error:
+            raise UsageError(f"{path}: for the user of the host and root alone") from error
+        except (OSError, msgspec.DecodeError) as error:
+            raise TransportError(f"{path}: no answer: {error}") from error
+    if isinstance(answer, Refused):
+        if answer.kind in _KINDS and answer.kind != MediumError.__name__:
+            raise _KINDS[answer.kind](answer.text)
+        raise (BusyError if answer.kind == _BUSY else MediumError)(errno.EIO, answer.text)
+    return answer
+
+
+def _path_of(where: str) -> str:
+    if not is_address(where):
+        return where
+    address = parse(where)
+    if address.scheme is Scheme.UNIX:
+        raise UsageError(f"{where}: give the path of its socket for operators (serve --admin PATH)")
+    if not _is_here(address):
+        raise UsageError(f"{address}: another machine; run this where the host runs")
+    names = [os.path.join(place, f"{address.port}.sock") for place in ("/run/portus", _of_user())]
+    found = [name for name in names if os.path.exists(name)]
+    if not found:
+        raise UsageError(
+            f"{address}: there is neither {names[0]} nor {names[1]}: is it running, as which user? "
+            "Else give the path of its socket (serve --admin PATH)"
+        )
+    return found[0]
+
+
+def _is_here(address: Address) -> bool:
+    """True if that is an address of this machine: only these can be listened at."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, place in socket.getaddrinfo(
+            address.host, 0, type=socket.SOCK_STREAM
+        ):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(place)
+                return True
+    return False
+
+
+def _of_user() -> str:
+    """The run directory of this user; empty if there is none."""
+    place = os.environ.get("XDG_RUNTIME_DIR")
+    return os.path.join(place, "portus") if place else ""
+
+
+def _user_of(asking: socket.socket) -> int:
+    found = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", found)[1])
+
+
+def _line(asking: socket.socket, size_max: int) -> bytes:
+    """Up to the first end of a line. Raises ``OSError``."""
+    found = bytearray()
+    while not found.endswith(b"\n"):
+        part = asking.recv(min(64 << 10, size_max + 1 - len(found)))
+        if not part or len(found) + len(part) > size_max:
+            raise OSError(errno.EPROTO, "no whole line")
+        found += part
+    return bytes(found)

@@ -1,0 +1,268 @@
+"""What the operator of a running host sees, and may do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from wsgiref.util import setup_testing_defaults
+
+import pytest
+import torch
+
+import portus
+from portus.daemon.admin import Desk, Kick, Look, ask
+from portus.daemon.main import Wish, prepared, reload
+from portus.daemon.metrics import application
+from portus.daemon.server import Server
+from portus.errors import BusyError, MediumError, TransportError, UsageError
+from portus.protocol import messages as said
+from tests.hosts import Host, connect_again_at_once, free_port, url
+from tests.unit.cli.scene import portus as command
+from tests.unit.cli.scene import portus_json
+from tests.unit.client.stuck import until
+from tests.unit.daemon.test_session import DATA, LENGTHS, client, confirm, offered
+
+STATE = {"x": torch.arange(100_000)}
+
+
+@contextlib.contextmanager
+def started(wish: Wish, path: str) -> Iterator[Server]:
+    server = prepared(wish)
+    desk = Desk(path, server, lambda: reload(wish, server))
+    server.start()
+    desk.start()
+    try:
+        yield server
+    finally:
+        desk.stop()
+        assert server.stop()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> str:
+    return str(tmp_path / "desk.sock")
+
+
+@pytest.fixture
+def server(tmp_path: Path, desk: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    connect_again_at_once(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    wish = Wish(place=str(tmp_path / "pools"), listen=["127.0.0.1:0"], quota="64M")
+    with started(wish, desk) as made:
+        yield made
+
+
+def test_tenants_and_connections_are_shown(server: Server, desk: str) -> None:
+    with portus.Checkpointer(url(server, "one"), "run") as run, client(server, "two") as link:
+        run.save(STATE, 1).wait()
+        link.ask(said.Pin(5))
+        link.ask(said.Begin("m", 7, b"t" * 16, LENGTHS))
+        found = portus_json("admin", desk)
+        assert found["place"] == server.house.pools.place
+        assert found["addresses"] == [url(server)]
+        one, two = found["tenants"]
+        assert (one["tenant"], one["quota"], one["versions"]) == ("one", 64 << 20, 1)
+        assert one["size"] >= one["free"] > 0 < one["on_disk"]
+        assert (one["claims"], one["saves"], one["poisoned"]) == (["run"], 0, False)
+        assert (two["pins"], two["saves"], two["claims"]) == (1, 1, ["m"])
+        [raw] = [each for each in found["connections"] if each["tenant"] == "two"]
+        assert raw.items() >= {"saving": "m@7", "pins": 1, "claims": ["m"]}.items()
+        assert 0 <= raw["seconds"] < 60
+        assert two["connections"] == 1
+        told = command("admin", "show", desk)
+        assert told.code == 0
+        assert "64.0 MiB" in told.out
+        assert "m@7" in told.out
+        assert raw["peer"] in told.out
+
+
+def test_a_tenant_is_kicked_and_no_other(server: Server, desk: str) -> None:
+    with portus.Checkpointer(url(server, "one"), keep=None, on_error="raise") as run:
+        run.save(STATE, 1).wait()
+        with client(server, "two") as link:
+            assert portus_json("admin", "kick", desk, "one")["ended"] >= 1
+            until(lambda: [each.tenant for each in server.facts()] == ["two"])
+            link.ask(said.Status())
+            run.save(STATE, 2).wait()
+            peer = next(each.peer for each in server.facts() if each.tenant == "two")
+            assert portus_json("admin", "kick", desk, peer)["ended"] == 1
+            with pytest.raises(TransportError):
+                link.ask(said.Status())
+    assert portus_json("admin", "kick", desk, "nobody")["ended"] == 0
+
+
+def test_of_a_read_only_tenant_nothing_is_saved_or_removed_and_all_is_read(
+    server: Server, desk: str
+) -> None:
+    portus_json("admin", "read-only", desk, "later")
+    with portus.Checkpointer(url(server), keep=None, on_error="raise") as run:
+        run.save(STATE, 1).wait()
+        assert portus_json("admin", "read-only", desk, "default")["read_only"]
+        with pytest.raises(BusyError, match="made tenant 'default' read-only"):
+            run.save(STATE, 2).wait()
+        with client(server) as link:
+            answer = link.ask(said.Retire(said.packed_column([1])))
+            assert isinstance(answer, said.Refused), "removed"
+        with portus.Checkpointer(url(server, "other"), on_error="raise") as other:
+            other.save(STATE, 1).wait()
+        with (
+            portus.Checkpointer(url(server, "later"), on_error="raise") as later,
+            pytest.raises(BusyError, match="'later' read-only"),
+        ):
+            later.save(STATE, 1).wait()
+        shown = {
+            each["tenant"]: each["read_only"] for each in portus_json("admin", desk)["tenants"]
+        }
+        assert shown == {"default": True, "later": True, "other": False}
+        assert torch.equal(run.load(1)["x"], STATE["x"])  # type: ignore[index]
+        portus_json("admin", "read-only", desk, "default", "--off")
+        run.save(STATE, 3).wait()
+        with portus.open(url(server)) as pool:
+            assert pool.steps() == [1, 3]
+    assert command("admin", "read-only", desk, "no/name").code == 2
+
+
+def test_a_drain_waits_for_saves_under_way_and_lets_none_begin(server: Server, desk: str) -> None:
+    with client(server) as link, client(server, model="other") as second:
+        offered(link)
+        drained = command("admin", "drain", desk, "--wait", "0.05", "--json")
+        assert (drained.code, json.loads(drained.out)["saves"]) == (75, 1)
+        answer = second.ask(said.Begin("other", 1, b"o" * 16, LENGTHS))
+        assert isinstance(answer, said.Refused)
+        assert "drains this storage host" in answer.text
+        waiting = threading.Thread(target=command, args=("admin", "drain", desk), daemon=True)
+        waiting.start()
+        link.send_payload(said.Kind.DATA, memoryview(b"".join(DATA)), None)
+        assert isinstance(link.hear(), said.Pulled)
+        confirm(link)
+        waiting.join(30)
+        assert not waiting.is_alive()
+        assert portus_json("admin", "drain", desk) == {"draining": True, "saves": 0}
+        assert portus_json("admin", desk)["draining"]
+        assert portus_json("admin", "drain", desk, "--off") == {"draining": False, "saves": 0}
+        answer = second.ask(said.Begin("other", 1, b"o" * 16, LENGTHS))
+        assert isinstance(answer, said.Begun)
+
+
+def page(server: Server, path: str) -> tuple[str, str]:
+    """What a reader of the metrics gets: status and text."""
+    told: list[str] = []
+    environ: dict[str, Any] = {"PATH_INFO": path}
+    setup_testing_defaults(environ)
+    answer = application(server.house, server.connections)
+
+    def start(status: str, *_: object) -> Any:
+        told.append(status)
+
+    text = b"".join(answer(environ, start)).decode()
+    return told[0], text
+
+
+def gauge(server: Server) -> float:
+    lines = page(server, "/metrics")[1].splitlines()
+    [line] = [each for each in lines if each.startswith('portus_poisoned{tenant="default"}')]
+    return float(line.split()[1])
+
+
+def test_after_an_error_of_the_disk_a_pool_is_read_in_full_and_opened_again(
+    tmp_path: Path, desk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect_again_at_once(monkeypatch)
+    place = tmp_path / "pools"
+    wish = Wish(place=str(place), listen=["127.0.0.1:0"])
+    ill = ("503 Service Unavailable", "default: takes no stores any more\n")
+
+    def fails(number: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with (
+        started(wish, desk) as server,
+        portus.Checkpointer(url(server), keep=None, on_error="raise") as run,
+    ):
+        run.save(STATE, 1).wait()
+        assert (gauge(server), page(server, "/healthz")) == (0, ("200 OK", "ok\n"))
+        refused = command("admin", "reopen", desk, "default")
+        assert (refused.code, "takes no stores any more" in refused.err) == (2, True)
+        before = server.house.pools.of("default")
+        monkeypatch.setattr(before.writer.medium, "_sync", fails)
+        with pytest.raises(MediumError):
+            run.save({"x": STATE["x"] + 1}, 2).wait()
+        assert (gauge(server), page(server, "/healthz")) == (1, ill)
+        assert portus_json("admin", desk)["tenants"][0]["poisoned"]
+        pool = place / "default.portus"
+        whole = bytearray(pool.read_bytes())
+        place_of = whole.index(STATE["x"].numpy().tobytes()) + 1000
+
+        def flip() -> None:
+            with open(pool, "r+b") as file:
+                file.seek(place_of)
+                file.write(bytes([whole[place_of] ^ 1]))
+                os.fsync(file.fileno())
+            whole[place_of] ^= 1
+
+        flip()
+        damaged = command("admin", "reopen", desk, "default")
+        assert (damaged.code, "is not opened again" in damaged.err) == (1, True)
+        assert server.house.pools.of("default") is before
+        flip()
+        assert portus_json("admin", "reopen", desk, "default")["size"] == pool.stat().st_size
+        assert (gauge(server), page(server, "/healthz")) == (0, ("200 OK", "ok\n"))
+        run.save({"x": STATE["x"] + 2}, 3).wait()
+        with portus.open(url(server)) as reader:
+            assert reader.steps() == [1, 3]
+    assert portus.check(place / "default.portus") == []
+
+
+def test_a_pool_whose_first_pages_the_disk_has_not_is_not_opened_again(
+    server: Server, desk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client(server) as link:
+        link.ask(said.Status())
+        server.house.pools.of("default").writer.medium.poison("an error of the disk")
+        monkeypatch.setattr("portus.daemon.pools._same_fixed_pages", lambda path, files: False)
+        refused = command("admin", "reopen", desk, "default")
+        assert (refused.code, "other first pages than the disk" in refused.err) == (74, True)
+    with pytest.raises(MediumError, match="other first pages"):
+        portus.Checkpointer(url(server))
+    assert gauge(server) == 1
+    assert page(server, "/healthz")[0].startswith("503")
+
+
+def test_the_socket_is_the_operators_alone_and_what_is_not_known_is_refused(
+    server: Server, desk: str, tmp_path: Path
+) -> None:
+    assert stat.S_IMODE(os.stat(desk).st_mode) == 0o600
+    for line in (b"{}\n", b'{"type":"Format"}\n', b"\xff\n"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.connect(desk)
+            asking.sendall(line)
+            assert b'"kind":"UsageError"' in asking.recv(1000)
+    with pytest.raises(UsageError, match="no storage host of this machine"):
+        ask(str(tmp_path / "nobody.sock"), Look())
+    with pytest.raises(UsageError, match="another machine"):
+        ask("portus://192.0.2.1:7117", Kick("all"))
+    with pytest.raises(UsageError, match=r"serve --admin PATH"):
+        ask(f"portus://127.0.0.1:{free_port()}", Look())
+
+
+def test_a_host_is_found_by_its_address_and_reads_again_when_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with Host("memory:1M") as host:
+        assert portus_json("admin", host.url)["place"] == "memory:1M"
+        assert command("admin", "reload", host.url).code == 0
+        host.until("by the operator: Reload()")
+        path = tmp_path / "portus" / f"{host.port}.sock"
+        assert path.exists()
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert host.stop() == 0
+        assert not path.exists()
