@@ -137,6 +137,11 @@ class Released:
         """True if the released code saves before the next iteration."""
         return self.steps is not None and self._since == self.steps
 
+    @property
+    def is_settled(self) -> bool:
+        """True if the interval stays as it is until a restart."""
+        return self._watched_enough
+
     def step(self, seconds: float) -> None:
         """The iteration that took ``seconds`` has ended, the save that was due after it has begun
         (what that blocked is part of the seconds), and the next iteration begins."""
