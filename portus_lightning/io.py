@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -57,8 +57,9 @@ class PortusIO(CheckpointIO):
 
     Args:
         pool: A pool file, a directory for pool files, one for each run, or the address of a
-            storage host (``portus://host:7117``). By default ``$PORTUS_POOL``, or ``.portus``
-            under the Trainer's ``default_root_dir``.
+            storage host (``portus://host:7117``); for strategies that save in shards, a list of
+            several hosts too. By default ``$PORTUS_POOL``, or ``.portus`` under the Trainer's
+            ``default_root_dir``.
         model: The name of this run in the pool. By default from the checkpoint directory.
         materialize: When real torch files are put in place of the small ones: "end" does it at
             the normal end of training, for the best, the last, and then the other checkpoints;
@@ -81,7 +82,7 @@ class PortusIO(CheckpointIO):
 
     def __init__(
         self,
-        pool: str | os.PathLike[str] | None = None,
+        pool: str | os.PathLike[str] | Sequence[str] | None = None,
         *,
         model: str | None = None,
         materialize: Literal["end", "all", "none"] = "end",

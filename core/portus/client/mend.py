@@ -19,7 +19,7 @@ from portus.client.resolve import POOLS
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS, has_pool, links_directory, pools_at
 from portus.index.groups import Group, part_model
-from portus.index.place import Place
+from portus.index.place import Place, PlaceName
 from portus.media import calls
 from portus.media.local import LocalFiles
 
@@ -31,7 +31,7 @@ _CLAIM_S: Final = 2.0
 
 @calls.entry
 def mend(
-    pool: str | os.PathLike[str],
+    pool: PlaceName,
     *,
     uncommitted: bool = False,
     links: str | None = None,
@@ -54,17 +54,21 @@ def mend(
 
     Returns the paths at which there is no file any more. A pool that somebody writes is left
     alone, and a model that somebody saves to a host; no pool is no error. Raises ``MediumError``,
-    ``CorruptionError``; ``TransportError`` and what a host refuses.
+    ``CorruptionError``; ``TransportError`` and what a host refuses, also where that is one of
+    several: then nothing is changed.
     """
     place = Place.named(pool)
-    on_host = place.is_host
-    paths = host_links(place, links) if on_host else _pool_files(place, model)
-    if not paths or (on_host and _is_open_here(_uuid_of(place))):
+    on_hosts = [(host, path) for host in place.hosts for path in host_links(host, links)]
+    if on_hosts and any(_is_open_here(_uuid_of(host)) for host in place.hosts):
         return []  # what this process saves there it would wait for in vain
-    cut_off = _cut_off(place) if uncommitted else set()
+    files = [] if place.is_host else _pool_files(place, model)
+    cut_off = _cut_off(place) if uncommitted and (on_hosts or files) else set()
     removed = []
-    for path in paths:
-        with _of_host(place, path) if on_host else _of_file(path, wait_s) as keeper:
+    for opened in (
+        *(_of_host(host, path) for host, path in on_hosts),
+        *(_of_file(path, wait_s) for path in files),
+    ):
+        with opened as keeper:
             if keeper is not None:
                 removed += keeper.mend(uncommitted=uncommitted, cut_off=cut_off, model=model)
     return removed
@@ -121,14 +125,15 @@ def _of_host(place: Place, path: str) -> Iterator[Keeper | None]:
         pool = None
         try:
             for model in {each.reference.model for each in found}:
-                pool = stack.enter_context(_claimed(place, model))
+                pool = _claimed(place, model)
+                stack.callback(pool.close)
         except BusyError:
             pool = None
         yield None if pool is None else keeper_of(path, pool, address=place.path)
 
 
-def _claimed(place: Place, model: str) -> contextlib.closing[HostPool]:
-    return contextlib.closing(HostPool(place.path, model, claim_s=_CLAIM_S))
+def _claimed(place: Place, model: str) -> HostPool:
+    return HostPool(place.path, model, claim_s=_CLAIM_S)
 
 
 def _uuid_of(place: Place) -> bytes:
@@ -160,10 +165,11 @@ def _is_idle(place: Place, part: str) -> bool:
     """True if nobody saves a rank's part. False for a rank whose pool file is not there (yet)."""
     if place.is_host:
         try:
-            with _claimed(place, part):
-                return True
+            for host in place.hosts:
+                _claimed(host, part).close()
         except BusyError:
             return False
+        return True
     pool = pool_of_part(place, part)
     return os.path.isfile(pool.path) and not has_writer(pool)
 
@@ -171,5 +177,7 @@ def _is_idle(place: Place, part: str) -> bool:
 def _is_known(found: Census, part: str) -> bool:
     """True if all that was saved of a rank's part is known. False for a rank whose pool file got
     lost or cannot be read."""
+    if found.place.is_host:
+        return not found.silent
     path = pool_of_part(found.place, part).path
-    return found.place.is_host or (os.path.isfile(path) and path not in found.unreadable)
+    return os.path.isfile(path) and path not in found.unreadable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Final, NamedTuple, TypeVar
@@ -15,7 +14,7 @@ from portus.client.restore import Patterns, Rename, Restored
 from portus.errors import StaleError, TransportError, UsageError
 from portus.index.catalogue import Catalogue
 from portus.index.directory import open_superseded, pools_at, superseded
-from portus.index.place import Place
+from portus.index.place import Place, PlaceName
 from portus.index.pool import PoolReader, read_holder
 from portus.index.records import VersionEntry
 from portus.media import calls
@@ -137,8 +136,8 @@ def _opened(places: Sequence[Place]) -> Iterator[PoolFile]:
 class PoolView:
     """What ``portus.open`` gives: all pool files of a directory as one, or one pool file."""
 
-    def __init__(self, pool: str | os.PathLike[str] | None = None) -> None:
-        """pool: a pool file, a pool directory, or the address of a storage host; None: the
+    def __init__(self, pool: PlaceName | None = None) -> None:
+        """pool: a pool file, a pool directory, or the addresses of storage hosts; None: the
         default one. Raises ``UsageError`` if there is none, and what opening raises. A pool file
         that cannot be read is passed over, with an error in the log, if it has a successor."""
         with contextlib.ExitStack() as stack:

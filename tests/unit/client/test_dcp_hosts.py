@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from typer.testing import CliRunner
 
 import portus
+from portus.cli.app import app
 from portus.dcp import PortusStorageReader, groups, load
 from portus.errors import TransportError, UsageError
 from portus.index.place import Place, PlaceKind
@@ -72,13 +75,15 @@ def test_one_of_two_hosts_dies_and_comes_back_elsewhere_and_the_newest_whole_gro
             loaded(a, b.url)
         assert f"{b.url} cannot be read: " in str(e.value)
 
+        run(tmp_path, "spread:2:11:12", SHARDED_POOL=f"{a},{c},{b.url}")  # a silent host
         with serving(tmp_path / "b") as again:
             b2 = url(again)
-            assert loaded(a, b2) == (6, [6, 6]), "the newest that is whole"
-            run(tmp_path, "spread:2:11:14", SHARDED_POOL=f"{b2},{c},{a}")
+            assert loaded(a, b2) == (6, [6, 6]), "the newest whole one of before"
+            assert loaded(a, b2, c) == (12, [12, 12])
+            run(tmp_path, "spread:2:13:16", SHARDED_POOL=f"{b2},{c},{a}")
             now = held(a, b2, c)
-            assert now == sorted([(b2, 0, [12, 13, 14]), (c, 1, [12, 13, 14])]), "moved ones stay"
-            assert loaded(a, b2, c) == (14, [14, 14])
+            assert now == sorted([(b2, 0, [14, 15, 16]), (c, 1, [14, 15, 16])]), "moved ones stay"
+            assert loaded(a, b2, c) == (16, [16, 16])
 
 
 def test_ranks_that_name_other_hosts_are_told_at_the_first_save(tmp_path: Path) -> None:
@@ -106,3 +111,50 @@ def test_several_storage_hosts_are_one_place(monkeypatch: pytest.MonkeyPatch) ->
             Place.named(wrong)
     with pytest.raises(UsageError, match="saved to one pool; expected one storage host, found 2"):
         portus.Checkpointer(named, "run")
+
+
+def test_a_directory_leads_to_a_group_on_several_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path / "a") as first, serving(tmp_path / "c") as other:
+        a, c, links = url(first), url(other), str(tmp_path / ".links")
+        with serving(tmp_path / "b") as second:
+            b = url(second)
+            # Rank 1 dies in the save of step 3, whose directory leads to nothing whole.
+            run(tmp_path, "directories:2:3", SHARDED_POOL=f"{a},{b}")
+            every = f"{c},{b},{a}"
+            said = run(tmp_path, "read:1:2:2", "read:1:3:2", PORTUS_POOL=every)
+            monkeypatch.setenv("PORTUS_POOL", every)
+            assert said.count("has 2") == 2
+            listed = CliRunner().invoke(app, ["ls", f"{a},{b}"])
+            assert listed.exit_code == 0
+            assert "2 of 2, complete" in listed.stdout
+            assert "1 of 2, incomplete: not 1" in listed.stdout
+            shown = CliRunner().invoke(app, ["show", "run@2"])
+            assert a in shown.stdout
+            assert b in shown.stdout
+
+        with pytest.raises(TransportError, match=f"those of 1 are not in .*{b} cannot be read"):
+            load({}, at(tmp_path / "2"))
+        listed = CliRunner().invoke(app, ["ls", f"{a},{b}"])
+        assert listed.exit_code != 0
+        assert "1 of 2, incomplete: not 1" in listed.stdout
+        with pytest.raises(TransportError):
+            portus.mend([a, b], uncommitted=True, links=links)
+        assert (tmp_path / "2/rank-0-of-2.shard").exists()
+
+        with serving(tmp_path / "b") as again:
+            hosts = [a, url(again)]
+            assert len(portus.mend(hosts, uncommitted=True, links=links)) == 3
+            assert not (tmp_path / "3/meta.pt").exists()
+            monkeypatch.setenv("PORTUS_POOL", ",".join(hosts))
+            assert torch.load(tmp_path / "2/meta.pt") == {"step": 2}
+            portus.materialize(tmp_path / "2")
+    assert at(tmp_path / "2") is None
+    state = {"step": 0}
+    dcp.load(state, checkpoint_id=str(tmp_path / "2"))
+    assert state["step"] == 2
+
+
+def at(directory: Path) -> Any:
+    return PortusStorageReader.at(directory)

@@ -168,3 +168,16 @@ def test_a_model_that_only_happens_to_be_called_so_is_no_part() -> None:
         model="run/rank-0-of-1", id=1, commit=1, step=1, token=b"x" * 16, time_ns=1, size=1
     )
     assert groups_of([(Place.named("a"), info)]) == []
+
+
+def test_commits_on_different_hosts_have_no_common_order() -> None:
+    """Rank 0 saved to one host, whose pool had many commits, and goes on with another."""
+
+    def part(host: str, commit: int, step: int, time_ns: int) -> tuple[Place, VersionInfo]:
+        token = part_token(step.to_bytes(12, "big"), 0)
+        info = VersionInfo("run/rank-0-of-1", step, commit, step, token, time_ns, size=1)
+        return Place.named(host), info
+
+    old, new = "portus://old", "portus://new"
+    parts = [part(old, 500, 1, 30), part(old, 501, 2, 20), part(new, 1, 3, 40), part(new, 2, 4, 35)]
+    assert [group.step for group in groups_of(parts)] == [1, 2, 3, 4]
