@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from portus.client.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, Placed, decode
+from portus.client.exchange import standing
 from portus.client.fence import before_write
 from portus.client.grouped import (
     Directory,
@@ -47,6 +49,10 @@ _NAMED_MAX: Final = 8
 
 _STALE_MAX: Final = 5
 """Loads that begin again since ranks chose different groups."""
+
+
+_Chosen = tuple[Group, PortusError | None]
+"""The group to load, and why not that of the directory, if it is another."""
 
 
 class PortusStorageReader(StorageReader):
@@ -80,6 +86,8 @@ class PortusStorageReader(StorageReader):
         self._told: set[bytes] = set()
         self._silent: set[str] = set()
         self._tried: Group | None = None
+        self._why_not: PortusError | None = None
+        self._given: _Chosen | PortusError | None = None
         self._group: Group | None = None
         self._placed: Mapping[MetadataIndex, Placed] = {}
         self._tells_later = False
@@ -153,13 +161,33 @@ class PortusStorageReader(StorageReader):
 
     def _chosen(self) -> Group:
         """The group to load; one that was chosen stays chosen, until it is passed over."""
-        group, reason = self._find()
-        if reason is not None and group.id not in self._told:
+        found = self._find() if self._given is None else self._given
+        if isinstance(found, PortusError):
+            raise found
+        group, reason = found
+        text = f"{self.place}: {self._why_not}" if self._why_not else reason
+        if text is not None and group.id not in self._told:
             self._told.add(group.id)
-            _log.error("%s; FALLING BACK to %s", reason, name_of(group))
+            _log.error("%s; FALLING BACK to %s", text, name_of(group))
         return group
 
-    def _find(self) -> tuple[Group, PortusError | None]:
+    def _choose(self, ranks: dist.ProcessGroup | None) -> None:
+        """Have one rank look for the group to load, and tell the others, also what it met.
+        Collective."""
+        rank, count = standing(ranks)
+        if count == 1:
+            return
+        told: list[_Chosen | PortusError | None] = [None]
+        if rank == 0:
+            try:
+                told = [self._find()]
+            except PortusError as error:
+                told = [error]
+        source = 0 if ranks is None else dist.get_global_rank(ranks, 0)
+        dist.broadcast_object_list(told, src=source, group=ranks)
+        self._given = told[0]
+
+    def _find(self) -> _Chosen:
         """The group to load, and why not that of the directory, if it is another."""
         found = census(self.place, self.model)
         for host in found.silent.keys() - self._silent:
@@ -180,18 +208,13 @@ class PortusStorageReader(StorageReader):
             return chosen(found, self.model, None, but=self._passed_over), error
 
     def pass_over(self, error: PortusError) -> None:
-        """From now on do without the group that was chosen last. Raises ``error`` if there is
-        none to take in its place, or if this reader does not fall back."""
+        """From now on do without the group that was chosen last. Raises ``error`` if this reader
+        does not fall back."""
         damaged = self._tried
         if damaged is None or not self._falls_back:
             raise error
         self._passed_over.add(damaged.id)
-        try:
-            older, _ = self._find()
-        except (UsageError, TransportError):
-            raise error from None
-        self._told.add(older.id)
-        _log.error("%s: %s; FALLING BACK to %s", self.place, error, name_of(older))
+        self._why_not = error
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -255,15 +278,22 @@ def load(state: dict[str, Any], reader: PortusStorageReader, **more: Any) -> Gro
     Where a rank finds its group damaged, all of them go on with the one before it, with an error
     in the log; ``state`` was not touched by then. more: of ``dcp.load``.
 
+    One rank looks for the group, and tells the others; where they do not know of each other
+    (``no_dist``), each looks.
+
     Returns the group that was loaded. Raises ``UsageError`` if none is complete, or if ``state``
     does not fit, with model, step and ranks; and ``CorruptionError`` naming the first that was
     tried if none verifies.
     """
     first: PortusError | None = None
     stale = 0
+    if more.get("checkpoint_id") is not None:
+        reader.reset(more["checkpoint_id"])
     reader._tells_later = True
     try:
         while True:
+            if not more.get("no_dist"):
+                reader._choose(more.get("process_group"))
             try:
                 torch_load(state, storage_reader=reader, **more)
                 assert reader.group is not None
@@ -280,7 +310,7 @@ def load(state: dict[str, Any], reader: PortusStorageReader, **more: Any) -> Gro
                 else:
                     raise (first or found) from error
     finally:
-        reader._tells_later = False
+        reader._tells_later, reader._given, reader._why_not = False, None, None
 
 
 def _misfit(reader: PortusStorageReader, error: CheckpointException) -> UsageError:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Final
 
 from portus.errors import CorruptionError, MediumError
-from portus.format.layout import Kind
+from portus.format.layout import RECORD_SIZE_MAX, Kind
 from portus.index.records import (
     NOWHERE,
     Copy,
@@ -25,7 +25,8 @@ from portus.index.records import (
 )
 from portus.index.roots import Root, read_roots
 from portus.index.space import Runs, extents_runs, merged, runs_of
-from portus.media.base import Medium
+from portus.media.base import Loads, Medium, RemoteMedium
+from portus.spec import Extent
 
 _log: Final = logging.getLogger("portus")
 
@@ -83,6 +84,29 @@ class Catalogue:
         return extents_runs(pointer.extent for pointer in pointers)
 
 
+class _Loaded:
+    """A medium of which some records were loaded in one go; all else is loaded as ever."""
+
+    def __init__(self, medium: RemoteMedium, pointers: Sequence[Pointer]) -> None:
+        self.info: Final = medium.info
+        self.size: Final = medium.size
+        self._medium: Final = medium
+        there = [
+            pointer.extent
+            for pointer in pointers
+            if pointer.length <= RECORD_SIZE_MAX and pointer.offset + pointer.length <= self.size
+        ]
+        self._loaded: Final = dict(zip(there, medium.load_all(there), strict=True))
+
+    def load(self, offset: int, target: memoryview) -> None:
+        """As the medium does."""
+        found = self._loaded.get(Extent(offset, target.nbytes))
+        if found is None:
+            self._medium.load(offset, target)
+        else:
+            target[:] = found
+
+
 def read_catalogue(medium: Medium, root: Root, known: Catalogue | None = None) -> Catalogue:
     """Raises ``CorruptionError`` if the table or any model index is damaged.
 
@@ -97,15 +121,22 @@ def read_catalogue(medium: Medium, root: Root, known: Catalogue | None = None) -
     if root.table == NOWHERE:
         return catalogue
 
-    def whole(pointer: Pointer, kind: Kind) -> memoryview:
-        return read_copied(medium, pointer, kind, lambda: read_copies(medium, root))
+    def whole(source: Loads, pointer: Pointer, kind: Kind) -> memoryview:
+        return read_copied(source, pointer, kind, lambda: read_copies(medium, root))
 
-    for name, pointer in decode_table(whole(root.table, Kind.MODEL_TABLE)):
-        before = known.models.get(name) if known is not None else None
-        if before is not None and before.pointer == pointer:
-            catalogue.models[name] = before
+    table = decode_table(whole(medium, root.table, Kind.MODEL_TABLE))
+    same = {
+        name: model
+        for name, pointer in table
+        if known and (model := known.models.get(name)) and model.pointer == pointer
+    }
+    others = [pointer for name, pointer in table if name not in same]
+    source = _Loaded(medium, others) if isinstance(medium, RemoteMedium) else medium
+    for name, pointer in table:
+        if name in same:
+            catalogue.models[name] = same[name]
             continue
-        entries = decode_index(whole(pointer, Kind.MODEL_INDEX))
+        entries = decode_index(whole(source, pointer, Kind.MODEL_INDEX))
         if any(entry.info.model != name for entry in entries):
             raise CorruptionError(f"model index of {name!r}: it is that of another model")
         catalogue.models[name] = Model(pointer, tuple(entries))

@@ -34,7 +34,7 @@ from portus.format.layout import (
     Kind,
 )
 from portus.format.record import Value
-from portus.media.base import Medium
+from portus.media.base import Loads
 from portus.spec import Extent, TensorSpec, VersionInfo
 
 _log: Final = logging.getLogger("portus")
@@ -132,13 +132,13 @@ def point(offset: int, record: bytes) -> Pointer:
     return Pointer(offset, len(record), record[HEADER.size - 16 : HEADER.size])
 
 
-def read(medium: Medium, pointer: Pointer, kind: Kind) -> memoryview:
+def read(medium: Loads, pointer: Pointer, kind: Kind) -> memoryview:
     """The payload of a record, checked. Raises ``CorruptionError`` naming kind and place."""
     return read_whole(medium, pointer, kind)[HEADER.size :]
 
 
 def read_copied(
-    medium: Medium, pointer: Pointer, kind: Kind, copies: Callable[[], Sequence[Copy]]
+    medium: Loads, pointer: Pointer, kind: Kind, copies: Callable[[], Sequence[Copy]]
 ) -> memoryview:
     """The payload of a record; if it is damaged, of a copy that is whole, with an error in the log.
 
@@ -158,7 +158,7 @@ def read_copied(
         raise
 
 
-def read_whole(medium: Medium, pointer: Pointer, kind: Kind) -> memoryview:
+def read_whole(medium: Loads, pointer: Pointer, kind: Kind) -> memoryview:
     """A record, header and payload, checked. Raises as ``read``."""
     where = f"{kind.name.lower().replace('_', ' ')} record at byte {pointer.offset}"
     if not HEADER.size <= pointer.length <= RECORD_SIZE_MAX:

@@ -84,6 +84,26 @@ class Medium(Protocol):
         """Take no stores any more, for good; see 4. reason: for messages, as a clause."""
 
 
+class Loads(Protocol):
+    """What can be loaded of a medium."""
+
+    @property
+    def info(self) -> MediumInfo: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def load(self, offset: int, target: memoryview) -> None: ...
+
+
+@runtime_checkable
+class RemoteMedium(Medium, Protocol):
+    """A medium far away: each load takes a while, however little it loads."""
+
+    def load_all(self, extents: Sequence[Extent]) -> list[memoryview]:
+        """What is in each of ``extents``, loaded in one go. Raises as ``load``."""
+
+
 @runtime_checkable
 class SparseMedium(Medium, Protocol):
     """A medium that can do without the space of some bytes: one on a file system."""

@@ -61,6 +61,9 @@ ROOM_S: Final = 60.0
 _PAUSE_MIN_S: Final = 0.5
 _PAUSE_MAX_S: Final = 10.0
 _BYTES_S_MIN: Final = 10e6
+_LOADED_MAX: Final = 4096
+"""Ranges that are asked for at once."""
+
 _IDLE_MAX: Final = 4
 """Connections kept open that nobody uses."""
 
@@ -347,15 +350,29 @@ class HostMedium:
         raise self._refused()
 
     def load(self, offset: int, target: memoryview) -> None:
-        if not target.nbytes:
-            return
+        if target.nbytes:
+            self._read([(offset, target.nbytes)], target.cast("B"))
+
+    def _read(self, ranges: Sequence[tuple[int, int]], target: memoryview) -> None:
         with self._links.borrowed() as link:
             usual_s, link.silence_s = link.silence_s, self._links.answer_s
-            link.send(said.Read(packed_column([offset, target.nbytes])))
+            link.send(said.Read(packed_column([each for pair in ranges for each in pair])))
             with _no_refusal(link):
-                link.fill(target.cast("B"), None)
+                link.fill(target, None)
             _end_of_read(link)
             link.silence_s = usual_s
+
+    def load_all(self, extents: Sequence[Extent]) -> list[memoryview]:
+        """In as few requests as they fit into."""
+        found = []
+        for start in range(0, len(extents), _LOADED_MAX):
+            some = extents[start : start + _LOADED_MAX]
+            data = memoryview(bytearray(sum(extent.length for extent in some)))
+            self._read([(extent.offset, extent.length) for extent in some], data)
+            for extent in some:
+                found.append(data[: extent.length])
+                data = data[extent.length :]
+        return found
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
         """Straight into the targets, hashed as they arrive."""

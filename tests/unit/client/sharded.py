@@ -422,7 +422,7 @@ def elastic(rank: int, count: int, root: Path, first: str) -> None:
 
 def quiet(rank: int, count: int, root: Path, first: str) -> None:
     """Save four times, and look at no other rank's pool but for the first save; of what was there
-    before, and of what is made, the newest stay."""
+    before, and of what is made, the newest stay. Load, and look at the parts that it takes."""
     opened: set[str] = set()
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
@@ -447,6 +447,15 @@ def quiet(rank: int, count: int, root: Path, first: str) -> None:
     dist.barrier()
     found = portus.dcp.groups(root / "pools", "run")
     assert [(each.step, each.is_complete) for each in found] == [(step - 1, True), (step, True)]
+    opened.clear()
+    target = {f"own{rank}": torch.zeros(9)}
+    assert portus.dcp.load(target, PortusStorageReader(root / "pools", "run")).step == step
+    assert target[f"own{rank}"].eq(step).all()
+    assert rank == 0 or opened == {ranks[0], ranks[rank]}, "one rank looks, and tells the others"
+    everyone = dist.new_group(backend="gloo")
+    nowhere = PortusStorageReader(root / "pools", "other")
+    with pytest.raises(portus.UsageError, match="nothing sharded is there"):
+        portus.dcp.load(target, nowhere, process_group=everyone)
 
 
 def elsewhere(rank: int, count: int, root: Path) -> None:

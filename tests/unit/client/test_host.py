@@ -36,6 +36,7 @@ from portus.errors import (
 from portus.index.check import check
 from portus.index.records import VersionRecord
 from portus.pipeline.parts import shared, sources
+from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme
 from portus.protocol.session import State
 from portus.testing.lossy import LossyLink
@@ -777,6 +778,37 @@ def test_clients_that_commit_at_once_share_one_commit(server: Server) -> None:
 def no_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("portus.transport.verbs._SYS", str(tmp_path / "none"))
     monkeypatch.setattr("portus.transport.verbs._FOUND", {})
+
+
+def test_what_changed_of_a_catalogue_is_read_in_one_request(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    send = stream.Link.send
+
+    def counted(link: stream.Link, message: Any) -> None:
+        if isinstance(message, said.Read):
+            asked.append(len(message.ranges) // 16)
+        send(link, message)
+
+    def saved(*models: int) -> None:
+        for number in models:
+            with Checkpointer(url(server), f"m{number}") as checkpointer:
+                checkpointer.save({}, number).wait()
+
+    saved(*range(12))
+    with contextlib.closing(HostPool(url(server))) as pool:
+        monkeypatch.setattr(stream.Link, "send", counted)
+        assert len(pool.catalogue().models) == 12
+        assert (len(asked), max(asked)) == (4, 12), "both roots, the table, and all models"
+        saved(3, 5, 7)
+        asked.clear()
+        before = pool.catalogue()
+        assert (len(asked), max(asked)) == (4, 3)
+        asked.clear()
+        assert pool.catalogue() is before
+        assert len(asked) == 2
+    assert [len(before.models[f"m{number}"].versions) for number in (3, 4)] == [2, 1]
 
 
 @pytest.mark.usefixtures("no_devices")
