@@ -2,8 +2,9 @@
 
 ``Links`` are the connections of one client to one host. A connection that broke is replaced by a
 new one when somebody needs it; while the host does not answer, calls fail at once between two
-tries, so that training is never held up by a host that is down. A connection that moves tensors
-gets a ``Lane``, where verbs can be had.
+tries, so that training is never held up by a host that is down. One that hangs is asked in the
+background: once somebody waited for it in vain, nobody else does until it answers. A connection
+that moves tensors gets a ``Lane``, where verbs can be had.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import errno
 import logging
 import os
+import socket
 import threading
 import time
 import weakref
@@ -99,7 +101,8 @@ class Links:
         self._credentials = credentials
         self._guard: Final = threading.Lock()
         self._idle: list[Link] = []
-        self._closed = False
+        self._over: Final = threading.Event()
+        self._asking: threading.Thread | None = None
         self._was_in = False
         self._said_older = False
         self._pause_s = 0.0
@@ -129,7 +132,12 @@ class Links:
         """Done with it. One that is closed, or in the middle of something, is of no more use."""
         whole = not link.closed and link.connection.state is State.READY
         with self._guard:
-            if whole and not self._closed and len(self._idle) < _IDLE_MAX:
+            if (
+                whole
+                and self._why is None
+                and not self._over.is_set()
+                and len(self._idle) < _IDLE_MAX
+            ):
                 self._idle.append(link)
                 return
         self.revoke(link)
@@ -175,6 +183,8 @@ class Links:
         if broke:
             for each in self._taken_idle():
                 each.close()
+        if link.silence is not None:
+            self._hangs(link.silence)
 
     def _taken_idle(self) -> list[Link]:
         with self._guard:
@@ -211,8 +221,8 @@ class Links:
 
     def close(self) -> None:
         """Let go of all that are not in use, and of the device. A second call does nothing."""
+        self._over.set()
         with self._guard:
-            self._closed = True
             verbs, self.verbs = self.verbs, None
         for link in self._taken_idle():
             with contextlib.suppress(TransportError):
@@ -251,11 +261,43 @@ class Links:
             raise
 
     def _dialled(self) -> Link:
-        if self._closed:
+        if self._over.is_set():
             raise MediumError(errno.EBADF, f"{self.address}: used after it was closed")
         why, now_s = self._why, time.monotonic()
-        if why is not None and now_s < self._again_s:
-            raise TransportError(f"{why} (next try in {self._again_s - now_s:.1f} s)") from why
+        if why is not None:
+            if self._asking is not None and self._asking.is_alive():
+                raise TransportError(f"{why} (until it answers it is asked in the background)")
+            if now_s < self._again_s:
+                raise TransportError(f"{why} (next try in {self._again_s - now_s:.1f} s)") from why
+        try:
+            return self._tried()
+        except TransportError as error:
+            if self._was_in and _is_silence(error):
+                self._hangs(error)
+            raise
+
+    def _hangs(self, why: TransportError) -> None:
+        """Nobody waits for the host from now on, until it answers a thread that asks."""
+        with self._guard:
+            asking = self._asking  # in a forked child it is not alive
+            if self._over.is_set() or (asking is not None and asking.is_alive()):
+                return
+            self._why = why
+            self._asking = threading.Thread(target=self._ask_on, name="portus-probe", daemon=True)
+            self._asking.start()
+
+    def _ask_on(self) -> None:
+        while not self._over.is_set():
+            try:
+                self.give_back(self._tried())
+                return
+            except PortusError as error:
+                if not _is_silence(error):
+                    return  # it is down, or refuses: whoever needs it tries, and hears so at once
+            self._over.wait(self._pause_s)
+
+    def _tried(self) -> Link:
+        why = self._why
         try:
             link, self.welcome = self._let_in()
             self._claim_on(link)
@@ -491,7 +533,22 @@ class HostLocks:
                 self._lost = True
                 raise TransportError(f"{self._links.address}: the connection broke; load again")
             self._link = self._links.borrow()
-        _answered(self._link, message)
+        try:
+            _answered(self._link, message)
+        finally:
+            if self._link.closed:
+                self._links.revoke(self._link)
+
+
+def _is_silence(error: BaseException | None) -> bool:
+    """True if somebody waited in vain, and not for a moment."""
+    while error is not None:
+        if isinstance(error, SilentError | TimeoutError | socket.gaierror):
+            return True
+        if isinstance(error, OSError) and error.errno == errno.EHOSTUNREACH:
+            return True
+        error = error.__cause__
+    return False
 
 
 def patience_s(size: int) -> float:

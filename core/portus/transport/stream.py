@@ -116,6 +116,8 @@ class Link:
         self._stop: Stop | None = None
         self._work: Stop | None = None
         self._closed = False
+        self.silence: SilentError | None = None
+        """What ended it, if that was the silence of the other side."""
         _prepare(link)
         _ALL.add(self)
 
@@ -321,6 +323,8 @@ class Link:
             yield
         except OSError as error:
             self.close()
+            if isinstance(error, SilentError):
+                self.silence = error
             if isinstance(error, TransportError):
                 raise
             raise EndedError(f"{self.name}: {error.strerror or error}") from error

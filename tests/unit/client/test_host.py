@@ -44,6 +44,7 @@ from portus.transport import stream
 from portus.transport.base import Stop
 from portus.transport.local import check as hashes
 from portus.transport.regions import Lane, Regions
+from portus.transport.stream import Link
 from tests.hardware.states import snapshot_of
 from tests.hosts import Host, connect_again_at_once, serving, url
 from tests.unit.cli.scene import portus_json
@@ -375,6 +376,39 @@ def test_a_stalled_link_costs_saves_and_not_the_training(server: Server, link: L
             with pytest.raises(PortusError):
                 handle.wait(30)
         saved_at_last(checkpointer, 9)
+
+
+def test_a_host_that_hangs_is_waited_for_once_and_then_asked_in_the_background(
+    server: Server, link: LossyLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_s, speakers = 0.3, set[str]()
+    monkeypatch.setattr("portus.transport.dial.GREETING_S", wait_s)
+    send = Link.send
+
+    def noted(self: Link, message: said.Said) -> None:
+        if message.kind.from_client:
+            speakers.add(threading.current_thread().name)
+        send(self, message)
+
+    monkeypatch.setattr(Link, "send", noted)
+    with Checkpointer(address(link), keep=2) as checkpointer:
+        checkpointer.save(state(1), 1).wait(60)
+        pool, _ = checkpointer._open_or_create()
+        assert isinstance(pool, HostPool)
+        monkeypatch.setattr(pool.links, "answer_s", wait_s)
+        for episode in (10, 20):
+            link.stalled = True
+            begin_s = time.monotonic()
+            with pytest.raises(TransportError, match="no progress for"):
+                checkpointer.save(state(1), episode).wait(60)
+            assert time.monotonic() - begin_s > wait_s / 2, "it was not asked"
+            speakers.clear()
+            for step in range(1, 6):
+                with pytest.raises(TransportError, match=r"no progress .*in the background"):
+                    checkpointer.save(state(step), episode + step).wait(60)
+            assert speakers <= {"portus-probe"}, "somebody waited again"
+            link.stalled = False
+            saved_at_last(checkpointer, episode + 9)
 
 
 @pytest.mark.parametrize("kind", ["volatile", "late", "late with a file", "as before"])
