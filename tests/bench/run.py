@@ -6,10 +6,13 @@ python -m tests.bench.run [--rounds 5] [--only commit] [--out bench-results]
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tests.bench import frameworks, hosting, lab, load, loading, report, saving, training
@@ -52,16 +55,14 @@ def main() -> None:
     start, rows = time.monotonic(), []
     print(report.machine())
     print(report.HEAD)
-    memory = Path(tempfile.mkdtemp(prefix="portus-bench-", dir=arguments.memory))
-    disk = Path(tempfile.mkdtemp(prefix=".portus-bench-", dir=arguments.disk))
-    try:
+    with (
+        folder(arguments.memory, "portus-bench-") as memory,
+        folder(arguments.disk, ".portus-bench-") as disk,
+    ):
         for name in arguments.only or GROUPS:
             for row in GROUPS[name](memory, disk, arguments.rounds):
                 rows.append(row)
                 print(report.line(row), flush=True)
-    finally:
-        shutil.rmtree(memory, ignore_errors=True)
-        shutil.rmtree(disk, ignore_errors=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     report.write_json(rows, arguments.out / "bench.json")
     report.write_picture(rows, arguments.out / "bench.png")
@@ -71,6 +72,31 @@ def main() -> None:
     for name in missed:
         print(f"  missed: {name}")
     print("results:", *sorted(map(str, arguments.out.iterdir())))
+
+
+@contextlib.contextmanager
+def folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A directory for one run, gone after it. What a run that was killed left goes first."""
+    for left in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError), alone_in(left):
+            shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    with alone_in(made):
+        try:
+            yield made
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def alone_in(path: Path) -> Iterator[None]:
+    """Whoever uses a directory has it locked. Raises ``BlockingIOError`` if another has."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 if __name__ == "__main__":
