@@ -71,9 +71,11 @@ def save_directories(say: Say, url: str, root: str) -> None:
             say(f"saved {step}")
 
 
-def train_for_ever(say: Say, url: str) -> None:
+def train_for_ever(say: Say, url: str, secret_path: str | None = None, pause_s: float = 0) -> None:
     """Train on from what is there, and save at each step; say what was done and what is durable."""
     logging.disable()
+    if secret_path is not None:
+        os.environ["PORTUS_SECRET_FILE"] = secret_path
     model, optimizer = training()
     step = 0
     with portus.Checkpointer(url, fence_timeout=20) as checkpointer:
@@ -87,6 +89,7 @@ def train_for_ever(say: Say, url: str) -> None:
         handles: deque[tuple[int, portus.SaveHandle]] = deque()
         while True:
             step += 1
+            time.sleep(pause_s)
             step_once(model, optimizer, step)
             handles.append((step, checkpointer.save(state_of(model, optimizer, step), step)))
             say(f"trained {step}")

@@ -1,0 +1,213 @@
+"""A storage host for ten minutes: killed, restarted, its secret changed, its trainers killed
+(V2, V8).
+
+Nothing that was reported is lost, every trainer goes on after each of these by itself, and what the
+host holds of memory, files and threads does not grow.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import portus
+from portus.index.check import check
+from portus.testing.nursery import Child, nursery
+from tests.crash import host_trainer
+from tests.hosts import Host
+from tests.unit.client.same import assert_same
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
+
+SOAK_S = 600.0
+QUIET_S = SOAK_S / 2
+"""From then on it is one process, whose use of memory is looked at."""
+
+GROWS_S = 90.0
+"""The longest until a trainer has saved again."""
+
+RSS_GROWTH_MAX = 48 << 20
+PAUSE_S = 0.3
+TENANTS = ("a", "b", "c")
+
+
+class Trainer:
+    """A training that saves at each step, of a tenant of its own. A thread reads what it says."""
+
+    def __init__(self, tenant: str, host: Host, secret: Path) -> None:
+        self.url = f"portus://{tenant}@127.0.0.1:{host.port}"
+        self.reported = 0
+        self._secret = secret
+        self.start()
+
+    def start(self) -> None:
+        trainers = nursery("tests.crash.host_trainer")
+        self.child = trainers.start("train_for_ever", self.url, str(self._secret), PAUSE_S)
+        resumed = int(self.child.until("resumed").split()[1])
+        assert resumed >= self.reported, f"{self.url}: {self.reported} was reported"
+        self._thread = threading.Thread(target=self._listen, args=(self.child,))
+        self._thread.start()
+
+    def _listen(self, child: Child) -> None:
+        try:
+            while True:
+                self._hear(child.line())
+        except AssertionError:  # it was killed
+            for line in child.rest():
+                self._hear(line)
+
+    def _hear(self, line: str) -> None:
+        word, step, *_ = line.split()
+        if word == "saved":
+            self.reported = int(step)
+
+    def kill(self) -> None:
+        if self._thread.is_alive():
+            self.child.send(signal.SIGKILL)
+        self._thread.join()
+
+    def goes_on(self) -> None:
+        """It saves again, without help."""
+        before, end = self.reported, time.monotonic() + GROWS_S
+        while self.reported <= before:
+            assert self._thread.is_alive(), f"{self.url}: it ended after step {before}"
+            assert time.monotonic() < end, f"{self.url}: nothing is saved after step {before}"
+            time.sleep(0.02)
+
+
+class Soak:
+    """The host, its trainers, and what happens to them."""
+
+    def __init__(self, root: Path, chance: random.Random) -> None:
+        self.chance = chance
+        self.here, self.there = root / "here", root / "there"
+        self._number = 0
+        self.secret = self._next_secret()
+        self._write(self.here, self.secret)
+        self._write_secrets(self.secret)
+        self.pools = root / "pools"
+        self.host = Host(self.pools, "--secret-file", str(self.there))
+        self.trainers = [Trainer(tenant, self.host, self.here) for tenant in TENANTS]
+
+    def _next_secret(self) -> str:
+        self._number += 1
+        return f"{self._number:032}"
+
+    def _write(self, path: Path, text: str) -> None:
+        """As an operator should: nobody sees half a file."""
+        part = path.with_suffix(".part")
+        part.touch(mode=0o600)
+        part.write_text(text)
+        part.rename(path)
+
+    def _write_secrets(self, *secrets: str) -> None:
+        lines = [f"{tenant} {secret}" for tenant in TENANTS for secret in secrets]
+        self._write(self.there, "\n".join(lines))
+
+    def kill(self) -> None:
+        self.host.kill()
+        time.sleep(self.chance.uniform(0, 1))
+        self.host.start()
+
+    def restart(self) -> None:
+        assert self.host.stop() == 0
+        self.host.start()
+
+    def rotate(self) -> None:
+        """The secret is another one; both are good meanwhile."""
+        new = self._next_secret()
+        self._write_secrets(self.secret, new)
+        self._read_again()
+        self._write(self.here, new)
+        for trainer in self.trainers:
+            trainer.goes_on()
+        self._write_secrets(new)
+        self._read_again()
+        self.secret = new
+
+    def _read_again(self) -> None:
+        self.host.process.send_signal(signal.SIGHUP)
+        self.host.until("reloaded")
+
+    def lose_a_trainer(self) -> None:
+        trainer = self.chance.choice(self.trainers)
+        trainer.kill()
+        trainer.start()
+
+    def cut(self) -> None:
+        """The host stands still for a while."""
+        self.host.pause()
+        time.sleep(self.chance.uniform(0.2, 2))
+        self.host.resume()
+
+    def goes_on(self) -> None:
+        for trainer in self.trainers:
+            trainer.goes_on()
+
+    def held(self) -> tuple[int, int, int]:
+        """Bytes of memory, open files and threads of the host."""
+        process = Path("/proc", str(self.host.process.pid))
+        status = (process / "status").read_text()
+        rss, threads = (re.search(rf"{name}:\s+(\d+)", status) for name in ("VmRSS", "Threads"))
+        assert rss is not None
+        assert threads is not None
+        return int(rss[1]) << 10, len(os.listdir(process / "fd")), int(threads[1])
+
+    def close(self) -> None:
+        for trainer in self.trainers:
+            trainer.kill()
+        self.host.__exit__()
+
+
+@pytest.fixture
+def soak(tmp_path: Path, seed: int) -> Iterator[Soak]:
+    made = Soak(tmp_path, random.Random(seed))
+    yield made
+    made.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(SOAK_S + 600)
+def test_a_host_serves_for_ten_minutes_whatever_happens_to_it(
+    soak: Soak, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = time.monotonic()
+    done: dict[str, int] = {}
+    lives = [soak.kill, soak.restart, soak.cut, soak.lose_a_trainer, soak.rotate]
+    while (spent := time.monotonic() - start) < SOAK_S:
+        quiet = spent > QUIET_S
+        if quiet and "first" not in done:
+            soak.rotate()
+            soak.goes_on()
+            first = soak.held()
+            done["first"] = 1
+        happens = soak.chance.choice(lives[2:] if quiet else lives)
+        done[happens.__name__] = done.get(happens.__name__, 0) + 1
+        happens()
+        soak.goes_on()
+    last = soak.held()
+    print(f"{done}; memory, files, threads: {first}, {last}")
+    assert last[0] - first[0] < RSS_GROWTH_MAX
+    assert last[1] - first[1] <= len(TENANTS) * 4
+    assert last[2] - first[2] <= len(TENANTS) * 4
+    for trainer in soak.trainers:
+        trainer.kill()
+    monkeypatch.setenv("PORTUS_SECRET_FILE", str(soak.here))
+    for trainer in soak.trainers:
+        with portus.open(trainer.url) as pool:
+            newest = pool.steps()[-1]
+            assert newest >= trainer.reported > 0
+            assert_same(pool.load(), host_trainer.after(newest))
+    assert soak.host.stop() == 0
+    assert '"level": "error"' not in soak.host.log
+    for tenant in TENANTS:
+        assert check(soak.pools / f"{tenant}.portus") == []
