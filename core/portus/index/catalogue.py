@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
@@ -107,10 +107,16 @@ class _Loaded:
             target[:] = found
 
 
-def read_catalogue(medium: Medium, root: Root, known: Catalogue | None = None) -> Catalogue:
+def read_catalogue(
+    medium: Medium,
+    root: Root,
+    known: Catalogue | None = None,
+    say: Callable[[str], None] = _log.error,
+) -> Catalogue:
     """Raises ``CorruptionError`` if the table or any model index is damaged.
 
     known: one read before; models whose index is the same record, by digest, are not read again.
+    say: is told what was damaged and did no harm.
     """
     catalogue = Catalogue(root)
     if root.size > medium.size:
@@ -122,7 +128,7 @@ def read_catalogue(medium: Medium, root: Root, known: Catalogue | None = None) -
         return catalogue
 
     def whole(source: Loads, pointer: Pointer, kind: Kind) -> memoryview:
-        return read_copied(source, pointer, kind, lambda: read_copies(medium, root))
+        return read_copied(source, pointer, kind, lambda: read_copies(medium, root, say), say)
 
     table = decode_table(whole(medium, root.table, Kind.MODEL_TABLE))
     same = {
@@ -143,22 +149,24 @@ def read_catalogue(medium: Medium, root: Root, known: Catalogue | None = None) -
     return catalogue
 
 
-def read_copies(medium: Medium, root: Root) -> tuple[Copy, ...]:
-    """The copies of records that a root leads to; none, with an error in the log, if that is
-    damaged."""
+def read_copies(
+    medium: Medium, root: Root, say: Callable[[str], None] = _log.error
+) -> tuple[Copy, ...]:
+    """The copies of records that a root leads to; none if that is damaged, and that is said."""
     if root.copies == NOWHERE:
         return ()
     try:
         return decode_copies(read(medium, root.copies, Kind.COPIES))
     except (CorruptionError, MediumError) as error:
-        _log.error("%s; what there are copies of is not known", error)
+        say(f"{error}; what there are copies of is not known")
         return ()
 
 
 def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None) -> Catalogue:
     """The catalogue of the newest root that can be read whole. ``known``: see ``read_catalogue``.
 
-    A writer may commit while this reads: a root that changed meanwhile is read again. A root
+    A writer may commit while this reads, and store over what an older root leads to: if a root
+    changed meanwhile, all is read again, and nothing is called damaged. A root
     that stays and is damaged is passed over for the older one, with an error in the log (V4).
     Raises ``CorruptionError`` when neither can be read.
     """
@@ -171,12 +179,15 @@ def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None
             )
         if known is not None and known.root == roots[0]:
             return known
-        found, failure = _first_readable(medium, roots, known)
-        if failure is not None and read_roots(medium, uuid) != roots:
+        damage: list[str] = []
+        found, failure = _first_readable(medium, roots, known, damage.append)
+        if (failure is not None or damage) and read_roots(medium, uuid) != roots:
             continue
         if failure is not None and (found is None or not found.models):
             raise failure  # an empty pool in place of a damaged one would hide the loss
         assert found is not None
+        for each in damage:
+            _log.error("%s", each)
         if failure is not None:
             _log.error(
                 "%s: commit %d is damaged (%s); going back to commit %d",
@@ -190,12 +201,12 @@ def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None
 
 
 def _first_readable(
-    medium: Medium, roots: list[Root], known: Catalogue | None
+    medium: Medium, roots: list[Root], known: Catalogue | None, say: Callable[[str], None]
 ) -> tuple[Catalogue | None, CorruptionError | None]:
     failure = None
     for root in roots:
         try:
-            return read_catalogue(medium, root, known), failure
+            return read_catalogue(medium, root, known, say), failure
         except CorruptionError as error:
             failure = failure or error
     return None, failure

@@ -138,9 +138,13 @@ def read(medium: Loads, pointer: Pointer, kind: Kind) -> memoryview:
 
 
 def read_copied(
-    medium: Loads, pointer: Pointer, kind: Kind, copies: Callable[[], Sequence[Copy]]
+    medium: Loads,
+    pointer: Pointer,
+    kind: Kind,
+    copies: Callable[[], Sequence[Copy]],
+    say: Callable[[str], None] = _log.error,
 ) -> memoryview:
-    """The payload of a record; if it is damaged, of a copy that is whole, with an error in the log.
+    """The payload of a record; if it is damaged, of a copy that is whole, and that is said.
 
     copies: asked only then. Raises as ``read`` if none is whole.
     """
@@ -153,7 +157,7 @@ def read_copied(
                     payload = read(medium, copy.pointer, kind)
                 except (CorruptionError, MediumError):
                     continue
-                _log.error("%s; read from its copy at byte %d", error, copy.pointer.offset)
+                say(f"{error}; read from its copy at byte {copy.pointer.offset}")
                 return payload
         raise
 

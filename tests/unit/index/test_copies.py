@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import pytest
 
 from portus.errors import CorruptionError
 from portus.format.layout import COPIES, SUPERBLOCK_OFFSETS, Kind
+from portus.index.catalogue import newest_catalogue
 from portus.index.check import check
 from portus.index.pool import REFRESH_COMMITS
 from portus.index.records import NOWHERE, Pointer, read_whole
 from portus.index.roots import read_roots, store_root, whole_superblock
+from portus.media.base import Medium
 from portus.spec import PAGE
 from tests.unit.index.pools import Pool, close_all
 
@@ -121,6 +124,47 @@ def test_a_rotten_record_costs_nothing_and_is_said(
     [found] = set(check_of(pool))
     assert found.startswith("F6")
     assert "its copy at byte" in found
+
+
+class Slow:
+    """A medium whose load number ``until`` waits while ``happens``."""
+
+    def __init__(self, medium: Medium, until: int, happens: Callable[[], object]) -> None:
+        self._medium = medium
+        self._left = until
+        self._happens = happens
+
+    def load(self, offset: int, into: memoryview) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._happens()
+        self._medium.load(offset, into)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._medium, name)
+
+
+@pytest.mark.parametrize("until", range(2, 6))
+def test_what_is_stored_over_while_it_is_read_is_not_called_damaged(
+    until: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = Copied()
+    pool.writer.max_bytes = pool.medium.size
+    pool.writer.reserve(pool.writer.free_bytes() - 10 * PAGE)  # what is freed is soon used again
+    steps = [3]
+
+    def commit_again_and_again() -> None:
+        for _ in range(30):
+            steps.append(steps[-1] + 1)
+            (first, *_) = pool.writer.catalogue().models["a"].versions
+            pool.newest = pool.save("a", steps[-1], [bytes([steps[-1]])], retire=[first.info.id])
+
+    medium = cast(Medium, Slow(pool.medium, until, commit_again_and_again))
+    with caplog.at_level(logging.WARNING, "portus"):
+        found = newest_catalogue(medium, pool.writer.superblock.uuid)
+    assert len(steps) > 1, "it was read with fewer loads"
+    assert found.models["a"].versions[-1].info.step in steps
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("what", KINDS)
