@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from portus.daemon.server import CONNECTIONS_MAX
+from portus.daemon.places import Places
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
 GB: Final = 1e9
@@ -139,7 +139,7 @@ class Site:
     @property
     def hosts_by_connections(self) -> int:
         """Hosts that it takes at least, since a host lets so many connections in."""
-        return math.ceil(self.ranks * CONNECTIONS / CONNECTIONS_MAX)
+        return math.ceil(self.ranks * CONNECTIONS / Places().tenant_max)
 
     @property
     def hosts_to_hide(self) -> int:

@@ -58,4 +58,4 @@ def test_so_many_hosts_hide_the_copy_and_one_fewer_does_not() -> None:
 
 
 def test_connections_set_a_least_number_of_hosts() -> None:
-    assert Site(ranks=10_000, hosts=1, state=1.0).hosts_to_hide == 40
+    assert Site(ranks=10_000, hosts=1, state=1.0).hosts_to_hide == 53

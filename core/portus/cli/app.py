@@ -306,6 +306,10 @@ def serve(
         str | None,
         typer.Option("--memory", metavar="SIZE", help="that all clients may take of this host, 1G"),
     ] = None,
+    connections: Annotated[
+        int | None,
+        typer.Option("--connections", metavar="COUNT", help="of all clients, at most; 1024"),
+    ] = None,
     transport: Annotated[
         str,
         typer.Option(
@@ -333,6 +337,7 @@ def serve(
             transport=transport,
             scrub=scrub,
             memory=memory,
+            connections=connections,
         )
         output.code = serve.run(wish, output)
 

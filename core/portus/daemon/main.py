@@ -17,6 +17,7 @@ from portus.daemon.admin import Desk, desk_path
 from portus.daemon.counters import Counters
 from portus.daemon.events import tell
 from portus.daemon.fabric import Fabric
+from portus.daemon.places import CONNECTIONS, Places
 from portus.daemon.pools import Pools, Quotas, parse_rate, parse_size, read_quotas
 from portus.daemon.scrubber import Scrubber
 from portus.daemon.secrets import Secrets, read_secrets
@@ -28,6 +29,12 @@ from portus.transport.budget import Budget
 
 MEMORY_MIN: Final = 16 << 20
 """Bytes that a host may be told to hold for its clients, at least: below there are no saves."""
+
+CONNECTIONS_MIN: Final = 8
+"""Connections that a host may be told to let in, at least: two trainers."""
+
+_FILES: Final = 2048
+"""Descriptors besides those of connections: two for each tenant."""
 
 _M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
 _M_ARENA_MAX: Final = -8
@@ -42,7 +49,8 @@ class Wish:
     """What to serve and how. ``listen``: HOST[:PORT], unix:PATH, or addresses; ``metrics``:
     [HOST:]PORT; ``quota``: a size, ``quota_path``: of a file of them; ``transport``: auto, tcp or
     verbs; ``scrub``: a size, of what is read again in a second; ``memory``: a size, of what clients
-    may make it hold; ``admin_path``: of the socket for the operator."""
+    may make it hold; ``connections``: how many of them there may be; ``admin_path``: of the socket
+    for the operator."""
 
     place: str
     listen: Sequence[str] = ()
@@ -56,6 +64,7 @@ class Wish:
     transport: str = ""
     scrub: str | None = None
     memory: str | None = None
+    connections: int | None = None
 
 
 def serve(wish: Wish) -> bool:
@@ -97,6 +106,17 @@ def serve(wish: Wish) -> bool:
     if scrubber is not None:
         scrubber.stop()
     return server.stop()
+
+
+def _may_open(places: Places) -> None:
+    """As many descriptors as the system lets this process have, if fewer are not enough."""
+    import resource  # not there on every system that imports this
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = places.count + places.strangers_max + _FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _give_back_what_is_freed() -> None:
@@ -187,6 +207,10 @@ def prepared(wish: Wish) -> Server:
     memory = parse_size(wish.memory) if wish.memory else MEMORY
     if memory < MEMORY_MIN:
         raise UsageError(f"--memory {wish.memory}: expected {MEMORY_MIN >> 20}M or more")
+    if wish.connections is not None and wish.connections < CONNECTIONS_MIN:
+        raise UsageError(f"--connections {wish.connections}: expected {CONNECTIONS_MIN} or more")
+    places = Places(wish.connections or CONNECTIONS)
+    _may_open(places)
     addresses = [heard(text, tls=context is not None) for text in wish.listen or ("127.0.0.1",)]
     fabric = Fabric(Transport.of(wish.transport, "--transport"))
     pools = Pools(wish.place, read.quotas)
@@ -197,6 +221,7 @@ def prepared(wish: Wish) -> Server:
         patience=Patience(),
         fabric=fabric,
         budget=Budget(memory),
+        places=places,
     )
     doors: list[Door] = []
     try:

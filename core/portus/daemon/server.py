@@ -21,17 +21,19 @@ from dataclasses import dataclass
 from typing import Final
 
 from portus.daemon.events import tell
+from portus.daemon.places import Place
 from portus.daemon.pools import Hosted
 from portus.daemon.session import GREETING_S, Facts, House, Session, turned_away
 from portus.errors import BusyError, MediumError, UsageError
 from portus.protocol.address import Address, Scheme
 from portus.transport.stream import Link
 
-CONNECTIONS_MAX: Final = 1024
 STOP_S: Final = 10.0
 """The longest that a clean end takes."""
 
 _BACKLOG: Final = 128
+_SWEEP_S: Final = 1.0
+"""Between two looks at strangers, while nobody comes."""
 
 
 @dataclass(slots=True)
@@ -157,6 +159,7 @@ class Server:
     def start(self) -> None:
         """Let clients in."""
         for door in self.doors:
+            door.socket.settimeout(_SWEEP_S)
             thread = threading.Thread(
                 target=self._accept, args=(door,), name="portus-door", daemon=True
             )
@@ -193,6 +196,9 @@ class Server:
         while not self._ending.is_set():
             try:
                 plain, peer = door.socket.accept()
+            except TimeoutError:
+                self._house.places.sweep()
+                continue
             except OSError as error:
                 if not self._ending.wait(0.1):  # out of descriptors: others have to end first
                     why = str(error.strerror)
@@ -200,15 +206,19 @@ class Server:
                     told = self._house.strangers.tell
                     told(logging.WARNING, "accept", text, address=str(door.address), why=why)
                 continue
-            self._welcome(door, plain, _peer_name(door, peer))
+            place = self._house.places.come(_peer_address(peer), plain)
+            self._welcome(door, plain, _peer_name(door, peer), place)
 
-    def _welcome(self, door: Door, plain: socket.socket, peer: str) -> None:
+    def _welcome(self, door: Door, plain: socket.socket, peer: str, place: Place) -> None:
         with self._guard:
-            if self._ending.is_set() or len(self._links) >= CONNECTIONS_MAX:
-                self._turn_away(plain, peer, f"{len(self._links)} connections")
+            if self._ending.is_set():
+                self._turn_away(plain, peer, "this host ends")
                 return
             thread = threading.Thread(
-                target=self._talk, args=(door, plain, peer), name="portus-session", daemon=True
+                target=self._talk,
+                args=(door, plain, peer, place),
+                name="portus-session",
+                daemon=True,
             )
             link = self._link(plain, peer)
             self._links[thread] = link
@@ -217,25 +227,27 @@ class Server:
         except RuntimeError as error:  # the system allows no more; whoever is in stays
             with self._guard:
                 del self._links[thread]
+            self._house.places.leave(place)
             self._turn_away(plain, peer, str(error))
 
     def _turn_away(self, plain: socket.socket, peer: str, why: str) -> None:
         turned_away(self._house, peer, why)
         plain.close()
 
-    def _talk(self, door: Door, plain: socket.socket, peer: str) -> None:
+    def _talk(self, door: Door, plain: socket.socket, peer: str, place: Place) -> None:
         thread = threading.current_thread()
         try:
             link = self._links[thread]
             if door.context is not None:
-                link = self._secured(door.context, plain, peer, thread)
-            session = Session(link, self._house, peer)
+                link = self._secured(door.context, plain, peer, thread, place)
+            session = Session(link, self._house, peer, place)
             with self._guard:
                 self._sessions[thread] = session
             session.run()
         except OSError as error:  # TLS that did not come about
-            turned_away(self._house, peer, str(error))
+            turned_away(self._house, peer, place.why or str(error))
         finally:
+            self._house.places.leave(place)
             with self._guard:
                 self._sessions.pop(thread, None)
                 link = self._links.pop(thread)
@@ -248,10 +260,21 @@ class Server:
         return Link(connected, is_client=False, name=peer, silence_s=GREETING_S, account=account)
 
     def _secured(
-        self, context: ssl.SSLContext, plain: socket.socket, peer: str, thread: threading.Thread
+        self,
+        context: ssl.SSLContext,
+        plain: socket.socket,
+        peer: str,
+        thread: threading.Thread,
+        place: Place,
     ) -> Link:
         plain.settimeout(GREETING_S)
-        wrapped = context.wrap_socket(plain, server_side=True)
+        wrapped = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+        place.moved(wrapped)
+        try:
+            wrapped.do_handshake()
+        except BaseException:
+            wrapped.close()
+            raise
         link = self._link(wrapped, peer)
         with self._guard:
             self._links[thread] = link
@@ -304,6 +327,16 @@ def shut(door: Door) -> None:
     if door.address.scheme is Scheme.UNIX:
         with contextlib.suppress(OSError):
             os.unlink(door.address.path)
+
+
+def _peer_address(peer: object) -> str:
+    """Whose place it is: an address of IPv4, a network of IPv6; "" for a unix socket."""
+    if not isinstance(peer, tuple):
+        return ""
+    found = ipaddress.ip_address(str(peer[0]).partition("%")[0])
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
 
 
 def _peer_name(door: Door, peer: object) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import math
 import os
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from portus.daemon import regions
 from portus.daemon.counters import Counters
 from portus.daemon.events import Few, tell
 from portus.daemon.fabric import Fabric, Lane
+from portus.daemon.places import Place, Places
 from portus.daemon.pools import Hosted, Pools, free_bytes, hole_bytes, taken_bytes
 from portus.daemon.regions import Regions
 from portus.daemon.secrets import Secrets
@@ -111,9 +111,11 @@ _LAYOUT_VALUE: Final = 48
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """The longest waits for a client, in seconds. ``idle_s``: between requests; ``silent_s``:
-    within one, payload included. ``claim_s``: for a model that another client saves."""
+    within one, payload included. ``claim_s``: for a model that another client saves. ``claimed_s``:
+    between requests, of who claimed one."""
 
     idle_s: float = 900.0
+    claimed_s: float = 2 * 86400.0
     silent_s: float = 60.0
     claim_s: float = 10.0
 
@@ -130,6 +132,7 @@ class House:
     strangers: Few = field(default_factory=Few)
     """Tells of those that were not let in."""
     budget: Budget = field(default_factory=lambda: Budget(MEMORY))
+    places: Places = field(default_factory=Places)
 
 
 def turned_away(house: House, peer: str, why: str, tenant: str | None = None) -> None:
@@ -155,7 +158,8 @@ class Facts:
 class Session:
     """The host's end of one connection."""
 
-    def __init__(self, link: Link, house: House, peer: str) -> None:
+    def __init__(self, link: Link, house: House, peer: str, place: Place) -> None:
+        self._place: Final = place
         self._link: Final = link
         self._house: Final = house
         self._peer: Final = peer
@@ -179,7 +183,7 @@ class Session:
                 self._serve(hosted)
                 self._ended("the client said goodbye")
         except (TransportError, UsageError) as error:  # UsageError: the host closed it, at its end
-            self._ended(str(error))
+            self._ended(self._place.why or str(error))
         finally:
             self._link.close()
 
@@ -219,6 +223,7 @@ class Session:
         if link.account is not None:
             link.account.tenant = hello.tenant
         try:
+            house.places.prove(self._place, hello.tenant)
             hosted = self.hosted = house.pools.of(hello.tenant)
             if house.pools.of(hello.tenant) is not hosted:
                 raise BusyError(errno.EAGAIN, "the pool is being opened again; try again")
@@ -251,11 +256,13 @@ class Session:
             self._link.silence_s = self._house.patience.silent_s
             while True:
                 self._link.passed()
+                self._place.worked()
                 try:
                     event = self._link.receive(requests.idle_s)
                 except UnreadError as unread:
                     requests.refuse(unread.kind, unread.why)
                     continue
+                self._place.works()
                 if isinstance(event, Payload):
                     raise ProtocolError("payload where a request was due")
                 if event.kind is Kind.BYE:
@@ -312,7 +319,8 @@ class _Requests:
     def idle_s(self) -> float:
         """The longest wait for a request. Who claims a model may take its time: a training that
         saves once a day is still the one. A client that vanished is noticed by keepalive."""
-        return math.inf if self._claimed and self._draft is None else self._patience.idle_s
+        is_claimed = self._claimed and self._draft is None
+        return self._patience.claimed_s if is_claimed else self._patience.idle_s
 
     def answer(self, message: Said) -> None:
         """Do what is asked, and say so; a refusal ends the save that it was part of."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from portus.daemon.counters import Counters
+from portus.daemon.places import CONNECTIONS, Places
 from portus.daemon.pools import Pools, Quotas
 from portus.daemon.secrets import Secrets
 from portus.daemon.server import Server, open_door
@@ -24,6 +25,7 @@ def serving(
     patience: Patience | None = None,
     address: Address | None = None,
     memory: int = MEMORY,
+    connections: int = CONNECTIONS,
 ) -> Iterator[Server]:
     """A server in this process, on a free port of loopback if no address is given."""
     house = House(
@@ -32,6 +34,7 @@ def serving(
         counters=Counters(),
         patience=patience or Patience(),
         budget=Budget(memory),
+        places=Places(connections),
     )
     door = open_door(address or Address(Scheme.TCP, host="127.0.0.1", port=0), None)
     try:

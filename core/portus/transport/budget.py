@@ -10,12 +10,11 @@ who has memory has to make good use of it (``Account.is_wanted``).
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections import Counter
 from typing import Final
 
-from portus.errors import BusyError, UsageError
+from portus.errors import TransportError, UsageError
 
 FREE: Final = 64 << 10
 """Bytes that need no share: of a body, of the work on it, and of what stays, of each connection."""
@@ -98,8 +97,8 @@ class Account:
             return True
 
     def keep(self, size: int) -> None:
-        """So many bytes more that stay; less, if it is negative. Raises ``BusyError``, and then
-        nothing changed."""
+        """So many bytes more that stay; less, if it is negative. Raises ``TransportError``, and
+        then nothing changed."""
         budget = self._budget
         with budget._changed:
             more = self._counted(self.staying + size) - self._counted(self.staying)
@@ -124,15 +123,14 @@ class Account:
         self.passed()
         self.keep(-self.staying)
 
-    def busy(self, size: int) -> BusyError:
+    def busy(self, size: int) -> TransportError:
         """What to say when ``take`` had none."""
         with self._budget._changed:
             return self._busy(size)
 
-    def _busy(self, size: int) -> BusyError:
+    def _busy(self, size: int) -> TransportError:
         budget = self._budget
-        return BusyError(
-            errno.ENOBUFS,
+        return TransportError(
             f"{size} bytes of the host's memory for its clients are not free: of {budget.size} "
             f"they have {budget._tenants.total()}, those of this tenant "
             f"{budget._tenants[self.tenant]} of {budget.tenant_max} at most. Try again, or give "

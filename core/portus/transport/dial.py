@@ -173,8 +173,8 @@ def _greet(link: Link, address: Address, credentials: Credentials, version: int)
         answer = link.ask(Hello.of(address.tenant, nonce, version))
     except TransportError as error:
         raise TransportError(
-            f"{error}, in answer to a greeting: is this the port of `portus serve`? With "
-            f"--tls-cert it is reached by {Scheme.TLS.value}://"
+            f"{error}, in answer to a greeting: is this the port of `portus serve`, and had it a "
+            f"place left? With --tls-cert it is reached by {Scheme.TLS.value}://"
         ) from error
     if not isinstance(answer, Challenge):
         spoken = _spoken(answer)

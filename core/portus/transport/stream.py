@@ -372,9 +372,9 @@ class Link:
             wait = _Wait(self)
 
     def room(self, size: int) -> None:
-        """Memory for work on the message that was received last, until ``passed``. Raises
-        ``BusyError`` when there was none for long, ``UsageError`` if it is more than there may be,
-        and as ``send``."""
+        """Memory for work on the message that was received last, until ``passed``. Raises as
+        ``send``, ``TransportError`` when there was none for long, and ``UsageError`` if it is more
+        than there may be; then the link is whole."""
         if self.account is not None and size > FREE:
             why = self._taken(self.account, size)
             if why is not None:
@@ -396,7 +396,8 @@ class Link:
             self.account.passed()
 
     def keep(self, size: int) -> None:
-        """Memory that stays, as long as the link; less, if it is negative. Raises ``BusyError``."""
+        """Memory that stays, as long as the link; less, if it is negative. Raises
+        ``TransportError``."""
         if self.account is not None:
             self.account.keep(size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,14 +13,17 @@ from pathlib import Path
 import pytest
 
 from portus.client.checkpointer import Checkpointer
+from portus.daemon.places import Places
+from portus.errors import TransportError
 from portus.protocol import messages as said
 from portus.protocol.address import parse
 from portus.protocol.messages import Kind, packed_column
-from portus.transport.dial import Credentials, dial
+from portus.transport.dial import Credentials, _greet, dial
 from portus.transport.stream import Link
 from tests.hosts import Host
 from tests.unit.daemon.test_memory import rss
 
+CONNECTIONS = 64
 MEMORY = 64 << 20
 BESIDE = 24 << 20
 """What the host takes besides: threads, what its allocator keeps, and what needs no share."""
@@ -27,6 +31,9 @@ BESIDE = 24 << 20
 SECRETS = {"evil": "e" * 32, "good": "g" * 32}
 MANY = 1 << 17
 ATTACKERS = 12
+TRAINERS = 16
+"""Connections of a trainer, and threads that a host takes for a moment."""
+
 ATTACK_S = 0.25
 
 
@@ -42,7 +49,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     secrets = place / "secrets"
     secrets.touch(mode=0o600)
     secrets.write_text("".join(f"{tenant} {secret}\n" for tenant, secret in SECRETS.items()))
-    options = ("--memory", str(MEMORY), "--secret-file", str(secrets), "--quota", "64M")
+    limits = ("--memory", str(MEMORY), "--connections", str(CONNECTIONS), "--quota", "64M")
+    options = (*limits, "--secret-file", str(secrets))
     made = Attacked("memory:64M", *options)
     with made:
         come(made).close()
@@ -89,6 +97,20 @@ def come(host: Host, tenant: str = "evil") -> Link:
     link, _ = dial(
         parse(host.url.replace("//", f"//{tenant}@")), Credentials(SECRETS[tenant].encode()), 30
     )
+    return link
+
+
+def come_from(address: str, host: Host) -> Link:
+    """One of the tenant ``evil``, from another address as it were."""
+    place = ("127.0.0.1", host.port)
+    plain = socket.create_connection(place, 60, source_address=(address, 0))
+    link = Link(plain, is_client=True, name="host", silence_s=60)
+    try:
+        url = parse(host.url.replace("//", "//evil@"))
+        _greet(link, url, Credentials(SECRETS["evil"].encode()), said.VERSION)
+    except BaseException:
+        link.close()
+        raise
     return link
 
 
@@ -180,3 +202,59 @@ def test_a_host_holds_no_more_than_it_was_told_to_and_others_save(
             thread.join()
     print(f"{host.rss / 2**20:.0f} MiB once, {highest / 2**20:.0f} MiB, {trainer.saved} saves")
     assert highest < host.rss + MEMORY + BESIDE
+
+
+def counted(host: Host, what: str) -> int:
+    """Threads (``task``) or descriptors (``fd``) that it has."""
+    return len(os.listdir(f"/proc/{host.process.pid}/{what}"))
+
+
+def settled(truth: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 60
+    while not truth():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+def test_strangers_have_a_few_places_and_those_of_who_proves_a_secret_stay(
+    host: Attacked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settled(lambda: counted(host, "task") < 8)
+    threads, files = counted(host, "task"), counted(host, "fd")
+    places, strangers = Places(CONNECTIONS), []
+    port = host.port
+    with contextlib.ExitStack() as stack, Trainer(host, monkeypatch, tmp_path / "secret") as good:
+        for number in range(3 * CONNECTIONS):  # each from another address as it were
+            near = (f"127.0.1.{number % 4}", 0)
+            each = socket.create_connection(("127.0.0.1", port), 60, source_address=near)
+            strangers.append(stack.enter_context(each))
+        first = good.saved
+        settled(lambda: good.saved > first + 3)
+        settled(lambda: counted(host, "task") <= threads + places.strangers_max + TRAINERS)
+        assert counted(host, "fd") <= files + places.strangers_max + TRAINERS
+        assert sum(is_open(each) for each in strangers) <= places.strangers_max
+
+
+def is_open(stranger: socket.socket) -> bool:
+    stranger.setblocking(False)
+    try:
+        return bool(stranger.recv(1))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def test_a_tenant_has_its_share_of_places_is_told_so_and_the_others_come_in(
+    host: Attacked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    share = Places(CONNECTIONS).tenant_max
+    with contextlib.ExitStack() as stack:
+        for number in range(share):
+            link = come_from(f"127.0.2.{number % 2}", host)
+            stack.callback(link.close)
+            assert link.ask(said.Claim(f"idle {number}", os.urandom(16))) == said.Done()
+        with pytest.raises(TransportError, match=f"{share} of this tenant are the most"):
+            come_from("127.0.2.3", host)
+        with Trainer(host, monkeypatch, tmp_path / "secret") as good:
+            settled(lambda: good.saved > 3)

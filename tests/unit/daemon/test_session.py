@@ -805,15 +805,15 @@ def test_who_may_be_idle_may_not_stop_within_a_message(tmp_path: Path) -> None:
         settled(server, lambda: server.connections() == 0)
 
 
-def test_no_more_are_let_in_than_the_most(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portus.daemon.server.CONNECTIONS_MAX", 1)
-    with client(server) as link:
-        with pytest.raises(TransportError), client(server, model=None):
-            raise AssertionError("it was let in")
-        confirmed(link)
-    settled(server, lambda: server.connections() == 0)
-    with client(server) as link:
-        asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
+def test_no_more_are_let_in_than_the_most_and_they_are_told(tmp_path: Path) -> None:
+    with serving(tmp_path / "pools", connections=1) as server:
+        with client(server) as link:
+            with pytest.raises(TransportError, match="1 from this address are the most"):
+                dial(parse(url(server)), Credentials(), 10)
+            confirmed(link)
+        settled(server, lambda: server.connections() == 0)
+        with client(server) as link:
+            asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
 
 
 def test_a_host_has_so_many_tenants_at_most(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from portus.errors import BusyError, PortusError, UsageError
+from portus.errors import PortusError, TransportError, UsageError
 from portus.protocol.connection import HEADER
 from portus.protocol.messages import Kind
 from portus.protocol.session import State
@@ -174,7 +174,7 @@ def test_a_message_without_memory_is_taken_in_and_forgotten_for_a_refusal(
         assert listener.account.passing == 0
     error = listener.ended()
     assert isinstance(error, UnreadError)
-    assert (error.kind, type(error.why)) == (Kind.REGISTER, BusyError)
+    assert (error.kind, type(error.why)) == (Kind.REGISTER, TransportError)
     assert "those of this tenant" in str(error.why)
     assert listener.link.connection.state is State.ASKED, "a refusal may follow"
 
@@ -237,7 +237,7 @@ def test_a_tenant_that_takes_all_that_it_may_leaves_enough_to_the_others() -> No
     assert greedy[0].take(50 * FREE, 0)
     greedy[1].keep(11 * FREE)
     assert greedy[2].take(15 * FREE, 0)
-    with pytest.raises(BusyError, match="those of this tenant"):
+    with pytest.raises(TransportError, match="those of this tenant"):
         greedy[3].keep(2 * FREE)
     assert not greedy[3].take(1, 0)
     assert budget.taken == budget.tenant_max
