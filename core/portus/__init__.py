@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from portus._autoload import (
         this_is_a_reference_run_portus_materialize as this_is_a_reference_run_portus_materialize,
     )
+    from portus.client.cadence import Cadence as Cadence
     from portus.client.checkpointer import Checkpointer as Checkpointer
     from portus.client.in_turn import Remaining as Remaining
     from portus.client.in_turn import checked_within as checked_within
@@ -66,6 +67,7 @@ __version__ = "0.1.0"
 _MODULE_OF: Final = {
     "AbandonedError": "portus.errors",
     "BusyError": "portus.errors",
+    "Cadence": "portus.client.cadence",
     "Checkpointer": "portus.client.checkpointer",
     "CorruptionError": "portus.errors",
     "Finding": "portus.index.findings",

@@ -26,6 +26,7 @@ GROUPS: dict[str, Group] = {
     "call": lambda memory, disk, rounds: [saving.call_row(memory, rounds)],
     "training": lambda memory, disk, rounds: training.training_rows(memory, rounds),
     "dip": lambda memory, disk, rounds: [training.dip_row(memory, rounds)],
+    "clock": lambda memory, disk, rounds: [training.clock_row(rounds)],
     "restore": lambda memory, disk, rounds: loading.restore_rows(memory, rounds),
     "first": lambda memory, disk, rounds: [training.first_row(memory, max(3, rounds // 2))],
     "memory": lambda memory, disk, rounds: [saving.memory_row(memory, rounds)],

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader
 
+import portus
 from portus_lightning import PortusIO
 from tests.bench.measure import Row
 from tests.bench.saving import MIB, pool_at
@@ -196,3 +197,20 @@ def _remove(place: Path) -> None:
     import shutil
 
     shutil.rmtree(place)
+
+
+def clock_row(rounds: int) -> Row:
+    """What a step pays for ``Cadence`` where nothing is to be saved: the hook, and the question."""
+    steps = 20_000
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    cadence = portus.Cadence(every=100 * steps * rounds)
+
+    def asked() -> float:
+        seen, start = cadence._clock._before_step, time.perf_counter()
+        for _ in range(steps):
+            seen(optimizer)
+            cadence.should_save()
+        return 1e6 * (time.perf_counter() - start) / steps
+
+    row = Row(name="Cadence, a step at which nothing is saved", bar=10.0, unit="us")
+    return row.run({"portus": asked}, rounds)

@@ -191,6 +191,10 @@ class Tuner:
         """What it goes by; None before the first save was measured."""
         return self._costs
 
+    def forget(self) -> None:
+        """What was measured counts no more."""
+        self._costs = None
+
     def note(self, measured: Costs) -> None:
         """One more save was measured."""
         before = self._costs

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+import re
+from typing import Final, Literal
 
 from portus.errors import UsageError
 
 _EPSILON: Final = 1e-12
 """A quotient this little above a whole number is that number: 0.14 / (0.05 * 0.2) is 14."""
+
+
+_UNITS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def rounded_up(steps: float) -> int:
@@ -43,3 +47,30 @@ def share(name: str, value: object) -> float:
 def is_number(value: object) -> bool:
     """True for an int or float that is finite, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def parse_seconds(name: str, value: object) -> float:
+    """Seconds of a number, or of a text such as "30s", "5min" or "1.5h"; over 0. Raises
+    ``UsageError`` for all else."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", value.strip())
+        if found is None:
+            raise UsageError(
+                f"{name}: expected a time such as '30s', '5min' or '1.5h', found {value!r}"
+            )
+        value = float(found[1]) * _UNITS[found[2]]
+    return over_zero(name, value, "seconds")
+
+
+def parse_every(value: object) -> Literal["auto"] | int | float:
+    """An interval as a user says it: "auto", steps (an int), or a time (seconds, as a float).
+    Raises ``UsageError`` for all else."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str):
+        return parse_seconds("every", value)
+    raise UsageError(
+        f"every: expected 'auto', a time such as '30s', or steps over 0, found {value!r}"
+    )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from portus.client import nested, order, restore, view
+from portus.client import clock, nested, order, restore, view
 from portus.client.fence import Fence, before_write, steps_seen
 from portus.client.held import held_in
 from portus.client.home import Home, Pool, home_of
@@ -533,6 +533,7 @@ class Checkpointer:
         )
         job.paths, job.placed, job.keeper = wanted.references.keys(), made, keeper
         save = job.save = Save(snapshot, self._home.draft(snapshot), lambda: self._before, policy)
+        clock.begins(save, writer.medium.info.kind.value)
         try:
             self._check_room(writer, snapshot)
             save.copy_now()

@@ -205,6 +205,14 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
     return found
 
 
+def told_by_first(value: Any, group: Any = None) -> Any:
+    """What the first rank of the group said. Collective."""
+    said = [value]
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(said, src=first, group=group)
+    return said[0]
+
+
 def standing(group: Any = None) -> tuple[int, int]:
     """This rank, and how many there are."""
     if dist.is_available() and dist.is_initialized():

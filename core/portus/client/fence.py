@@ -53,6 +53,9 @@ class Save(Protocol):
         """
 
 
+Listener = Callable[[Optimizer], None]
+
+
 class Fence:
     """What one ``Checkpointer`` holds up writers with. Safe from any thread.
 
@@ -130,8 +133,25 @@ class Fence:
 
 
 def steps_seen() -> int:
-    """How often any optimizer of this process stepped while a fence was there."""
+    """How often any optimizer of this process stepped while a fence or a listener was there."""
     return _steps
+
+
+def listen(listener: Listener) -> None:
+    """Call ``listener`` with each optimizer that is about to step, in its thread; it may not raise
+    nor wait."""
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, listener)
+        _hook_steps()
+
+
+def unlisten(listener: Listener) -> None:
+    """Call it no more."""
+    global _listeners
+    with _lock:
+        _listeners = tuple(other for other in _listeners if other != listener)
+        _unhook_steps()
 
 
 def before_write(storages: Collection[int] | None = None) -> float:
@@ -156,30 +176,42 @@ def _may_write(optimizer: Optimizer, save: Save) -> bool:
 
 _lock = threading.RLock()
 _fences: tuple[Fence, ...] = ()
+_listeners: tuple[Listener, ...] = ()
 _in_flight = 0
 _hook: RemovableHandle | None = None
 _steps = 0
 
 
 def _install(fence: Fence) -> None:
-    global _fences, _hook
+    global _fences
     with _lock:
         _fences = (*_fences, fence)
-        if _hook is None:
-            _hook = register_optimizer_step_pre_hook(_before_step)
+        _hook_steps()
         _guards.put_on()
 
 
 def _uninstall(fence: Fence) -> None:
-    global _fences, _hook
+    global _fences
     with _lock:
         _fences = tuple(other for other in _fences if other is not fence)
         _count_saves()
-        if not _fences and _hook is not None:
-            _hook.remove()
-            _hook = None
+        _unhook_steps()
+        if not _fences:
             _guards.take_off()
             writers.forget()
+
+
+def _hook_steps() -> None:
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def _unhook_steps() -> None:
+    global _hook
+    if _hook is not None and not _fences and not _listeners:
+        _hook.remove()
+        _hook = None
 
 
 def _count_saves() -> None:
@@ -225,7 +257,10 @@ def _before_step(
     """Torch's global step pre-hook; ``arguments[0]`` is the optimizer again. Never raises."""
     global _steps
     _steps += 1
-    writers.learn(optimizer)
+    for listener in _listeners:
+        listener(optimizer)
+    if _fences:
+        writers.learn(optimizer)
     closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
     if not callable(closure):
         _wait_for(optimizer)
