@@ -1,9 +1,10 @@
 """Clients of one storage host, each a process, that save all at once.
 
-python -m tests.bench.clients URL SECONDS COUNT:SIZE...
+python -m tests.bench.clients URL SECONDS COUNT:SIZE[:BESIDE]...
 
 For each COUNT:SIZE a line of JSON: how many saves, of how many bytes together, in which time, and
-how long each took, in seconds. Clients are forked, so that torch is imported once.
+how long each took, in seconds. BESIDE: bytes of a client more, which saves without a pause and is
+not counted. Clients are forked, so that torch is imported once.
 """
 
 from __future__ import annotations
@@ -45,18 +46,19 @@ def save_for(
         told.send((begin, end, took))
 
 
-def measured(url: str, count: int, size: int, seconds: float) -> dict[str, Any]:
+def measured(url: str, count: int, size: int, beside: int, seconds: float) -> dict[str, Any]:
     """What ``count`` clients did at once."""
     fork = multiprocessing.get_context("fork")
-    start, pipes, clients = fork.Barrier(count), [], []
-    for number in range(count):
+    sizes = [size] * count + [beside] * (beside > 0)
+    start, pipes, clients = fork.Barrier(len(sizes)), [], []
+    for number, own in enumerate(sizes):
         near, far = fork.Pipe(duplex=False)
-        arguments = (url, number, size, seconds, start, far)
+        arguments = (url, number, own, seconds, start, far)
         clients.append(fork.Process(target=save_for, args=arguments))
         clients[-1].start()
         far.close()
         pipes.append(near)
-    results = [pipe.recv() for pipe in pipes]
+    results = [pipe.recv() for pipe in pipes][:count]
     for client in clients:
         client.join()
     took = [each for _, _, own in results for each in own]
@@ -75,8 +77,8 @@ def main() -> None:
     url, seconds, *configurations = sys.argv[1:]
     gc.freeze()
     for text in configurations:
-        count, size = map(int, text.split(":"))
-        print(json.dumps(measured(url, count, size, float(seconds))), flush=True)
+        count, size, beside = map(int, f"{text}:0".split(":")[:3])
+        print(json.dumps(measured(url, count, size, beside, float(seconds))), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,15 @@ from tests.hosts import ROOT
 CLIENTS = (1, 4, 16, 64)
 BIG = 8 * MIB
 SMALL = 64 << 10
+FEW = 10
+HUGE = 256 * MIB
 SECONDS = 2.0
 
 
 def load_rows(memory: Path, disk: Path, rounds: int) -> Iterator[Row]:
-    """Bytes a second of all clients together; the slowest of a hundred small saves."""
+    """Bytes a second of all clients together; the slowest of a hundred small saves; and of those
+    beside a client that saves much."""
+    yield _beside_row(memory, rounds)
     for name, place, sizes in (("tmpfs", memory, (BIG, SMALL)), ("disk", disk, (SMALL,))):
         wanted = [f"{count}:{size}" for size in sizes for count in CLIENTS]
         with Watched(place / "hosted") as watched:
@@ -36,6 +40,47 @@ def load_rows(memory: Path, disk: Path, rounds: int) -> Iterator[Row]:
         for place_of, text in enumerate(wanted):
             count, size = map(int, text.split(":"))
             yield _row(name, count, size, [turn[place_of] for turn in turns], note)
+        if BIG in sizes:
+            yield _together_row([turn[: len(CLIENTS)] for turn in turns])
+
+
+def _together_row(turns: list[list[dict[str, Any]]]) -> Row:
+    few, many = CLIENTS[1], CLIENTS[-1]
+    rates = {
+        f"{turn['count']} clients": [
+            each[place]["bytes"] / each[place]["wall_s"] / 1e9 for each in turns
+        ]
+        for place, turn in enumerate(turns[0])
+    }
+    return Row(
+        name=f"saves of {BIG // MIB} MiB: {many} clients together against {few}",
+        bar=0.5,
+        at_most=False,
+        this=f"{many} clients",
+        that=f"{few} clients",
+        unit="GB/s",
+        figures=rates,
+        note="the clients share the processors of the host",
+    )
+
+
+def _beside_row(memory: Path, rounds: int) -> Row:
+    wanted = [f"{FEW}:{SMALL}", f"{FEW}:{SMALL}:{HUGE}"]
+    with Watched(memory / "beside") as watched:
+        turns = [_measured(watched.host.url, wanted) for _ in range(rounds)]
+    alone, beside = zip(*turns, strict=True)
+    return Row(
+        name=f"saves of {SMALL >> 10} KiB, {FEW} clients, beside one of {HUGE // MIB} MiB: p99",
+        bar=1.5,
+        this="beside, ms",
+        that="alone, ms",
+        unit="",
+        figures={
+            "beside, ms": [1e3 * p99(turn["took_s"]) for turn in beside],
+            "alone, ms": [1e3 * p99(turn["took_s"]) for turn in alone],
+        },
+        note="the big one saves without a pause, from a process of its own on the same processors",
+    )
 
 
 def p99(took_s: list[float]) -> float:
