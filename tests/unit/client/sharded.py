@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import shutil
@@ -44,6 +45,7 @@ import portus.dcp
 from portus.client.writers import classify
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.errors import CorruptionError
+from portus.pipeline.handle import SaveHandle
 from portus.spec import VersionInfo
 from portus.testing.nursery import Say
 
@@ -198,11 +200,50 @@ def train(rank: int, count: int, root: Path, until: str, killed: str = "-1") -> 
             writer.wait()
             os._exit(0)
     writer.close()
+    digest = digest_of(job)
+    if rank == 0:
+        print("resumed", done, "end", digest, flush=True)
+
+
+def train_for_ever(rank: int, count: int, root: Path, first: str) -> None:
+    """Resume, if ``first`` is not 1, then train and save until somebody ends it, from that step on,
+    so that no two saves are of the same step. Each rank tells its process and what it committed;
+    the first one also what is saved, and what was loaded."""
+    say(f"process {rank} {os.getpid()}")
+    job = Job(1, count)
+    if int(first) > 1:
+        loaded = job.load(PortusStorageReader(pools(root), "run"))
+        tell(rank, "loaded", loaded, job)
+    writer = PortusStorageWriter(pools(root), "run", links=str(root / "links"))
+    under_way: dict[int, SaveHandle] = {}
+    for step in itertools.count(int(first)):
+        job.step(step)
+        tell(rank, "saved", step, job)
+        under_way[step] = writer.save(job.state(step), step=step)
+        for each in [each for each, handle in under_way.items() if handle.done]:
+            if under_way.pop(each).committed:
+                say(f"committed {each} {rank}")
+
+
+def tell(rank: int, what: str, step: int, job: Job) -> None:
+    """What the job is now, of all ranks together."""
+    digest = digest_of(job)
+    if rank == 0:
+        say(f"{what} {step} {digest}")
+
+
+def digest_of(job: Job) -> str:
+    """Of every tensor, gathered. All processes have to call it."""
     digest = hashlib.sha256()
     for name, value in sorted(job.whole().items()):
         digest.update(name.encode() + value.numpy().tobytes())
-    if rank == 0:
-        print("resumed", done, "end", digest.hexdigest(), flush=True)
+    return digest.hexdigest()
+
+
+def look(rank: int, count: int, root: Path) -> None:
+    """Load what there is, and tell it."""
+    job = Job(2, count)
+    tell(rank, "loaded", job.load(PortusStorageReader(pools(root), "run")), job)
 
 
 def damaged(rank: int, count: int, root: Path) -> None:
@@ -639,6 +680,8 @@ TASKS: dict[str, Callable[..., None]] = {
     "save": save,
     "load": load,
     "train": train,
+    "train_for_ever": train_for_ever,
+    "look": look,
     "async": asynchronous,
     "process": in_a_process,
     "damaged": damaged,

@@ -1,0 +1,157 @@
+"""A sharded job of four ranks is killed: one rank, all, its storage host, one of two (V2, V8).
+
+What is loaded then, at any number of ranks, is bit for bit what was saved, and not older than what
+all ranks had told to be committed. ``PORTUS_TEST_KILLS=100`` makes that many kills.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from portus.dcp import groups
+from portus.testing.nursery import Child, nursery
+from tests.hosts import Host
+from tests.unit.client.test_dcp import run
+
+KILLS = int(os.environ.get("PORTUS_TEST_KILLS", "12"))
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only"),
+    pytest.mark.timeout(300 + 60 * KILLS),
+    pytest.mark.long,
+]
+
+RANKS = 4
+LOADS = (1, 2, 3, 4, 8)
+DELAY_S_MAX = 0.1
+GROUPS_MAX = 12
+"""More are there only if what was cut off is never let go of."""
+
+
+@dataclass
+class History:
+    """What a run told, over all its restarts. ``saved``: by step, the digest."""
+
+    root: Path
+    hosts: list[Host]
+    saved: dict[int, str] = field(default_factory=dict)
+    committed: dict[int, set[int]] = field(default_factory=dict)
+    processes: dict[int, int] = field(default_factory=dict)
+    loaded: list[int] = field(default_factory=list)
+
+    @property
+    def pool(self) -> str:
+        return ",".join(host.url for host in self.hosts) or str(self.root / "pools")
+
+    @property
+    def newest(self) -> int:
+        """The newest step that all ranks told to be committed."""
+        whole = (step for step, ranks in self.committed.items() if len(ranks) == RANKS)
+        return max(whole, default=0)
+
+    def hear(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "process":
+            rank, process = map(int, rest.split())
+            self.processes[rank] = process
+        elif word == "committed":
+            step, rank = map(int, rest.split())
+            self.committed.setdefault(step, set()).add(rank)
+        elif word == "saved":
+            step_text, digest = rest.split()
+            self.saved[int(step_text)] = digest
+        elif word == "loaded":
+            self.check(*rest.split())
+
+    def check(self, step: str, digest: str) -> None:
+        """That step was loaded, as that."""
+        assert self.newest <= int(step), f"step {step} instead of {self.newest}"
+        assert self.saved[int(step)] == digest, f"step {step} is not what was saved"
+        self.loaded.append(int(step))
+
+
+def trained_and_killed(history: History, what: str, random_: random.Random) -> None:
+    """Let four ranks train until they committed, and kill ``what``; a launcher ends the rest."""
+    history.root.mkdir(exist_ok=True)
+    history.processes.clear()
+    first = max(history.saved, default=0) + 1
+    with (
+        tempfile.NamedTemporaryFile() as errors,
+        nursery("tests.unit.client.sharded").start(
+            "run",
+            str(history.root),
+            [f"train_for_ever:{RANKS}:{first}"],
+            {"SHARDED_POOL": history.pool},
+            errors.name,
+        ) as child,
+    ):
+        until = first + random_.randrange(3)
+        try:
+            while history.newest < until:
+                history.hear(child.line())
+            time.sleep(random_.uniform(0, DELAY_S_MAX))
+            if what == "rank":
+                os.kill(history.processes[random_.randrange(RANKS)], signal.SIGKILL)
+                child.wait()
+            elif what == "host":
+                host = random_.choice(history.hosts)
+                host.kill()
+                hear_some(history, child, random_.randrange(4))
+                host.start()
+        except AssertionError as error:
+            said = Path(errors.name).read_text(errors="replace")
+            raise AssertionError(f"{error}\n{said[-4000:]}") from error
+        for line in ended(history, child):
+            history.hear(line)
+
+
+def hear_some(history: History, child: Child, saves: int) -> None:
+    """Let the job go on without a host, for some saves."""
+    while saves:
+        line = child.line()
+        history.hear(line)
+        saves -= line.startswith("saved")
+
+
+def ended(history: History, child: Child) -> list[str]:
+    """Kill all at once; what they had still said before."""
+    lines = child.kill()
+    for process in history.processes.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    return lines + child.rest()
+
+
+def test_what_a_killed_job_goes_on_from_is_what_it_saved(tmp_path: Path, seed: int) -> None:
+    random_ = random.Random(seed)
+    with Host(tmp_path / "a") as a, Host(tmp_path / "b") as b, Host(tmp_path / "c") as c:
+        files, one, two = (
+            History(tmp_path / "files", []),
+            History(tmp_path / "one", [a]),
+            History(tmp_path / "two", [b, c]),
+        )
+        cases = [(files, "rank"), (one, "host"), (two, "host"), (files, "all"), (two, "rank")]
+        tried = 0
+        while tried < KILLS:
+            history, what = cases[tried % len(cases)]
+            trained_and_killed(history, what, random_)
+            count = LOADS[(tried + tried // len(cases)) % len(LOADS)]
+            said = run(history.root, f"look:{count}", SHARDED_POOL=history.pool)
+            history.hear(said.splitlines()[-1])
+            there = len(groups(history.pool, "run"))
+            assert there <= GROUPS_MAX, f"kill {tried}: {there} groups"
+            tried += 1
+        steps = [len(history.saved) for history in (files, one, two)]
+        print(
+            f"{tried} kills, {steps} saves, {sum(len(h.loaded) for h in (files, one, two))} loads"
+        )
