@@ -111,6 +111,9 @@ class Checkpointer:
         self.surplus: Callable[[Sequence[VersionInfo]], Collection[int]] | None = None
         """In place of ``keep``: which versions, by id, the next commit retires, if no reference
         file holds them. For parts of groups, where others have a say. Runs on the worker."""
+        self.is_heard_of = False
+        """True where a save that failed is raised by who asked for it, on all ranks, in the next
+        save: then ``save`` raises it not, on one of them."""
         self._keep: Final = keep
         self._process: Final = os.getpid()
         self._snapshots: Final = Snapshots(model, SnapshotMode(self.settings.snapshot))
@@ -718,6 +721,9 @@ class Checkpointer:
                     self._queue.catch_up(self.settings.fence_timeout)  # the first may be in flight
                 goes_on = self.has_committed or (is_save and isinstance(error, AbandonedError))
                 if self.settings.on_error == "raise" or not goes_on:
+                    if is_save and self.is_heard_of:
+                        self._failed.appendleft(save)
+                        return
                     raise error
                 if isinstance(error, AbandonedError) and not self.has_committed:
                     self._given_up = self._given_up or error

@@ -35,8 +35,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
-    WriteItem,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -54,7 +52,7 @@ from portus.client.cuts import (
     encode,
 )
 from portus.client.dcp_reader import reason_of
-from portus.client.exchange import Heard, Outcomes, standing
+from portus.client.exchange import Heard, Outcomes, Word, standing
 from portus.client.grouped import (
     STOCK_METADATA,
     census,
@@ -64,7 +62,14 @@ from portus.client.grouped import (
     shard_name,
     step_of,
 )
-from portus.client.planned import Planned, agreed, all_or_none, values_of
+from portus.client.planned import (
+    Parts,
+    Planned,
+    agreed,
+    check_kinds,
+    collected,
+    values_of,
+)
 from portus.client.resolve import POOLS
 from portus.client.retention import Retention
 from portus.client.run import Run
@@ -248,25 +253,22 @@ class PortusStorageWriter(StorageWriter):
             gloo beside it where that is of NCCL.
 
         Returns the handle of this rank's part. Raises ``CheckpointException``, and ``UsageError``
-        for what cannot be saved, on all ranks if on one.
+        for what cannot be saved, on all ranks if on one. Where it is not planned anew, the ranks
+        tell each other once, before the copy starts; what one meets after that is raised there,
+        and heard of by the others in the next save.
         """
         self._begin(step, id_of(checkpoint_id))
         start, ranks = self._since, process_group or self._ranks
         state, planner = values_of(state), DefaultSavePlanner()
         planned, self._planned = self._planned, None
-        named = (step, self._checkpoint_id)
-        group, said = agreed(planned, state, planner, named, self._outcomes.news(), ranks)
+        word = Word(named=(step, self._checkpoint_id), news=self._outcomes.news())
+        found, said = agreed(planned, state, planner, self._check, word, ranks)
         self._hear(Heard.of(said, self.model))
-        if group is None:
+        if found is None:
             torch_save(state, storage_writer=self, planner=planner, process_group=ranks)
-            rank, count = standing(ranks)
-            planned = Planned(
-                id=self._group, rank=rank, count=count, local=self._local, final=planner.plan
-            )
+            planned = Planned.of(self._group, self._local, planner, state, ranks)
         else:
-            assert planned is not None
-            final = planner.finish_plan(replace(planned.final, storage_data=group))
-            all_or_none(lambda: self._save_planned(final, planner), ranks)
+            self._save_planned(*found)
         self._planned = planned
         assert self._handle is not None
         self._handle.stats.call_s = time.perf_counter() - start
@@ -381,13 +383,13 @@ class PortusStorageWriter(StorageWriter):
         self._check_shared(start)
         if start.past is not None:
             self._retention.tell(start.past)
-        plan = replace(plan, storage_data=start.group)
         if getattr(planner, "_enable_plan_caching", False):  # it would bring an old group's id
             raise UsageError(
                 "planners with enable_plan_caching are not supported: PortusStorageWriter.save "
                 "does what they are for"
             )
-        parts = self._collect(plan, planner)
+        parts = collected(plan, planner)
+        self._begin_group(start.group, parts)
         results = []
         for item, (key, value) in zip(plan.items, parts.items(), strict=True):
             size = value.nbytes if isinstance(value, torch.Tensor) else 0
@@ -409,19 +411,27 @@ class PortusStorageWriter(StorageWriter):
         """Any name will do."""
         return True
 
-    def _collect(self, plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
-        """What this rank saves, by key; its group begins."""
-        self._group = plan.storage_data
-        self._retention.begin(self._group)
-        self._outcomes.begin(self._group, self._step)
-        self._parts = {f"i{n}": _value_of(item, planner) for n, item in enumerate(plan.items)}
-        return self._parts
+    def _begin_group(self, group: bytes, parts: Parts) -> None:
+        """``parts`` are what this rank saves of it, by key."""
+        self._group = group
+        self._retention.begin(group)
+        self._outcomes.begin(group, self._step)
+        self._parts = parts
 
-    def _save_planned(self, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
-        content = {FORMAT_KEY: FORMAT, ITEMS: self._collect(plan, planner)}
+    def _check(self, parts: Parts) -> None:
+        """Raise ``UsageError`` for what cannot be saved."""
+        check_kinds({**parts, **self._with_files({})})
+
+    def _save_planned(self, group: bytes, parts: Parts) -> None:
+        self._begin_group(group, parts)
+        content = {FORMAT_KEY: FORMAT, ITEMS: parts}
         if self._is_coordinator:
             content.update(self._described())
-        return self._save(content)
+        try:
+            self._save(content)
+        except BaseException as error:
+            self._outcomes.refused(error)
+            raise
 
     def _described(self) -> dict[str, Any]:
         """What the coordinator's part has besides."""
@@ -471,6 +481,7 @@ class PortusStorageWriter(StorageWriter):
             name = part_model(self.model, self._rank, self._count)
             checkpointer = self._checkpointer = self._run.part(name, self.place.of_rank(self._rank))
             checkpointer.surplus = lambda own: self._surplus(checkpointer, own)
+            checkpointer.is_heard_of = True
         return self._checkpointer
 
     def _surplus(self, checkpointer: Checkpointer, own: Sequence[VersionInfo]) -> list[int]:
@@ -618,18 +629,6 @@ def _apart(*said: tuple[int, str | None]) -> Iterator[str]:
     """What ranks save, where that differs."""
     steps = {step for step, _ in said}
     return (f"step {step}" if len(steps) > 1 else repr(name) for step, name in said)
-
-
-def _value_of(item: WriteItem, planner: SavePlanner) -> Any:
-    """The live shard, or the object itself: not the pickle that torch would make of it."""
-    if item.type == WriteItemType.BYTE_IO:
-        lookup = getattr(planner, "lookup_object", None)
-        if lookup is None:
-            raise UsageError(f"{type(planner).__name__} does not hand out objects (lookup_object)")
-        return lookup(item.index)
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, torch.Tensor)
-    return tensor.detach()
 
 
 __all__ = ["PortusStorageWriter", "groups"]

@@ -9,15 +9,19 @@ older than a group that all of them have committed.
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 from portus.client.settings import OnError
 from portus.errors import AbandonedError, MediumError, PortusError, TransportError
+from portus.format.checksum import DIGEST_SIZE, digest
+from portus.index.groups import ID_SIZE, new_id
 from portus.pipeline.handle import SaveHandle
 
 _NAMED_MAX: Final = 8
@@ -26,6 +30,12 @@ _NAMED_MAX: Final = 8
 _GROUPS_MAX: Final = 8
 """Groups that a rank says it committed: more than saves are under way at once, so that what a slow
 rank commits last is still said by the fast ones."""
+UNPLANNED: Final = bytes(ID_SIZE)
+"""In the place of the id of a planning."""
+
+_WORD: Final = struct.Struct(f"<{ID_SIZE}s{DIGEST_SIZE}s{ID_SIZE}s???qB{_GROUPS_MAX * ID_SIZE}s")
+"""A word in short: planning, digest of what is saved, an id for the group; whether that is all;
+and news without failures: raises; whether anything was committed, and its step; groups."""
 
 _TEXT_MAX: Final = 500
 """Characters of an error that other ranks hear."""
@@ -97,11 +107,13 @@ class Heard:
 
 @dataclass(slots=True)
 class _Begun:
-    """A part that this rank was to save. Without a handle its save never came to begin."""
+    """A part that this rank was to save. Without a handle its save never came to begin:
+    ``refusal`` says why, if other ranks were not told."""
 
     group: bytes
     step: int
     handle: SaveHandle | None = None
+    refusal: BaseException | None = None
 
 
 @dataclass(slots=True)
@@ -121,6 +133,10 @@ class Outcomes:
     def began(self, handle: SaveHandle) -> None:
         """The part of the newest of them is under way."""
         self._begun[-1].handle = handle
+
+    def refused(self, error: BaseException) -> None:
+        """It does not come to begin, which the others do not know."""
+        self._begun[-1].refusal = error
 
     def news(self) -> News:
         """What ended since ``heard`` was called."""
@@ -152,7 +168,7 @@ class Outcomes:
 
 def _failure(begun: _Begun) -> Failure:
     save = begun.handle.of if begun.handle is not None else None
-    error = save.error if save is not None else None
+    error = save.error if save is not None else begun.refusal
     in_doubt = isinstance(error, TransportError) and getattr(save, "is_in_doubt", False)
     return Failure(
         group=b"" if in_doubt else begun.group,
@@ -160,7 +176,7 @@ def _failure(begun: _Begun) -> Failure:
         text=str(error or "")[:_TEXT_MAX],
         errno=getattr(error, "errno", None),
         given_up=isinstance(error, AbandonedError),
-        is_known=begun.handle is None,
+        is_known=begun.handle is None and begun.refusal is None,
     )
 
 
@@ -195,14 +211,71 @@ def _told(said: Sequence[News], model: str) -> PortusError | None:
     return MediumError(numbers[0], text) if numbers else AbandonedError(text)
 
 
-def gathered(value: Any, group: Any = None) -> list[Any]:
-    """What every rank said, by rank. Collective."""
-    _, count = standing(group)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """What a rank says in a save that may be planned as the one before it was.
+
+    named: the step, and the id that it is saved as. planning: the id of the planning that it would
+    go on with; ``UNPLANNED`` if it cannot. error: why it cannot save at all.
+    """
+
+    named: tuple[int, str | None]
+    news: News
+    planning: bytes = UNPLANNED
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What all ranks say. group: an id for the group of this save, if all of them go on with the
+    same planning and save the same; else None. news, errors: by rank."""
+
+    group: bytes | None
+    news: list[News]
+    errors: list[BaseException]
+
+
+def exchanged(word: Word, ranks: Any = None) -> Said:
+    """Collective: once, and a second time if a rank has a failure or an error to tell."""
+    said = [_WORD.unpack(each) for each in _gathered(_short(word), ranks)]
+    is_same = word.planning != UNPLANNED and len({each[:2] for each in said}) == 1
+    group: bytes | None = said[0][2] if is_same else None
+    if all(each[3] for each in said):
+        return Said(group=group, news=[_news(*each[4:]) for each in said], errors=[])
+    words: list[Any] = [word] * len(said)
+    if len(said) > 1:
+        dist.all_gather_object(words, word, group=ranks)
+    errors = [each.error for each in words if each.error is not None]
+    return Said(group=group, news=[each.news for each in words], errors=errors)
+
+
+def _short(word: Word) -> bytes:
+    news = word.news
+    named = digest(repr(word.named).encode())
+    is_all = word.error is None and not news.failures
+    committed = (news.committed is not None, news.committed or 0)
+    last = (news.raises, *committed, len(news.groups), b"".join(news.groups))
+    return _WORD.pack(word.planning, named, new_id(), is_all, *last)
+
+
+def _news(raises: bool, has_committed: bool, step: int, count: int, groups: bytes) -> News:
+    ids = tuple(groups[ID_SIZE * n : ID_SIZE * (n + 1)] for n in range(count))
+    committed = step if has_committed else None
+    return News(committed=committed, groups=ids, failures=(), raises=raises)
+
+
+def _gathered(own: bytes, ranks: Any) -> list[bytes]:
+    """The bytes of every rank, as many as these, by rank."""
+    _, count = standing(ranks)
     if count == 1:
-        return [value]
-    found: list[Any] = [None] * count
-    dist.all_gather_object(found, value, group=group)
-    return found
+        return [own]
+    if "cpu:gloo" not in dist.get_backend_config(ranks):
+        found: list[Any] = [None] * count
+        dist.all_gather_object(found, own, group=ranks)
+        return found
+    tensors = [torch.empty(len(own), dtype=torch.uint8, device="cpu") for _ in range(count)]
+    dist.all_gather(tensors, torch.frombuffer(bytearray(own), dtype=torch.uint8), group=ranks)
+    return [each.numpy().tobytes() for each in tensors]
 
 
 def told_by_first(value: Any, group: Any = None) -> Any:

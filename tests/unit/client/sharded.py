@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import portus.client.dcp
@@ -52,6 +52,11 @@ from portus.testing.nursery import Say
 WIDTH = 24
 
 JOBS_S_MAX = 250
+
+COLLECTIVES = (
+    *("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "gather", "scatter"),
+    *("broadcast_object_list", "gather_object", "scatter_object_list", "reduce", "send", "recv"),
+)
 
 
 class Job:
@@ -289,6 +294,26 @@ class Comes(logging.Handler):
             self._place.symlink_to(self._pool)
 
 
+@contextlib.contextmanager
+def collectives() -> Iterator[list[str]]:
+    """Which of them are called inside."""
+    used: list[str] = []
+    whole = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def noted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            used.append(name)
+            return whole[name](*args, **named)
+
+        return call
+
+    for name in whole:
+        setattr(dist, name, noted(name))
+    yield used
+    for name, call in whole.items():
+        setattr(dist, name, call)
+
+
 def again(rank: int, count: int, root: Path) -> None:
     """Saves of the same state are planned once; whatever changes on any rank is planned anew."""
     planned, global_plan = [], DefaultSavePlanner.create_global_plan
@@ -323,6 +348,10 @@ def again(rank: int, count: int, root: Path) -> None:
 
     saved(1, plannings=1)
     saved(2, plannings=1)
+    with collectives() as used:
+        writer.save(state, step=2)
+    assert used == ["all_gather"], "ranks tell each other once"
+    writer.wait()
     if rank == 1:
         state["own1"] = torch.zeros(9)  # one rank's plan changes
     saved(3, plannings=2)
@@ -350,6 +379,18 @@ def again(rank: int, count: int, root: Path) -> None:
     with pytest.raises(CheckpointException, match=r"PortusStorageWriter\.save does what"):
         dcp.save(state, checkpoint_id="13", storage_writer=writer, planner=caching)
     saved(13, plannings=11)
+    mesh = init_device_mesh("cpu", (count,))
+    for step, cut in ((131, 0), (132, 1)):  # another cut, of the same bytes on each rank
+        whole = torch.arange(16.0).reshape(4, 4) + step
+        state["same"] = distribute_tensor(whole, mesh, [Shard(cut)])
+        for _ in range(2):
+            writer.save(state, step=step)
+        writer.wait()
+        dist.barrier()
+        target: dict[str, Any] = {"same": torch.zeros(4, 4)}
+        portus.dcp.load(target, PortusStorageReader(root / "again", "run"))
+        assert torch.equal(target["same"], whole), step
+        assert rank or len(planned) == 12 + cut, planned
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:  # alone now
