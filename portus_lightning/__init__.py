@@ -8,23 +8,36 @@ alone is used.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from portus_lightning.checkpoint_of_lightning import PortusCheckpoint as PortusCheckpoint
     from portus_lightning.io import PortusIO as PortusIO
 
-__all__ = ["PortusIO"]
+__all__ = ["PortusCheckpoint", "PortusIO"]
 
-_MODULE_OF: Final = {"PortusIO": "portus_lightning.io"}
+_MODULE_OF: Final = {
+    "PortusCheckpoint": "portus_lightning.checkpoint_of_lightning",
+    "PortusIO": "portus_lightning.io",
+}
 
 
 def __getattr__(name: str) -> object:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'portus_lightning' has no attribute {name!r}")
+    if name == "PortusCheckpoint" and _is_of_pytorch_lightning():
+        module = "portus_lightning.checkpoint_of_pytorch_lightning"
     value: object = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
+
+
+def _is_of_pytorch_lightning() -> bool:
+    """True if the program has that copy of Lightning, and not the other. Each has a
+    ``ModelCheckpoint`` of its own; where both are loaded, name the module."""
+    return "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 
 
 def __dir__() -> list[str]:

@@ -131,7 +131,9 @@ class Clock:
         return Costs(step_s=step_s, cost_s=cost_s, save_s=save_s, stall_s=min(blocked_s, save_s))
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        self.optimizers = True
+        if not self.optimizers:  # calls that were taken for steps until now were none
+            self.optimizers, self.steps, self._last = True, 0, None
+            self._untouched.clear()
         number = id(optimizer)
         if number in self._stepped or not self._stepped:
             self._stepped = {number}

@@ -168,6 +168,13 @@ def test_without_an_optimizer_of_torch_a_call_is_a_step() -> None:
     assert [cadence.should_save() for _ in range(11)] == ([False] * 4 + [True]) * 2 + [False]
 
 
+def test_calls_before_the_first_step_are_no_steps() -> None:
+    training = Training(every=3)
+    assert not any(training.cadence.should_save() for _ in range(2)), "batches are accumulated"
+    training.run(7)
+    assert training.saved == [3, 6]
+
+
 def test_a_resumed_training_goes_on_with_its_interval() -> None:
     training = Training(max_overhead=0.05)
     training.run(70)

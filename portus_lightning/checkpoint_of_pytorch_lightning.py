@@ -1,0 +1,11 @@
+"""``PortusCheckpoint`` for Trainers of ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from portus_lightning.checkpoint import CadenceHooks
+
+
+class PortusCheckpoint(CadenceHooks, ModelCheckpoint):
+    """See ``checkpoint.CadenceHooks``, and ``ModelCheckpoint`` for all other arguments."""
