@@ -21,6 +21,8 @@ BROAD_EXCEPT = {
     "core/portus/client/fence.py: _settle": "inside the user's step; ours must not end training",
     "core/portus/client/planned.py: _plans_alike": "other ranks wait; torch meets it again, tells",
     "core/portus/client/planned.py: agreed": "other ranks wait for a word; it is raised after",
+    "core/portus/transport/local.py: _together": "raised in the thread that waits for it",
+    "core/portus/transport/local.py: take_part_beside": "raised in the thread that waits for it",
     "core/portus/pipeline/queue.py: _run": "the top of the worker thread; the error is kept",
     "core/portus/testing/nursery.py: _run": "the top of a forked process; it is told",
     "portus_accelerate/autoload.py: look": "inside of an import; it is said, and stock goes on",

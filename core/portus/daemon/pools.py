@@ -46,6 +46,9 @@ BUSY_S: Final = 10.0
 _LOCK: Final = ".host"
 """In a directory that is served: whose process it is."""
 
+HASHERS: Final = max(2, os.cpu_count() or 0)
+"""Connections for which a host hashes at once; for those of one tenant half as many."""
+
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -76,6 +79,8 @@ class Hosted:
         self.writer: Final = writer
         self.holds: Final = holds
         self.path: Final = path
+        self.hashing: Final = threading.Semaphore(max(1, HASHERS // 2))
+        """Held while one of its clients has the pool hashed."""
         self._changed: Final = threading.Condition()
         self._claims: Final[dict[str, tuple[bytes, int]]] = {}
         self._saves = 0

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from portus.daemon.counters import Counters
 from portus.daemon.events import Few, tell
 from portus.daemon.fabric import Fabric, Lane
 from portus.daemon.places import Place, Places
-from portus.daemon.pools import Hosted, Pools, free_bytes, hole_bytes, taken_bytes
+from portus.daemon.pools import HASHERS, Hosted, Pools, free_bytes, hole_bytes, taken_bytes
 from portus.daemon.regions import Regions
 from portus.daemon.secrets import Secrets
 from portus.errors import (
@@ -63,7 +64,7 @@ from portus.protocol.messages import (
     ranges,
 )
 from portus.protocol.proof import proof_of_host
-from portus.transport.base import Column, Digests, Sources, cut
+from portus.transport.base import Column, Digests, Sources, Stop, cut
 from portus.transport.budget import Budget
 from portus.transport.local import check
 from portus.transport.onesided import Moved, Remote
@@ -102,6 +103,7 @@ _STORAGE_COMMITTED: Final = 512
 committed."""
 _RANGE_MOVED: Final = 64
 _PIN: Final = 256
+_TURN_S: Final = 0.1
 _TREE_VALUE: Final = 64
 _TREE_DICT: Final = 384
 _LAYOUT_VALUE: Final = 48
@@ -133,6 +135,8 @@ class House:
     """Tells of those that were not let in."""
     budget: Budget = field(default_factory=lambda: Budget(MEMORY))
     places: Places = field(default_factory=Places)
+    hashing: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(HASHERS))
+    """Held while a pool is hashed for a client."""
 
 
 def turned_away(house: House, peer: str, why: str, tenant: str | None = None) -> None:
@@ -291,6 +295,7 @@ class _Requests:
         self._counted: tuple[Pointer, int] | None = None
         self.goodbye = False
         """True once the client said so."""
+        self._turns: Final = house.hashing
         self._answers: Final[dict[Kind, Callable[..., Said]]] = {
             Kind.CLAIM: self._claim,
             Kind.CONNECT: self._connect,
@@ -542,7 +547,7 @@ class _Requests:
             it confirms: its digests must be those of this version."""
             address = np.ones(len(indices), np.int64)
             medium = self._writer.medium
-            with self._link.working() as stop:
+            with self._hashing() as stop:
                 found = check(medium, sources(address, lengths, group.extents), stop)
             return bool(np.array_equal(found, group.digests))
 
@@ -676,6 +681,16 @@ class _Requests:
         return said.Abandoned()
 
     @contextlib.contextmanager
+    def _hashing(self) -> Iterator[Stop]:
+        """A turn in which the pool is hashed for this client, as long as it is there."""
+        with contextlib.ExitStack() as turns, self._link.working() as stop:
+            for turn in (self._hosted.hashing, self._turns):
+                while not turn.acquire(timeout=_TURN_S):
+                    stop.check()
+                turns.callback(turn.release)
+            yield stop
+
+    @contextlib.contextmanager
     def _kept(self, size: int) -> Iterator[None]:
         """Memory that stays for what is made in here."""
         self._link.keep(size)
@@ -727,7 +742,7 @@ class _Requests:
             extent_offset=offsets,
             extent_length=sizes,
         )
-        with self._link.working() as stop:
+        with self._hashing() as stop:
             return said.Checked(check(self._writer.medium, moved, stop).tobytes())
 
     def _push(self, message: said.Push) -> Said:

@@ -16,7 +16,6 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeGuard
 
@@ -341,6 +340,7 @@ def _arrive_from_memory(call: _Call, segments: Segments, *, keep: bool) -> None:
     """Hash the medium's own bytes, and copy them where they go in the same pass."""
     assert isinstance(call.medium, MappedMedium)
     for batch in segments.batches(BATCH):
+        call.stop.check()
         box = batch.box()
         place = batch.offset + (call.medium.address(box) - box.offset)
         there = Segments(address=place, offset=batch.offset, length=batch.length, row=batch.row)
@@ -430,14 +430,27 @@ def _together(work: Callable[[Iterator[Segments]], None], batches: Iterator[Segm
             shared.end()
             raise
 
-    with ThreadPoolExecutor(1, "portus-transport") as second:
+    failed: list[BaseException] = []
+
+    def take_part_beside() -> None:
         try:
-            other = second.submit(take_part)
-        except RuntimeError:  # the interpreter is going down, and starts no thread any more
-            other = None
+            take_part()
+        except BaseException as error:
+            failed.append(error)
+
+    # No pool of threads: the exit of the process would wait for it, whatever it hangs in.
+    second = threading.Thread(target=take_part_beside, name="portus-transport", daemon=True)
+    try:
+        second.start()
+    except RuntimeError:  # the interpreter is going down, and starts no thread any more
         take_part()
-        if other is not None:
-            other.result()
+        return
+    try:
+        take_part()
+    finally:
+        second.join()
+    if failed:
+        raise failed[0]
 
 
 def _columns(sources: Sequence[Source] | Sources) -> Sources:

@@ -137,17 +137,28 @@ class Link:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[Stop]:
-        """Work for the other side, in which nothing is said: it is to end when the link is closed.
-        Raises ``EndedError`` then."""
-        self._work = stop = Stop()
+        """Work for the other side, in which nothing is said: it is to end when the link is closed,
+        or the other side hangs up. Raises ``EndedError`` then."""
+        self._work = stop = _Work(self)
         try:
             if self._closed:
                 stop.set()
             yield stop
         except StoppedError as error:
+            self.close()
             raise EndedError(f"{self.name}: the connection was closed") from error
         finally:
             self._work = None
+
+    @property
+    def hung_up(self) -> bool:
+        """True once the other side will say nothing more. Takes nothing of what it said."""
+        number = self._socket.fileno()
+        if number < 0:
+            return True
+        asking = select.poll()
+        asking.register(number, getattr(select, "POLLRDHUP", 0))  # what else ends it comes unasked
+        return bool(asking.poll(0))
 
     def send(self, message: Said) -> None:
         """Raises ``TransportError``, and then the link is closed; ``StoppedError`` likewise."""
@@ -465,6 +476,19 @@ def _leave_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_all)
+
+
+class _Work(Stop):
+    """Of work for the other side of a link: set when that hung up."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self._link: Final = link
+
+    def check(self) -> None:
+        if self._link.hung_up:
+            self.set()
+        super().check()
 
 
 class _Wait:

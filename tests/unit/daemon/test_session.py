@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from portus.daemon.fabric import Fabric
+from portus.daemon.pools import HASHERS
 from portus.daemon.secrets import read_secrets
 from portus.daemon.server import Server
 from portus.daemon.session import Patience
@@ -38,7 +39,7 @@ from portus.protocol.messages import Kind, Said, packed_column, packed_handles
 from portus.protocol.proof import proof_of_client, proof_of_host
 from portus.protocol.session import State
 from portus.spec import TensorSpec
-from portus.transport.base import Sources, Stop
+from portus.transport.base import Digests, Sources, Stop
 from portus.transport.budget import FREE
 from portus.transport.dial import Credentials, dial, raised, read_secret
 from portus.transport.stream import Link
@@ -987,6 +988,54 @@ def test_the_end_does_not_wait_for_what_is_hashed(
             link.hear()
         ending.join()
         assert ends == [True]
+
+
+def test_a_client_that_hangs_up_is_hashed_for_no_more(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def endless(medium: object, moved: Sources, stop: Stop) -> None:
+        began.set()
+        try:
+            while True:
+                stop.check()
+                time.sleep(0.001)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr("portus.daemon.session.check", endless)
+    with client(server) as link:
+        link.send(said.Check(packed_column([0]), b""))
+        assert began.wait(20)
+        assert not ended.wait(0.05), "it is waited for"
+    assert ended.wait(20)
+    settled(server, lambda: server.connections() == 0)
+
+
+def test_so_many_are_hashed_for_at_once_and_other_tenants_too(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, working, go_on = max(1, HASHERS // 2), threading.Semaphore(0), threading.Event()
+
+    def hashed(medium: object, moved: Sources, stop: Stop) -> Digests:
+        working.release()
+        assert go_on.wait(20)
+        return np.zeros((1, 16), np.uint8)
+
+    monkeypatch.setattr("portus.daemon.session.check", hashed)
+    with contextlib.ExitStack() as stack:
+        tenants = ["one"] * (most + 1) + ["two"]
+        links = [stack.enter_context(client(server, name, model=None)) for name in tenants]
+        for link in links[:-1]:
+            link.send(said.Check(packed_column([0]), b""))
+        assert all(working.acquire(timeout=20) for _ in range(most))
+        assert not working.acquire(timeout=0.2), "one tenant has half of the turns"
+        links[-1].send(said.Check(packed_column([0]), b""))
+        assert working.acquire(timeout=20)
+        go_on.set()
+        for link in links:
+            assert isinstance(link.hear(), said.Checked)
 
 
 def test_the_end_does_not_wait_for_those_who_wait(tmp_path: Path) -> None:
