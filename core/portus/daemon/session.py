@@ -273,6 +273,7 @@ class Session:
                     requests.goodbye = True
                     return
                 requests.answer(event)
+                del event  # it may be big, and the next one may be long in coming
         finally:
             requests.end()
 

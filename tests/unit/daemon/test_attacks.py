@@ -25,7 +25,7 @@ from tests.unit.daemon.test_memory import rss
 
 CONNECTIONS = 64
 MEMORY = 64 << 20
-BESIDE = 24 << 20
+BESIDE = 48 << 20
 """What the host takes besides: threads, what its allocator keeps, and what needs no share."""
 
 SECRETS = {"evil": "e" * 32, "good": "g" * 32}
