@@ -433,6 +433,8 @@ class Link:
         while why is None and not account.take(size, _POLL_S):
             with self._or_end():
                 self.pause(since_s, math.inf)
+                if self.hung_up:
+                    raise EndedError(f"{self.name}: the connection ended")
             if time.monotonic() - since_s > self.silence_s:
                 why = account.busy(size)
         self._began_s = began_s + time.monotonic() - since_s

@@ -181,6 +181,7 @@ def test_a_host_holds_no_more_than_it_was_told_to_and_others_save(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
+    settled(lambda: counted(host, "task") < 8)  # nobody of the attack before is left
     links = [come(host) for _ in range(ATTACKERS)]
     highest = 0
 
@@ -230,9 +231,10 @@ def test_strangers_have_a_few_places_and_those_of_who_proves_a_secret_stay(
             strangers.append(stack.enter_context(each))
         first = good.saved
         settled(lambda: good.saved > first + 3)
+        # Some may still wait to be accepted, or have just been told to end.
+        settled(lambda: sum(map(is_open, strangers)) <= places.strangers_max)
         settled(lambda: counted(host, "task") <= threads + places.strangers_max + TRAINERS)
-        assert counted(host, "fd") <= files + places.strangers_max + TRAINERS
-        assert sum(is_open(each) for each in strangers) <= places.strangers_max
+        settled(lambda: counted(host, "fd") <= files + places.strangers_max + TRAINERS)
 
 
 def is_open(stranger: socket.socket) -> bool:
@@ -248,6 +250,7 @@ def is_open(stranger: socket.socket) -> bool:
 def test_a_tenant_has_its_share_of_places_is_told_so_and_the_others_come_in(
     host: Attacked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    settled(lambda: counted(host, "task") < 8)
     share = Places(CONNECTIONS).tenant_max
     with contextlib.ExitStack() as stack:
         for number in range(share):

@@ -179,6 +179,14 @@ def test_a_message_without_memory_is_taken_in_and_forgotten_for_a_refusal(
     assert listener.link.connection.state is State.ASKED, "a refusal may follow"
 
 
+def test_who_hangs_up_waits_for_memory_no_more(
+    listener: Listener, others: tuple[Account, Account]
+) -> None:
+    listener.announce()
+    assert listener.account.asked.wait(60)
+    assert isinstance(listener.ended(), EndedError)
+
+
 def test_who_is_slow_with_memory_that_others_wait_for_is_ended(
     clock: Clock, listener: Listener
 ) -> None:
