@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,15 @@ def test_what_the_other_ranks_hear_of_is_not_raised_on_one_rank_alone(tmp_path: 
         checkpointer.wait()
     with pytest.raises(portus.MediumError, match="max_bytes"):
         checkpointer.close()
+
+
+def test_what_other_ranks_planned_is_planned_anew(tmp_path: Path, plans: list[int]) -> None:
+    with closing(PortusStorageWriter(tmp_path, "run")) as writer:
+        for step in (1, 2):
+            writer.save(state(), step=step).wait()
+        assert len(plans) == 1
+        assert writer._planned is not None
+        writer._planned = replace(writer._planned, count=2)
+        writer.save(state(), step=3).wait()
+        assert len(plans) == 2
+        assert_saved(tmp_path, state())
