@@ -25,6 +25,7 @@ from typing import Final, Protocol
 from portus.cadence.bounded import Costs, Rule, Tuner
 from portus.cadence.checkfreq import Profile, Released, algorithm_1
 from portus.cadence.failures import daly_s
+from tests.bench.pages import table, written
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
 HOUR: Final = 3600.0
@@ -266,7 +267,7 @@ def goodput_table(outcomes: dict[str, dict[str, Outcome]]) -> str:
         rare = each["22 h"]
         rows.append(f"| {name} | {goodputs} | {100 * rare.overhead:.2f} % |")
     head = " | ".join(("way", *(f"mtbf {name}" for name in MTBFS), "overhead, at 22 h"))
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def hog_table(outcomes: dict[str, Outcome]) -> str:
@@ -277,7 +278,7 @@ def hog_table(outcomes: dict[str, Outcome]) -> str:
         after = _intervals_at(each, 4.9 * HOUR)
         overhead = f"{100 * each.overhead:.2f} %"
         rows.append(f"| {name} | {alone} | {under} | {after} | {overhead} |")
-    return _table("way | steps before | under load | three hours later | overhead", rows)
+    return table("way | steps before | under load | three hours later | overhead", rows)
 
 
 def _intervals_at(outcome: Outcome, moment: float) -> int:
@@ -310,15 +311,6 @@ def under_load() -> dict[str, Outcome]:
 def tables() -> dict[str, str]:
     """By their marks in the page."""
     return {"goodput": goodput_table(by_mtbf()), "hog": hog_table(under_load())}
-
-
-def written(page: str) -> str:
-    """``page`` with every table between its marks as the replays have it."""
-    for name, table in tables().items():
-        before, mark, rest = page.partition(f"<!-- {name} -->\n")
-        assert mark, f"no table {name}"
-        page = f"{before}{mark}{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-    return page
 
 
 def draw(path: Path) -> None:
@@ -363,7 +355,7 @@ def replayed(trace: Path) -> str:
         for name, way in ways(Job(), mtbf_s).items()
         for outcome in [replay(Job(), way, failures, failures[-1])]
     ]
-    return _table("way | goodput | overhead | steps lost at a failure", rows)
+    return table("way | goodput | overhead | steps lost at a failure", rows)
 
 
 def main() -> None:
@@ -375,14 +367,10 @@ def main() -> None:
         print(replayed(arguments.trace))
     elif arguments.write:
         page = DOCS / "cadence.md"
-        page.write_text(written(page.read_text()))
+        page.write_text(written(page.read_text(), tables()))
         draw(DOCS / "cadence.png")
     else:
         print("\n\n".join(tables().values()))
-
-
-def _table(head: str, rows: Sequence[str]) -> str:
-    return "\n".join([f"| {head} |", "|" + "---|" * (head.count("|") + 1), *rows])
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from portus.daemon.places import Places
+from tests.bench.pages import table, written
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
 GB: Final = 1e9
@@ -157,7 +157,7 @@ def constants_table() -> str:
         f"| {each.name} | {each.text} | {each.what} | [{each.page}]({each.page}): {each.row} |"
         for each in CONSTANTS
     ]
-    return _table("constant | value | what | row", rows)
+    return table("constant | value | what | row", rows)
 
 
 def hosts_table() -> str:
@@ -171,7 +171,7 @@ def hosts_table() -> str:
             f"{1e3 * site.blocked:.3g} ms | {site.interval:.3g} s | {100 * site.lost:.2g} % |"
         )
     head = "ranks | hosts | pulled | then committed | blocked | save every | time lost"
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def fewer_table() -> str:
@@ -185,19 +185,12 @@ def fewer_table() -> str:
             f"{site.interval:.3g} s | {100 * site.lost:.2g} % | {fits} |"
         )
     head = "hosts | pulled | blocked | durable | save every | time lost | connections fit"
-    return _table(head, rows)
+    return table(head, rows)
 
 
-TABLES: Final = {"constants": constants_table, "hosts": hosts_table, "fewer": fewer_table}
-
-
-def written(page: str) -> str:
-    """``page`` with every table between its marks as the formulas have it."""
-    for name, table in TABLES.items():
-        before, mark, rest = page.partition(f"<!-- {name} -->\n")
-        assert mark, f"no table {name}"
-        page = f"{before}{mark}{table()}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-    return page
+def tables() -> dict[str, str]:
+    """By their marks in the page."""
+    return {"constants": constants_table(), "hosts": hosts_table(), "fewer": fewer_table()}
 
 
 def draw(path: Path) -> None:
@@ -233,15 +226,11 @@ def main() -> None:
         "--write", action="store_true", help="renew docs/scaling.md and its picture"
     )
     if not parser.parse_args().write:
-        print("\n\n".join(table() for table in TABLES.values()))
+        print("\n\n".join(tables().values()))
         return
     page = DOCS / "scaling.md"
-    page.write_text(written(page.read_text()))
+    page.write_text(written(page.read_text(), tables()))
     draw(DOCS / "scaling.png")
-
-
-def _table(head: str, rows: Sequence[str]) -> str:
-    return "\n".join([f"| {head} |", "|" + "---|" * (head.count("|") + 1), *rows])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.bench.pages import written
 from tests.bench.scaling import (
     CALL,
     COMMIT,
@@ -17,13 +18,13 @@ from tests.bench.scaling import (
     WIRE,
     Constant,
     Site,
-    written,
+    tables,
 )
 
 
 def test_the_page_has_the_numbers_of_the_formulas() -> None:
     page = (DOCS / "scaling.md").read_text()
-    assert written(page) == page, "python -m tests.bench.scaling --write renews it"
+    assert written(page, tables()) == page, "python -m tests.bench.scaling --write renews it"
     assert (DOCS / "scaling.png").is_file()
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from portus.client.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, Placed, decode
-from portus.client.exchange import standing
+from portus.client.exchange import standing, told_by_first
 from portus.client.fence import before_write
 from portus.client.grouped import (
     Directory,
@@ -177,15 +177,13 @@ class PortusStorageReader(StorageReader):
         rank, count = standing(ranks)
         if count == 1:
             return
-        told: list[_Chosen | PortusError | None] = [None]
+        found: _Chosen | PortusError | None = None
         if rank == 0:
             try:
-                told = [self._find()]
+                found = self._find()
             except PortusError as error:
-                told = [error]
-        source = 0 if ranks is None else dist.get_global_rank(ranks, 0)
-        dist.broadcast_object_list(told, src=source, group=ranks)
-        self._given = told[0]
+                found = error
+        self._given = told_by_first(found, ranks)
 
     def _find(self) -> _Chosen:
         """The group to load, and why not that of the directory, if it is another."""

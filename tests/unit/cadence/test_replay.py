@@ -21,8 +21,9 @@ from tests.bench.cadence import (
     drawn,
     main,
     replay,
-    written,
+    tables,
 )
+from tests.bench.pages import written
 
 PLAIN = Job(
     profile=Profile(step_s=1.0, update_s=1.0, host_copy_s=2.0, device_copy_s=0.0, store_s=3.0),
@@ -34,7 +35,7 @@ PLAIN = Job(
 
 def test_the_page_has_the_numbers_of_the_replays() -> None:
     page = (DOCS / "cadence.md").read_text()
-    assert written(page) == page, "python -m tests.bench.cadence --write renews it"
+    assert written(page, tables()) == page, "python -m tests.bench.cadence --write renews it"
     assert (DOCS / "cadence.png").is_file()
 
 

@@ -120,9 +120,9 @@ def is_in(thread: threading.Thread, function: str) -> bool:
     return False
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool], within_s: float = WAIT_S_MAX) -> None:
     """Return when it holds; ``AssertionError`` if it never does."""
-    end = time.monotonic() + WAIT_S_MAX
+    end = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.001)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import threading
@@ -21,6 +22,7 @@ from portus.protocol.messages import Kind, packed_column
 from portus.transport.dial import Credentials, _greet, dial
 from portus.transport.stream import Link
 from tests.hosts import Host
+from tests.unit.client.stuck import until
 from tests.unit.daemon.test_memory import rss
 
 CONNECTIONS = 64
@@ -35,6 +37,8 @@ TRAINERS = 16
 """Connections of a trainer, and threads that a host takes for a moment."""
 
 ATTACK_S = 0.25
+
+settled = functools.partial(until, within_s=60)
 
 
 class Attacked(Host):
@@ -208,13 +212,6 @@ def test_a_host_holds_no_more_than_it_was_told_to_and_others_save(
 def counted(host: Host, what: str) -> int:
     """Threads (``task``) or descriptors (``fd``) that it has."""
     return len(os.listdir(f"/proc/{host.process.pid}/{what}"))
-
-
-def settled(truth: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 60
-    while not truth():
-        assert time.monotonic() < until_s
-        time.sleep(0.005)
 
 
 def test_strangers_have_a_few_places_and_those_of_who_proves_a_secret_stay(

@@ -12,7 +12,6 @@ import random
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from tests.golden.conversation import FIRST, GIVEN_UP, SECOND
 from tests.golden.make import REFERENCE
 from tests.golden.test_protocol import turns
 from tests.hosts import serving, url
+from tests.unit.client.stuck import until
 from tests.unit.daemon.test_memory import rss
 
 TRIES = 1000
@@ -229,17 +229,10 @@ def attacked(place: Path, chance: random.Random, tries: int) -> int:
                 if number_of % 50 == 0:
                     honest.saves_and_loads()
             honest.saves_and_loads()
-            _wait_for(lambda: held() <= quiet)
+            until(lambda: held() <= quiet)  # what a connection had went with it
             assert [str(each) for each in check(writer)] == []
-        _wait_for(lambda: server.house.budget.taken == 0)
+        until(lambda: server.house.budget.taken == 0)
     return committed
-
-
-def _wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + ANSWER_S_MAX
-    while not condition():
-        assert time.monotonic() < end, "what a connection had stays"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
