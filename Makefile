@@ -19,12 +19,13 @@ NATIVE := core/portus/transport/_native.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-lab lab demo test test-hardware smoke long check fix bench clean
+.PHONY: help setup site setup-lab lab setup-browser setup-s3 s3 demo test test-hardware test-s3 smoke long suites mutants coverage \
+  check fix bench clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP)/portus $(NATIVE) ## make .venv with everything pinned; a second time does nothing
+setup: $(STAMP)/portus $(STAMP)/docs $(NATIVE) ## make .venv with everything pinned; a second time does nothing
 
 # A stamp per step: a change of the pins does not install torch again.
 $(STAMP)/venv:
@@ -52,6 +53,17 @@ $(STAMP)/portus: $(STAMP)/pins pyproject.toml core/portus_in_torch.py
 	@touch $@
 	@echo "setup: ready; $(BIN)/portus --help"
 
+$(STAMP)/docs: $(STAMP)/pins requirements/docs.txt
+	@echo "setup: requirements/docs.txt"
+	@$(PIP) install -r requirements/docs.txt -c requirements/dev.txt
+	@touch $@
+
+# Not with `make setup`: nothing that a submission must pass needs it.
+$(STAMP)/measure: $(STAMP)/pins requirements/measure.txt
+	@echo "setup: requirements/measure.txt"
+	@$(PIP) install -r requirements/measure.txt -c requirements/dev.txt
+	@touch $@
+
 # In the tree, and not in .venv: a stamp says nothing of it. Without a C compiler there is none.
 $(NATIVE): core/portus/transport/native.c core/build_native.py | $(STAMP)/portus
 	@echo "setup: the helper in C"
@@ -66,23 +78,53 @@ lab: setup ## a shell in a machine with Soft-RoCE and persistent memory, emulate
 test-hardware: setup ## the tests marked rdma and pmem, and those that boot guests, in the lab
 	@$(DEALT_OUT) -v --durations=8 -m lab tests/lab $(ARGS)
 
-demo: setup ## train, kill in the middle of a save, resume, compare; about 4 minutes
-	@$(BIN)/python recipes/gpt_tiny_lightning.py --demo $(ARGS)
+setup-browser: ## a headless Chromium, which the tests of pages look with (as root, by apt)
+	@[ "$$PORTUS_BROWSER" = optional ] || command -v chromium-headless-shell > /dev/null || \
+	  command -v chromium > /dev/null || command -v google-chrome > /dev/null || { \
+	  apt-get -o Acquire::Retries=3 update -qq && DEBIAN_FRONTEND=noninteractive \
+	  apt-get -o Acquire::Retries=3 install -y -qq --no-install-recommends chromium-headless-shell; }
 
-test: setup ## all tests but the long searches; under 10 minutes
+setup-s3: setup ## what a real S3 server needs: packages of Ceph (as root, by apt)
+	@$(BIN)/python -m tests.s3 --setup
+
+s3: setup ## a real S3 server on loopback until Ctrl-C, and what to export to use it
+	@$(BIN)/python -m tests.s3
+
+test-s3: setup ## the tests marked s3, against such a server; about a minute
+	@$(BIN)/python -m pytest -v --durations=8 -m s3 tests/s3 $(ARGS)
+
+demo: setup ## train, kill in the middle of a save, resume, compare; about 4 minutes. ARGS=--dlrm: embedding tables
+	@$(BIN)/python recipes/$(if $(filter --dlrm,$(ARGS)),dlrm_tiny,gpt_tiny_lightning).py --demo $(filter-out --dlrm,$(ARGS))
+
+test: setup ## the inner loop: all tests but the long ones; about 8 minutes
 	@$(PYTEST) $(ARGS)
 
-long: setup ## the long searches
-	@$(DEALT_OUT) -m long $(ARGS)
+long: setup ## what takes long: deeper searches, and trainings that are killed
+	@$(DEALT_OUT) --durations=8 -m long $(ARGS)
 
 smoke: setup ## the oldest and the newest Python, torch, Lightning...; a first time fetches 6 GB
 	@$(BIN)/python -m tests.smoke $(ARGS)
 
-check: setup ## style, format, types, floors
+suites: setup ## Accelerate's own tests of checkpoints, stock and with Portus (from PyPI, about 3 minutes)
+	@$(BIN)/python -m tests.suites
+
+mutants: setup $(STAMP)/measure ## what the tests do not notice, by a sample of small changes; minutes for each package. ARGS=index
+	@$(BIN)/python -m tests.mutants $(ARGS)
+
+coverage: setup $(STAMP)/measure ## how much of the core the tests run, in all processes. ARGS=tests/unit: some of them
+	@$(BIN)/python -m coverage erase
+	@$(BIN)/python -m coverage run -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@$(BIN)/python -m coverage combine --quiet
+	@$(BIN)/python -m coverage report --skip-covered --sort=cover
+
+check: setup site ## style, format, types, floors, the site
 	@echo "check: ruff";         $(BIN)/ruff check --quiet
 	@echo "check: ruff format";  $(BIN)/ruff format --check --quiet || { $(BIN)/ruff format --check; exit 1; }
 	@echo "check: mypy";         $(BIN)/mypy
 	@echo "check: lint-imports"; $(BIN)/lint-imports --no-cache --no-logo
+
+site: setup ## the documents as static pages in build/site, without a warning
+	@echo "site: mkdocs";        NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 fix: setup ## let ruff put style and format right
 	@$(BIN)/ruff check --fix

@@ -15,16 +15,24 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from portus_accelerate.callback import PortusCallback as PortusCallback
+    from portus_accelerate.patch import cadence as cadence
     from portus_accelerate.patch import enable as enable
+    from portus_accelerate.patch import should_leave as should_leave
+    from portus_accelerate.patch import should_save as should_save
     from portus_accelerate.patch import wait as wait
     from portus_accelerate.standing import status as status
 
-__all__ = ["enable", "status", "wait"]
+__all__ = ["PortusCallback", "cadence", "enable", "should_leave", "should_save", "status", "wait"]
 
 FLAG: Final = "PORTUS_ACCELERATE"
 
 _MODULE_OF: Final = {
+    "PortusCallback": "portus_accelerate.callback",
+    "cadence": "portus_accelerate.patch",
     "enable": "portus_accelerate.patch",
+    "should_leave": "portus_accelerate.patch",
+    "should_save": "portus_accelerate.patch",
     "status": "portus_accelerate.standing",
     "wait": "portus_accelerate.patch",
 }

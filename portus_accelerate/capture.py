@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Final
 
+import portus
+
 Writer = Callable[..., Any]
 
 _SAFE: Final = "model"
@@ -91,8 +93,18 @@ def save_of(stock: Writer, is_writer: Callable[[bool], bool]) -> Writer:
     return save
 
 
+def load_of(stock: Writer) -> Writer:
+    """In place of ``accelerate.checkpointing.load``: registered objects, too, in files that were
+    materialised."""
+
+    def load(*positional: Any, **named: Any) -> Any:
+        return portus.decode_stand_ins(stock(*positional, **named))
+
+    return load
+
+
 class Torch(ModuleType):
-    """In place of ``torch`` within ``accelerate.checkpointing``: the same, but for ``save``."""
+    """In place of ``torch`` within ``accelerate.checkpointing``: the same, but for these two."""
 
     def __init__(self, torch: ModuleType) -> None:
         super().__init__("torch")
@@ -100,6 +112,10 @@ class Torch(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._torch, name)
+
+    def load(self, f: Any, *more: Any, **named: Any) -> Any:
+        """``torch.load``, and registered objects in files that were materialised."""
+        return portus.decode_stand_ins(self._torch.load(f, *more, **named))
 
     def save(self, obj: Any, f: Any, *more: Any, **named: Any) -> Any:
         """``torch.save``, or what to save for the capture that is on. Every process writes."""

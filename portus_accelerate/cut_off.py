@@ -107,7 +107,7 @@ class CutOff:
             try:
                 removed = portus.mend(pool, uncommitted=uncommitted, links=home)
             except portus.PortusError as error:
-                _log.warning("Portus: %s was not put in order: %s", pool, error)
+                _log.warning("Portus: %s could not be cleaned up: %s", pool, error)
                 continue
             for directory in sorted({os.path.dirname(path) for path in removed}):
                 self._take_away(directory)

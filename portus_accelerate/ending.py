@@ -24,6 +24,7 @@ class Ending:
     def __init__(self, settings: Settings) -> None:
         self._settings: Final = settings
         self._process: Final = os.getpid()
+        self._times_preempted: Final = portus.times_preempted()
         self._run: portus.Run | None = None
         self._saved: dict[str, None] = {}
         self._is_over = False
@@ -42,7 +43,11 @@ class Ending:
 
     def materialize(self) -> None:
         """Training ended as it should, and saves are over: real files, the newest first. What was
-        saved later is made real each time; of what is older, what stays is said once."""
+        saved later is made real each time; of what is older, what stays is said once. Nothing is
+        where a job was told to go: the next run goes on with what there is."""
+        if portus.times_preempted() != self._times_preempted:
+            _OPEN.discard(self)
+            return
         if self._settings.materialize == "end":
             within_s = self._settings.materialize_within
             portus.materialize_at_end(self._take(), within_s=within_s)
@@ -57,7 +62,7 @@ class Ending:
             if getattr(sys, "last_type", None) is None:
                 self.materialize()
             else:
-                why = "training did not come to its end"
+                why = "training did not finish"
                 portus.say_remaining(portus.remaining_references(self._take(), why))
         except portus.PortusError as error:  # nobody is left to catch it
             _log.error("Portus: a save failed: %s", error)

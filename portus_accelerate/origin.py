@@ -89,11 +89,12 @@ def of_others(origin: Origin, rank: int, saved: int | None, now: int) -> str | N
     if saved is None:
         return (
             f"rank {rank}: {origin} holds no random states of this rank: its data and random "
-            "numbers do not go on where they were"
+            "numbers do not resume where they were"
         )
     if saved != now and rank == 0:
         return (
             f"rank {rank}: {origin} was saved by {saved} processes and is loaded by {now}: the "
-            "weights are whole, but data and random numbers do not go on where they were"
+            "weights are whole, and a plain loader delivers each remaining sample once; other "
+            "loaders and random numbers do not resume where they were"
         )
     return None

@@ -6,15 +6,18 @@ what is saved stay Accelerate's own.
 name                             what changes for an Accelerator with a Saver
 ``Accelerator.__init__``         makes the Saver, if the flag is on
 ``Accelerator.prepare``          room in the pool, if the place of checkpoints is known
+``prepare_data_loader``          plain loaders are followed
 ``Accelerator.save_state``       what is written goes to the Saver; ``total_limit`` after the commit
 ``Accelerator.load_state``       waits for saves in flight; the newest that can be loaded
 ``Accelerator.end_training``     finishes saves before the process group goes
+``Accelerator.log``              what saves cost goes to the trackers, too
 ``load_accelerator_state``       puts back what exact resume needs
 ``__init__`` and ``__iter__`` of remembers the generators when an iterator is made, and at the start
-  the loaders                    of an epoch
-``save``, ``torch`` in           what is saved inside of ``save_state`` is captured
+  the loaders                    of an epoch; what is handed out; which loader skips another's
+``save``, ``load``, ``torch`` in what is saved inside of ``save_state`` is captured; objects of
   ``accelerate.checkpointing``,
   ``accelerate.utils.fsdp_utils``
+                                 registered classes come out of files that were materialised
 """
 
 from __future__ import annotations
@@ -85,7 +88,9 @@ def enable(accelerator: Any, **settings: Any) -> None:
         raise portus.UsageError(status())
     if _saver_of(accelerator) is None:
         chosen = from_mapping(settings, "portus_accelerate.enable")
-        setattr(accelerator, _SAVER, Saver(accelerator, chosen))
+        saver = Saver(accelerator, chosen)
+        setattr(accelerator, _SAVER, saver)
+        saver.follow_data()
 
 
 def wait(accelerator: Any) -> None:
@@ -96,6 +101,44 @@ def wait(accelerator: Any) -> None:
         saver.wait()
 
 
+def should_save(accelerator: Any) -> bool:
+    """True if the state is to be saved now. Call it after each step, on all processes::
+
+        optimizer.step()
+        if portus_accelerate.should_save(accelerator):
+            accelerator.save_state()
+
+    ``every``, ``max_overhead`` and ``mtbf`` are said where the flag is. See ``cadence``.
+    """
+    return cadence(accelerator).should_save()
+
+
+def should_leave(accelerator: Any) -> bool:
+    """True if this job was told to go, by SIGTERM or SIGUSR1 on any process: the state is to be
+    saved, and the loop left. Call it after each step, on all processes::
+
+        leaves = portus_accelerate.should_leave(accelerator)
+        if leaves or portus_accelerate.should_save(accelerator):
+            accelerator.save_state()
+        if leaves:
+            break
+
+    ``end_training()`` waits until it is committed, and makes nothing real then. ``preempt_within``
+    is said where the flag is. Raises ``UsageError`` where Portus is not turned on.
+    """
+    return _asked(accelerator, "should_leave").should_leave()
+
+
+def cadence(accelerator: Any) -> portus.Cadence:
+    """What ``should_save`` asks. It counts steps from the first call on. What it measured is part
+    of what ``save_state`` saves from then on, and it goes on where ``load_state`` found that.
+
+    Raises ``UsageError`` where Portus is not turned on for ``accelerator``. Where it is on, and
+    leaves saves to Accelerate, "auto" is every 10 minutes.
+    """
+    return _asked(accelerator, "cadence").cadence()
+
+
 def _changes() -> list[tuple[Any, str, Any]]:
     module: Any = sys.modules["accelerate.accelerator"]
     writing: Any = sys.modules["accelerate.checkpointing"]
@@ -104,13 +147,22 @@ def _changes() -> list[tuple[Any, str, Any]]:
     changes = [
         (accelerator, "__init__", _made(accelerator.__init__)),
         (accelerator, "prepare", _prepare(accelerator.prepare)),
+        (
+            accelerator,
+            "prepare_data_loader",
+            _prepare_data_loader(accelerator.prepare_data_loader),
+        ),
         (accelerator, "save_state", _save_state(accelerator.save_state)),
         (accelerator, "load_state", _load_state(accelerator.load_state)),
         (accelerator, "end_training", _end_training(accelerator.end_training)),
+        (accelerator, "log", _logging(accelerator.log)),
+        (accelerator, "backward", _backward(accelerator.backward)),
         (module, "load_accelerator_state", _load_accelerator_state(module.load_accelerator_state)),
         (writing, "save", capture.save_of(writing.save, _is_writer)),
         (writing, "torch", capture.Torch(writing.torch)),
     ]
+    if hasattr(writing, "load"):  # older ones have torch.load
+        changes.append((writing, "load", capture.load_of(writing.load)))
     sharding: Any = sys.modules.get("accelerate.utils.fsdp_utils")
     if sharding is not None:
         changes.append((sharding, "torch", capture.Torch(sharding.torch)))
@@ -125,12 +177,29 @@ def _changes() -> list[tuple[Any, str, Any]]:
     return changes
 
 
-def _saver_of(accelerator: Any) -> Saver | None:
+def _asked(accelerator: Any, function: str) -> Saver:
+    """Raises ``UsageError`` for one that nobody turned Portus on for. function: who asks."""
+    saver = _there(accelerator)
+    if saver is None:
+        raise portus.UsageError(
+            f"portus_accelerate.{function}: expected an Accelerator that Portus saves for, found "
+            "one without: turn the flag on, or call portus_accelerate.enable(accelerator) before"
+        )
+    return saver
+
+
+def _there(accelerator: Any) -> Saver | None:
+    """None if nobody turned Portus on. It may leave all to Accelerate."""
     found = accelerator.__dict__.get(_SAVER)
     if isinstance(found, Pickled):
         found = Saver(accelerator, found.settings)
         setattr(accelerator, _SAVER, found)
-    return found if isinstance(found, Saver) and found.is_on() else None
+    return found if isinstance(found, Saver) else None
+
+
+def _saver_of(accelerator: Any) -> Saver | None:
+    found = _there(accelerator)
+    return found if found is not None and found.is_on() else None
 
 
 def _made(stock: Callable[..., None]) -> Callable[..., None]:
@@ -153,6 +222,18 @@ def _prepare(stock: Callable[..., Any]) -> Callable[..., Any]:
         return prepared
 
     return prepare
+
+
+def _prepare_data_loader(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def prepare_data_loader(self: Any, *positional: Any, **named: Any) -> Any:
+        prepared = stock(self, *positional, **named)
+        saver = _saver_of(self)
+        if saver is not None:
+            saver.follow_data()
+        return prepared
+
+    return prepare_data_loader
 
 
 def _save_state(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,11 +292,50 @@ def _end_training(stock: Callable[..., Any]) -> Callable[..., Any]:
         try:
             if saver is not None:
                 saver.finish()
+                if saver.logged is not None:
+                    _tell_trackers(self, saver, *saver.logged)
         finally:
             result = stock(self)
         return result
 
     return end_training
+
+
+def _logging(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def log(self: Any, values: Any, step: Any = None, *more: Any, **named: Any) -> Any:
+        saver = _saver_of(self)
+        if saver is None:
+            return stock(self, values, step, *more, **named)
+        saver.logged = (step,)
+        saver.note_metrics(values)
+        if step is None:  # trackers count calls then: another one would be another step
+            for stats in saver.take_stats()[-1:]:
+                values = {**stats.metrics(), **values}
+        result = stock(self, values, step, *more, **named)
+        _tell_trackers(self, saver, step)
+        return result
+
+    return log
+
+
+def _backward(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def backward(self: Any, *positional: Any, **named: Any) -> Any:
+        saver = _there(self)
+        if saver is not None:
+            saver.training.passes += 1
+        return stock(self, *positional, **named)
+
+    return backward
+
+
+def _tell_trackers(accelerator: Any, saver: Saver, step: Any) -> None:
+    """Have the trackers log what saves cost that are over, at the step that the script logs: some
+    take no smaller one, and drop what comes after a greater."""
+    for stats in saver.take_stats():
+        for tracker in accelerator.trackers if accelerator.is_main_process else ():
+            tracker.log(stats.metrics(), step=step)
 
 
 def _is_writer(save_on_each_node: bool) -> bool:

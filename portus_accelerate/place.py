@@ -33,6 +33,7 @@ def run_of(
         otherwise=otherwise,
         pool=settings.pool,
         name=settings.model,
+        keep=settings.keep,
     )
 
 

@@ -1,12 +1,15 @@
 """Data order and random numbers after a resume, as if there had been no interruption.
 
-Theory. Accelerate restores the generators as they were at the save. But in the middle of an epoch
-the script then makes a new iterator, which draws from them: a seed for workers, and without a
-generator of its own the order of the samples. So another order comes out, and all that is drawn
-later is shifted. What repeats the other run is: put the generators where they were when *that
-epoch's* iterator was made, make the new one (the loader skips what was done: ``StatefulDataLoader``
-by its state, others by ``skip_first_batches``), and then put the generators where they were at the
-save, before the first batch is handed out.
+Accelerate restores the generators as they were at the save. Plain loaders of map-style datasets are
+followed and go on where they were (``data``). Of others, a ``StatefulDataLoader`` and those of an
+``IterableDataset``, the data is theirs, or the script's, to pass over; here it is seen to that they
+draw what they drew.
+
+In the middle of an epoch the script makes a new iterator, which draws from the generators: a seed
+for workers, and with workers the order. So another order comes out, and all that is drawn later is
+shifted. What repeats the other run is: put the generators where they were when *that epoch's*
+iterator was made, make the new one (the loader skips what was done), and then put the generators
+where they were at the save, before the first batch is handed out.
 
 At an epoch's end there is less to undo: the other run made its next iterator after the save.
 What Accelerate forgets is put back: generators of samplers, and how many epochs were done. A
@@ -18,26 +21,36 @@ epoch that uses it: it is asked for its state then. It draws there, with workers
 that moment is remembered as well, and an iterator is made as of then, in place of the first one;
 of the sampler of then, too, for which Accelerate may put its own afterwards.
 
-Not repeated: what a dataset draws in the training process itself for the batches that had been
+Not repeated: what such a dataset draws in the training process itself for the batches that had been
 fetched ahead (one, or two) when the save was called.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
 
-import numpy as np
 import torch
+
+import portus
+from portus_accelerate import data, randomness
 
 KEY: Final = "portus"
 """Where this is in the file of random states; Accelerate looks at keys that it knows only."""
 
+FORMAT: Final = 2
+_FORMATS: Final = (1, FORMAT)
+"""1: plain loaders were as others."""
+
 _FIRST_WAITS: Final = "_initial_iter_for_state_dict"
 """Of a ``StatefulDataLoader``: it has an iterator that was made to be asked for its state."""
+
+_OTHER_KIND: Final = (
+    "its loader was of another kind at the save, as with use_stateful_dataloader or without: "
+    "prepare it as it was"
+)
 
 _SAMPLERS_MAX: Final = 8
 _END: Final = object()
@@ -70,12 +83,12 @@ def positions(accelerator: Any, *, with_states: bool) -> dict[str, Any]:
     loaders = accelerator._dataloaders
     active = accelerator.gradient_state.active_dataloader
     found: dict[str, Any] = {
-        "format": 1,
+        "format": FORMAT,
         "processes": accelerator.num_processes,
         "loaders": [_position(each) for each in loaders],
     }
     index = None if active is None else _index_of(active, loaders)
-    if index is not None:
+    if index is not None and data.of(active) is None:
         epochs = getattr(active, "iteration", None)
         if epochs is not None:  # counted only when the loop comes back after the last batch
             found["loaders"][index]["iteration"] = epochs + active.end_of_dataloader
@@ -90,29 +103,54 @@ def positions(accelerator: Any, *, with_states: bool) -> dict[str, Any]:
     return found
 
 
-def go_back(accelerator: Any, saved: Any) -> None:
-    """Let the loaders go on where ``positions`` was called; the generators have been restored."""
+def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
+    """Let the loaders go on where ``positions`` was called; the generators have been restored.
+
+    of_main: what the main process saved; ``saved`` is the same where another number of processes
+    did. Raises ``UsageError`` for what a newer Portus saved, and as ``portus.DataCursor``.
+    """
     _waiting.clear()
-    if not isinstance(saved, dict) or saved.get("format") != 1:
-        return
     loaders = accelerator._dataloaders
-    then = _randomness()
-    if len(saved["loaders"]) != len(loaders):
-        return  # another script; Accelerate has done what it does
-    for loader, position in zip(loaders, saved["loaders"], strict=True):
-        _put(loader, position)
+    for followed in filter(None, map(data.of, loaders)):
+        followed.forget()
+    if not isinstance(saved, dict):
+        return
+    if saved["format"] not in _FORMATS:
+        raise portus.UsageError(
+            f"the positions in data of this checkpoint have format {saved['format']}, and this "
+            f"Portus knows {FORMAT}: a newer one saved it. Upgrade Portus here, or set "
+            "PORTUS_DISABLE=1, and the run continues with other data and random numbers"
+        )
+    then = randomness.taken()
+    if len(saved["loaders"]) != len(loaders) and accelerator.is_main_process:
+        data.tell_count(len(saved["loaders"]), len(loaders))
+    running = saved.get("running")
+    for number, (loader, *both) in enumerate(
+        zip(loaders, saved["loaders"], of_main["loaders"], strict=False)
+    ):
+        plain = data.of(loader)
+        own = both[plain is not None and plain.is_dispatched]
+        _put(loader, own)
+        told = ""
+        if plain is not None and "plain" in own:
+            told = plain.load_state_dict(own["plain"])
+        elif plain is None and data.is_within(own.get("plain")):
+            told = _OTHER_KIND
+        elif plain is not None and running is not None and running["index"] == number:
+            told = _OTHER_KIND if saved["format"] == FORMAT else ""
+        if told and accelerator.is_main_process:
+            data.tell(told)
     for loader, state in zip(loaders, saved.get("states", ()), strict=False):
         if state is not None and getattr(loader, "use_stateful_dataloader", False):
             loader.load_state_dict(state)
-    for loader, position in zip(loaders, saved["loaders"], strict=True):
+    for loader, position in zip(loaders, saved["loaders"], strict=False):
         if position.get("made") is not None:
             _make_first(loader, position["made"])
             _put_generators(loader, position["generators"])
-            _restore_randomness(then)
-    running = saved.get("running")
-    if running is not None:
+            randomness.put(then)
+    if running is not None and running["index"] < len(loaders):
         loader = loaders[running["index"]]
-        _waiting.append(_Resumed(loader, loaders, running["start"], _randomness()))
+        _waiting.append(_Resumed(loader, loaders, running["start"], randomness.taken()))
     for loader in loaders:
         if _is_finished(loader):
             _waiting.append(_Resumed(loader, loaders))
@@ -122,14 +160,21 @@ def iteration(stock: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator
     """In place of ``__iter__`` of Accelerate's loaders."""
 
     def iterate(loader: Any) -> Iterator[Any]:
-        resumed = _resumed(loader)
+        resumed, plain = _resumed(loader), data.of(loader)
+        own = plain.loader if plain is not None else loader if resumed is None else resumed.loader
+        if own is not loader:  # of skip_first_batches, which older versions let begin at epoch 0
+            loader.iteration = own.iteration
+        _tell_epoch(loader)
         if resumed is not None:
             _rewind(loader, resumed)
-        loader._portus_start = {**_start(loader), "made": _first_made(loader)}
-        batches = stock(loader)
+        if plain is None:
+            loader._portus_start = {**_start(loader), "made": _first_made(loader)}
+            batches = stock(loader)
+        else:
+            batches = plain.iterate(loader, stock)
         first = next(batches, _END)
         if resumed is not None and resumed.now is not None:
-            _restore_randomness(resumed.now)
+            randomness.put(resumed.now)
         if first is not _END:
             yield first
             yield from batches
@@ -154,8 +199,16 @@ def made(stock: Callable[..., None]) -> Callable[..., None]:
         before, sampler = _start(to_be), _sampler(to_be)
         stock(self, dataset, use_stateful_dataloader, batch_sampler, **named)
         self._portus_made, self._portus_sampler = before, sampler
+        data.note_skipping(self)
 
     return __init__
+
+
+def _tell_epoch(loader: Any) -> None:
+    """Accelerate tells datasets that have ``set_epoch``, but not where a sampler has it too, and
+    not before a stateful loader is given its state."""
+    if isinstance(loader.dataset, portus.SeededDataset):
+        loader.dataset.set_epoch(loader.iteration)
 
 
 def _resumed(loader: Any) -> _Resumed | None:
@@ -222,6 +275,9 @@ def _index_of(active: Any, loaders: list[Any]) -> int | None:
 
 
 def _position(loader: Any) -> dict[str, Any]:
+    plain = data.of(loader)
+    if plain is not None:
+        return {"iteration": plain.iteration, "plain": plain.state_dict()}
     position = {
         "iteration": getattr(loader, "iteration", None),
         "generators": {name: each.get_state() for name, each in _generators(loader).items()},
@@ -236,7 +292,8 @@ def _position(loader: Any) -> dict[str, Any]:
 def _put(loader: Any, position: dict[str, Any]) -> None:
     if position["iteration"] is not None and hasattr(loader, "iteration"):
         loader.iteration = position["iteration"]
-    _put_generators(loader, position["generators"])
+        _tell_epoch(loader)
+    _put_generators(loader, position.get("generators", {}))
     sampler = _sampler(loader)
     if "seed" in position and hasattr(sampler, "initial_seed"):
         sampler.initial_seed = position["seed"]
@@ -244,11 +301,11 @@ def _put(loader: Any, position: dict[str, Any]) -> None:
 
 def _start(loader: Any) -> dict[str, Any]:
     generators = {name: each.get_state() for name, each in _generators(loader).items()}
-    return {"random": _randomness(), "generators": generators}
+    return {"random": randomness.taken(), "generators": generators}
 
 
 def _restore(loader: Any, start: dict[str, Any]) -> None:
-    _restore_randomness(start["random"])
+    randomness.put(start["random"])
     _put_generators(loader, start["generators"])
 
 
@@ -288,22 +345,3 @@ def _inside(outer: Any) -> Any:
     whether it is empty, and those of an ``IterableDataset`` have no length."""
     found = getattr(outer, "batch_sampler", None)
     return getattr(outer, "sampler", None) if found is None else found
-
-
-def _randomness() -> dict[str, Any]:
-    found = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state_all()
-    return found
-
-
-def _restore_randomness(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])

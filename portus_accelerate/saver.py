@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import numbers
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import weakref
+from _codecs import encode
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
-from accelerate.utils import other
+from accelerate.utils import broadcast_object_list, other
 
 import portus
-from portus_accelerate import intent, place, resume, sharded
+from portus_accelerate import data, intent, pacing, place, resume, sharded
+from portus_accelerate.beside import KEY, gathered, put_back
 from portus_accelerate.capture import Capture, capturing, torch_name
 from portus_accelerate.cut_off import CutOff
 from portus_accelerate.ending import Ending
@@ -32,11 +38,18 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("portus_accelerate")
 
+_CADENCE: Final = "cadence"
+"""Where it is beside the positions in data, in the file of random states."""
+
 _BYPASSES: Final = {
     "DEEPSPEED": "DeepSpeed",
     "MEGATRON_LM": "Megatron-LM",
     "XLA": "XLA",
 }
+
+
+_STATS_MAX: Final = 256
+"""Saves whose cost is kept for the trackers, where a script logs seldom or never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,8 @@ class Saver:
     def __init__(self, accelerator: Any, settings: Settings) -> None:
         """Puts in order what a killed run left, before the script looks for checkpoints."""
         self._accelerator: Final = accelerator
+        its = weakref.ref(accelerator)  # who follows a loader may outlive it
+        self.training: Final = data.Training(lambda: getattr(its(), "_models", ()))
         self._settings: Final = settings
         self._peers: Final = _peers_of(accelerator)
         self._run: portus.Run | None = None
@@ -64,9 +79,16 @@ class Saver:
             accelerator, self._run_of, settings.pool, is_writer=self._peers.is_writer
         )
         self._handle: portus.SaveHandle | None = None
+        self._handles: Final[deque[portus.SaveHandle]] = deque()
+        self.logged: tuple[Any] | None = None
+        """The step that the script logged last; None until it logs."""
+        self._stats: Final[deque[portus.SaveStats]] = deque(maxlen=_STATS_MAX)
+        self._metrics: dict[str, float] = {}
         self._over = False
         self._watch: portus.Checkpointer | None = None
         self._shards: PortusStorageWriter | None = None
+        self._cadence: portus.Cadence | None = None
+        self._preemption: portus.Preemption | None = None
         if settings.pool is not None:
             portus.allow(settings.pool)  # every process loads, and before anything was saved
         if self.is_on():
@@ -75,10 +97,17 @@ class Saver:
                 # Never saves, so it makes no file: while one is open, Portus learns which
                 # optimizer steps what, and the first save too is copied in the background.
                 nowhere = os.path.join(tempfile.gettempdir(), ".portus")
-                self._watch = portus.Checkpointer(nowhere, f"watch-{os.urandom(8).hex()}")
+                self._watch = portus.Checkpointer(
+                    nowhere, f"watch-{os.urandom(8).hex()}", mirror="none"
+                )
 
     def __reduce__(self) -> tuple[type[Pickled], tuple[Settings]]:
         return Pickled, (self._settings,)
+
+    @property
+    def settings(self) -> Settings:
+        """What the user said."""
+        return self._settings
 
     def is_on(self) -> bool:
         """False where checkpoints are left to Accelerate."""
@@ -94,6 +123,24 @@ class Saver:
                 "itself. They are as safe and as fast as without Portus"
             )
         return what is None
+
+    def cadence(self) -> portus.Cadence:
+        """When the loop of the script saves, from the first call on."""
+        if self._cadence is None:
+            said = self._settings
+            every = "auto" if said.every is None else said.every
+            self._cadence = pacing.made(every, said.max_overhead, said.mtbf, is_seen=self.is_on())
+        return self._cadence
+
+    def should_leave(self) -> bool:
+        """Whether the loop of the script is to save and leave; signals are heard from the first
+        call on."""
+        if self._preemption is None:
+            within = self._settings.preempt_within
+            signals = () if within == "none" else portus.Preemption.SIGNALS
+            seconds = 60.0 if within == "none" else within
+            self._preemption = portus.Preemption(seconds, signals=signals).start()
+        return self._preemption.should_leave()
 
     def save_state(self, stock: Callable[[], Any], directory: str | None) -> Any:
         """Start to save what ``stock`` would write; the directory is there when this returns.
@@ -149,7 +196,10 @@ class Saver:
             if self._peers.is_writer:
                 handle = None
                 if capture.parts or received:
-                    handle = self._store(capture, received, directory)
+                    names = [torch_name(name) for name in (*capture.parts, *received)]
+                    mirrored = self._settings.has_mirror
+                    beside = gathered(directory, names) if mirrored else {}
+                    handle = self._store(capture, received, directory, beside)
                 else:
                     _sync(directory)  # older checkpoints may go once this is there
                 self._deferred += [(handle, [*capture.deferred, *after_commit])]
@@ -196,6 +246,13 @@ class Saver:
             size = portus.expected_bytes(accelerator._models, accelerator._optimizers)
             self.make_room(first, size)
 
+    def follow_data(self) -> None:
+        """Know where the prepared loaders are from now on."""
+        if self.is_on():
+            for each in self._accelerator._dataloaders:
+                count, fixed = self._accelerator.num_processes, self._settings.fixed_batch
+                data.follow(each, count, fixed, self.training)
+
     def was_cut_off(self, directory: str) -> bool:
         """True if ``directory`` was a checkpoint that was put aside, since it is not whole."""
         return self._cut_off.was_cut_off(os.path.abspath(directory))
@@ -222,7 +279,31 @@ class Saver:
             try:
                 handle.wait()
             except portus.PortusError as error:
-                _log.warning("Portus: a save failed; training goes on: %s", error)
+                _log.warning("Portus: a save failed; training continues: %s", error)
+
+    def take_stats(self, *, wait: bool = False) -> list[portus.SaveStats]:
+        """What the saves of this process cost that ended since the last call. wait: for those in
+        flight too; raises nothing of theirs."""
+        while self._handles and (wait or self._handles[0].done):
+            handle = self._handles.popleft()
+            handle.join()
+            self._stats.append(handle.stats)
+        ended = list(self._stats)
+        self._stats.clear()
+        return ended
+
+    def note_metrics(self, logged: Mapping[str, Any]) -> None:
+        """This was logged: of it, what ``keep`` goes by is kept with the next checkpoints."""
+        best = self._settings.keep.best
+        value = None if best is None else logged.get(best[0])
+        is_number = isinstance(value, numbers.Real | torch.Tensor)
+        if best is not None and is_number and torch.as_tensor(value).numel() == 1:
+            self._metrics = {best[0]: float(value)}  # type: ignore[arg-type]
+
+    def _note(self, handle: portus.SaveHandle) -> None:
+        """Of saves that are over their cost is kept, and no more."""
+        self._stats.extend(self.take_stats())
+        self._handles.append(handle)
 
     def _drain(self) -> None:
         if self._checkpointer is not None:
@@ -238,6 +319,8 @@ class Saver:
         if directory is not None or not project.automatic_checkpoint_naming:
             return self._load(stock, directory)
         above = os.path.join(self._accelerator.project_dir, "checkpoints")
+        if not os.path.isdir(above):
+            self._fetch(os.path.join(above, "checkpoint_0"))
         candidates = place.numbered(above)[::-1] if os.path.isdir(above) else []
         for candidate in candidates[:-1]:
             try:
@@ -251,31 +334,32 @@ class Saver:
 
         Raises what is wrong with them, which Accelerate passes over.
         """
-        name = f"random_states_{self._accelerator.process_index}.pkl"
-        path = os.path.join(directory, name)
-        states: Any = None
-        if os.path.isfile(path) and portus.is_reference(path):
-            states = portus.load_reference(path)
-        elif os.path.isfile(path):
-            with contextlib.suppress(Exception):  # stock Accelerate goes on without it, too
-                states = getattr(other, "load", torch.load)(path)
-        saved = states.get(resume.KEY) if states else None
-        self._say_of_others(directory, saved)
-        resume.go_back(self._accelerator, saved)
+        count = self._accelerator.num_processes
+        own = _positions_in(directory, self._accelerator.process_index)
+        of_main = _positions_in(directory, 0)
+        self._say_of_others(directory, own, of_main)
+        if of_main and (own is None or of_main.get("processes", count) != count):
+            own = of_main  # where the data is, all processes say alike
+        resume.go_back(self._accelerator, own, of_main or own)
+        if own and own.get(_CADENCE) is not None:
+            self.cadence().load_state_dict(own[_CADENCE])
 
     def finish(self) -> None:
         """Training ends: what is in flight ends too, or is reported. Later saves are durable when
         they return."""
-        self._over = True
-        self._stop_watching()
-        self.run_deferred()
-        self._cut_off.drop_note()
-        if self._run is not None:
-            self._run.close()
-        if self._shards is not None:
-            shards, self._shards = self._shards, None
-            shards.close()
-        self._ending.materialize()
+        preemption, self._preemption = self._preemption, None
+        with preemption or contextlib.nullcontext():  # whatever fails, signals are given back
+            self._over = True
+            self._cadence = None
+            self._stop_watching()
+            self.run_deferred()
+            self._cut_off.drop_note()
+            if self._run is not None:
+                self._run.close()
+            if self._shards is not None:
+                shards, self._shards = self._shards, None
+                shards.close()
+            self._ending.materialize()
 
     # Saving.
 
@@ -323,23 +407,34 @@ class Saver:
                 self.finish()
 
     def _store(
-        self, capture: Capture, received: dict[str, Any], directory: str
+        self,
+        capture: Capture,
+        received: dict[str, Any],
+        directory: str,
+        beside: Mapping[str, torch.Tensor] | None = None,
     ) -> portus.SaveHandle | None:
-        """Start to save; None if Portus cannot store it, and Accelerate has written it."""
+        """Start to save; None if Portus cannot store it, and Accelerate has written it. beside:
+        what else is in the directory, for a mirror."""
         parts = {**received, **capture.parts}
+        state = {**parts, KEY: beside} if beside else parts
         step = self._step_of(directory)
         references = {os.path.join(directory, torch_name(name)): name for name in parts}
         try:
             run = self._open(directory)
             handle = run.use(
                 lambda checkpointer: checkpointer.save(
-                    parts, step, reference=references, synchronous=self._over
+                    state,
+                    step,
+                    reference=references,
+                    synchronous=self._over,
+                    metrics=self._metrics,
                 )
             )
         except portus.UsageError as error:
             self._save_stock(capture, parts, directory, error)
             return None
         self._handle = handle
+        self._note(handle)
         self._ending.saved(run, directory)
         with _saying(f"what {directory} held before stays"):
             for name in place.names_in(directory):
@@ -365,6 +460,8 @@ class Saver:
         if isinstance(own.get(name), dict):
             states = not self._peers.is_writer
             own[name][resume.KEY] = resume.positions(self._accelerator, with_states=states)
+            if self._cadence is not None:
+                own[name][resume.KEY][_CADENCE] = self._cadence.state_dict()
         return {name: own[name]} if name in own else {}
 
     # Shards: FSDP.
@@ -384,11 +481,15 @@ class Saver:
         step = self._step_of(directory)
         writer = self._open_shards(directory)
         writer.synchronous = self._over
+        scored: list[Any] = [self._metrics]
+        if self._settings.keep.best is not None:
+            broadcast_object_list(scored)  # what each process logged may be its own
         try:
-            writer.save_directory(
+            handle = writer.save_directory(
                 shards,
                 directory,
                 step=step,
+                metrics=scored[0],
                 files={torch_name(name): part for name, part in files.items()},
             )
         except portus.UsageError as error:
@@ -398,6 +499,7 @@ class Saver:
             for write in capture.writes:
                 write()
             return
+        self._note(handle)
         if self._peers.is_writer:
             for name in shards:  # Accelerate made it for what torch would have written
                 with contextlib.suppress(OSError):
@@ -432,8 +534,9 @@ class Saver:
         """A save to ``directory`` begins. Raises what opening a pool raises, before anything is in
         that directory."""
         self._cut_off.drop_note()
-        if self._peers.is_writer and self._is_sharded():
-            self._open_shards(directory)
+        if self._is_sharded():
+            if self._peers.is_writer or self._settings.has_mirror:  # which all ranks look at
+                self._open_shards(directory)
         elif self._peers.is_writer:
             self._open(directory)
 
@@ -484,22 +587,75 @@ class Saver:
         if directory is None:
             return stock(directory)
         directory = os.path.abspath(directory)
+        self._settings.allow_mirror()
+        is_here = os.path.exists(directory)
+        if self._settings.has_mirror:
+            self._accelerator.wait_for_everyone()  # all have looked, before anybody puts it back
+        if not is_here:
+            self._fetch(directory)
         self._cut_off.mend(directory, uncommitted=False)
         if not self._is_sharded():
             return stock(directory)
-        with sharded.reading(directory):
+        with sharded.reading(directory, self._settings.mirror):
             return stock(directory)
 
-    def _say_of_others(self, directory: str, saved: Any) -> None:
+    def fetch_checkpoints(self, output: str) -> None:
+        """Before ``Trainer`` looks for one in ``output``: what a run without a pool has in its
+        mirror is fetched, and its checkpoints are made whole. On every process. Raises as opening a
+        pool."""
+        if not self._settings.has_mirror:
+            return
+        try:
+            if self._peers.is_writer and self._checkpointer is None:
+                run = self._run_of(os.path.join(os.path.abspath(output), "checkpoint-0"))
+                try:
+                    run.use(lambda checkpointer: put_back(checkpointer, output))
+                finally:
+                    run.close()
+        finally:
+            self._accelerator.wait_for_everyone()
+
+    def _fetch(self, directory: str) -> None:
+        """The checkpoint ``directory`` is not here: fetch what a run without a pool has in its
+        mirror, and put its files back. On every process. Raises as opening a pool."""
+        if not self._settings.has_mirror:
+            return
+        try:
+            if self._is_sharded():
+                self._open_shards(directory)
+            elif self._peers.is_writer and self._checkpointer is None:
+                run = self._run_of(directory)
+                try:
+                    run.use(lambda checkpointer: None)
+                finally:
+                    run.close()
+        finally:
+            self._accelerator.wait_for_everyone()
+
+    def _say_of_others(self, directory: str, own: Any, of_main: Any) -> None:
         """Warn if this process does not go on where it was."""
-        origin = origin_of(directory)
+        origin, state = origin_of(directory), self._accelerator
+        saved = own or of_main
         if origin is None or (saved and "processes" not in saved):  # saved by an older Portus
             return
         count = saved["processes"] if saved else None
-        state = self._accelerator
+        if own is None and count == state.num_processes:
+            count = None
         said = of_others(origin, state.process_index, count, state.num_processes)
         if said is not None:
             _log.warning("Portus: %s", said)
+
+
+def _positions_in(directory: str, process: int) -> Any:
+    """What a process saved beside its generators; None if there is none, or nobody can tell."""
+    path = os.path.join(directory, f"random_states_{process}.pkl")
+    states: Any = None
+    if os.path.isfile(path) and portus.is_reference(path):
+        states = portus.load_reference(path)
+    elif os.path.isfile(path):
+        with contextlib.suppress(Exception):  # stock Accelerate goes on without it, too
+            states = _loaded(path)
+    return states.get(resume.KEY) if states else None
 
 
 def _peers_of(accelerator: Any) -> Peers:
@@ -531,3 +687,14 @@ def _saying(what: str) -> Iterator[None]:
         yield
     except portus.PortusError as error:
         _log.warning("Portus: %s: %s", what, error)
+
+
+def _loaded(path: str) -> Any:
+    """The generators of a process, of a file as Accelerate writes it. Old versions of it cannot
+    read their own under torch 2.6 and later: they do not allow numpy's arrays."""
+    if hasattr(other, "load"):
+        return other.load(path)
+    core = getattr(np, "_core", None) or np.core
+    allowed = [core.multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType, encode]
+    with torch.serialization.safe_globals(allowed):
+        return torch.load(path)

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 import portus
@@ -27,6 +27,17 @@ class Settings(portus.Settings):
         or where the program ends without it: the newest first; "none" never.
     materialize_within: the longest, in seconds, that the end waits for that. What there is no time
         or no room for stays as it is, and is listed.
+    fixed_batch: what stays if the number of processes changes within an epoch: "local", the batch
+        of each process, or "global", the samples of a step of all of them.
+    every, max_overhead, mtbf: when to save, as for ``portus.Cadence``. With ``every`` set,
+        ``transformers.Trainer`` saves then, in place of ``save_steps``; without it as ever. Loops
+        of one's own ask ``portus_accelerate.should_save``, which takes None for "auto".
+    keep: which versions stay in the pool without a checkpoint: the newest so many, or a mapping of
+        what ``portus.Keep`` takes, whose ``best`` goes by what was logged last. What
+        ``total_limit`` keeps stays besides.
+    preempt_within: seconds, or "90s", in which a job that is told to go by SIGTERM or SIGUSR1 saves
+        and leaves; then it is ended. Heard by ``transformers.Trainer``, and in loops that ask
+        ``portus_accelerate.should_leave``. "none" hears nothing in Trainer.
     The others are those of ``portus.Settings``.
     """
 
@@ -34,21 +45,32 @@ class Settings(portus.Settings):
     model: str | None = None
     materialize: Literal["end", "none"] = "end"
     materialize_within: float = 600.0
+    fixed_batch: Literal["local", "global"] = "local"
+    every: str | int | None = None
+    max_overhead: float = 0.035
+    mtbf: float | str | None = None
+    preempt_within: float | str = 60.0
+    keep: portus.Keep = field(default_factory=lambda: portus.Keep(last=1))
 
     def __post_init__(self) -> None:
         portus.Settings.__post_init__(self)
         if self.pool is not None:  # as text in YAML and JSON
             object.__setattr__(self, "pool", portus.Place.named(self.pool))
-        if self.materialize not in ("end", "none"):
-            raise portus.UsageError(
-                f"materialize: expected 'end' or 'none', found {self.materialize!r}"
-            )
+        keep = portus.Keep.of(self.keep)  # a mapping, in YAML and JSON
+        if keep is None:
+            raise portus.UsageError("keep: expected versions, 1 or more, or a mapping, found None")
+        object.__setattr__(self, "keep", keep)
         portus.checked_within(self.materialize_within)
+        if self.preempt_within != "none":
+            portus.Preemption(self.preempt_within)  # says what makes no sense, now
+        if (self.every, self.max_overhead, self.mtbf) != (None, 0.035, None):
+            every = "auto" if self.every is None else self.every
+            portus.checked_cadence(every, self.max_overhead, self.mtbf)
 
 
 def from_mapping(values: Mapping[str, object], where: str) -> Settings:
     """Settings from a YAML or JSON object. Raises ``UsageError`` naming unknown keys."""
-    known = {field.name for field in fields(Settings)}
+    known = {each.name for each in fields(Settings)}
     unknown = sorted(set(values) - known)
     if unknown:
         raise portus.UsageError(f"{where}: unknown keys {unknown}; there are {sorted(known)}")
@@ -71,5 +93,6 @@ def from_environment() -> Settings:
 
 def to_text(settings: Settings) -> str:
     """What ``from_environment`` reads."""
-    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    values = {each.name: getattr(settings, each.name) for each in fields(settings)}
+    values["keep"] = settings.keep.as_mapping()
     return json.dumps({key: each for key, each in values.items() if each is not None}, default=str)

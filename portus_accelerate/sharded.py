@@ -50,9 +50,9 @@ def collecting() -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def reading(directory: str) -> Iterator[None]:
+def reading(directory: str, mirror: str | None = None) -> Iterator[None]:
     """What this thread lets torch load inside from subdirectories of ``directory`` comes out of
-    its group. One that torch itself wrote is loaded as ever.
+    its group. One that torch itself wrote is loaded as ever. mirror: as of ``PortusStorageReader``.
 
     Raises ``UsageError`` for a group that is not complete, and ``CorruptionError`` for a damaged
     one, on all ranks.
@@ -60,7 +60,7 @@ def reading(directory: str) -> Iterator[None]:
     from portus.dcp import PortusStorageReader, load
 
     of_torch = _of_torch()
-    reader = PortusStorageReader.at(directory)
+    reader = PortusStorageReader.at(directory, mirror=mirror)
     if reader is None:
         yield
         return

@@ -12,6 +12,7 @@ rotated away once the newer one is committed: at the next save, or at the end.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-from portus_accelerate import capture, place
+from portus_accelerate import capture, pacing, place, trainer_data
 from portus_accelerate.saver import Saver
 from portus_accelerate.settings import ACCELERATE
 
@@ -30,13 +31,15 @@ _WHOLE: Final = ("checkpoint", "all_checkpoints")
 """Strategies of a hub for which whole checkpoints are uploaded."""
 
 _FILES: Final = ("optimizer.pt", "scheduler.pt", "scaler.pt")
+_RANDOM: Final = "rng_state"
+"""How the names of the files of random states begin, one for each process."""
 
 
 def install() -> None:
     """Change the loaded ``transformers.trainer``, if it is one that this was made for."""
     module: Any = sys.modules["transformers.trainer"]
     version = getattr(sys.modules["transformers"], "__version__", "?")
-    names = ("_save_checkpoint", "train")
+    names = ("_save_checkpoint", "train", "log")
     known = hasattr(module, "rotate_checkpoints") and all(hasattr(module.Trainer, n) for n in names)
     if not version.split(".")[0].isdigit() or int(version.split(".")[0]) < OLDEST or not known:
         _log.warning(
@@ -52,6 +55,8 @@ def install() -> None:
         (module, "rotate_checkpoints", _rotate(module.rotate_checkpoints)),
         (module.Trainer, "_save_checkpoint", _save_checkpoint(module.Trainer._save_checkpoint)),
         (module.Trainer, "train", _train(module.Trainer.train)),
+        (module.Trainer, "log", _logging(module.Trainer.log)),
+        *trainer_data.changes(module.Trainer, _saver_of),
     ]
     for owner, name, value in changes:
         setattr(owner, name, value)
@@ -59,7 +64,7 @@ def install() -> None:
 
 def is_stored(name: str) -> bool:
     """True for a file of a checkpoint that goes through the pool."""
-    return name in _FILES or name.startswith("rng_state")
+    return name in _FILES or name.startswith(_RANDOM)
 
 
 def _save_checkpoint(stock: Callable[..., None]) -> Callable[..., None]:
@@ -73,7 +78,15 @@ def _save_checkpoint(stock: Callable[..., None]) -> Callable[..., None]:
         folder = f"checkpoint-{self.state.global_step}"
         directory = os.path.join(self._get_output_dir(trial=trial), folder)
         accepts = _none if _pushes_all(self.args) else is_stored
-        saver.save_files(lambda: stock(self, model, trial), directory, accepts)
+
+        def write() -> None:
+            stock(self, model, trial)
+            current = capture.current()
+            for name, part in () if current is None else current.parts.items():
+                if name.startswith(_RANDOM):
+                    trainer_data.add_to(part, self)
+
+        saver.save_files(write, directory, accepts)
 
     return save
 
@@ -89,9 +102,9 @@ def _pushes_all(arguments: Any) -> bool:
     if not arguments.push_to_hub or strategy not in _WHOLE:
         return False
     ACCELERATE.say_once(
-        f"Portus: hub_strategy={strategy!r} uploads whole checkpoints, so Trainer writes all of "
-        "them itself, as real files; training waits for that. hub_strategy='every_save' uploads "
-        "weights alone, and the rest goes through Portus"
+        f"Portus: hub_strategy={strategy!r} uploads whole checkpoints, so Trainer writes all "
+        "of them itself, as real files; training waits for that. hub_strategy='every_save' "
+        "uploads weights only, and the rest goes through Portus"
     )
     return True
 
@@ -113,16 +126,66 @@ def _train(stock: Callable[..., Any]) -> Callable[..., Any]:
     def train(self: Any, resume_from_checkpoint: Any = None, *more: Any, **named: Any) -> Any:
         saver = _saver_of(self)
         if saver is None:
-            return stock(self, resume_from_checkpoint, *more, **named)
+            with pacing.training(seen=False):
+                return stock(self, resume_from_checkpoint, *more, **named)
         if self.args.push_to_hub:
             saver.keep_out_of(self.args.output_dir)  # all that is in it is uploaded
+        if resume_from_checkpoint:
+            saver.fetch_checkpoints(self.args.output_dir)
         saver.begin(os.path.join(self.args.output_dir, "checkpoint-0"))
         chosen = _chosen(saver, self.args.output_dir, resume_from_checkpoint)
-        result = stock(self, chosen, *more, **named)
-        saver.finish()
+        _follow_the_cadence(self, saver)
+        seen = not self.args.save_only_model and not _pushes_all(self.args)
+        from portus_accelerate import leaving  # it needs transformers
+
+        with pacing.training(seen=seen), leaving.heard(self, saver.settings.preempt_within):
+            try:
+                result = stock(self, chosen, *more, **named)
+            except leaving.EvaluationLeft:
+                result = leaving.left(self)
+            saver.finish()  # within the time that a signal leaves
         return result
 
     return train
+
+
+def _follow_the_cadence(trainer: Any, saver: Saver) -> None:
+    """Let a ``Trainer`` save when the cadence says, if that is what the settings say, it saves by
+    steps, and its script has no such callback."""
+    from portus_accelerate.callback import PortusCallback
+
+    said, callbacks = saver.settings, trainer.callback_handler.callbacks
+    strategy = getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)
+    if said.every is None or strategy != "steps":
+        return
+    if not any(isinstance(each, PortusCallback) for each in callbacks):
+        made = PortusCallback(said.every, max_overhead=said.max_overhead, mtbf=said.mtbf)
+        callbacks.insert(1, made)  # behind the one of Trainer's own arguments, before the script's
+
+
+def _logging(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
+        is_last = "train_runtime" in logs  # trackers are closed after that
+        stock(self, logs, *more, **named)
+        saver = _saver_of(self)
+        if saver is None:
+            return
+        saver.note_metrics(logs)
+        for stats in saver.take_stats(wait=is_last):
+            _tell_trackers(self, stats.metrics())
+
+    return log
+
+
+def _tell_trackers(trainer: Any, metrics: dict[str, float]) -> None:
+    """Give all callbacks that log what they log, but for those that print it. It is no part of the
+    history in ``trainer_state.json``."""
+    callbacks: Any = sys.modules["transformers.trainer_callback"]
+    prints = (callbacks.PrinterCallback, callbacks.ProgressCallback)
+    some = copy.copy(trainer.callback_handler)
+    some.callbacks = [each for each in some.callbacks if not isinstance(each, prints)]
+    trainer.control = some.on_log(trainer.args, trainer.state, trainer.control, metrics)
 
 
 def _chosen(saver: Saver, output: str, asked: Any) -> Any:

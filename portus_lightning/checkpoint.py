@@ -16,9 +16,6 @@ from portus_lightning.companion import plugin_of
 KEY: Final = "portus_cadence"
 """Where the cadence is in the callback's part of a checkpoint."""
 
-TURNED_OFF: Final = "10min"
-"""In place of "auto", where Lightning saves."""
-
 
 class CadenceHooks:
     """The hooks, and the arguments; goes before ``ModelCheckpoint``.
@@ -51,7 +48,7 @@ class CadenceHooks:
                     f"{of_model_checkpoint[name]!r}. Leave it out, or add a ModelCheckpoint"
                 )
         self._every, self._max_overhead, self._mtbf = every, max_overhead, mtbf
-        self._make_cadence()  # says what makes no sense, now; it counts from the start of the fit
+        portus.checked_cadence(every, max_overhead, mtbf)  # it counts from the start of the fit
         self._cadence: portus.Cadence | None = None
         self._loaded: dict[str, object] | None = None
         super().__init__(every_n_train_steps=1, **of_model_checkpoint)  # type: ignore[call-arg]
@@ -75,15 +72,17 @@ class CadenceHooks:
         io = plugin_of(trainer)
         if self._every == "auto" and io is None:
             raise portus.UsageError(
-                "PortusCheckpoint(every='auto') goes by what saves of Portus cost, and this "
-                "Trainer saves otherwise: add plugins=[PortusIO()], or say every='5min'"
+                "PortusCheckpoint(every='auto') uses what saves of Portus cost, and this "
+                "Trainer saves without Portus: add plugins=[PortusIO()], or set every='5min'"
             )
-        self._cadence = self._make_cadence()
+        self._cadence = portus.Cadence(
+            self._every, max_overhead=self._max_overhead, mtbf=self._mtbf
+        )
         if self._every == "auto" and io is not None and not io.is_on():
-            self._cadence = portus.Cadence(TURNED_OFF)
+            self._cadence = portus.Cadence(portus.Cadence.UNSEEN)
             stock.LIGHTNING.say_once(
-                "Portus is turned off, so what saves cost is not seen: PortusCheckpoint saves "
-                f"every {TURNED_OFF}"
+                "Portus is turned off, so Portus cannot measure what saves cost: "
+                f"PortusCheckpoint saves every {portus.Cadence.UNSEEN}"
             )
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
@@ -119,6 +118,3 @@ class CadenceHooks:
             self._loaded = saved
         elif saved is not None:
             self._cadence.load_state_dict(saved)
-
-    def _make_cadence(self) -> portus.Cadence:
-        return portus.Cadence(self._every, max_overhead=self._max_overhead, mtbf=self._mtbf)

@@ -5,8 +5,10 @@ Lightning adds it to every Trainer by its entry point; it acts only where the Tr
 
 - tells the plugin the run's root directory, and says loudly when a strategy's checkpoints do not
   go through the plugin at all;
-- makes resume exact: the random number generators of all ranks are part of the checkpoint;
+- makes resume exact: the random number generators of all ranks, and where the training data was,
+  are part of the checkpoint;
 - hands the statistics of saves to the loggers;
+- has a job that is told to go save and leave, see ``preempted``;
 - puts real torch files in place of references at the end, before other callbacks and loggers copy
   or upload what is there.
 """
@@ -14,18 +16,22 @@ Lightning adds it to every Trainer by its entry point; it acts only where the Tr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
 
 import portus
-from portus_lightning import randomness, stock
+from portus_lightning import data, stock
 from portus_lightning.io import PortusIO
+from portus_lightning.preempted import Leaving
 from portus_lightning.resume import renew_at_epoch_end
 
 KEY: Final = "portus_random"
 """Where the generators are in a checkpoint: {"format": 1, "ranks": (world size, ROOM) uint8}."""
+
+FORMAT: Final = 1
 
 
 SHARDING: Final = frozenset(
@@ -41,40 +47,71 @@ class CompanionHooks:
 
     def __init__(self) -> None:
         self._generators: torch.Tensor | None = None
+        self._data: data.TrainingData | None = None
         self._place: int | None = None
         self._ended = False
+        self._leaving: Leaving | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Tell the plugin where the run is; say what it cannot do."""
         io = plugin_of(trainer)
         if io is None or not _is_first(self, trainer):
             return
-        self._ended = False
-        io.begin(stock.local_path(trainer.default_root_dir))
+        self._ended, self._leaving = False, None
+        self._data = None if stage == "fit" else self._data
+        known = weakref.ref(trainer)  # the plugin is the trainer's own
+        io.begin(stock.local_path(trainer.default_root_dir), lambda: _logged(known()))
         if _knows_shards(trainer.strategy):
             from portus_lightning import sharded  # it needs much of torch.distributed
 
             save = None if io.why_no_shards() else io.save_shards
-            sharded.attach(trainer.strategy, io.is_on, save)
+            sharded.attach(trainer.strategy, io.is_on, save, io.metrics, io.mirror)
         if stage == "fit" and io.is_on():
+            self._data = data.TrainingData(trainer, io.fixed_batch)
             for message in warnings_for(trainer, io):
                 _warn(trainer, message)
+            if io.preempt_within is not None:
+                self._leaving = Leaving.of(trainer, io.preempt_within)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add the generators of every rank. Runs on all ranks."""
+        """Add the generators of every rank, and where the data is. Runs on all ranks."""
         io = plugin_of(trainer)
         if io is None or not io.is_on() or not _is_first(self, trainer):
             return
-        own = randomness.capture(trainer.strategy.root_device)
+        own = portus.capture_randomness(trainer.strategy.root_device)
+        if self._leaving is not None and self._leaving.is_saving:
+            self._leaving.amend(checkpoint)
+            own = self._leaving.generators_of(own)
+        position = None if self._data is None else self._data.state_dict()
+        if position is not None:
+            own = torch.cat([own, position["random"].flatten()])
         if trainer.world_size > 1:
             own = trainer.strategy.all_gather(own.to(trainer.strategy.root_device)).cpu()
-        checkpoint[KEY] = {"format": 1, "ranks": own.reshape(-1, randomness.ROOM)}
+        ranks = own.reshape(trainer.world_size, -1, portus.RANDOMNESS_BYTES)
+        checkpoint[KEY] = {"format": FORMAT, "ranks": ranks[:, 0].contiguous()}
+        if position is not None and self._data is not None:
+            said = data.of_all_ranks(position["own"], trainer.world_size)
+            self._data.amend(checkpoint, said[0])
+            checkpoint[data.KEY] = {**position, "random": ranks[:, 1:].contiguous(), "own": said}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep this rank's generators until the data loaders have been made."""
+        """Keep this rank's generators until the data loaders have been made, and the position for
+        them. Raises ``portus.UsageError`` for those of a newer Portus."""
+        position = checkpoint.get(data.KEY)
+        if position is not None and self._data is not None:
+            self._data.load_state_dict(position)
         saved = checkpoint.get(KEY)
-        if saved is None or trainer.state.fn != "fit" or saved.get("format") != 1:
+        if saved is None or trainer.state.fn != "fit" or not _is_first(self, trainer):
             return
+        if saved["format"] != FORMAT:
+            io = plugin_of(trainer)
+            if io is None or not io.is_on():  # as stock Lightning, which knows nothing of them
+                return
+            raise portus.UsageError(
+                f"the random numbers of this checkpoint have format {saved['format']}, and "
+                f"this Portus knows {FORMAT}: a newer one saved it. Upgrade Portus here, or "
+                "set PORTUS_DISABLE=1, and the run continues with other random numbers"
+            )
         ranks = saved["ranks"]
         if trainer.global_rank < len(ranks):
             self._generators = ranks[trainer.global_rank].clone()
@@ -85,15 +122,41 @@ class CompanionHooks:
         files are there before others look."""
         _make_room(trainer, pl_module)
         self._go_first(trainer)
+        if self._data is not None:
+            self._data.start()
         generators, self._generators = self._generators, None
-        if generators is None:
-            return
-        device = trainer.strategy.root_device
-        renew_at_epoch_end(trainer.fit_loop, lambda: randomness.restore(generators, device))
+        if generators is not None:
+            renew_at_epoch_end(trainer.fit_loop, lambda: self._put_back(trainer, generators))
+        if self._leaving is not None:
+            self._leaving.train_starts()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """An epoch begins, and is as long as the loaders say."""
+        if self._data is not None:
+            self._data.start_epoch()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Log what saves cost, as soon as they are over."""
+        """Log what saves cost, as soon as they are over; and leave, if it is time."""
         self._log_stats(trainer)
+        if self._leaving is not None:
+            self._leaving.batch_ended()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave, if it is time; so do the next three."""
+        if self._leaving is not None:
+            self._leaving.epoch_ended()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._leaving is not None:
+            self._leaving.validation_starts()
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self._leaving is not None:
+            self._leaving.validation_goes_on()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._leaving is not None:
+            self._leaving.validation_ended()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """After the last batch: the last statistics, and real files. What is saved later is real
@@ -109,6 +172,12 @@ class CompanionHooks:
         what was saved before stays as it is, and that is said."""
         io = plugin_of(trainer)
         if io is None or not io.is_on() or trainer.state.fn != "fit":
+            return
+        if self._data is not None:
+            self._data.close()  # Lightning calls no teardown now
+        if self._leaving is not None and self._leaving.takes(exception):
+            self._ended = True  # nothing is made real: the next run goes on with what is there
+            self._leaving.save(io.wait)
             return
         try:
             io.teardown()
@@ -129,6 +198,13 @@ class CompanionHooks:
             others = [each for each in trainer.callbacks if each is not self]
             trainer.callbacks = [*others[: self._place], self, *others[self._place :]]
             self._place = None
+        if self._data is not None:
+            self._data.close()
+
+    def _put_back(self, trainer: Any, generators: torch.Tensor) -> None:
+        if self._data is not None:
+            self._data.put_back()
+        portus.restore_randomness(generators, trainer.strategy.root_device)
 
     def _go_first(self, trainer: Any) -> None:
         """A new list: Lightning is walking through the old one."""
@@ -153,7 +229,11 @@ class CompanionHooks:
             return
         for stats in io.take_stats():
             for logger in trainer.loggers:
-                logger.log_metrics(metrics_of(stats), step=trainer.global_step)
+                logger.log_metrics(stats.metrics(), step=trainer.global_step)
+
+
+def _logged(trainer: Any) -> Mapping[str, Any]:
+    return {} if trainer is None else trainer.callback_metrics
 
 
 def _make_room(trainer: Any, pl_module: Any) -> None:
@@ -203,21 +283,32 @@ def lead_back(trainer: Any, links: Iterable[str]) -> None:
 
 
 def lead_back_what_was_last(trainer: Any) -> None:
-    """The same before Lightning looks for ``ckpt_path="last"``."""
+    """The same before Lightning looks for ``ckpt_path="last"``, or for a file that is not there;
+    what a mirror has of a run that was lost is fetched first."""
+    _fetch(trainer)
     finds = [getattr(each, "_find_last_checkpoints", None) for each in trainer.checkpoint_callbacks]
     lead_back(trainer, [path for find in finds if find is not None for path in find(trainer)])
 
 
-def metrics_of(stats: portus.SaveStats) -> dict[str, float]:
-    """What loggers get for one save. ``blocked_ms`` is all that training felt of it."""
-    return {
-        "portus/blocked_ms": stats.blocked_s * 1e3,
-        "portus/fence_ms": stats.fence_s * 1e3,
-        "portus/total_ms": stats.total_s * 1e3,
-        "portus/save_gb_per_s": stats.state_bytes / 1e9 / stats.total_s if stats.total_s else 0.0,
-        "portus/copied_gb": stats.copied_bytes / 1e9,
-        "portus/shared_gb": stats.shared_bytes / 1e9,
-    }
+def _fetch(trainer: Any) -> None:
+    """On every rank: none looks before rank 0 is through, or it would begin anew."""
+    io = plugin_of(trainer)
+    if io is None or not io.is_on() or not io.has_mirror():
+        return
+    in_shards = _saves_shards(trainer.strategy) and not io.why_no_shards()
+    if trainer.world_size > 1 or in_shards:
+        trainer.strategy.setup_environment()  # Lightning calls it again, for what is there then
+    try:
+        found = [
+            stock.local_path(d) for each in trainer.checkpoint_callbacks if (d := _directory(each))
+        ]
+        if in_shards:
+            if found and found[0]:
+                io.fetch_shards(stock.local_path(trainer.default_root_dir), found[0])
+        elif trainer.is_global_zero and found and found[0]:
+            io.fetch(stock.local_path(trainer.default_root_dir), found[0])
+    finally:
+        trainer.strategy.barrier()
 
 
 def checkpoints_of(trainer: Any, io: PortusIO) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -37,12 +37,15 @@ _MENDED_S: Final = 10.0
 _KEPT: Final = (
     "materialize",
     "materialize_within",
+    "preempt_within",
     "prepare",
+    "fixed_batch",
     "_pool",
     "_model",
     "_copy_to",
     "_copy_every_s",
     "_settings",
+    "_keep",
     "_root",
     "_over",
 )
@@ -50,28 +53,36 @@ _KEPT: Final = (
 
 
 class PortusIO(CheckpointIO):
-    """Saves checkpoints to a Portus pool in the background, while training goes on.
+    """Saves checkpoints to a Portus pool in the background, while training continues.
 
-    ``Trainer(plugins=[PortusIO()])``, and everything else stays as it was: at each checkpoint's
-    path a small file appears that ``torch.load`` follows into the pool.
+    Pass it as ``Trainer(plugins=[PortusIO()])``. At each checkpoint's path it puts a small file,
+    which ``torch.load`` follows into the pool. Nothing else in the script changes.
 
     Args:
         pool: A pool file, a directory for pool files, one for each run, or the address of a
-            storage host (``portus://host:7117``); for strategies that save in shards, a list of
-            several hosts too. By default ``$PORTUS_POOL``, or ``.portus`` under the Trainer's
+            storage host (``portus://host:7117``). For strategies that save in shards, a list of
+            hosts is possible too. Default: ``$PORTUS_POOL``, or ``.portus`` under the Trainer's
             ``default_root_dir``.
-        model: The name of this run in the pool. By default from the checkpoint directory.
-        materialize: When real torch files are put in place of the small ones: "end" does it at
-            the normal end of training, for the best, the last, and then the other checkpoints;
-            "all" for each at once, "none" never. Unless "none", what is saved after the end of
-            training, normal or not, is a real file at once.
-        materialize_within: The longest, in seconds, that the end of training waits for that. What
-            there is no time or no room for stays as it is, and is listed.
-        copy_to: A real torch file that is renewed from the newest checkpoint now and then and at
-            the end, on a file system that outlives this machine. By default there is none.
-        copy_every_minutes: How often.
-        prepare: Whether the start of training makes room in the pool, in the background, so that
-            the first save is as fast as later ones. Room that no save used is given back.
+        model: The name of this run in the pool. Default: derived from the checkpoint directory.
+        materialize: When real torch files replace the small ones. "end": at the normal end of
+            training, the best checkpoint first, then the last, then the others. "all": each one
+            right after its save. "none": never. Unless it is "none", checkpoints saved after the
+            end of training, normal or not, are real files from the start.
+        materialize_within: The longest time, in seconds, that the end of training waits for that.
+            Checkpoints for which time or space runs out stay as they are, and are listed.
+        preempt_within: Seconds, or a text like "90s", in which a job that receives SIGTERM or
+            SIGUSR1 saves and exits; then it is ended. None leaves these signals to Lightning.
+        copy_to: A path for a real torch file, on a file system that outlives this machine, which is
+            renewed from the newest checkpoint regularly and at the end. Default: none.
+        copy_every_minutes: How often to renew it.
+        prepare: Whether the start of training makes room in the pool in the background, so that
+            the first save is as fast as later ones. Unused room is returned.
+        fixed_batch: What stays the same when a run resumes in the middle of an epoch with another
+            number of ranks: "local", the batch of each rank, or "global", the number of samples in
+            a step of all ranks, whatever batch the script names.
+        keep: Which versions stay in the pool without a file: a number (the newest ones), or a
+            ``portus.Keep``, whose ``best`` uses the metrics that Lightning logged. Versions that
+            Lightning's ``ModelCheckpoint`` keeps stay in addition.
         settings: How to save, and what to do about failures: see ``portus.Settings``.
     """
 
@@ -87,9 +98,12 @@ class PortusIO(CheckpointIO):
         model: str | None = None,
         materialize: Literal["end", "all", "none"] = "end",
         materialize_within: float = 600.0,
+        preempt_within: float | str | None = 60.0,
         copy_to: str | os.PathLike[str] | None = None,
         copy_every_minutes: float = 30.0,
         prepare: bool = True,
+        fixed_batch: Literal["local", "global"] = "local",
+        keep: int | portus.Keep | None = 1,
         **settings: Unpack[portus.SettingsDict],
     ) -> None:
         if materialize not in ("end", "all", "none"):
@@ -98,12 +112,21 @@ class PortusIO(CheckpointIO):
             )
         self.materialize: Literal["end", "all", "none"] = materialize
         self.materialize_within: Final = portus.checked_within(materialize_within)
+        self.preempt_within: Final = preempt_within
+        if preempt_within is not None:
+            portus.Preemption(preempt_within)  # says what makes no sense, now
+        if fixed_batch not in ("local", "global"):
+            raise portus.UsageError(
+                f"fixed_batch: expected 'local' or 'global', found {fixed_batch!r}"
+            )
         self.prepare: bool = prepare
+        self.fixed_batch: Literal["local", "global"] = fixed_batch
         self._pool: Final = None if pool is None else portus.Place.named(pool)
         self._model: Final = model
         self._copy_to: Final = None if copy_to is None else portus.local_path(copy_to, "copy_to")
         self._copy_every_s: Final = copy_every_minutes * 60
         self._settings: Final = portus.Settings(**settings)
+        self._keep: Final = portus.Keep.of(keep)
         self._start()
 
     def save_checkpoint(
@@ -112,12 +135,12 @@ class PortusIO(CheckpointIO):
         path: str | os.PathLike[str],
         storage_options: object | None = None,
     ) -> None:
-        """Start to save ``checkpoint``; its file is at ``path`` when this returns.
+        """Start saving ``checkpoint``; its file is at ``path`` when this returns.
 
-        What cannot be stored in a pool (a URL, an object of an unknown class) is saved by
-        Lightning's own code. In a signal handler that interrupted Portus, as Lightning's for SLURM
-        does, a real torch file is put at ``path``, durably. Raises ``BusyError``, ``MediumError``
-        and the like if the pool cannot be opened.
+        Lightning's own code saves what a pool cannot store (a URL, an object of an unknown class).
+        In a signal handler that interrupted Portus, such as Lightning's for SLURM, this writes a
+        real torch file to ``path``, durably. Raises ``BusyError``, ``MediumError`` and others if
+        the pool cannot be opened.
         """
         local = stock.local_path(path)
         if local is None or storage_options is not None or not self.is_on():
@@ -144,23 +167,26 @@ class PortusIO(CheckpointIO):
         map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The verified checkpoint at ``path``; waits for it if it is being saved by this process.
+        """Return the verified checkpoint at ``path``. Blocks while this process is saving it.
 
-        A file that Portus did not write is loaded by Lightning's own code. Tensors are on the CPU
-        unless ``map_location`` names a device.
+        Lightning's own code loads files that Portus did not write. The tensors are new, and on the
+        CPU unless ``map_location`` names a device. Raises ``CorruptionError`` and others.
         """
         local = stock.local_path(path)
         if local is None or not portus.is_reference(local):
             # Lightning before 2.6 does not know the word.
             more = {} if weights_only is None else {"weights_only": weights_only}
-            return stock.torch_io().load_checkpoint(path, map_location, **more)
+            found = stock.torch_io().load_checkpoint(path, map_location, **more)
+            portus.decode_stand_ins(found)  # in place; a file that was materialised may have some
+            return found
+        self._settings.allow_mirror()
         loaded = _moved(portus.load_reference(local), map_location)
         assert isinstance(loaded, dict), f"{local}: a checkpoint is a dict, found {type(loaded)}"
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the checkpoint at ``path``, once the newest save that was asked for before is
-        committed, or a later one. It stays if none is."""
+        """Remove the checkpoint at ``path`` once the newest save requested before, or a later one,
+        is committed. If none is, the checkpoint stays. Returns at once."""
         local = stock.local_path(path)
         self._saved.pop(local or "", None)
         if local is not None and self._shards is not None and os.path.isdir(local):
@@ -184,10 +210,11 @@ class PortusIO(CheckpointIO):
                 _log.warning("Portus: %s was not removed: %s", local, error.strerror)
 
     def teardown(self) -> None:
-        """Finish what is in flight and let go of the pool. Later saves return when durable.
+        """Finish the saves in flight and release the pool. Later saves return when they are
+        durable.
 
-        Raises, as ``on_error`` says, what made saves fail; not while another error is on its way,
-        which matters more.
+        Raises the errors of failed saves, as ``on_error`` says, unless another error is being
+        raised already.
         """
         self._over = True
         if self._copies is not None:
@@ -201,18 +228,25 @@ class PortusIO(CheckpointIO):
                 raise
             _log.error("Portus: a save failed: %s", error)
 
+    def wait(self) -> None:
+        """Block until all saves are committed or failed; raises as ``Checkpointer.wait`` does."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        if self._shards is not None:
+            self._shards.wait()
+
     # For strategies that save in shards.
 
     def why_no_shards(self) -> str:
-        """Why shards cannot go to the pool that was configured; nothing if they can."""
+        """Why shards cannot go to the configured pool; empty if they can."""
         place = self._shared()
         if place is not None and not place.is_for_many:
             return f"every rank needs a pool file of its own, and {place} is no directory"
         return ""
 
     def open_shards(self, directory: str) -> PortusStorageWriter:
-        """What saves the shards of this rank, for checkpoints in ``directory``. On every rank, with
-        the same directory. Raises what opening a pool raises."""
+        """The writer of this rank's shards, for checkpoints in ``directory``. Call it on every
+        rank, with the same directory. Raises the errors of opening a pool."""
         if self._shards is None:
             from portus.dcp import PortusStorageWriter
 
@@ -220,18 +254,27 @@ class PortusIO(CheckpointIO):
         return self._shards
 
     def save_shards(
-        self, shards: dict[str, Any], path: str, rest: dict[str, Any], *, is_first: bool
+        self,
+        shards: dict[str, Any],
+        path: str,
+        rest: dict[str, Any],
+        metrics: dict[str, float],
+        *,
+        is_first: bool,
     ) -> None:
-        """Start to save this rank's shards; the directory is at ``path`` when this returns. On
-        every rank. rest: what is not sharded, which the first rank saves for all.
+        """Start saving this rank's shards; the directory is at ``path`` when this returns. Call it
+        on every rank. rest: the part that is not sharded, which the first rank saves for all.
+        metrics: the result of ``metrics`` on the first rank.
 
-        Raises ``UsageError`` for what cannot be stored, on all ranks.
+        Raises ``UsageError`` for a value that cannot be stored, on all ranks.
         """
         writer = self.open_shards(os.path.dirname(path))
         writer.synchronous = self._over or _is_last_chance(path)
         files = {"meta.pt": rest} if is_first else {}
         try:
-            handle = writer.save_directory(shards, path, step=self._step_of(rest), files=files)
+            handle = writer.save_directory(
+                shards, path, step=self._step_of(rest), files=files, metrics=metrics
+            )
         except portus.UsageError:
             writer.wait()  # or a save in flight would replace files of whoever saves it instead
             raise
@@ -241,14 +284,43 @@ class PortusIO(CheckpointIO):
 
     # For the companion callback.
 
-    def begin(self, root: str | None) -> None:
-        """A Trainer starts: saves are in the background. ``root``: its directory, if local."""
+    def begin(
+        self, root: str | None, logged: Callable[[], Mapping[str, Any]] | None = None
+    ) -> None:
+        """A Trainer starts: saves are in the background. ``root``: its directory, if local.
+        ``logged``: gives what it has logged by then, by name."""
         self._root = root
-        self._directory = ""
+        self._logged = logged
+        self._runs[:] = [(run, "") for run, _ in self._runs]
         self._over = False
         self._newest = self._last = None
         self._saved = {}
         self._copies = Copies(self._copy_to, self._copy_every_s) if self._copy_to else None
+
+    @property
+    def mirror(self) -> str | None:
+        """Where what is saved here is mirrored, if that was said here."""
+        return self._settings.mirror
+
+    def has_mirror(self) -> bool:
+        """True if what is saved here is mirrored, also by $PORTUS_MIRROR."""
+        return self._settings.has_mirror
+
+    def fetch(self, root: str | None, directory: str) -> None:
+        """Before Lightning looks in ``directory`` for a checkpoint to go on from: what a run
+        without a pool has in its mirror is fetched, and its files are put back. Raises as opening
+        a pool."""
+        self._root = root
+        run = self._run_of(directory)
+        try:
+            run.use(lambda checkpointer: None)
+        finally:
+            run.close()
+
+    def fetch_shards(self, root: str | None, directory: str) -> None:
+        """The same for a strategy that saves in shards. On every rank."""
+        self._root = root
+        self.open_shards(directory).prepare(0)
 
     def put_aside(self, path: str) -> bool:
         """If the save of the file at ``path`` was cut off before it was committed, put it aside;
@@ -278,6 +350,16 @@ class PortusIO(CheckpointIO):
         """
         self._opened(directory).use(lambda checkpointer: checkpointer.prepare(size))
 
+    def metrics(self) -> dict[str, float]:
+        """What the checkpoint that is about to be saved scored, as far as ``keep`` asks for it."""
+        best = None if self._keep is None else self._keep.best
+        if best is None or self._logged is None:
+            return {}
+        value = self._logged().get(best[0])
+        return (
+            {} if value is None or torch.as_tensor(value).numel() != 1 else {best[0]: float(value)}
+        )
+
     def is_on(self) -> bool:
         """False where saves are left to Lightning: ``$PORTUS_DISABLE``, or not on Linux."""
         return not stock.LIGHTNING.saves_itself()
@@ -296,12 +378,12 @@ class PortusIO(CheckpointIO):
 
     def say_what_stays(self, paths: Iterable[str]) -> None:
         """Say which of these files stay references, since training did not come to its end."""
-        portus.say_remaining(portus.remaining_references(paths, "training did not come to its end"))
+        portus.say_remaining(portus.remaining_references(paths, "training did not finish"))
 
     def saved_in(self, directories: Iterable[str]) -> list[str]:
         """The files that this run saved, newest first, and those in ``directories`` that it saved
         before it was resumed."""
-        older = [] if self._run is None else portus.saved_in(directories, self._run.name)
+        older = portus.saved_in(directories, self._runs[-1][0].name) if self._runs else []
         return list(dict.fromkeys([*reversed(self._saved), *filter(os.path.isfile, older)]))
 
     # One instance goes through deepcopy, pickle and fork; its pool does not.
@@ -315,8 +397,10 @@ class PortusIO(CheckpointIO):
         self.__dict__.update(state)
 
     def _start(self) -> None:
+        self._runs: list[tuple[portus.Run, str]] = []
+        """With the directories that they were made for. The last is in use; those before it may
+        be, until this is closed, where a signal handler saved while they were being opened."""
         self.begin(None)
-        self._run: portus.Run | None = None
         self._shards = None
         self._guard = threading.RLock()
         self._handles: deque[portus.SaveHandle] = deque(maxlen=16)
@@ -334,7 +418,9 @@ class PortusIO(CheckpointIO):
 
         def save(checkpointer: portus.Checkpointer) -> portus.SaveHandle | None:
             try:
-                return checkpointer.save(checkpoint, step, reference=path, synchronous=now)
+                return checkpointer.save(
+                    checkpoint, step, reference=path, synchronous=now, metrics=self.metrics()
+                )
             except portus.UsageError as error:
                 self._save_stock(checkpointer, checkpoint, path, error)
                 return None
@@ -362,14 +448,17 @@ class PortusIO(CheckpointIO):
 
     @property
     def _checkpointer(self) -> portus.Checkpointer | None:
-        return None if self._run is None else self._run.checkpointer
+        return self._runs[-1][0].checkpointer if self._runs else None
 
     def _opened(self, directory: str) -> portus.Run:
         """The run whose pool is open; if none is, that of checkpoints in ``directory``."""
         with self._guard:
-            if self._run is None or (not self._checkpointer and self._directory != directory):
-                self._run, self._directory = self._run_of(directory), directory
-            return self._run
+            known = len(self._runs)
+            if known == 0 or (not self._checkpointer and self._runs[-1][1] != directory):
+                run = self._run_of(directory)
+                if len(self._runs) == known:  # else a signal handler that saved made one
+                    self._runs.append((run, directory))
+            return self._runs[-1][0]
 
     def _run_of(self, directory: str) -> portus.Run:
         """The run that saves checkpoints to ``directory``. Its ``.portus`` is in the Trainer's
@@ -386,6 +475,7 @@ class PortusIO(CheckpointIO):
             otherwise=os.path.dirname(directory),
             pool=self._pool,
             name=self._model,
+            keep=self._keep,
         )
 
     def _shared(self) -> portus.Place | None:
@@ -395,10 +485,12 @@ class PortusIO(CheckpointIO):
     def _close(self) -> None:
         with self._guard:
             shards, self._shards = self._shards, None
-            if self._run is not None:
-                self._run.close()
-            if shards is not None:
-                shards.close()
+            with contextlib.ExitStack() as closing:
+                if shards is not None:
+                    closing.callback(shards.close)
+                for run, _ in self._runs:
+                    closing.callback(run.close)
+            del self._runs[:-1]
 
 
 # For LightningCLI, which asks about the class before it makes one.

@@ -32,7 +32,13 @@ class Saves(Protocol):
     """Starts to save shards, to a directory, with what is not sharded."""
 
     def __call__(
-        self, shards: dict[str, Any], path: str, rest: dict[str, Any], *, is_first: bool
+        self,
+        shards: dict[str, Any],
+        path: str,
+        rest: dict[str, Any],
+        metrics: dict[str, float],
+        *,
+        is_first: bool,
     ) -> None:
         """On every rank. Raises ``UsageError`` for what cannot be stored, on all ranks."""
 
@@ -44,13 +50,20 @@ def is_sharded(strategy: Any) -> bool:
     return getattr(strategy, "_state_dict_type", "full") == "sharded"
 
 
-def attach(strategy: Any, is_on: Callable[[], bool], save: Saves | None) -> None:
-    """Let ``strategy`` load sharded checkpoints of Portus, and make such, by ``save``.
+def attach(
+    strategy: Any,
+    is_on: Callable[[], bool],
+    save: Saves | None,
+    metrics: Callable[[], dict[str, float]],
+    mirror: str | None = None,
+) -> None:
+    """Let ``strategy`` load sharded checkpoints of Portus, and make such, by ``save``, with what
+    ``metrics`` gives on the first rank. mirror: as of ``PortusStorageReader``.
 
     A second call replaces what the first one did: a Trainer may be used again.
     """
     is_fsdp2 = hasattr(strategy, "_save_distributed_checkpoint")
-    own = _Sharded(strategy, "state_dict" if is_fsdp2 else "model", is_on, save)
+    own = _Sharded(strategy, "state_dict" if is_fsdp2 else "model", is_on, save, metrics, mirror)
     strategy.load_checkpoint = own.load_checkpoint
     if save is not None and is_sharded(strategy):
         strategy.save_checkpoint = own.save_checkpoint
@@ -63,12 +76,20 @@ class _Sharded:
     """The methods that a strategy gets."""
 
     def __init__(
-        self, strategy: Any, key: str, is_on: Callable[[], bool], save: Saves | None
+        self,
+        strategy: Any,
+        key: str,
+        is_on: Callable[[], bool],
+        save: Saves | None,
+        metrics: Callable[[], dict[str, float]],
+        mirror: str | None,
     ) -> None:
         self._strategy: Final = strategy
         self._key: Final = key
         self._is_on: Final = is_on
         self._save: Final = save
+        self._metrics: Final = metrics
+        self._mirror: Final = mirror
 
     def _stock(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(type(self._strategy), name)
@@ -78,7 +99,8 @@ class _Sharded:
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         """In place of the strategy's."""
-        path = stock.local_path(self._strategy.broadcast(filepath))
+        said = self._strategy.broadcast((filepath, self._metrics()))
+        path, metrics = stock.local_path(said[0]), said[1]
         if path is None or storage_options is not None or not self._is_on() or not self._save:
             self._stock("save_checkpoint")(checkpoint, filepath, storage_options)
             return
@@ -94,7 +116,7 @@ class _Sharded:
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(path)  # as Lightning does: a directory takes the place of a file
         try:
-            self._save(shards, path, rest, is_first=self._strategy.global_rank == 0)
+            self._save(shards, path, rest, metrics, is_first=self._strategy.global_rank == 0)
         except portus.UsageError as error:
             stock.LIGHTNING.say_it_saves(error)
             self._stock("save_checkpoint")(checkpoint, filepath)
@@ -102,7 +124,9 @@ class _Sharded:
     def load_checkpoint(self, checkpoint_path: Any, *more: Any, **named: Any) -> dict[str, Any]:
         """In place of the strategy's."""
         path = stock.local_path(self._strategy.broadcast(checkpoint_path))
-        reader = None if path is None else PortusStorageReader.at(path, fall_back=True)
+        reader = None
+        if path is not None:
+            reader = PortusStorageReader.at(path, fall_back=True, mirror=self._mirror)
         if reader is None:
             result = self._stock("load_checkpoint")(checkpoint_path, *more, **named)
             assert isinstance(result, dict)

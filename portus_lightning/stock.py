@@ -76,8 +76,8 @@ def choose_again(
     copy: str, before: Callable[[Any], None], is_to_be_passed_over: Callable[[Any, str], bool]
 ) -> None:
     """Where a Trainer of this copy of Lightning looks for the checkpoint to resume from: call
-    ``before``, ask about the one that it found, and have it look again if that is to be passed
-    over.
+    ``before`` if that is the last one, or a path at which there is nothing; ask about the one that
+    it found, and have it look again if that is to be passed over.
 
     A path that the user named is not asked about. Nothing happens where Lightning looks otherwise.
     """
@@ -89,7 +89,7 @@ def choose_again(
 
     @functools.wraps(select)
     def selected(self: Any, state_fn: Any, ckpt_path: Any, *more: Any, **named: Any) -> Any:
-        if ckpt_path == "last":
+        if ckpt_path == "last" or _is_missing(ckpt_path):
             before(self.trainer)
         while True:  # ends: what is passed over is not found again
             found = select(self, state_fn, ckpt_path, *more, **named)
@@ -101,6 +101,15 @@ def choose_again(
 
     selected.portus_asks = True  # type: ignore[attr-defined]
     connector._select_ckpt_path = selected
+
+
+def _is_missing(path: Any) -> bool:
+    """True for a path at which there is nothing."""
+    is_path = isinstance(path, os.PathLike) or (
+        isinstance(path, str) and os.path.basename(path) != path
+    )
+    local = local_path(path) if is_path else None
+    return local is not None and not os.path.exists(local)
 
 
 def _is_installed(copy: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from gpt import GPT, SIZES, Text, adamw, shard, warm_then_cosine
 

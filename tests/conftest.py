@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -48,12 +50,25 @@ def pytest_report_header() -> str:
     return f"seed: PORTUS_TEST_SEED={SEED}" + (f", userfaultfd: {wish}" if wish else "")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are skipped with the reason where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped with the reason where there is none. Of the long searches,
+    those that may take longest come first, so that processes side by side end together. Names of
+    tests repeat: processes side by side would not agree on them."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: named after an address; give it ids=")
+    if config.getoption("markexpr") == "long":
+        items.sort(key=time_out, reverse=True)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if on_gpu else ""
     for item in on_gpu if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def time_out(item: pytest.Item) -> float:
+    """Seconds that a test asked for; 0 if it did not."""
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker else 0.0
 
 
 def _why_no_gpu() -> str:
@@ -81,12 +96,19 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture(scope="session")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Fresh directories. pytest's own way looks at all that there are for each new one."""
+    top = tmp_path_factory.mktemp("state")
+    return (top / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def no_notes_from_outside(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def no_notes_from_outside(monkeypatch: pytest.MonkeyPatch, homes: Iterator[Path]) -> None:
     """What Portus notes for a user, it notes for each test apart."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+    home = next(homes)
+    home.mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(home))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
 
 
@@ -94,16 +116,17 @@ def no_notes_from_outside(
 def no_pools_from_before() -> Iterator[None]:
     """Where references may lead is known to the process; what one test allowed is not another's."""
     yield
-    resolve = sys.modules.get("portus.client.resolve")
+    resolve = sys.modules.get("portus.client.loading.resolve")
     if resolve is not None:
         resolve.POOLS._allowed.clear()
+        resolve.POOLS._mirrors.clear()
 
 
 @pytest.fixture(autouse=True)
 def nothing_said_before() -> Iterator[None]:
     """What is said once in a process is said once in a test."""
     yield
-    stock = sys.modules.get("portus.client.stock")
+    stock = sys.modules.get("portus.client.loading.stock")
     if stock is not None:
         stock._said.clear()
 

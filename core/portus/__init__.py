@@ -14,33 +14,44 @@ if TYPE_CHECKING:
     from portus._autoload import (
         this_is_a_reference_run_portus_materialize as this_is_a_reference_run_portus_materialize,
     )
-    from portus.client.cadence import Cadence as Cadence
     from portus.client.checkpointer import Checkpointer as Checkpointer
-    from portus.client.in_turn import Remaining as Remaining
-    from portus.client.in_turn import checked_within as checked_within
-    from portus.client.in_turn import materialize_at_end as materialize_at_end
-    from portus.client.in_turn import materialize_in_turn as materialize_in_turn
-    from portus.client.in_turn import remaining_references as remaining_references
-    from portus.client.in_turn import saved_in as saved_in
-    from portus.client.in_turn import say_remaining as say_remaining
-    from portus.client.materialize import materialize as materialize
+    from portus.client.job.cadence import Cadence as Cadence
+    from portus.client.job.cadence import checked_cadence as checked_cadence
+    from portus.client.job.preemption import Preemption as Preemption
+    from portus.client.job.preemption import times_preempted as times_preempted
+    from portus.client.job.settings import Settings as Settings
+    from portus.client.job.settings import SettingsDict as SettingsDict
+    from portus.client.leaving.in_turn import Remaining as Remaining
+    from portus.client.leaving.in_turn import checked_within as checked_within
+    from portus.client.leaving.in_turn import materialize_at_end as materialize_at_end
+    from portus.client.leaving.in_turn import materialize_in_turn as materialize_in_turn
+    from portus.client.leaving.in_turn import remaining_references as remaining_references
+    from portus.client.leaving.in_turn import saved_in as saved_in
+    from portus.client.leaving.in_turn import say_remaining as say_remaining
+    from portus.client.leaving.materialize import materialize as materialize
+    from portus.client.leaving.nested import note_written as note_written
+    from portus.client.leaving.nested import write_file as write_file
+    from portus.client.loaders.cursor import DataCursor as DataCursor
+    from portus.client.loaders.seeded import SeededDataset as SeededDataset
+    from portus.client.loading.mirrored import load as load
+    from portus.client.loading.resolve import allow as allow
+    from portus.client.loading.resolve import is_reference as is_reference
+    from portus.client.loading.resolve import load_reference as load_reference
+    from portus.client.loading.resolve import read_reference as read_reference
+    from portus.client.loading.stock import Framework as Framework
+    from portus.client.loading.stock import is_disabled as is_disabled
+    from portus.client.loading.view import PoolView as PoolView
     from portus.client.mend import lead_back as lead_back
     from portus.client.mend import mend as mend
-    from portus.client.nested import note_written as note_written
-    from portus.client.nested import write_file as write_file
-    from portus.client.pack import pack as pack
-    from portus.client.pack import unpack as unpack
-    from portus.client.resolve import allow as allow
-    from portus.client.resolve import is_reference as is_reference
-    from portus.client.resolve import load_reference as load_reference
-    from portus.client.resolve import read_reference as read_reference
     from portus.client.run import Run as Run
     from portus.client.run import expected_bytes as expected_bytes
-    from portus.client.settings import Settings as Settings
-    from portus.client.settings import SettingsDict as SettingsDict
-    from portus.client.stock import Framework as Framework
-    from portus.client.stock import is_disabled as is_disabled
-    from portus.client.view import PoolView as PoolView
+    from portus.client.state.codecs import decode_stand_ins as decode_stand_ins
+    from portus.client.state.codecs import register_codec as register_codec
+    from portus.client.state.pack import pack as pack
+    from portus.client.state.pack import unpack as unpack
+    from portus.client.state.randomness import RANDOMNESS_BYTES as RANDOMNESS_BYTES
+    from portus.client.state.randomness import capture_randomness as capture_randomness
+    from portus.client.state.randomness import restore_randomness as restore_randomness
     from portus.errors import AbandonedError as AbandonedError
     from portus.errors import BusyError as BusyError
     from portus.errors import CorruptionError as CorruptionError
@@ -51,11 +62,13 @@ if TYPE_CHECKING:
     from portus.errors import UsageError as UsageError
     from portus.index.check import check as check
     from portus.index.findings import Finding as Finding
+    from portus.index.keep import Keep as Keep
     from portus.index.place import Place as Place
     from portus.index.place import local_path as local_path
     from portus.media.calls import is_nested as is_nested
     from portus.pipeline.handle import SaveHandle as SaveHandle
     from portus.pipeline.handle import SaveStats as SaveStats
+    from portus.shelf.shelf import Shelf as Shelf
     from portus.spec import VersionInfo as VersionInfo
 
     open = PoolView  # noqa: A001
@@ -67,50 +80,63 @@ __version__ = "0.1.0"
 _MODULE_OF: Final = {
     "AbandonedError": "portus.errors",
     "BusyError": "portus.errors",
-    "Cadence": "portus.client.cadence",
+    "Cadence": "portus.client.job.cadence",
     "Checkpointer": "portus.client.checkpointer",
     "CorruptionError": "portus.errors",
+    "DataCursor": "portus.client.loaders.cursor",
     "Finding": "portus.index.findings",
-    "Framework": "portus.client.stock",
+    "Framework": "portus.client.loading.stock",
+    "Keep": "portus.index.keep",
     "MediumError": "portus.errors",
     "Place": "portus.index.place",
-    "PoolView": "portus.client.view",
+    "PoolView": "portus.client.loading.view",
     "PortusError": "portus.errors",
-    "Remaining": "portus.client.in_turn",
+    "RANDOMNESS_BYTES": "portus.client.state.randomness",
+    "Preemption": "portus.client.job.preemption",
+    "Remaining": "portus.client.leaving.in_turn",
     "Run": "portus.client.run",
     "SaveHandle": "portus.pipeline.handle",
     "SaveStats": "portus.pipeline.handle",
-    "Settings": "portus.client.settings",
-    "SettingsDict": "portus.client.settings",
+    "SeededDataset": "portus.client.loaders.seeded",
+    "Settings": "portus.client.job.settings",
+    "SettingsDict": "portus.client.job.settings",
+    "Shelf": "portus.shelf.shelf",
     "StaleError": "portus.errors",
     "TransportError": "portus.errors",
     "UsageError": "portus.errors",
     "VersionInfo": "portus.spec",
-    "allow": "portus.client.resolve",
+    "allow": "portus.client.loading.resolve",
+    "capture_randomness": "portus.client.state.randomness",
     "check": "portus.index.check",
-    "checked_within": "portus.client.in_turn",
+    "checked_cadence": "portus.client.job.cadence",
+    "checked_within": "portus.client.leaving.in_turn",
+    "decode_stand_ins": "portus.client.state.codecs",
     "expected_bytes": "portus.client.run",
-    "is_disabled": "portus.client.stock",
+    "is_disabled": "portus.client.loading.stock",
     "is_nested": "portus.media.calls",
-    "is_reference": "portus.client.resolve",
-    "load_reference": "portus.client.resolve",
+    "is_reference": "portus.client.loading.resolve",
+    "load": "portus.client.loading.mirrored",
+    "load_reference": "portus.client.loading.resolve",
     "local_path": "portus.index.place",
-    "materialize": "portus.client.materialize",
-    "materialize_at_end": "portus.client.in_turn",
-    "materialize_in_turn": "portus.client.in_turn",
+    "materialize": "portus.client.leaving.materialize",
+    "materialize_at_end": "portus.client.leaving.in_turn",
+    "materialize_in_turn": "portus.client.leaving.in_turn",
     "lead_back": "portus.client.mend",
     "mend": "portus.client.mend",
-    "note_written": "portus.client.nested",
-    "open": "portus.client.view:PoolView",
-    "pack": "portus.client.pack",
-    "read_reference": "portus.client.resolve",
+    "note_written": "portus.client.leaving.nested",
+    "open": "portus.client.loading.view:PoolView",
+    "pack": "portus.client.state.pack",
+    "read_reference": "portus.client.loading.resolve",
+    "register_codec": "portus.client.state.codecs",
     "register_reference_loader": "portus._autoload",
-    "remaining_references": "portus.client.in_turn",
-    "saved_in": "portus.client.in_turn",
-    "say_remaining": "portus.client.in_turn",
+    "remaining_references": "portus.client.leaving.in_turn",
+    "restore_randomness": "portus.client.state.randomness",
+    "saved_in": "portus.client.leaving.in_turn",
+    "say_remaining": "portus.client.leaving.in_turn",
     "this_is_a_reference_run_portus_materialize": "portus._autoload",
-    "unpack": "portus.client.pack",
-    "write_file": "portus.client.nested",
+    "times_preempted": "portus.client.job.preemption",
+    "unpack": "portus.client.state.pack",
+    "write_file": "portus.client.leaving.nested",
 }
 
 

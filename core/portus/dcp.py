@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from portus.client.dcp import PortusStorageWriter as PortusStorageWriter
 from portus.client.dcp import groups as groups
-from portus.client.dcp_reader import PortusStorageReader as PortusStorageReader
-from portus.client.dcp_reader import load as load
+from portus.client.shards.dcp_reader import PortusStorageReader as PortusStorageReader
+from portus.client.shards.dcp_reader import load as load
 from portus.index.groups import Group as Group
 
 __all__ = ["Group", "PortusStorageReader", "PortusStorageWriter", "groups", "load"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -70,7 +71,8 @@ class VersionInfo:
     random bytes by which a reference file names the version. ``size`` is the sum of its
     storages in bytes, shared ones included. ``time_ns`` is Unix time in nanoseconds.
     ``inexact``: another process wrote a part of it while that was copied, so it may hold bytes of
-    several moments. What a version is does not depend on it: it is not compared.
+    several moments. ``metrics``: what it was saved with, by name, for ``Keep(best=)``. What a
+    version is does not depend on these two: they are not compared.
     """
 
     model: str
@@ -81,3 +83,4 @@ class VersionInfo:
     time_ns: int
     size: int
     inexact: bool = field(default=False, compare=False)
+    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)

@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--kill-after", type=int)
     parser.add_argument("--settle", action="store_true", help="be killed when all is committed")
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--load", help="a directory, here or not")
     parser.add_argument("--kind", default="SHARDED_STATE_DICT")
     args = parser.parse_args()
     project = ProjectConfiguration(
@@ -74,8 +75,8 @@ def main() -> None:
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     saved = os.path.join(args.root, "checkpoints")
-    if os.path.isdir(saved) and os.listdir(saved):
-        accelerator.load_state()
+    if args.load or (os.path.isdir(saved) and os.listdir(saved)):
+        accelerator.load_state(args.load)
         accelerator.project_configuration.iteration = progress.total
     log = open(os.path.join(args.root, f"losses-{accelerator.process_index}.txt"), "a")  # noqa: SIM115 - open until the process is killed
     while progress.total < 6:

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from portus_lightning import PortusIO
 from tests.adapters.tiny import Numbers, trainer
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int)
     parser.add_argument("--stock", action="store_true")
     parser.add_argument("--top-k", type=int, default=-1)
+    parser.add_argument("--mirror")
     args = parser.parse_args()
     warnings.simplefilter("always")
     seed_everything(1, verbose=False)
@@ -105,7 +106,7 @@ def main() -> None:
         use_distributed_sampler=False,  # each rank has its own dropout, and the same rows
         max_epochs=1,
         callbacks=[draws, keep],
-        plugin=None if args.stock else PortusIO(),
+        plugin=None if args.stock else PortusIO(mirror=args.mirror),
     )
     module = Net()
     data: Any = StatefulDataLoader(Numbers(), batch_size=4)

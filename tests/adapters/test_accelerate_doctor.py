@@ -24,6 +24,7 @@ def on_the_path(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed), *filter(None, sys.path)]))
 
 
+@pytest.mark.long
 def test_doctor_says_that_the_flag_takes_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

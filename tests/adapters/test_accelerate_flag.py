@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 
 import portus_accelerate
+from portus.testing.hosting import serving, url
 from portus_accelerate import FLAG, autoload
 from portus_accelerate.launching import _tell
 from portus_accelerate.settings import VARIABLE
+from tests.adapters import forked
 from tests.adapters.launching import TWO
 
 HERE = Path(__file__).parent
@@ -49,10 +52,10 @@ def run(
     )
 
 
-def whole(root: Path, site: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> None:
+def whole(root: Path, *arguments: object, processes: int = 1) -> None:
     """The script without Portus, to its end."""
-    done = run(root, site, *arguments, launcher=launcher)
-    assert done.returncode == 0, done.stderr
+    forked.script(SCRIPT, root, "--root", root, *arguments, processes=processes)
+    assert not is_on(root)
 
 
 def losses(root: Path, rank: int = 0) -> list[str]:
@@ -65,11 +68,10 @@ def is_on(root: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> list[str]:
+def stock(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What happens without Portus."""
     root = tmp_path_factory.mktemp("stock")
-    whole(root, installed)
-    assert not is_on(root)
+    whole(root)
     assert (root / "checkpoints/checkpoint_0/model.safetensors").exists()
     return losses(root)
 
@@ -116,6 +118,7 @@ def test_killed_in_a_save_and_resumed_is_as_if_it_had_not_been(
     assert_same(losses(tmp_path), stock)
 
 
+@pytest.mark.long
 def test_a_module_that_runs_the_script_turns_it_on_and_killed_it_resumes(
     stock: list[str], tmp_path: Path, installed: Path
 ) -> None:
@@ -133,7 +136,7 @@ def test_a_stateful_loader_goes_on_with_the_same_order(
     tmp_path: Path, installed: Path, after: int, workers: int, more: tuple[str, ...]
 ) -> None:
     options = ("--stateful", "--workers", workers, *more)
-    whole(tmp_path / "stock", installed, *options)
+    whole(tmp_path / "stock", *options)
     killed_and_resumed(tmp_path / "on", installed, *options, after=after)
     assert_same(losses(tmp_path / "on"), losses(tmp_path / "stock"))
 
@@ -141,7 +144,7 @@ def test_a_stateful_loader_goes_on_with_the_same_order(
 @pytest.mark.parametrize(
     ("after", "options"),
     [
-        (2, ()),
+        pytest.param(2, (), marks=pytest.mark.long),
         pytest.param(3, (), marks=pytest.mark.long),
         pytest.param(4, ("--stateful",), marks=pytest.mark.long),
         pytest.param(2, ("--stateful", "--workers", 2), marks=pytest.mark.long),
@@ -151,7 +154,7 @@ def test_a_stateful_loader_goes_on_with_the_same_order(
 def test_two_processes_killed_in_a_save_and_resumed(
     tmp_path: Path, installed: Path, after: int, options: tuple[object, ...]
 ) -> None:
-    whole(tmp_path / "stock", installed, *options, launcher=TWO)
+    whole(tmp_path / "stock", *options, processes=2)
     killed_and_resumed(tmp_path / "on", installed, *options, after=after, launcher=TWO)
     for rank in (0, 1):
         assert_same(losses(tmp_path / "on", rank), losses(tmp_path / "stock", rank))
@@ -167,7 +170,8 @@ use_cpu: true
 LAUNCH = ("-m", "accelerate.commands.accelerate_cli", "launch")
 
 
-@pytest.mark.parametrize("flag", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("flag", [False, True])
 def test_the_yaml_of_accelerate_launch_turns_it_on(
     stock: list[str], tmp_path: Path, installed: Path, flag: bool
 ) -> None:
@@ -180,6 +184,25 @@ def test_the_yaml_of_accelerate_launch_turns_it_on(
     assert (tmp_path / "pools/yaml.portus").exists()
     assert losses(tmp_path) == stock
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_10", "checkpoint_11"]
+
+
+@pytest.mark.long
+def test_the_memory_of_a_storage_host_that_the_yaml_names_is_the_mirror(
+    stock: list[str], tmp_path: Path, installed: Path
+) -> None:
+    config, root = tmp_path / "config.yaml", tmp_path / "run"
+    launcher = (*LAUNCH, "--config_file", str(config))
+    with serving("memory:64M") as server:
+        mirror = url(server)
+        ours = f"pool: {root}/pools, model: yaml, materialize: none, mirror: '{mirror}'"
+        config.write_text(f"{YAML}portus_config: {{{ours}}}\n")
+        for epochs in (1, 2):
+            done = run(root, installed, "--epochs", epochs, launcher=launcher)
+            assert done.returncode == 0, done.stderr
+            shutil.rmtree(root / "pools")  # the files of the checkpoints are there
+    assert f"are fetched from {mirror}" in done.stderr
+    found = losses(root)
+    assert found[:6] + found[7:] == stock, "line 6 is the end of the first one"
 
 
 @pytest.mark.parametrize("pool", ["portus://store:7117", "portus+unix:///run/portus.sock"])
@@ -202,7 +225,7 @@ def damaged(site: Path, broken: str, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "broken", ["patch", *(pytest.param(n, marks=pytest.mark.long) for n in ("saver", "settings"))]
+    "broken", [pytest.param(n, marks=pytest.mark.long) for n in ("patch", "saver", "settings")]
 )
 def test_broken_inside_it_breaks_nothing(
     stock: list[str], tmp_path: Path, installed: Path, broken: str
@@ -324,7 +347,8 @@ def test_the_oldest_accelerate_of_the_range(tmp_path: Path, installed: Path) -> 
     if subprocess.run([*pip, "accelerate==1.0.0"], check=False).returncode:
         pytest.skip("accelerate 1.0.0 cannot be installed here")
     site = Path(os.pathsep.join([str(old), str(installed)]))
-    whole(tmp_path / "stock", site)
+    done = run(tmp_path / "stock", site)
+    assert done.returncode == 0, done.stderr
     killed_and_resumed(tmp_path / "on", site, after=3)
     assert_same(losses(tmp_path / "on"), losses(tmp_path / "stock"))
     states = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
@@ -339,6 +363,7 @@ def test_the_oldest_accelerate_of_the_range(tmp_path: Path, installed: Path) -> 
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.long
 def test_import_torch_loads_nothing_more_when_the_flag_is_off(installed: Path) -> None:
     code = (
         "import torch, sys; print(sorted(m for m in sys.modules if m.startswith('portus')),"

@@ -6,17 +6,22 @@ is one; what is not Accelerate's own here is its ``prepare``.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pytest
+import torch
 
 import portus
 from portus.dcp import groups
 from portus.protocol.address import Address, Scheme
+from tests.adapters import forked
 from tests.adapters.launching import TWO
 from tests.hosts import serving, url
 
@@ -50,16 +55,40 @@ def losses(root: Path, rank: int) -> list[str]:
     return (root / f"losses-{rank}.txt").read_text().splitlines()
 
 
+def damage(pools: Path, model: str) -> None:
+    """Flip a bit of the model, and one of a file, in the newest version of a part."""
+    with portus.open(pools) as pool:
+        found = pool.load(model=model)
+    assert isinstance(found, dict)
+    [path] = pools.glob(f"{quote(model, safe='')}.portus")
+    data = bytearray(path.read_bytes())
+    for name in ("items", "random_states"):
+        some = [each for key, each in found.items() if name in str(key)]
+        data[data.rindex(max(leaves(some), key=len))] ^= 1
+    path.write_bytes(data)
+
+
+def leaves(value: Any) -> list[bytes]:
+    """The bytes of all tensors."""
+    if isinstance(value, torch.Tensor):
+        return [value.numpy().tobytes()]
+    items = (
+        value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
+    )
+    return [each for item in items for each in leaves(item)]
+
+
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Path:
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What happens without Portus."""
     root = tmp_path_factory.mktemp("stock")
-    run(root, installed, flag=False)
+    forked.script(SCRIPT, root, "--root", root, processes=2)
     assert (root / "checkpoints/checkpoint_0/pytorch_model_fsdp_0/.metadata").exists()
     assert not (root / ".portus").exists()
     return root
 
 
+@pytest.mark.long
 def test_killed_in_a_save_and_resumed_is_as_if_it_had_not_been(
     stock: Path, tmp_path: Path, installed: Path
 ) -> None:
@@ -119,7 +148,7 @@ def test_full_states_of_fsdp_are_one_version_of_the_main_process(
     tmp_path: Path, installed: Path
 ) -> None:
     kind = ("--kind", "FULL_STATE_DICT")
-    run(tmp_path / "stock", installed, *kind, flag=False)
+    forked.script(SCRIPT, tmp_path / "stock", "--root", tmp_path / "stock", *kind, processes=2)
     run(tmp_path / "on", installed, *kind, "--kill-after", 3)
     with portus.open(tmp_path / "on/.portus") as pool:
         assert pool.models() == ["checkpoints"]
@@ -140,3 +169,25 @@ def test_materialised_checkpoints_are_resumed_by_stock_accelerate(
     run(tmp_path, installed, flag=False)
     for rank in (0, 1):
         assert set(losses(tmp_path, rank)) == set(losses(stock, rank))
+
+
+@pytest.mark.long
+def test_a_damaged_part_and_then_a_lost_machine_come_back_from_the_mirror(
+    stock: Path, tmp_path: Path, installed: Path
+) -> None:
+    root, mirror = tmp_path / "run", f"file://{tmp_path}/bucket"
+    run(root, installed, "--limit", 2, PORTUS_MIRROR=mirror)
+    newest = root / "checkpoints/checkpoint_5"
+    damage(root / ".portus", "checkpoints/rank-1-of-2")
+    yaml = json.dumps({"mirror": mirror})  # as ``accelerate launch`` hands on what YAML says
+    said = run(root, installed, "--limit", 2, "--load", newest, PORTUS_ACCELERATE_CONFIG=yaml)
+    assert f"TAKEN FROM {mirror}" in said, "what is sharded"
+    assert "random_states_1.pkl.torch_manual_seed is damaged" in said
+    assert f"is taken from the mirror {mirror} INSTEAD" in said
+    for rank in (0, 1):
+        assert losses(root, rank) == [*losses(stock, rank), losses(stock, rank)[-1]]
+    shutil.rmtree(root)
+    run(root, installed, "--limit", 2, "--load", newest, PORTUS_MIRROR=mirror)
+    for rank in (0, 1):
+        assert losses(root, rank) == losses(stock, rank)[-1:], "all steps were done"
+    assert len(list(newest.glob("*.shard"))) == 2

@@ -13,8 +13,8 @@ import torch
 
 import portus
 import portus_accelerate
-from portus.client.keeper import Keeper
-from portus.client.snapshot import Snapshots
+from portus.client.fence.snapshot import Snapshots
+from portus.client.files.keeper import Keeper
 from tests.adapters.test_accelerate_states import FILES, Scene, closed, same
 from tests.moments import at
 
@@ -104,3 +104,23 @@ def test_a_run_that_is_killed_within_the_save_finds_what_its_handler_saved(tmp_p
     scene = Scene(tmp_path)
     scene.accelerator.load_state(str(latest))
     assert scene.counter.count == 1
+
+
+def test_a_loop_that_is_told_to_go_saves_and_nothing_is_made_real(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    found = []
+    for step in range(3):
+        scene.step()
+        if step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        found.append(portus_accelerate.should_leave(scene.accelerator))
+    assert found == [False, True, True]
+    facts = scene.facts()
+    scene.accelerator.save_state(str(tmp_path / "last"))
+    scene.accelerator.end_training()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert all(portus.is_reference(path) for path in (tmp_path / "last").iterdir())
+    again = Scene(tmp_path)
+    again.accelerator.load_state(str(tmp_path / "last"))
+    assert same(again.facts(), facts)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 import pickle
 import re
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,9 +28,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import portus
 import portus_accelerate
+from portus.client.fence import clock
 from portus.index.pool import PoolWriter
 from portus.testing.nursery import nursery
-from portus_accelerate import capture, launching, patch, peers, settings
+from portus_accelerate import capture, launching, patch, peers, resume, settings
 from tests.hosts import serving, url
 
 FILES = [
@@ -67,6 +70,7 @@ class Scene:
         on: bool = True,
         on_error: Any = "warn",
         max_bytes: int | None = None,
+        every: str | int | None = None,
         **project: Any,
     ) -> None:
         for state in (AcceleratorState, PartialState, GradientState):
@@ -75,7 +79,11 @@ class Scene:
         self.accelerator = Accelerator(cpu=True, project_config=configuration)
         if on:
             portus_accelerate.enable(
-                self.accelerator, model="net", on_error=on_error, max_bytes=max_bytes
+                self.accelerator,
+                model="net",
+                on_error=on_error,
+                max_bytes=max_bytes,
+                every=every,
             )
         self.models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)]
         self.optimizers: Any = [torch.optim.AdamW(model.parameters()) for model in self.models]
@@ -231,7 +239,7 @@ def test_materialised_it_is_a_checkpoint_of_stock_accelerate(tmp_path: Path) -> 
     then = scene.facts()
     scene.accelerator.end_training()
     assert not any(portus.is_reference(path) for path in (tmp_path / "one").iterdir())
-    assert not (tmp_path / ".portus").exists()  # nothing led there any more
+    assert not list((tmp_path / ".portus").glob("*.portus"))  # nothing led there any more
     stock = Scene(tmp_path, on=False)
     stock.step()
     stock.accelerator.load_state(str(tmp_path / "one"))
@@ -257,7 +265,7 @@ def test_total_limit_never_leaves_a_moment_without_a_committed_checkpoint(tmp_pa
     scene.step()
     scene.accelerator.save_state()
     scene.checkpointer.wait()
-    writer, _ = scene.checkpointer._open_or_create()
+    writer, _ = scene.checkpointer._pool.open_or_create()
     assert isinstance(writer, PoolWriter)
     held = threading.Event()
     release = threading.Event()
@@ -286,7 +294,7 @@ class Held:
     """Nothing is committed to the pool of a scene meanwhile."""
 
     def __init__(self, scene: Scene) -> None:
-        writer, _ = scene.checkpointer._open_or_create()
+        writer, _ = scene.checkpointer._pool.open_or_create()
         assert isinstance(writer, PoolWriter)
         self._writer = writer
         self._held = threading.Event()
@@ -423,7 +431,7 @@ def test_a_failed_save_costs_no_older_checkpoint(
     scene.accelerator.save_state()
     scene.checkpointer.wait()
     scene.counter.more = torch.zeros(1 << 22)
-    writer, _ = scene.checkpointer._open_or_create()
+    writer, _ = scene.checkpointer._pool.open_or_create()
     object.__setattr__(writer, "max_bytes", writer.medium.size)
     with caplog.at_level(logging.WARNING):
         scene.accelerator.save_state()
@@ -441,7 +449,7 @@ def test_who_waits_hears_of_a_failed_save_as_on_error_says(
     scene.accelerator.save_state(str(tmp_path / "step_1"))
     scene.checkpointer.wait()
     scene.counter.more = torch.zeros(1 << 22)
-    writer, _ = scene.checkpointer._open_or_create()
+    writer, _ = scene.checkpointer._pool.open_or_create()
     object.__setattr__(writer, "max_bytes", writer.medium.size)
     scene.accelerator.save_state(str(tmp_path / "step_2"))
     if on_error == "raise":
@@ -449,7 +457,7 @@ def test_who_waits_hears_of_a_failed_save_as_on_error_says(
             portus_accelerate.wait(scene.accelerator)
     else:
         portus_accelerate.wait(scene.accelerator)
-        assert "a save failed; training goes on" in caplog.text
+        assert "a save failed; training continues" in caplog.text
     assert scene.checkpointer.steps() == [1]
 
 
@@ -458,11 +466,14 @@ def test_a_training_that_commits_nothing_ends_as_a_failure(
     tmp_path: Path, is_waited_for: bool
 ) -> None:
     scene = Scene(tmp_path, max_bytes=64 << 10)
+    before = signal.getsignal(signal.SIGTERM)
+    assert not portus_accelerate.should_leave(scene.accelerator)
     scene.accelerator.save_state(str(tmp_path / "step_1"))
     if is_waited_for:
         portus_accelerate.wait(scene.accelerator)
     with pytest.raises(portus.MediumError, match="max_bytes"):
         scene.accelerator.end_training()
+    assert signal.getsignal(signal.SIGTERM) is before, "signals are given back"
 
 
 def test_what_waits_for_a_commit_is_not_done_where_the_save_failed(tmp_path: Path) -> None:
@@ -483,7 +494,7 @@ def test_what_waits_for_a_commit_is_not_done_where_the_save_failed(tmp_path: Pat
     save("checkpoint-1", torch.zeros(4))
     saver.run_deferred()
     assert done == ["checkpoint-1"]
-    writer, _ = scene.checkpointer._open_or_create()
+    writer, _ = scene.checkpointer._pool.open_or_create()
     object.__setattr__(writer, "max_bytes", writer.medium.size)
     save("checkpoint-2", torch.zeros(1 << 22))
     saver.run_deferred()
@@ -510,6 +521,17 @@ def test_the_newest_that_verifies_is_loaded_and_it_is_said(
     scene.accelerator.load_state()
     assert "FALLING BACK" in caplog.text
     assert same(scene.facts(), facts[0])
+
+
+def test_the_positions_of_a_newer_portus_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path)
+    with monkeypatch.context() as newer:
+        newer.setattr(resume, "FORMAT", 3)
+        scene.accelerator.save_state(str(tmp_path / "one"))
+    with pytest.raises(portus.UsageError, match=r"have format 3, and this Portus knows 2.*Upgrade"):
+        scene.accelerator.load_state(str(tmp_path / "one"))
 
 
 def test_damaged_random_states_are_not_passed_over(tmp_path: Path) -> None:
@@ -627,7 +649,7 @@ def test_a_save_that_was_cut_off_is_out_of_the_way_and_what_hooks_wrote_is_kept(
     cut_off = tmp_path / "checkpoints/checkpoint_1"
     cut_off.mkdir()
     (cut_off / "mine.pt").write_text("a hook's")
-    _, keeper = scene.checkpointer._open_or_create()
+    _, keeper = scene.checkpointer._pool.open_or_create()
     keeper.place(str(cut_off / "optimizer.bin"), bytes(16), 1, "net", "optimizer.bin")
     scene.checkpointer.close()
     SCENES.clear()
@@ -651,7 +673,7 @@ def test_of_a_run_the_last_save_that_was_cut_off_is_kept_and_older_ones_go(
         cut_off = tmp_path / f"step_{number}"
         cut_off.mkdir()
         (cut_off / "mine.pt").write_text(f"a hook's, of {number}")
-        _, keeper = scene.checkpointer._open_or_create()
+        _, keeper = scene.checkpointer._pool.open_or_create()
         keeper.place(str(cut_off / "optimizer.bin"), bytes(16), number, "net", "optimizer.bin")
         scene.checkpointer.close()
         Scene(tmp_path)
@@ -659,6 +681,7 @@ def test_of_a_run_the_last_save_that_was_cut_off_is_kept_and_older_ones_go(
         assert kept.read_text() == f"a hook's, of {number}"
 
 
+@pytest.mark.long
 def test_on_a_host_a_run_from_another_working_directory_keeps_what_was_saved_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -715,7 +738,8 @@ def test_the_first_save_too_is_copied_in_the_background(tmp_path: Path) -> None:
     assert saver._watch is None
     scene.checkpointer.wait()
     files = sorted(path.name for path in (tmp_path / ".portus").iterdir())
-    assert files == [".gitignore", "CACHEDIR.TAG", "net.portus", "net.references"]
+    own = [".gitignore", "CACHEDIR.TAG", "net.journal", "net.portus", "net.references"]
+    assert files == own
 
 
 def test_room_is_made_before_the_first_save_and_taken_back_if_there_is_none(
@@ -818,6 +842,14 @@ def test_the_rest_of_torch_is_seen_through_what_stands_in_for_it() -> None:
     assert checkpointing.torch.cuda is torch.cuda
 
 
+def test_the_page_has_every_key_of_the_yaml() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "accelerate.md").read_text()
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text, flags=re.MULTILINE)
+    keys = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    fields = [field.name for field in dataclasses.fields(settings.Settings)]
+    assert sorted(keys) == sorted(fields)
+
+
 def test_an_unknown_key_in_the_yaml_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.commands.config import config_args
 
@@ -898,3 +930,59 @@ def test_a_pool_file_that_another_process_has_is_waited_for_once(
         with pytest.raises(portus.BusyError, match="To read it meanwhile"):
             scene.accelerator.save_state(str(tmp_path / "step_1"))
     assert [each.name for each in tmp_path.glob("*.portus")] == ["run.portus"], "there is no other"
+
+
+def test_a_loop_asks_when_to_save_and_goes_on_with_it_after_a_resume(tmp_path: Path) -> None:
+    def saved(scene: Scene, steps: int) -> list[int]:
+        found = []
+        for _ in range(steps):
+            scene.step()
+            if portus_accelerate.should_save(scene.accelerator):
+                scene.accelerator.save_state(str(tmp_path / f"step_{scene.counter.count}"))
+                found.append(scene.counter.count)
+        return found
+
+    first = Scene(tmp_path, every=3)
+    portus_accelerate.cadence(first.accelerator)
+    assert saved(first, 4) == [3]
+    first.accelerator.save_state(str(tmp_path / "step_4"))
+    first.accelerator.end_training()
+    assert clock._clocks == ()
+
+    for asks_before in (False, True):
+        again = Scene(tmp_path, every=3)
+        if asks_before:
+            portus_accelerate.cadence(again.accelerator)
+        again.accelerator.load_state(str(tmp_path / "step_4"))
+        assert saved(again, 6) == [6, 9], "as if it had not been interrupted"
+        again.accelerator.end_training()
+
+
+def test_auto_is_what_a_loop_gets_and_time_where_portus_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path)
+    assert portus_accelerate.cadence(scene.accelerator).every == "auto"
+    scene.accelerator.end_training()
+    with pytest.raises(portus.UsageError, match="turn the flag on, or call"):
+        portus_accelerate.should_save(Scene(tmp_path, on=False).accelerator)
+    monkeypatch.setenv("PORTUS_DISABLE", "1")
+    scene = Scene(tmp_path)
+    assert portus_accelerate.cadence(scene.accelerator).every == 600.0
+    scene.accelerator._portus_saver.finish()
+    assert clock._clocks == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"every": 0}, "every: expected 'auto', a time"),
+        ({"max_overhead": 0}, "max_overhead: expected a share"),
+        ({"mtbf": "4"}, "mtbf: expected a time"),
+    ],
+)
+def test_a_cadence_that_makes_no_sense_is_refused_where_it_is_said(
+    values: dict[str, object], said: str
+) -> None:
+    with pytest.raises(portus.UsageError, match=said):
+        settings.from_mapping(values, "portus_config")

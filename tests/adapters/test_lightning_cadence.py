@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
-from portus.client import clock, fence
+from portus.client.fence import clock, fence
 from portus_lightning import PortusCheckpoint
 from tests.adapters.tiny import NO_FUSS, Net, files, loader, trainer
 
@@ -60,7 +60,7 @@ def test_what_makes_no_sense_is_refused_before_training(tmp_path: Path) -> None:
     ):
         with pytest.raises(portus.UsageError, match=said):
             checkpoint(tmp_path, **changes)
-    with pytest.raises(portus.UsageError, match=r"add plugins=\[PortusIO\(\)\], or say every"):
+    with pytest.raises(portus.UsageError, match=r"add plugins=\[PortusIO\(\)\], or set every"):
         trainer(tmp_path, plugin=None, callbacks=[checkpoint(tmp_path)]).fit(Net(), loader())
 
 

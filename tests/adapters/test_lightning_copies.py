@@ -47,7 +47,7 @@ def test_all_checkpoints_load_after_a_resume_in_a_copy(tmp_path: Path) -> None:
     assert sorted(after.values()) == list(range(1, 13))
 
 
-@pytest.mark.parametrize("resumed", ["away", "run"])
+@pytest.mark.parametrize("resumed", ["away", pytest.param("run", marks=pytest.mark.long)])
 def test_a_run_that_is_renamed_while_it_trains_resumes_with_all(
     tmp_path: Path, resumed: str
 ) -> None:

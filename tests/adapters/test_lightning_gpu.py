@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 import portus
-from portus_lightning import PortusIO, randomness
+from portus_lightning import PortusIO
 from tests.adapters.tiny import NO_FUSS, Net, every_step, loader, same, trainer
 
 pytestmark = [*NO_FUSS, pytest.mark.gpu]
@@ -52,8 +52,8 @@ def test_mixed_precision_with_dropout_on_the_device_resumes_exactly(tmp_path: Pa
 
 def test_the_generator_of_the_device_is_what_it_was() -> None:
     device = torch.device("cuda", 0)
-    state = randomness.capture(device)
+    state = portus.capture_randomness(device)
     first = torch.rand(5, device=device)
     torch.cuda.manual_seed(3)
-    randomness.restore(state, device)
+    portus.restore_randomness(state, device)
     assert torch.equal(torch.rand(5, device=device), first)

@@ -37,6 +37,7 @@ def best_two(run: Path) -> ModelCheckpoint:
     return every_step(run, save_top_k=2, monitor="step", mode="max")
 
 
+@pytest.mark.long
 def test_a_run_on_a_storage_host_keeps_resumes_and_is_loaded_by_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("of_lightning", [True, False])
-@pytest.mark.parametrize("log_model", [True, "all"])
+@pytest.mark.parametrize("log_model", [pytest.param(True, marks=pytest.mark.long), "all"])
 def test_loggers_upload_real_files_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_model: object, of_lightning: bool
 ) -> None:
@@ -169,6 +169,7 @@ def test_what_there_is_no_time_for_is_listed_once_with_its_command(
     assert os.path.basename(keep.best_model_path) in said.splitlines()[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("materialize", ["end", "none"])
 def test_what_is_saved_after_the_end_is_a_real_file(tmp_path: Path, materialize: Any) -> None:
     fit = trainer(

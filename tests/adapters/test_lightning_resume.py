@@ -3,89 +3,33 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, Sampler
 
-from portus_lightning import PortusIO, randomness
+import portus
 from portus_lightning.companion import KEY
-from tests.adapters.tiny import NO_FUSS, Net, Numbers, every_step, files, loader, same, trainer
+from tests.adapters.resuming import (
+    at_epochs,
+    at_step_5,
+    at_step_6,
+    at_step_9,
+    at_steps,
+    at_validation,
+    check_all,
+    run,
+)
+from tests.adapters.tiny import NO_FUSS, Net, Numbers, every_step, same
 
 pytestmark = NO_FUSS
 CPU = torch.device("cpu")
-
-
-class Draws(Callback):
-    """Uses every generator in each step, and remembers what they gave."""
-
-    def __init__(self) -> None:
-        self.drawn: dict[int, tuple[float, ...]] = {}
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.drawn[trainer.global_step] = (
-            random.random(),
-            random.gauss(0, 1),
-            float(np.random.rand()),
-            float(np.random.standard_normal()),
-            torch.rand(1).item(),
-        )
-
-
-def run(
-    root: Path, data: DataLoader[torch.Tensor], keep: Any, *, resume: Any = None, **changes: Any
-) -> tuple[Net, Draws]:
-    """Train three epochs, from the start or from a checkpoint; another global seed each time."""
-    seed_everything(7 if resume else 1, verbose=False)
-    model, draws = Net(), Draws()
-    settings = {"max_epochs": 3, "callbacks": [draws, keep]} | changes
-    fit = trainer(root, plugin=PortusIO(materialize="none"), **settings)
-    fit.fit(model, data, loader(shuffle=False), ckpt_path=resume)
-    return model, draws
-
-
-def check_all(root: Path, make: Any, keep: Any, **changes: Any) -> int:
-    """Resume from each checkpoint of a run, and compare. How many were compared."""
-    whole, all_drawn = run(root, make(), keep(root), **changes)
-    compared = 0
-    for name in files(root):
-        path = root / "ckpt" / name
-        start = torch.load(path)["global_step"]
-        if start >= 18:
-            continue
-        elsewhere = root / f"from-{name}"
-        model, draws = run(elsewhere, make(), keep(elsewhere), resume=path, **changes)
-        assert model.seen == [each for each in whole.seen if each[0] >= start], name
-        assert draws.drawn == {s: d for s, d in all_drawn.drawn.items() if s >= start}, name
-        assert same(dict(model.state_dict()), dict(whole.state_dict())), name
-        compared += 1
-    return compared
-
-
-def at_steps(root: Path) -> ModelCheckpoint:
-    return every_step(root, every_n_train_steps=7)
-
-
-def at_step_9(root: Path) -> ModelCheckpoint:
-    return every_step(root, every_n_train_steps=9)
-
-
-def at_epochs(root: Path) -> ModelCheckpoint:
-    return ModelCheckpoint(
-        root / "ckpt", filename="{step}", save_top_k=-1, save_on_train_epoch_end=True
-    )
-
-
-def at_validation(root: Path) -> ModelCheckpoint:
-    return ModelCheckpoint(
-        root / "ckpt", filename="{step}", save_top_k=-1, save_on_train_epoch_end=False
-    )
 
 
 def stateful(**changes: Any) -> Callable[[], Any]:
@@ -95,22 +39,32 @@ def stateful(**changes: Any) -> Callable[[], Any]:
     )
 
 
-def plain() -> DataLoader[torch.Tensor]:
-    return DataLoader(Numbers(noisy=True), batch_size=4, shuffle=True)
+def plain(**changes: Any) -> DataLoader[torch.Tensor]:
+    noisy = not changes.get("num_workers")
+    return DataLoader(Numbers(noisy=noisy), **({"batch_size": 4, "shuffle": True} | changes))
 
 
-@pytest.mark.parametrize(("keep", "count"), [(at_steps, 2), (at_epochs, 2), (at_validation, 2)])
+@pytest.mark.parametrize(
+    ("keep", "count"),
+    [
+        (at_steps, 2),
+        pytest.param(at_epochs, 2, marks=pytest.mark.long),
+        pytest.param(at_validation, 2, marks=pytest.mark.long),
+    ],
+)
 def test_a_stateful_loader_resumes_exactly_within_and_between_epochs(
     tmp_path: Path, keep: Any, count: int
 ) -> None:
     assert check_all(tmp_path, stateful(), keep) == count
 
 
+@pytest.mark.long
 def test_a_stateful_loader_with_workers_resumes_exactly(tmp_path: Path) -> None:
     assert check_all(tmp_path, stateful(num_workers=2), at_step_9) == 1
 
 
-@pytest.mark.parametrize("keep", [at_epochs, pytest.param(at_validation, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("keep", [at_epochs, at_validation])
 def test_a_plain_shuffling_loader_resumes_exactly_between_epochs(tmp_path: Path, keep: Any) -> None:
     assert check_all(tmp_path, plain, keep) == 2
 
@@ -131,6 +85,135 @@ def test_other_ways_to_count_resume_exactly_too(tmp_path: Path, changes: dict[st
     assert check_all(tmp_path, stateful(), keep, **changes) >= 2
 
 
+@pytest.mark.parametrize(
+    ("loading", "keep", "changes"),
+    [
+        ({}, at_steps, {}),
+        pytest.param(
+            {"batch_size": 5, "drop_last": True, "num_workers": 2},
+            at_step_9,
+            {"max_epochs": 5},
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"num_workers": 2}, at_step_9, {}, marks=pytest.mark.long),
+        pytest.param(
+            {"batch_size": 5},
+            at_steps,
+            {"accumulate_grad_batches": 2, "max_epochs": 7},
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["all", "uneven-workers", "workers", "accumulated"],
+)
+def test_a_plain_loader_resumes_exactly_within_an_epoch(
+    tmp_path: Path, loading: dict[str, Any], keep: Any, changes: dict[str, Any]
+) -> None:
+    assert check_all(tmp_path, lambda: plain(**loading), keep, **changes) >= 1
+
+
+@pytest.mark.parametrize(
+    ("validated", "keep", "changes"),
+    [
+        (False, at_epochs, {}),
+        pytest.param(False, at_epochs, {"limit_train_batches": 5}, marks=pytest.mark.long),
+        pytest.param(False, at_step_6, {}, marks=pytest.mark.long),
+        pytest.param(True, at_epochs, {"accumulate_grad_batches": 4}, marks=pytest.mark.long),
+    ],
+)
+def test_training_that_max_steps_ends_resumes_exactly_between_epochs(
+    tmp_path: Path, validated: bool, keep: Any, changes: dict[str, Any]
+) -> None:
+    settings = {"max_steps": 6 if "accumulate_grad_batches" in changes else 16, "max_epochs": -1}
+    if not validated:
+        settings["limit_val_batches"] = 0
+    assert check_all(tmp_path, plain, keep, **settings, **changes) >= 2
+
+
+class Augmented(Numbers):
+    """Each row draws from every generator."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = (random.random(), float(np.random.rand()), torch.rand(1).item(), 0)
+        return super().__getitem__(index) + torch.tensor(noise)
+
+
+@pytest.mark.parametrize(
+    "loading",
+    [
+        pytest.param({"num_workers": 2}),
+        pytest.param({"num_workers": 2, "persistent_workers": True}, marks=pytest.mark.long),
+        pytest.param({}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_augmentations_that_are_seeded_by_sample_resume_exactly(
+    tmp_path: Path, loading: dict[str, Any]
+) -> None:
+    def make() -> DataLoader[torch.Tensor]:
+        data = portus.SeededDataset(Augmented(), 3)
+        return DataLoader(data, batch_size=4, shuffle=True, **loading)
+
+    assert check_all(tmp_path, make, at_step_9) == 1
+
+
+class Joined(Net):
+    """Takes what several loaders give together."""
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return super().training_step(torch.cat([each for each in batch if each is not None]), index)
+
+
+class Unsized(Sampler[int]):
+    """Does not say how many samples it has."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(24).tolist())
+
+
+@pytest.mark.parametrize(
+    ("mode", "of_second", "count"),
+    [
+        ("max_size", {}, 3),
+        pytest.param("max_size_cycle", {}, 3, marks=pytest.mark.long),
+        pytest.param("min_size", {}, 1, marks=pytest.mark.long),
+        pytest.param(
+            "min_size", {"shuffle": False, "sampler": Unsized()}, 1, marks=pytest.mark.long
+        ),
+    ],
+)
+def test_several_loaders_resume_exactly_within_an_epoch(
+    tmp_path: Path, mode: Any, of_second: dict[str, Any], count: int
+) -> None:
+    """The second one ends after three batches, and begins again then, or ends them all, or not."""
+
+    def make() -> CombinedLoader:
+        return CombinedLoader([plain(), plain(batch_size=8, **of_second)], mode)
+
+    assert check_all(tmp_path, make, at_step_5, net=Joined) == count
+
+
+@pytest.mark.long
+def test_rounds_that_nobody_can_count_are_left_to_stock_and_saves_go_on(tmp_path: Path) -> None:
+    loaders = CombinedLoader([plain(), plain(shuffle=False, sampler=Unsized())], "max_size_cycle")
+    run(tmp_path, loaders, at_step_5(tmp_path), net=Joined)
+    saved = torch.load(tmp_path / "ckpt" / "step=5.ckpt")
+    assert saved["portus_data"]["loaders"] == [None, None]
+
+
+class Failing(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise RuntimeError("the second batch is bad")
+
+
+def test_training_that_fails_leaves_the_loader_as_it_was(tmp_path: Path) -> None:
+    data = plain()
+    stock = data.batch_sampler
+    with pytest.raises(RuntimeError, match="batch is bad"):
+        run(tmp_path, data, every_step(tmp_path), callbacks=[Failing()])
+    assert data.batch_sampler is stock
+
+
+@pytest.mark.long
 def test_a_resume_after_the_last_batch_of_an_epoch_trains_the_next_one(tmp_path: Path) -> None:
     """Lightning alone skips it: the loader's state is at its end, and nobody renews it."""
     elsewhere = tmp_path / "2"
@@ -145,32 +228,33 @@ def test_the_generators_are_what_they_were(tmp_path: Path) -> None:
     for _ in range(3):
         random.gauss(0, 1)
         np.random.standard_normal()
-        state = randomness.capture(CPU)
-        assert state.shape == (randomness.ROOM,)
+        state = portus.capture_randomness(CPU)
+        assert state.shape == (portus.RANDOMNESS_BYTES,)
         first = (random.gauss(0, 1), random.random(), np.random.standard_normal(), torch.rand(3))
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        randomness.restore(state, CPU)
+        portus.restore_randomness(state, CPU)
         again = (random.gauss(0, 1), random.random(), np.random.standard_normal(), torch.rand(3))
         assert same(first, again)
 
 
 def test_generators_that_are_not_known_are_passed_over() -> None:
-    state = randomness.capture(CPU)
+    state = portus.capture_randomness(CPU)
     python = int.from_bytes(state[1:5].numpy().tobytes(), "little") + 5
     strange = torch.cat([torch.tensor([99, 3, 0, 0, 0, 7, 7, 7], dtype=torch.uint8), state])
     expected = random.random()
     assert python > 2000
-    randomness.restore(state, CPU)
-    randomness.restore(strange[: randomness.ROOM], CPU)
+    portus.restore_randomness(state, CPU)
+    portus.restore_randomness(strange[: portus.RANDOMNESS_BYTES], CPU)
     assert random.random() == expected
-    randomness.restore(torch.zeros(randomness.ROOM, dtype=torch.uint8), CPU)
+    portus.restore_randomness(torch.zeros(portus.RANDOMNESS_BYTES, dtype=torch.uint8), CPU)
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_the_generators_and_loads_without_them(tmp_path: Path) -> None:
     run(tmp_path, plain(), at_epochs(tmp_path))
     path = tmp_path / "ckpt" / "step=6.ckpt"
     loaded = torch.load(path, weights_only=True)
-    assert loaded[KEY]["ranks"].shape == (1, randomness.ROOM)
+    assert loaded[KEY]["ranks"].shape == (1, portus.RANDOMNESS_BYTES)
     del loaded[KEY]
     torch.save(loaded, tmp_path / "bare.ckpt")
     model, _ = run(
@@ -179,6 +263,24 @@ def test_a_checkpoint_holds_the_generators_and_loads_without_them(tmp_path: Path
     assert len(model.seen) == 12
 
 
+@pytest.mark.long
+def test_the_generators_of_a_newer_portus_are_told_and_left_where_portus_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, plain(), at_epochs(tmp_path))
+    loaded = torch.load(tmp_path / "ckpt" / "step=6.ckpt")
+    loaded[KEY]["format"] = 2
+    torch.save(loaded, tmp_path / "newer.ckpt")
+    with pytest.raises(portus.UsageError, match=r"have format 2, and this Portus knows 1.*Upgrade"):
+        run(tmp_path / "2", plain(), at_epochs(tmp_path / "2"), resume=tmp_path / "newer.ckpt")
+    monkeypatch.setenv("PORTUS_DISABLE", "1")
+    model, _ = run(
+        tmp_path / "3", plain(), at_epochs(tmp_path / "3"), resume=tmp_path / "newer.ckpt"
+    )
+    assert len(model.seen) == 12
+
+
+@pytest.mark.long
 def test_weights_alone_are_saved_alone(tmp_path: Path) -> None:
     run(tmp_path, plain(), every_step(tmp_path, save_weights_only=True, every_n_train_steps=9))
     loaded = torch.load(tmp_path / "ckpt" / "step=9.ckpt")

@@ -6,6 +6,7 @@ FSDP2 over gloo on CPUs. ``FSDPStrategy`` wants a GPU, and is tested where there
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Path:
     return root
 
 
+@pytest.mark.long
 def test_a_rank_killed_right_after_a_save_resumes_by_last_bit_for_bit(
     whole: Path, tmp_path: Path, installed: Path
 ) -> None:
@@ -106,3 +108,37 @@ def test_switched_off_it_saves_as_stock_does_and_loads_what_both_saved(
     # Stock Lightning saved no generators: the draws differ, the steps go on.
     assert results(tmp_path, "on")[0]["drawn"][0][0] == 4
     assert list((tmp_path / "ckpt").glob("*.ckpt/rank-1-of-2.shard"))
+
+
+@pytest.mark.long
+def test_a_run_whose_machine_was_lost_comes_back_from_the_mirror(
+    whole: Path, tmp_path: Path, installed: Path
+) -> None:
+    root, mirror = tmp_path / "run", f"file://{tmp_path}/bucket"
+    run(root, installed, "first", "--top-k", "2", PORTUS_MIRROR=mirror)
+    before = sorted(os.listdir(root / "ckpt"))
+    shutil.rmtree(root)
+    run(root, installed, "second", "--resume", "last", "--top-k", "2", PORTUS_MIRROR=mirror)
+    assert sorted(os.listdir(root / "ckpt")) == before
+    for found, expected in zip(results(root, "second"), results(whole, "whole"), strict=True):
+        assert found["drawn"] == [], "all steps were done"
+        assert same(found["model"], expected["model"])
+
+
+@pytest.mark.long
+def test_a_damaged_part_is_taken_from_the_mirror_that_the_plugin_names(
+    tmp_path: Path, installed: Path
+) -> None:
+    more = ("--top-k", "2", "--mirror", f"file://{tmp_path}/bucket")
+    root = tmp_path / "run"
+    run(root, installed, "first", *more)
+    expected = results(root, "first")
+    [pool] = root.rglob("*rank-1-of-2.portus")
+    data, weight = pool.read_bytes(), expected[1]["model"]["layers.0.weight"]
+    at = data.rindex(weight[len(weight) // 2 :].numpy().tobytes())  # the rows of rank 1
+    pool.write_bytes(data[:at] + b"damage" + data[at + 6 :])
+    said = run(root, installed, "second", "--resume", "last", *more)
+    assert "TAKEN FROM file://" in said
+    for found, each in zip(results(root, "second"), expected, strict=True):
+        assert found["drawn"] == [], "all steps were done"
+        assert same(found["model"], each["model"])

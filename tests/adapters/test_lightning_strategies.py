@@ -14,7 +14,7 @@ import torch
 from lightning.fabric import Fabric
 
 import portus
-from portus_lightning import PortusIO, randomness
+from portus_lightning import PortusIO
 from portus_lightning.companion import KEY
 from tests.adapters.tiny import NO_FUSS, same
 
@@ -45,18 +45,20 @@ DDP = """
     from pathlib import Path
     from lightning.pytorch import Callback, seed_everything
     from tests.adapters.tiny import Net, every_step, loader, trainer
-    from portus_lightning import PortusIO
+    from portus_lightning import PortusCheckpoint, PortusIO
 
     resume = sys.argv[1] if len(sys.argv) > 1 else None  # spawned processes need it too
 
     class Draws(Callback):
-        def __init__(self): self.drawn = []
+        def __init__(self): self.drawn, self.next = [], []
         def on_fit_start(self, trainer, *_):
             seed = (900 if resume else 100) + trainer.global_rank  # Lightning seeds all ranks alike
             random.seed(seed)
             torch.manual_seed(seed)
         def on_train_batch_start(self, trainer, *_):
             self.drawn.append((trainer.global_step, random.random(), torch.rand(1).item()))
+            [auto] = [each for each in trainer.callbacks if isinstance(each, PortusCheckpoint)]
+            self.next.append(auto.cadence.next_step)
 
     class Look(Callback):
         # Another rank than the one that saves looks at the path at once.
@@ -71,17 +73,20 @@ DDP = """
         root = Path("resumed") if resume else Path(".")
         draws = Draws()
         keep = every_step(root.absolute(), every_n_train_steps=3, save_last=True)
-        callbacks = [draws, keep] + ([] if resume else [Look()])
+        auto = PortusCheckpoint(max_overhead=0.5, dirpath=root.absolute() / "auto",
+                                filename="{step}", save_top_k=-1)
+        callbacks = [draws, keep, auto] + ([] if resume else [Look()])
         fit = trainer(root.absolute(), strategy=STRATEGY, devices=2, max_epochs=2,
                       callbacks=callbacks, plugin=PortusIO(materialize="none"))
         model = Net()
         fit.fit(model, loader(shuffle=False), ckpt_path=resume)
         if STRATEGY == "ddp":
-            torch.save({"drawn": draws.drawn, "model": model.state_dict()},
+            torch.save({"drawn": draws.drawn, "next": draws.next, "model": model.state_dict()},
                        f"{'resumed' if resume else 'whole'}-{fit.global_rank}.pt")
 """
 
 
+@pytest.mark.long
 def test_two_processes_save_once_and_resume_exactly(tmp_path: Path, installed: Path) -> None:
     program = textwrap.dedent(DDP).replace("STRATEGY", '"ddp"')
     script(tmp_path, installed, program)
@@ -89,13 +94,24 @@ def test_two_processes_save_once_and_resume_exactly(tmp_path: Path, installed: P
     assert sorted(os.listdir(tmp_path / "ckpt")) == names
     loaded = torch.load(tmp_path / "ckpt" / "step=3.ckpt")
     ranks = loaded[KEY]["ranks"]
-    assert ranks.shape == (2, randomness.ROOM)
+    assert ranks.shape == (2, portus.RANDOMNESS_BYTES)
     assert not torch.equal(ranks[0], ranks[1])
     assert len([name for name in os.listdir(tmp_path / ".portus") if name.endswith(".portus")]) == 1
+    [left] = [
+        state["portus_cadence"]["left"]
+        for name, state in loaded["callbacks"].items()
+        if name.startswith("PortusCheckpoint")
+    ]
     script(tmp_path, installed, program, str(tmp_path / "ckpt" / "step=3.ckpt"))
     for rank in (0, 1):
         whole = torch.load(tmp_path / f"whole-{rank}.pt")
         resumed = torch.load(tmp_path / f"resumed-{rank}.pt")
+        # As if a save cost one step, until one was measured; then what rank 0 says.
+        assert whole["next"][:2] == [2, 2]
+        assert whole["next"] == torch.load(tmp_path / "whole-0.pt")["next"]
+        assert (tmp_path / "auto/step=2.ckpt").exists()
+        assert resumed["next"][0] == left
+        assert resumed["next"] == torch.load(tmp_path / "resumed-0.pt")["next"]
         assert resumed["drawn"] == [each for each in whole["drawn"] if each[0] >= 3]
         assert same(dict(resumed["model"]), dict(whole["model"]))
 
@@ -145,6 +161,7 @@ OTHER_COPY = """
 """
 
 
+@pytest.mark.long
 def test_the_other_copy_of_lightning_works_the_same(tmp_path: Path, installed: Path) -> None:
     assert script(tmp_path, installed, OTHER_COPY).endswith("done\n")
 
@@ -181,6 +198,7 @@ trainer:
 """
 
 
+@pytest.mark.long
 def test_the_plugin_is_configured_from_yaml(tmp_path: Path, installed: Path) -> None:
     pytest.importorskip("jsonargparse")
     (tmp_path / "config.yaml").write_text(YAML)
@@ -234,6 +252,7 @@ FABRIC_END = """
 """
 
 
+@pytest.mark.long
 def test_a_fabric_program_that_just_ends_has_saved(tmp_path: Path, installed: Path) -> None:
     script(tmp_path, installed, FABRIC_END)
     assert torch.equal(torch.load(tmp_path / "ckpt" / "a.ckpt")["big"], torch.arange(2e6))

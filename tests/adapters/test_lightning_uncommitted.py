@@ -25,18 +25,18 @@ pytestmark = [
 KILLED = """
 import os, sys
 from pathlib import Path
-from portus.client.keeper import Keeper
+from portus.client.files.keeper import Keeper
 from tests.adapters.test_lightning_uncommitted import fit
 
 saves = iter(range(1, 99))
-settle = Keeper.settle
+make_durable = Keeper.make_durable
 
 def die_in_save(keeper, paths):
     if paths and next(saves) == int(sys.argv[2]):  # the file is there, and nothing is committed
         os.kill(os.getpid(), 9)
-    settle(keeper, paths)
+    make_durable(keeper, paths)
 
-Keeper.settle = die_in_save
+Keeper.make_durable = die_in_save
 fit(Path(sys.argv[1]))
 """
 
@@ -62,6 +62,7 @@ def linked(root: Path, step: int) -> None:
     link.symlink_to(f"step={step}.ckpt")
 
 
+@pytest.mark.long
 def test_a_run_that_died_before_its_first_commit_starts_anew(tmp_path: Path) -> None:
     killed_in_save(tmp_path, 1)
     linked(tmp_path, 1)
@@ -88,6 +89,7 @@ def test_each_file_of_a_run_that_was_killed_and_resumed_leads_to_its_own_step(
         assert torch.load(tmp_path / "ckpt" / name)["global_step"] == step
 
 
+@pytest.mark.long
 def test_a_last_link_to_a_save_that_was_refused_resumes_the_newest(tmp_path: Path) -> None:
     """Lightning makes the link whatever becomes of the save, and takes it for no checkpoint."""
     killed_in_save(tmp_path, 4)

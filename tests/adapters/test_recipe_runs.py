@@ -105,6 +105,7 @@ METADATA_MAX = 64 << 10
 """Bytes of torch's metadata of a sharded state of this size, which one rank saves too."""
 
 
+@pytest.mark.long
 def test_torchrun_killed_and_resumed_stores_what_was_computed(
     tmp_path: Path, installed: Path, expected: Checkpoint
 ) -> None:
@@ -122,6 +123,7 @@ def test_torchrun_killed_and_resumed_stores_what_was_computed(
     assert max(parts) <= (expected.state - scalars) // 2 + scalars + metadata
 
 
+@pytest.mark.long
 def test_lightning_stores_what_was_computed(
     tmp_path: Path, installed: Path, expected: Checkpoint
 ) -> None:
@@ -151,6 +153,7 @@ def accelerate(name: str, config: Path | None = None) -> tuple[object, ...]:
     return (*LAUNCH, config, *one, RECIPES / "train_accelerate.py", "--tiny")
 
 
+@pytest.mark.long
 def test_accelerate_stores_what_was_computed(
     tmp_path: Path, installed: Path, expected: Checkpoint
 ) -> None:
@@ -172,6 +175,7 @@ def test_accelerate_killed_and_resumed(tmp_path: Path, installed: Path, name: st
     assert_goes_on(before, run(tmp_path, installed, *accelerate(name)), 13)
 
 
+@pytest.mark.long
 def test_lora_writes_what_is_frozen_once(tmp_path: Path, installed: Path) -> None:
     printed = run(tmp_path, installed, RECIPES / "lora.py")
     rows = [tuple(int(word.replace(",", "")) for word in line.split())

@@ -33,6 +33,7 @@ def computed() -> dict[str, Checkpoint]:
     return {name: checkpoint_of(SIZES[name]) for name in TABLE}
 
 
+@pytest.mark.long
 def test_the_page_holds_what_is_computed() -> None:
     lines = (RECIPES / "README.md").read_text().splitlines()
     assert [row(name) for name in TABLE if row(name) not in lines] == []

@@ -15,13 +15,12 @@ FILES = {
     "core": [
         "tests/unit/pipeline/test_audit.py",
         "tests/unit/pipeline/test_run.py",
-        "tests/unit/client/test_writers.py",
-        "tests/unit/client/test_nested.py",
+        "tests/unit/client/fence/test_writers.py",
+        "tests/unit/client/leaving/test_nested.py",
         "tests/property/test_audit.py",
     ],
     "adapters": [
         "tests/adapters/test_torn.py",
-        "tests/adapters/test_accelerate_data.py",
     ],
 }
 
@@ -41,7 +40,7 @@ def test_all_holds_where_userfaultfd_is_refused(name: str) -> None:
         text=True,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert int(re.findall(r"([0-9]+) passed", ran.stdout)[0]) >= 50
+    assert int(re.findall(r"([0-9]+) passed", ran.stdout)[0]) >= 40
     skipped = [line for line in ran.stdout.splitlines() if line.startswith("SKIPPED")]
     kernel = [line for line in skipped if "this kernel does not tell of writes" in line]
     assert skipped == kernel, "nothing else is left out"

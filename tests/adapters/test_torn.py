@@ -22,8 +22,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from portus.client import snapshot
-from portus.client.fence import Fence
+from portus.client.fence import snapshot
+from portus.client.fence.fence import Fence
 from portus_lightning import PortusIO
 from tests.adapters.torn import Sabotage, SlowSaves, contents, slow_down, slow_saves
 from tests.unit.client.late_copy import Scenario
@@ -73,9 +73,16 @@ def test_no_writer_tears_a_version(name: str, tmp_path: Path) -> None:
     check(functools.partial(plain, OTHERS[name]), tmp_path)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+TELLING = ("adafactor", "adam", "lbfgs", "sgd", "sparse-adam")
+"""Those that write in ways of their own. The others are there in `make long`."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=() if each in TELLING else pytest.mark.long) for each in OPTIMIZERS],
+)
 def test_no_optimizer_tears_a_version(name: str, tmp_path: Path) -> None:
-    """Each implementation, and without a closure: tests/unit/client/test_writers.py."""
+    """Each implementation, and without a closure: tests/unit/client/fence/test_writers.py."""
     scenario = functools.partial(with_optimizer, name, implementations(name)[-1], True)
     check(functools.partial(plain, scenario), tmp_path)
 
@@ -178,7 +185,7 @@ class Through(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: Any = None
     ) -> dict[str, Any]:
-        raise NotImplementedError
+        raise AssertionError(f"these trainings only save; something loads {path}")
 
     def remove_checkpoint(self, path: Any) -> None: ...
 
@@ -214,7 +221,9 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, max_iter=3, history_size=2)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("make", [torch.optim.AdamW, OPTIMIZERS["sgd-momentum"], lbfgs])
 def test_no_batch_of_lightning_tears_a_version(
     make: Callable[..., torch.optim.Optimizer], precision: str, tmp_path: Path
@@ -237,6 +246,7 @@ def test_averaged_weights_swapped_for_validation_tear_nothing(tmp_path: Path) ->
     check(run, tmp_path)
 
 
+@pytest.mark.long
 def test_stochastic_weight_averaging_tears_nothing(tmp_path: Path) -> None:
     def run(saves: SlowSaves) -> None:
         averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
@@ -245,6 +255,7 @@ def test_stochastic_weight_averaging_tears_nothing(tmp_path: Path) -> None:
     check(run, tmp_path)
 
 
+@pytest.mark.long
 def test_weights_put_back_after_a_save_tear_nothing(tmp_path: Path) -> None:
     """Lightning's ModelCheckpoint under manual optimization loads other weights, saves, and loads
     the ones from before, at once."""

@@ -104,7 +104,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.mark.usefixtures("flag")
-@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints", "every_save"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "checkpoint",
+        pytest.param("all_checkpoints", marks=pytest.mark.long),
+        pytest.param("every_save", marks=pytest.mark.long),
+    ],
+)
 def test_what_is_pushed_is_whole_real_and_no_pool(
     tmp_path: Path, hub: Hub, strategy: str, caplog: pytest.LogCaptureFixture
 ) -> None:

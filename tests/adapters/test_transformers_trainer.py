@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import portus
-from portus_accelerate import patch, settings, trainer
+import portus_accelerate
+from portus.client.fence import clock
+from portus_accelerate import patch, settings, trainer, trainer_data
 from tests.adapters.launching import TWO
 
 SCRIPT = Path(__file__).with_name("trainer_script.py")
@@ -32,7 +35,8 @@ def flag(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(settings.VARIABLE, '{"materialize": "none"}')
     for name in ("torch", "rotate_checkpoints"):
         monkeypatch.setattr(transformers.trainer, name, getattr(transformers.trainer, name))
-    for name in ("_save_checkpoint", "train"):
+    own = ("_save_checkpoint", "train", "log")
+    for name in (*own, *trainer_data.METHODS):
         method = getattr(transformers.trainer.Trainer, name)
         monkeypatch.setattr(transformers.trainer.Trainer, name, method)
     patch.install()
@@ -42,7 +46,9 @@ def flag(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         state._reset_state()
 
 
-def trained(root: Path, steps: int, *, resume: bool = False, **changes: Any) -> Any:
+def trained(
+    root: Path, steps: int, *, resume: bool = False, callbacks: Any = None, **changes: Any
+) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     usual: dict[str, Any] = {"save_steps": 1, "save_total_limit": 2, "report_to": []}
@@ -54,7 +60,8 @@ def trained(root: Path, steps: int, *, resume: bool = False, **changes: Any) -> 
     )
     row = torch.arange(4)
     data: Any = [{"input_ids": row, "labels": row}] * 32
-    made = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data)
+    model = GPT2LMHeadModel(config)
+    made = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:1], callbacks=callbacks)
     made.train(resume_from_checkpoint=resume)
     return made
 
@@ -81,11 +88,160 @@ def test_weights_stay_real_and_the_rest_is_in_the_pool_and_resumes(tmp_path: Pat
     assert moments["step"] == 5
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("flag")
+def test_what_keep_wants_stays_in_the_pool_when_trainer_rotates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"materialize": "none", "keep": {"last": 1, "best": ["eval_loss", "max", 1]}}
+    monkeypatch.setenv(settings.VARIABLE, json.dumps(said))
+    found = trained(tmp_path, 4, save_total_limit=1, eval_strategy="steps", eval_steps=1)
+    logged = {
+        each["step"]: {"eval_loss": each["eval_loss"]}
+        for each in found.state.log_history
+        if "eval_loss" in each
+    }
+    best = max(logged, key=lambda step: (logged[step]["eval_loss"], step))
+    assert best < 3
+    with portus.open(tmp_path / "out" / ".portus") as pool:
+        kept = {info.step: info.metrics for info in pool.versions()}
+    assert kept == {step: logged[step] for step in (best, 3, 4)}, "3 was rotated after the last"
+
+
+@pytest.mark.long
 @pytest.mark.usefixtures("flag")
 def test_saving_the_model_only_leaves_portus_out(tmp_path: Path) -> None:
     trained(tmp_path, 2, save_only_model=True)
     assert not (tmp_path / "out/checkpoint-2/optimizer.pt").exists()
     assert not list((tmp_path / "out").glob(".portus/*.portus"))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("flag")
+def test_a_run_whose_machine_was_lost_goes_on_from_the_mirror_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual: Any = {"lr_scheduler_type": "constant"}  # else it goes by the last step
+    torch.manual_seed(7)
+    whole = trained(tmp_path / "whole", 5, save_steps=5, **usual)
+    run = tmp_path / "run"
+    run.mkdir()
+    monkeypatch.chdir(run)
+    monkeypatch.setenv("PORTUS_MIRROR", f"file://{tmp_path}/bucket")
+    torch.manual_seed(7)
+    trained(run, 3, **usual)
+    newest = run / "out" / "checkpoint-3"
+    before = {each.name for each in newest.iterdir()}
+    shutil.rmtree(run / "out")
+    shutil.rmtree(run / ".portus", ignore_errors=True)
+    found = trained(run, 5, resume=True, **usual)
+    assert found.state.global_step == 5
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(found.model.state_dict()[name], value)
+    shutil.rmtree(run / "out")
+    shutil.rmtree(run / ".portus", ignore_errors=True)
+    trained(run, 5, resume=True, **usual)
+    assert {each.name for each in (run / "out" / "checkpoint-5").iterdir()} == before
+
+
+def steps_of(root: Path) -> list[int]:
+    """Of the checkpoints that there are."""
+    return sorted(int(each.name.partition("-")[2]) for each in root.glob("out/checkpoint-*"))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("flag")
+def test_the_flag_makes_saves_follow_the_cadence_in_place_of_save_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = '{"materialize": "none", "every": "auto", "max_overhead": 0.5}'
+    monkeypatch.setenv(settings.VARIABLE, said)
+    usual: Any = {"save_steps": 3, "save_total_limit": None}
+    first = trained(tmp_path, 5, **usual)
+    # As if a save cost one step, a bound of one half is an interval of two; then it is measured.
+    assert steps_of(tmp_path)[0] == 2
+    assert 3 not in steps_of(tmp_path), "save_steps"
+    assert steps_of(tmp_path)[-1] == 5, "the last one, as ever"
+    assert clock._clocks == ()
+    written = json.loads((tmp_path / "out/checkpoint-2/trainer_state.json").read_text())
+    saved = written["stateful_callbacks"]["PortusCallback"]["attributes"]["saved"]
+    assert saved["left"] == 2
+    assert written["save_steps"] == 3, "a resume without it saves by steps again"
+    assert first.state.global_step == 5
+
+    monkeypatch.setenv(settings.VARIABLE, said.replace('"auto"', "4"))
+    trained(tmp_path / "again", 6, **usual)
+    trained(tmp_path / "again", 9, resume=True, **usual)
+    assert steps_of(tmp_path / "again") == [4, 6, 8, 9], "as if it had not been interrupted"
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("flag")
+def test_a_callback_of_ones_own_says_the_interval_and_others_ask_for_saves_too(
+    tmp_path: Path,
+) -> None:
+    from transformers import TrainerCallback
+
+    class Asks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            control.should_save |= state.global_step == 5
+
+    usual: Any = {"save_steps": 5, "save_total_limit": None}
+    callback = portus_accelerate.PortusCallback(every=3)
+    trained(tmp_path, 7, callbacks=[callback, Asks()], **usual)
+    assert steps_of(tmp_path) == [3, 5, 6, 7]
+    assert callback.cadence is None, "it counts no more"
+
+    # From a checkpoint that knows nothing of it; and the best model needs its own saves.
+    written = tmp_path / "out/checkpoint-7/trainer_state.json"
+    state = json.loads(written.read_text())
+    del state["stateful_callbacks"]["PortusCallback"]
+    written.write_text(json.dumps(state))
+    best: Any = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 5}
+    callback = portus_accelerate.PortusCallback(every=4)
+    trained(tmp_path, 12, resume=True, callbacks=[callback], **usual, **best)
+    assert steps_of(tmp_path) == [3, 5, 6, 7, 10, 11, 12]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("changes", [{"save_strategy": "no"}, {"save_strategy": "epoch"}])
+@pytest.mark.usefixtures("flag")
+def test_the_flag_leaves_other_strategies_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setenv(settings.VARIABLE, '{"materialize": "none", "every": 1}')
+    trained(tmp_path, 5, **changes)
+    assert steps_of(tmp_path) == ([] if changes["save_strategy"] == "no" else [4, 5])
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("flag")
+def test_what_others_save_is_not_seen_so_auto_goes_by_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intervals: list[object] = []
+
+    class Asks(portus_accelerate.PortusCallback):
+        def on_step_end(self, *given: Any, **more: Any) -> Any:
+            assert self.cadence is not None
+            intervals.append(self.cadence.every)
+            return super().on_step_end(*given, **more)
+
+    trained(tmp_path / "seen", 1, callbacks=[Asks()])
+    trained(tmp_path / "weights", 1, callbacks=[Asks()], save_only_model=True)
+    monkeypatch.setenv("PORTUS_DISABLE", "1")
+    trained(tmp_path / "off", 1, callbacks=[Asks()])
+    assert intervals == ["auto", 600.0, 600.0]
+
+
+@pytest.mark.long
+def test_without_the_flag_auto_is_refused_and_steps_are_not(tmp_path: Path) -> None:
+    with pytest.raises(portus.UsageError, match="set PORTUS_ACCELERATE=1, or every='5min'"):
+        trained(tmp_path, 2, callbacks=[portus_accelerate.PortusCallback()])
+    with pytest.raises(portus.UsageError, match="max_overhead: expected a share"):
+        portus_accelerate.PortusCallback(max_overhead=0)
+    trained(tmp_path, 4, callbacks=[portus_accelerate.PortusCallback(3)], save_steps=2)
+    assert steps_of(tmp_path) == [3, 4]
 
 
 def run(
@@ -166,3 +322,64 @@ def test_killed_at_any_moment_of_a_save_it_resumes_with_the_same_bits(
     assert found["moments"] > 20
     assert len(found["same"]) == 5
     assert all(found["same"].values()), found
+
+
+def telling(hook: str, at: int) -> Any:
+    """A callback that tells this process to go in one hook, the ``at``th time."""
+    from transformers import TrainerCallback
+
+    left = iter(range(at - 1, -1, -1))
+    callback = TrainerCallback()
+
+    def tell(*_: Any, **__: Any) -> None:
+        if next(left, None) == 0:
+            signal.raise_signal(signal.SIGTERM)
+
+    setattr(callback, hook, tell)
+    return callback
+
+
+def evaluated(made: Any) -> list[int]:
+    return [each["step"] for each in made.state.log_history if "eval_loss" in each]
+
+
+@pytest.mark.usefixtures("flag")
+@pytest.mark.parametrize(
+    ("hook", "at"),
+    [
+        pytest.param("on_step_begin", 2, id="before an evaluation"),
+        pytest.param("on_prediction_step", 1, id="in an evaluation", marks=pytest.mark.long),
+    ],
+)
+def test_a_job_that_is_told_to_go_goes_on_at_that_step_with_what_was_left_out(
+    tmp_path: Path, hook: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(settings.VARIABLE, "{}")
+    usual: Any = {"save_steps": 100, "eval_strategy": "steps", "eval_steps": 2}
+    before = signal.getsignal(signal.SIGTERM)
+    first = trained(tmp_path, 4, callbacks=[telling(hook, at)], **usual)
+    assert first.state.global_step == 2
+    assert evaluated(first) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+    saved = tmp_path / "out/checkpoint-2"
+    assert portus.is_reference(saved / "optimizer.pt"), "nothing is made real"
+    second = trained(tmp_path, 4, resume=True, **usual)
+    assert second.state.global_step == 4
+    assert evaluated(second) == [2, 4]
+    assert steps_of(tmp_path) == [2, 4]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("flag")
+def test_the_handler_that_trainer_has_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jit = pytest.importorskip("transformers.trainer_jit_checkpoint")
+    monkeypatch.setattr(jit.CheckpointManager.__init__, "__defaults__", (0,))
+    telling_ = telling("on_step_begin", 2)
+    first = trained(
+        tmp_path, 400, callbacks=[telling_], save_steps=1000, enable_jit_checkpoint=True
+    )
+    step = first.state.global_step
+    assert 2 <= step < 400
+    assert steps_of(tmp_path) == [step], "the step that it left after"

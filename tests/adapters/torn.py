@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ import numpy as np
 import torch
 
 from portus.client.checkpointer import Checkpointer
-from portus.client.fence import Fence
-from portus.client.state import flatten
-from portus.client.writers import Stability
-from portus.errors import PortusError
+from portus.client.fence.fence import Fence
+from portus.client.fence.writers import Stability
+from portus.client.state.state import flatten
+from portus.errors import AbandonedError, PortusError
 from portus.pipeline.audit import Audit, Auditor, Late, Probed, Stored
 from portus.pipeline.handle import SaveHandle
 from portus.pipeline.plan import Flags
@@ -36,22 +37,30 @@ class _Before:
     """Work before a save, in the same queue: what makes the copier slow."""
 
     pause: Callable[[], object]
+    awaited: threading.Event
+    """Set when somebody waits for the copier."""
 
     def run(self) -> None:
         self.pause()
 
     def fail(self, error: BaseException) -> None: ...
 
-    def hurry(self) -> None: ...
+    def hurry(self) -> None:
+        self.awaited.set()
 
 
 def _sleep() -> None:
     time.sleep(PAUSE_S)
 
 
-def slow_down(checkpointer: Checkpointer, pause: Callable[[], object] = _sleep) -> None:
-    """Have the copier do ``pause`` before the next save."""
-    checkpointer._queue.put(_Before(pause))
+def slow_down(
+    checkpointer: Checkpointer,
+    pause: Callable[[], object] = _sleep,
+    awaited: threading.Event | None = None,
+) -> None:
+    """Have the copier do ``pause`` before the next save. ``awaited`` is set when somebody waits
+    for that."""
+    checkpointer._queue.put(_Before(pause, awaited or threading.Event()))
 
 
 class Blind(Probed):
@@ -75,7 +84,8 @@ class SlowSaves:
     """Saves to a pool of its own, and remembers what each state was.
 
     ``pause`` is called by the copier before each save; it sleeps, if nothing is said. unguarded:
-    nothing holds writers up, so it waits until one has written something, or no other comes.
+    nothing holds writers up, so it waits until one has written something, or none can: they are
+    over, or wait for the copier.
     """
 
     def __init__(
@@ -97,8 +107,9 @@ class SlowSaves:
 
     def save(self, state: object) -> None:
         self._wanted.append(contents(state))
-        pause = self._until_written(state) if self._unguarded else self._pause
-        slow_down(self.checkpointer, pause)
+        awaited = threading.Event()
+        pause = self._until_written(state, awaited) if self._unguarded else self._pause
+        slow_down(self.checkpointer, pause, awaited)
         self.saves.append(self.checkpointer.save(state, len(self.saves)))
 
     def __deepcopy__(self, memo: object) -> SlowSaves:
@@ -112,13 +123,13 @@ class SlowSaves:
         stage: Stage = self.saves[-1]._save._stage  # type: ignore[attr-defined]
         return stage < Stage.COPIED
 
-    def _until_written(self, state: object) -> Callable[[], object]:
+    def _until_written(self, state: object, awaited: threading.Event) -> Callable[[], object]:
         memory = [_bytes_of(each) for each in flatten(state).storages]
         before = [each.clone() for each in memory]
 
         def wait() -> None:
             until = time.monotonic() + WRITTEN_S_MAX
-            while not self._over and time.monotonic() < until:
+            while not (self._over or awaited.is_set()) and time.monotonic() < until:
                 if not all(map(torch.equal, memory, before)):
                     break
                 time.sleep(0.001)
@@ -153,7 +164,8 @@ def slow_saves(folder: Path, **settings: Any) -> Iterator[SlowSaves]:
         yield saves
     finally:
         saves.finish()
-        saves.checkpointer.close()
+        with contextlib.suppress(AbandonedError):  # it says so where every save was voided
+            saves.checkpointer.close()
 
 
 def contents(state: object) -> dict[str, bytes]:

@@ -174,6 +174,21 @@ def ways(job: Job, mtbf_s: float) -> dict[str, Way]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What was done from the begin of one save, or of the job, to the begin of the next, a failure
+    or the end: steps, each of ``step_s``. ``committed_s``: when the save that was in flight was;
+    None if none was. ``cost_s``: of that save."""
+
+    begin_s: float
+    end_s: float
+    steps: float
+    step_s: float
+    committed_s: float | None
+    cost_s: float
+    failed: bool
+
+
 @dataclass(slots=True)
 class Outcome:
     """What became of a job. ``steps``: done at the end, and ``possible``: without saves and
@@ -186,6 +201,7 @@ class Outcome:
     worked_s: float = 0.0
     lost: list[float] = field(default_factory=list)
     intervals: list[tuple[float, int]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
     @property
     def goodput(self) -> float:
@@ -216,7 +232,20 @@ def replay(job: Job, way: Way, failures: Sequence[float], horizon_s: float) -> O
         until = min(end, failure, horizon_s)
         made = min(float(steps), job.load.work(begin, until) / job.profile.step_s)
         found.cost_s += min(until, begin) - now + max(0.0, until - ready)
-        found.worked_s += max(0.0, min(until, ready) - begin)
+        worked_s = max(0.0, min(until, ready) - begin)
+        found.worked_s += worked_s
+        committed_s = pending[0] if pending and pending[0] <= until else None
+        found.spans.append(
+            Span(
+                begin_s=now,
+                end_s=until,
+                steps=made,
+                step_s=worked_s / made if made else costs.step_s,
+                committed_s=committed_s,
+                cost_s=until - now - worked_s if committed_s is not None else 0.0,
+                failed=until == failure,
+            )
+        )
         done += made
         if pending and pending[0] <= until:
             durable, past = (

@@ -6,8 +6,9 @@ python -m tests.bench.discovery --host [RANKS ...]  240: parts on a storage host
 
 Every rank's pool is real, with its parts of two groups. Of the ranks one runs at a time; what the
 others say in an exchange is what it says itself (torch's "fake" process group), so all of them have
-committed what it has. Calls are counted below Python (``tests.faults.calls``), in the pools alone;
-bytes are those of all reads of the process. What is read through a mapping is not seen.
+committed what it has; and it is always the last that commits. Calls are counted below Python
+(``tests.faults.calls``), in the pools and their checkpoint directory alone; a list has a call for
+each name. Bytes are those of all reads of the process. What is read through a mapping is not seen.
 """
 
 from __future__ import annotations
@@ -24,14 +25,21 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import portus.client.dcp
 import portus.dcp
 from portus.client.checkpointer import Checkpointer
+from portus.client.job.exchange import Tally
+from portus.client.shards.cuts import FORMAT_KEY
+from portus.client.shards.grouped import shard_name
 from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.index import roll
 from portus.index.groups import ID_SIZE, part_model, part_token
 from tests.faults import calls
 from tests.faults.calls import Call
@@ -39,7 +47,7 @@ from tests.hosts import serving, url
 
 RANKS: Final = (1024, 4096)
 HOST_RANKS: Final = 240
-TIMEOUT_S: Final = 1800
+TIMEOUT_S: Final = 7200
 _HOST_SAVES: Final = 6
 
 KINDS: Final = {"opens": Call.OPEN, "reads": Call.READ, "stats": Call.STAT, "lists": Call.LIST}
@@ -89,25 +97,34 @@ def _now() -> Counts:
 
 def _measure(root: Path, ranks: int) -> dict[str, Counts]:
     pools, links = root / ".portus", str(root / "links")
+    directory = root / "checkpoint"
     calls.begin(str(root))
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     state = {"t": torch.zeros(64)}
 
     def saved(writer: PortusStorageWriter, step: int) -> bytes:
-        writer.save(state, step=step)
+        if step == 2:
+            writer.save_directory(state, directory, step=step)
+        else:
+            writer.save(state, step=step)
         assert writer.last is not None
-        return writer.last.wait().token[:ID_SIZE]
+        info = writer.last.wait()
+        writer.wait()  # and the roll is written
+        return info.token[:ID_SIZE]
 
     def writer_of_this_rank() -> PortusStorageWriter:
-        return PortusStorageWriter(pools, "run", keep=4, links=links)
+        with mock.patch.object(portus.client.dcp, "Tally", _Last):
+            return PortusStorageWriter(pools, "run", keep=4, links=links)
 
     writer = writer_of_this_rank()
     ids = [saved(writer, step) for step in (1, 2)]
     writer.close()
     for rank in range(1, ranks):
         with Checkpointer(pools, part_model("run", rank, ranks), keep=None, links=links) as part:
-            for step, group in enumerate(ids, 1):
-                part.save({"format": 1}, step, token=part_token(group, rank)).wait()
+            shard = {str(directory / shard_name(rank, ranks)): FORMAT_KEY}
+            for group, references in zip(ids, (None, shard), strict=True):
+                token, step = part_token(group, rank), 1 if references is None else 2
+                part.save({FORMAT_KEY: 1}, step, token=token, reference=references).wait()
     assert [group.is_complete for group in portus.dcp.groups(pools, "run")] == [True, True]
 
     def load(reader: PortusStorageReader, **more: Any) -> None:
@@ -115,10 +132,27 @@ def _measure(root: Path, ranks: int) -> dict[str, Counts]:
         assert portus.dcp.load(target, reader, **more).step == 2
         assert not target["t"].any()
 
+    def load_plainly(reader: PortusStorageReader | None) -> None:
+        assert reader is not None
+        target = {"t": torch.ones(64)}
+        dcp.load(target, storage_reader=reader)
+        assert not target["t"].any()
+
     looking, told = (PortusStorageReader(pools, "run") for _ in range(2))
     found = {"load, the rank that looks": counted(lambda: load(looking))}
     told._given = looking._find()
+    told._saved = looking._metadata_in(told._given[0])
     found["load, every other rank"] = counted(lambda: load(told, no_dist=True))
+    found["load by `dcp.load`, every rank"] = counted(
+        lambda: load_plainly(PortusStorageReader(pools, "run"))
+    )
+    found["load of a directory by `dcp.load`, every rank"] = counted(
+        lambda: load_plainly(PortusStorageReader.at(directory))
+    )
+    roll.remove(str(pools), "run")
+    found["load without a roll, the rank that looks"] = counted(
+        lambda: load(PortusStorageReader(pools, "run"))
+    )
     writer = writer_of_this_rank()
     found["first commit, the rank that looks"] = counted(lambda: saved(writer, 3))
     for step in (4, 5):
@@ -126,6 +160,13 @@ def _measure(root: Path, ranks: int) -> dict[str, Counts]:
     found["commit"] = counted(lambda: saved(writer, 6))
     writer.close()
     return found
+
+
+class _Last(Tally):
+    """This rank is the last that commits."""
+
+    def is_last(self, group: bytes, count: int) -> bool:
+        return True
 
 
 def table(found: dict[int, dict[str, Counts]]) -> str:

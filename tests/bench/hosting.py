@@ -163,7 +163,7 @@ def _local_parts(checkpointer: portus.Checkpointer, state: dict[str, torch.Tenso
         hash_sources(sources, Stop())
         hash_s = time.perf_counter() - start
         change(state)
-        pool, _ = checkpointer._open_or_create()
+        pool, _ = checkpointer._pool.open_or_create()
         assert isinstance(pool, PoolWriter)
         flushed_s = pool.persist_s
         handle = checkpointer.save(state, step := step + 1)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
+import statistics
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +17,8 @@ from portus.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST
 from portus.index.directory import create_pool, open_writer
 from portus.index.pool import NewVersion
 from portus.media.local import LocalFiles
-from tests.bench.measure import Row, Run
-from tests.bench.saving import MIB, pool_at
+from tests.bench.measure import Row, Run, timed
+from tests.bench.saving import MIB, memcpy_of, pool_at
 from tests.bench.states import tensors
 
 
@@ -29,47 +33,105 @@ class Holder(torch.nn.Module):
             )
 
 
-def restore_rows(memory: Path, rounds: int) -> list[Row]:
-    """Weights into a model that exists, verified, against torch.load + load_state_dict."""
+def restore_rows(memory: Path, disk: Path, rounds: int) -> Iterator[Row]:
+    """Weights into a model that exists, verified, against one memcpy, and against torch.load +
+    load_state_dict of a file in the same place. What is on the disk is in the page cache."""
+    places = (("tmpfs", memory, 1.4, 7.0, 1.3), ("page cache of a disk", disk, 2.0, None, None))
+    for name, place, over_memcpy, over_load, over_mapped in places:
+        row = _restored(name, place, rounds, over_memcpy)
+        yield row
+        others = (
+            ("torch.load + load_state_dict", "torch.load", over_load),
+            ("torch.load(mmap=True) + load_state_dict", "mmap=True", over_mapped),
+        )
+        for what, this, bar in others:
+            yield Row(
+                name=f"{what} over restore_into, {name}, 1 GiB",
+                bar=bar,
+                at_most=False,
+                this=this,
+                that="portus",
+                figures=row.figures,
+            )
+
+
+def _restored(name: str, place: Path, rounds: int, bar: float) -> Row:
     source = Holder(tensors(200, 1024 * MIB))
     target = Holder(dict(source.state_dict()))
     state = source.state_dict()
-    file = memory / "bench.pt"
+    file = place / "bench.pt"
     torch.save(state, file)
 
     def stock(mmap: bool) -> Run:
-        def run() -> float:
-            start = time.perf_counter()
-            target.load_state_dict(torch.load(file, mmap=mmap))
-            return time.perf_counter() - start
+        return timed(lambda: target.load_state_dict(torch.load(file, mmap=mmap)))
 
-        return run
-
-    with pool_at(memory / "pool") as checkpointer:
+    with pool_at(place / "pool") as checkpointer:
         checkpointer.save(state, 0).wait()
+        costs: list[_Cost] = []
 
         def ours() -> float:
-            start = time.perf_counter()
+            before, start = _Cost.now(), time.perf_counter()
             checkpointer.restore_into(target.state_dict())
-            return time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            costs.append(_Cost.now() - before)
+            return seconds
 
-        row = Row(
-            name="torch.load + load_state_dict over restore_into, 1 GiB",
-            bar=7.0,
-            at_most=False,
-            this="torch.load",
-            that="portus",
-        ).run({"portus": ours, "torch.load": stock(False), "mmap=True": stock(True)}, rounds)
+        row = Row(name=f"restore_into, {name}, 1 GiB, over memcpy", bar=bar, that="memcpy").run(
+            {
+                "portus": ours,
+                "memcpy": memcpy_of(state),
+                "torch.load": stock(False),
+                "mmap=True": stock(True),
+            },
+            rounds,
+            warmups=2,
+        )
     file.unlink()
-    mapped = Row(
-        name="torch.load(mmap=True) + load_state_dict over restore_into, 1 GiB",
-        bar=1.3,
-        at_most=False,
-        this="mmap=True",
-        that="portus",
-        figures=row.figures,
-    )
-    return [row, mapped]
+    row.note = f"a restore: {_Cost.median(costs[-rounds:])}; {_huge_pages()}"
+    return row
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What this process used: seconds of processors, page faults, bytes read from a disk."""
+
+    cpu_s: float
+    faults: int
+    read_bytes: int
+
+    @classmethod
+    def now(cls) -> _Cost:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        read = int(_field("/proc/self/io", "read_bytes").split()[0])
+        return cls(usage.ru_utime + usage.ru_stime, usage.ru_minflt + usage.ru_majflt, read)
+
+    def __sub__(self, other: _Cost) -> _Cost:
+        return _Cost(
+            self.cpu_s - other.cpu_s,
+            self.faults - other.faults,
+            self.read_bytes - other.read_bytes,
+        )
+
+    @staticmethod
+    def median(costs: list[_Cost]) -> str:
+        """Of each of them, in words."""
+        cpu_s = statistics.median(cost.cpu_s for cost in costs)
+        faults = statistics.median(cost.faults for cost in costs)
+        read = statistics.median(cost.read_bytes for cost in costs)
+        return f"{cpu_s:.3g} s of processors, {faults:.0f} page faults, {read:.0f} bytes from disks"
+
+
+def _huge_pages() -> str:
+    """Whether this process has huge pages, in words."""
+    told = [int(_field("/proc/self/smaps_rollup", name).split()[0]) for name in
+            ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")]  # fmt: skip
+    return f"{sum(told) // 1024} MiB in huge pages"
+
+
+def _field(path: str, name: str) -> str:
+    with open(path, encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file if ":" in line)
+    return fields[name]
 
 
 def open_row(memory: Path, rounds: int) -> Row:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 import portus
+from portus.pipeline.audit import Guard
 from tests.bench.measure import Row, Run, timed
 from tests.bench.states import PAPER_MODELS, Trained, change, tensors
 
@@ -24,10 +26,10 @@ SHORT = 256 * MIB
 
 
 @contextmanager
-def pool_at(place: Path, **options: int) -> Iterator[portus.Checkpointer]:
-    """A fresh pool, prepared for two versions, removed afterwards."""
+def pool_at(place: Path, *, guard: Guard = "auto") -> Iterator[portus.Checkpointer]:
+    """A fresh pool, removed afterwards."""
     shutil.rmtree(place, ignore_errors=True)
-    checkpointer = portus.Checkpointer(place, keep=options.get("keep", 1), on_error="raise")
+    checkpointer = portus.Checkpointer(place, keep=1, on_error="raise", guard=guard)
     try:
         yield checkpointer
     finally:
@@ -79,16 +81,27 @@ def torch_save_of(path: Path, state: dict[str, torch.Tensor], *, sync: bool) -> 
 
 def commit_rows(memory: Path, rounds: int) -> Iterator[Row]:
     """Steady time to commit on tmpfs."""
-    for count, size in ((64, 1024 * MIB), (400, 1024 * MIB)):
-        yield from _against_memcpy(memory, f"{size // MIB} MiB in {count} tensors", rounds,
-                                   tensors(count, size), 1.3, with_torch=True)  # fmt: skip
-    for name, (count, mib) in PAPER_MODELS.items():
-        for kind, factor in (("weights", 1), ("with Adam state", 3)):
-            state = tensors(count * factor, mib * factor * MIB)
-            yield from _against_memcpy(memory, f"{name}, {kind}", rounds, state, 1.6)
+    yield from gib_rows(memory, rounds)
+    yield from paper_rows(memory, rounds, PAPER_MODELS)
     yield from _against_memcpy(
         memory, "10,000 tensors of 16 KiB", rounds, tensors_of(10_000, 16 << 10), 4.0
     )
+
+
+def gib_rows(memory: Path, rounds: int) -> Iterator[Row]:
+    """1 GiB, also against torch.save."""
+    for count, size in ((64, 1024 * MIB), (400, 1024 * MIB)):
+        yield from _against_memcpy(memory, f"{size // MIB} MiB in {count} tensors", rounds,
+                                   tensors(count, size), 1.3, with_torch=True)  # fmt: skip
+
+
+def paper_rows(memory: Path, rounds: int, names: Iterable[str]) -> Iterator[Row]:
+    """Models of the Portus paper."""
+    for name in names:
+        count, mib = PAPER_MODELS[name]
+        for kind, factor in (("weights", 1), ("with Adam state", 3)):
+            state = tensors(count * factor, mib * factor * MIB)
+            yield from _against_memcpy(memory, f"{name}, {kind}", rounds, state, 1.6)
 
 
 def tensors_of(count: int, size: int) -> dict[str, torch.Tensor]:
@@ -125,8 +138,8 @@ def _against_memcpy(
     file.unlink(missing_ok=True)
 
 
-def durable_row(disk: Path, rounds: int) -> Row:
-    """Durable on a disk, against torch.save and fsync; the disk's own rate beside."""
+def durable_rows(disk: Path, rounds: int) -> list[Row]:
+    """Durable on a disk, against torch.save and fsync, and against what the disk itself takes."""
     size = 512 * MIB
     state = tensors(200, size)
     raw = bytes(8 * MIB)
@@ -157,8 +170,14 @@ def durable_row(disk: Path, rounds: int) -> Row:
     for name in ("bench.pt", "raw"):
         (disk / name).unlink(missing_ok=True)
     rate = size / MIB / statistics.median(row.figures["rewrite + fdatasync"])
-    row.note = f"the disk itself takes {rate:.0f} MiB/s (rewriting a file, then fdatasync)"
-    return row
+    row.note = f"the disk itself takes {rate:,.0f} MiB/s (rewriting a file, then fdatasync)"
+    itself = Row(
+        name="commit, disk, 512 MiB, over rewrite + fdatasync",
+        bar=None,
+        that="rewrite + fdatasync",
+        figures=row.figures,
+    )
+    return [row, itself]
 
 
 def call_row(memory: Path, rounds: int) -> Row:
@@ -176,6 +195,38 @@ def call_row(memory: Path, rounds: int) -> Row:
         return row.run({"portus": call}, 3 * rounds, warmups=5)
 
 
+def guard_row(memory: Path, rounds: int) -> Row:
+    """What an exact audit costs: a save, and the step right after it, until the save is durable."""
+    guards: tuple[Guard, ...] = ("exact", "probe")
+    ways: dict[str, str] = {}
+
+    def saved_beside_a_step(guard: Guard, checkpointer: portus.Checkpointer) -> Run:
+        trained = Trained(22, 1024)
+
+        def run() -> float:
+            trained.step()
+            start = time.perf_counter()
+            handle = checkpointer.save(trained.state(), 0)
+            trained.step()
+            handle.wait()
+            took = time.perf_counter() - start
+            ways[guard] = handle.stats.guard
+            return took
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        contenders: dict[str, Run] = {}
+        for guard in guards:
+            place = memory / f"pool-{guard}"
+            checkpointer = stack.enter_context(pool_at(place, guard=guard))
+            contenders[guard] = saved_beside_a_step(guard, checkpointer)
+        row = Row(name="a save and a step, guard exact over probe, 264 MiB", bar=None, this="exact",
+                  that="probe").run(contenders, 3 * rounds, warmups=3)  # fmt: skip
+    row.note = ", ".join(f"{guard}: audited by {way}" for guard, way in ways.items())
+    return row
+
+
 def memory_row(memory: Path, rounds: int) -> Row:
     """Anonymous and pinned memory that a save adds, in MiB, at its highest."""
     trained = Trained(60, 1024)
@@ -183,12 +234,12 @@ def memory_row(memory: Path, rounds: int) -> Row:
 
         def added() -> float:
             trained.step()
-            before, highest, over = _anonymous(), 0, threading.Event()
+            before, highest, over = anonymous(), 0, threading.Event()
 
             def watch() -> None:
                 nonlocal highest
                 while not over.wait(0.002):
-                    highest = max(highest, _anonymous())
+                    highest = max(highest, anonymous())
 
             watcher = threading.Thread(target=watch)
             watcher.start()
@@ -201,7 +252,7 @@ def memory_row(memory: Path, rounds: int) -> Row:
         return row.run({"portus": added}, rounds, warmups=2)
 
 
-def _anonymous() -> int:
+def anonymous() -> int:
     """Bytes of anonymous memory and of locked memory of this process."""
     with open("/proc/self/status", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file)

@@ -193,6 +193,9 @@ WAYS: dict[str, Callable[[Path, str], Way]] = {
     "async reused stager": lambda root, name: Asynchronous(
         root, name, AsyncCheckpointerType.THREAD, reused=True
     ),
+    "async process, reused stager": lambda root, name: Asynchronous(
+        root, name, AsyncCheckpointerType.PROCESS, reused=True
+    ),
     "portus": Portus,
 }
 

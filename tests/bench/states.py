@@ -35,11 +35,12 @@ def change(state: dict[str, torch.Tensor]) -> None:
 class Trained:
     """A network that takes steps, with the optimizer's state: what a trainer saves."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, rows: int = 4) -> None:
+        """rows: of a batch."""
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self._input = torch.randn(4, width)
+        self._input = torch.randn(rows, width)
         self.step()
         self.step()
 

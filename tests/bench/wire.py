@@ -16,8 +16,7 @@ import numpy as np
 from portus.media.base import MappedMedium
 from portus.media.local import LocalFiles
 from portus.protocol import messages as said
-from portus.protocol.messages import Kind
-from portus.protocol.session import State
+from portus.protocol.vocabulary import State
 from portus.spec import Extent
 from portus.transport.base import memory
 from portus.transport.stream import Link
@@ -63,7 +62,7 @@ def give_by_link(link: Link, views: list[memoryview], frame: int) -> None:
     link.connection.state = State.PULLING
     for view in views:
         for start in range(0, len(view), frame):
-            link.send_payload(Kind.DATA, view[start : start + frame], None)
+            link.send_payload(said.DATA, view[start : start + frame], None)
     assert isinstance(link.hear(), said.Pulled)
 
 

@@ -97,16 +97,16 @@ def train_for_ever(say: Say, root: str, resume: str | None, step: int) -> None:
         enable_version_counter=False,
     )
     say("begin")
-    trainer = _trainer(
+    trainer = trainer_in(
         root,
         callbacks=[keep, Tells(say), PortusCompanion()],
         logger=Reports(say, step),
         plugins=[PortusIO(materialize="none")],
     )
-    trainer.fit(Net(), _loader(WORKERS), ckpt_path=resume)
+    trainer.fit(Net(), loader_of(WORKERS), ckpt_path=resume)
 
 
-def _trainer(root: str, **settings: Any) -> Trainer:
+def trainer_in(root: str, **settings: Any) -> Trainer:
     return Trainer(
         accelerator="cpu",
         default_root_dir=root,
@@ -117,7 +117,7 @@ def _trainer(root: str, **settings: Any) -> Trainer:
     )
 
 
-def _loader(workers: int) -> DataLoader[torch.Tensor]:
+def loader_of(workers: int) -> DataLoader[torch.Tensor]:
     context = "fork" if workers else None
     return DataLoader(Rows(), num_workers=workers, multiprocessing_context=context)
 
@@ -127,5 +127,5 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    trainer = _trainer(".", max_steps=1, logger=False, enable_checkpointing=False)
-    trainer.fit(Net(), _loader(0))
+    trainer = trainer_in(".", max_steps=1, logger=False, enable_checkpointing=False)
+    trainer.fit(Net(), loader_of(0))

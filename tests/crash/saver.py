@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from portus.client.checkpointer import Checkpointer
-from portus.client.view import PoolView
+from portus.client.loading.view import PoolView
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS
 from portus.pipeline.handle import SaveHandle

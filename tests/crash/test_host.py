@@ -45,6 +45,7 @@ def until(child: Child, word: str, lines: list[str]) -> int:
     return int(lines[-1].split()[1])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_training_goes_on_while_its_host_is_killed_and_comes_back(
     tmp_path: Path, seed: int
@@ -73,6 +74,7 @@ def test_a_training_goes_on_while_its_host_is_killed_and_comes_back(
     assert not [each for each in findings if each.severity is Severity.ERROR]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_host_may_be_killed_at_any_word_of_a_save(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +116,7 @@ def numbered(step: int) -> dict[str, torch.Tensor]:
     return {"a": torch.full((50_000,), float(step)), "b": torch.full((7,), float(-step))}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_killed_training_goes_on_from_what_the_host_has(tmp_path: Path, seed: int) -> None:
     random_ = random.Random(seed)

@@ -99,6 +99,7 @@ def test_a_saving_process_may_be_killed_at_any_moment(
     assert unreported, "no kill came between a commit and its report"
 
 
+@pytest.mark.long
 def test_reference_files_of_a_killed_process_lead_to_what_they_name(
     folder: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:

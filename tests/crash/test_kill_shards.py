@@ -1,4 +1,5 @@
-"""A sharded job of four ranks is killed: one rank, all, its storage host, one of two (V2, V8).
+"""A sharded job of four ranks is killed: one rank, all, its storage host, one of two, the first of
+two that keep the same (V2, V8).
 
 What is loaded then, at any number of ranks, is bit for bit what was saved, and not older than what
 all ranks had told to be committed. ``PORTUS_TEST_KILLS=100`` makes that many kills.
@@ -23,7 +24,7 @@ from portus.testing.nursery import Child, nursery
 from tests.hosts import Host
 from tests.unit.client.test_dcp import run
 
-KILLS = int(os.environ.get("PORTUS_TEST_KILLS", "12"))
+KILLS = int(os.environ.get("PORTUS_TEST_KILLS", "6"))
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only"),
@@ -44,6 +45,7 @@ class History:
 
     root: Path
     hosts: list[Host]
+    replica: Host | None = None
     saved: dict[int, str] = field(default_factory=dict)
     committed: dict[int, set[int]] = field(default_factory=dict)
     processes: dict[int, int] = field(default_factory=dict)
@@ -51,7 +53,8 @@ class History:
 
     @property
     def pool(self) -> str:
-        return ",".join(host.url for host in self.hosts) or str(self.root / "pools")
+        second = f"+127.0.0.1:{self.replica.port}" if self.replica else ""
+        return ",".join(host.url + second for host in self.hosts) or str(self.root / "pools")
 
     @property
     def newest(self) -> int:
@@ -103,6 +106,11 @@ def trained_and_killed(history: History, what: str, random_: random.Random) -> N
             if what == "rank":
                 os.kill(history.processes[random_.randrange(RANKS)], signal.SIGKILL)
                 child.wait()
+            elif what == "first":
+                history.hosts[0].kill()
+                until = max(history.saved) + 1
+                while history.newest < until:  # at the second one
+                    history.hear(child.line())
             elif what == "host":
                 host = random_.choice(history.hosts)
                 host.kill()
@@ -155,3 +163,18 @@ def test_what_a_killed_job_goes_on_from_is_what_it_saved(tmp_path: Path, seed: i
         print(
             f"{tried} kills, {steps} saves, {sum(len(h.loaded) for h in (files, one, two))} loads"
         )
+
+
+def test_what_both_hosts_of_a_pair_had_outlives_the_first(tmp_path: Path, seed: int) -> None:
+    """It is killed while four ranks save with durable=2: they go on at the second host, and so does
+    whoever loads from there alone."""
+    random_ = random.Random(seed)
+    with (
+        Host(tmp_path / "second") as second,
+        Host(tmp_path / "first", "--replica", second.url) as first,
+    ):
+        pair = History(tmp_path / "run", [first], second)
+        trained_and_killed(pair, "first", random_)
+        for place, count in ((pair.pool, 3), (second.url, 1)):
+            said = run(pair.root, f"look:{count}", SHARDED_POOL=place)
+            pair.hear(said.splitlines()[-1])

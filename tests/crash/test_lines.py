@@ -106,14 +106,23 @@ def explorer(
 
 
 EXPLORATIONS: Final[dict[str, tuple[tuple[Plan, ...], tuple[int, ...], int]]] = {
-    "first format, begun again": ((only_open, save_one), (200, 20), 2400),
-    "save, share": ((save_three, save_one), (120, 6), 3000),
-    "save, retire, use space again": ((save_and_retire, save_one), (120, 6), 4000),
-    "retire by itself": ((retire_by_itself,), (150,), 2500),
+    "first format, begun again": ((only_open, save_one), (200, 20), 1700),
+    "save, share": ((save_three, save_one), (120, 6), 2200),
+    "save, retire, use space again": ((save_and_retire, save_one), (120, 6), 2900),
+    "retire by itself": ((retire_by_itself,), (150,), 2700),
 }
 
 
-@pytest.mark.parametrize("name", EXPLORATIONS)
+DEEPER: Final = 3
+
+LONG: Final = ("save, share", "save, retire, use space again", "retire by itself")
+"""Those that take long."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.long if each in LONG else ()) for each in EXPLORATIONS],
+)
 def test_every_subset_of_undrained_lines_leaves_the_state_before_or_after(name: str) -> None:
     plans, budgets, images_min = EXPLORATIONS[name]
     found = explorer(plans, budgets).explore()
@@ -126,7 +135,7 @@ def test_every_subset_of_undrained_lines_leaves_the_state_before_or_after(name: 
 @pytest.mark.parametrize("name", EXPLORATIONS)
 def test_a_deeper_search_of_lines_finds_nothing_either(name: str, seed: int) -> None:
     plans, budgets, _ = EXPLORATIONS[name]
-    deeper = explorer(plans, tuple(6 * budget for budget in budgets))
+    deeper = explorer(plans, tuple(DEEPER * budget for budget in budgets))
     print(replace(deeper, seed=seed).explore())
 
 
@@ -211,6 +220,7 @@ def test_a_mistake_with_lines_is_found(name: str) -> None:
         search.replay(caught.value.case)
 
 
+@pytest.mark.long
 def test_flushing_when_bytes_are_stored_and_draining_later_is_right_too() -> None:
     class FlushedAtOnce(SpaceMedium):
         def store(self, offset: int, data: bytes | memoryview) -> None:

@@ -13,8 +13,8 @@ from typing import cast
 
 import pytest
 
-from portus.client.keeper import Keeper
-from portus.client.reference import FileSystem
+from portus.client.files.keeper import Keeper
+from portus.client.files.reference import FileSystem
 from portus.errors import MediumError, PortusError
 from portus.format.layout import DATA_START, SLOT_OFFSETS
 from portus.index.catalogue import Catalogue
@@ -473,7 +473,18 @@ def explorer(mistake: Mistake) -> Explorer[Fact]:
     )
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+LONG = (
+    "a version is retired before its file",
+    "a version goes while its file may come back",
+    "a name that a killed process replaced is believed",
+)
+"""Those that take long to be found."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.long if each in LONG else ()) for each in MISTAKES],
+)
 def test_a_mistake_is_found(name: str) -> None:
     search = explorer(MISTAKES[name])
     with pytest.raises(AssertionError) as caught:

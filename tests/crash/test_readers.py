@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.client.resolve import AWAITED_S_MAX
-from portus.client.view import PoolView
+from portus.client.loading.resolve import AWAITED_S_MAX
+from portus.client.loading.view import PoolView
 from portus.errors import StaleError, UsageError
 from portus.testing.nursery import Child, Say, nursery
 from tests.crash.saver import KEEP, Training
@@ -51,6 +51,7 @@ def load_for_a_while(say: Say, pool: str, seconds: float, seed: int) -> None:
     say(f"{right} {gone}")
 
 
+@pytest.mark.long
 def test_no_reader_sees_a_wrong_byte_while_another_process_saves_and_retires(seed: int) -> None:
     with tempfile.TemporaryDirectory(prefix="portus-readers-") as folder:
         path = Path(folder) / "run.portus"

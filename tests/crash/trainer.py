@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from portus.client import fate
-from portus.client.fate import State as FileState
-from portus.client.keeper import Keeper
+from portus.client.files import fate
+from portus.client.files.fate import Fate
+from portus.client.files.keeper import Keeper
 from portus.errors import MediumError
 from portus.format.checksum import digest
 from portus.format.layout import Kind
@@ -54,7 +54,7 @@ SMALL = 26 * PAGE
 
 State = tuple[tuple[str, tuple[int, ...]], ...] | None
 
-ALIVE, DELETED = FileState.ALIVE, FileState.DELETED
+ALIVE, DELETED = Fate.ALIVE, Fate.DELETED
 
 PENDING = -1
 """Where a reference leads whose version was not committed, and that has nothing to fall back to."""
@@ -165,13 +165,18 @@ def changed(state: State, model: str, add: Sequence[int] = (), drop: Collection[
     return tuple((name, models[name]) for name in sorted(models) if models[name])
 
 
-def lead(files: CrashFiles, path: str, pool: PoolReader | None) -> int | None:
-    """The step that the reference at ``path`` leads to; it must not look deleted."""
+def steps_of(pool: PoolReader | None) -> dict[str, int]:
+    """The step of each version, by its token."""
+    entries = pool.catalogue().entries() if pool is not None else ()
+    return {entry.info.token.hex(): entry.info.step for entry in entries}
+
+
+def lead(files: CrashFiles, path: str, steps: Mapping[str, int]) -> int | None:
+    """The step that the reference at ``path`` leads to, in a pool that has ``steps``; it must not
+    look deleted."""
     reference = read_reference(files, path)
     if reference is None:
         return None
-    entries = list(pool.catalogue().entries()) if pool is not None else []
-    steps = {entry.info.token.hex(): entry.info.step for entry in entries}
     if reference.token in steps:
         found = fate.state_of(reference, LINKS, files)
         assert found is ALIVE, f"{path} is there, and looks {found.value}"
@@ -220,8 +225,9 @@ def verify(
         verify_older(pool)
         verify_copies(pool)
     assert state in fact.pool, f"found {state}, expected {' or '.join(map(str, fact.pool))}"
+    there = steps_of(pool) if fact.leads else {}
     for path, steps in fact.leads:
-        step = lead(files, path, pool)
+        step = lead(files, path, there)
         assert step in steps, f"{path} leads to {step}, expected one of {set(steps)}"
     if pool is not None and medium is not None:
         if files.disk.digest()[0] < 26:
@@ -478,7 +484,7 @@ class Trainer:
         save.result(0)
 
     def publish(self, path: str) -> None:
-        self.keeper.settle([path])
+        self.keeper.make_durable([path])
 
     def committed(self, version: Before, path: str | None) -> None:
         info = version.record.info

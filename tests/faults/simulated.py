@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import portus
-from portus.client import fate, reference
 from portus.client.checkpointer import Checkpointer
-from portus.client.fate import Link, State
-from portus.client.keeper import Keeper
-from portus.client.removals import Removal, Removals
+from portus.client.files import fate, reference
+from portus.client.files.fate import Fate, FileLink
+from portus.client.files.keeper import Keeper
+from portus.client.files.removals import Removal, Removals
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
 from portus.pipeline.run import Save, Stage
@@ -132,11 +132,11 @@ def _take_one_name_for_deleted() -> None:
     """What was true of links before they knew which file they are of: a copy has no second name."""
     stock = fate._Judge._look
 
-    def look(self: fate._Judge, name: reference.LinkName, of: Reference) -> Link:
+    def look(self: fate._Judge, name: reference.LinkName, of: Reference) -> FileLink:
         status = self._files.status(f"{self._directory}/{name}")
         if status is not None and status.links > 1:
             return stock(self, name, of)
-        return Link(of, State.DELETED, of.written_path)
+        return FileLink(of, Fate.DELETED, of.written_path)
 
     setattr(fate._Judge, "_look", look)  # noqa: B010
 

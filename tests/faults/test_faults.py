@@ -24,8 +24,11 @@ pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
 SAMPLE = 4
 """Faults of each kind of training that are tried each time."""
 
-LONG_S, LONG_S_MAX = 50, 240
+LONG_S, LONG_S_MAX = 30, 240
 """Seconds of each kind in a long search; and the most, on a machine that is slow."""
+
+LATER = ("accelerate", "transformers")
+"""Kinds that are tried by chance in `make long` alone: they take long to start."""
 
 MET_MIN = 30
 """Of the calls that it lets fail, so many are reached, however long that takes."""
@@ -56,7 +59,8 @@ TELLING = {
         Fault(Call.WRITE, FILES, 2, errno.EACCES, False),
     ],
 }
-"""Each of these once ended a training, left a lock behind, or a file that led to another step."""
+"""Each of these once ended a training, left a lock behind, or a file that led to another step. The
+first of each kind is in `make test`."""
 
 
 def wrong(kind: str, root: Path, fault: Fault, stock: Counter[str]) -> tuple[bool, list[str]]:
@@ -71,7 +75,13 @@ def wrong(kind: str, root: Path, fault: Fault, stock: Counter[str]) -> tuple[boo
 
 
 @pytest.mark.parametrize(
-    ("kind", "fault"), [(kind, fault) for kind, some in TELLING.items() for fault in some], ids=str
+    ("kind", "fault"),
+    [
+        pytest.param(kind, fault, marks=pytest.mark.long if number else ())
+        for kind, some in TELLING.items()
+        for number, fault in enumerate(some)
+    ],
+    ids=str,
 )
 def test_a_call_that_fails_stops_no_training_that_has_a_version(
     kind: str, fault: Fault, tmp_path: Path
@@ -82,7 +92,10 @@ def test_a_call_that_fails_stops_no_training_that_has_a_version(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(each, marks=pytest.mark.long if each in LATER else ()) for each in KINDS],
+)
 def test_of_calls_by_chance_none_stops_a_training_that_has_a_version(
     kind: str, tmp_path: Path, seed: int
 ) -> None:

@@ -21,7 +21,7 @@ HISTORIES_MAX = 200
 """Of the slowest to be found, one in fifteen shows it."""
 
 POOL, LINKS, FILES = Where
-LONG_S = 110
+LONG_S = 60
 
 pytestmark = pytest.mark.skipif(bool(calls.why_not()), reason=calls.why_not())
 

@@ -23,7 +23,7 @@ from tests.faults.writelog import MARK, Cut, logged_disk, why_not
 from tests.unit.client.same import assert_same
 
 SAVES = 12
-LONG_S = 40
+LONG_S = 25
 KINDS = ("ext4", "xfs")
 
 
@@ -99,6 +99,9 @@ def searched(kind: str, source: random.Random, cuts: int, seconds: float) -> tup
     return tried, late
 
 
+@pytest.mark.parametrize(
+    "kind", [KINDS[0], *(pytest.param(k, marks=pytest.mark.long) for k in KINDS[1:])], indirect=True
+)
 @pytest.mark.timeout(300)
 def test_what_was_told_is_there_after_a_power_cut_on_a_real_file_system(
     kind: str, seed: int

@@ -21,7 +21,7 @@ from portus.format.checksum import digest
 from portus.format.reference import encode
 from portus.index.records import decode_version, encode_layout
 from portus.protocol import messages as said
-from portus.protocol.messages import Fault, Kind, Said, packed_column
+from portus.protocol.messages import Fault, Said, packed_column
 from portus.spec import TensorSpec
 from portus.testing.hosting import serving
 from portus.transport.dial import raised
@@ -60,7 +60,7 @@ def talk(link: Link, version: int) -> None:
         return answer
 
     def send() -> None:
-        link.send_payload(Kind.DATA, memoryview(b"".join(DATA)), None)
+        link.send_payload(said.DATA, memoryview(b"".join(DATA)), None)
         answer = link.hear()
         assert isinstance(answer, said.Pulled), answer
         assert answer.digests == DIGESTS
@@ -75,11 +75,13 @@ def talk(link: Link, version: int) -> None:
     ask(said.Begin("model", 10, FIRST, LENGTHS), said.Begun)
     ask(said.Offer(ALL, ALL), said.Pull)
     send()
+    if link.connection.knows(said.Metrics.kind):
+        ask(said.Metrics({"loss": 0.5}))
     first = committed(ask(said.Confirm(DIGESTS, bytes(16), LAYOUT, TREE, b""), said.Committed))
     ask(said.Begin("model", 11, SECOND, LENGTHS), said.Begun)
     assert ask(said.Share(FIRST, packed_column([0, 1])), said.Shared) == said.Shared(True)
     ask(said.Offer(packed_column([2]), packed_column([2])), said.Pull)
-    link.send_payload(Kind.DATA, memoryview(DATA[2]), None)
+    link.send_payload(said.DATA, memoryview(DATA[2]), None)
     assert isinstance(link.hear(), said.Pulled)
     ask(said.Confirm(DIGESTS, bytes(16), None, None, b""), said.Missing)
     committed(ask(said.Confirm(DIGESTS, FIRST, None, TREE, b"", True), said.Committed))
@@ -102,7 +104,7 @@ def talk(link: Link, version: int) -> None:
     ask(said.Hold(name, b""))
     ask(said.Forget(ALL))
     ask(said.Retire(packed_column([first])))
-    if link.connection.knows(Kind.NOTE):
+    if link.connection.knows(said.Note.kind):
         ask(said.Note("a save failed"))
     ask(said.GiveBack())
     ask(said.Status(), said.Standing)

@@ -6,6 +6,7 @@ import datetime
 import enum
 import functools
 import hashlib
+import io
 import pathlib
 import struct
 from typing import Any
@@ -84,6 +85,9 @@ class Describer:
             return [kind, value.encode("utf-8", "surrogatepass").hex()]
         if isinstance(value, bytes | bytearray):
             return [kind, short(bytes(value))]
+        if isinstance(value, io.BytesIO):
+            held = self.describe_attributes(value)
+            return [kind, short(value.getvalue()), value.tell(), held]
         if isinstance(value, datetime.timezone):
             return [kind, value.utcoffset(None).total_seconds(), value.tzname(None)]
         if isinstance(value, datetime.datetime | datetime.date | datetime.time):

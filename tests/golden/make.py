@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import functools
 import gzip
+import io
 import json
 import math
 import os
@@ -26,19 +27,24 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
+import pytest
 import torch
 
 from portus.client.checkpointer import Checkpointer
+from portus.client.loading.view import PoolView
+from portus.embedding import protect
 from portus.format.checksum import UNIT
 from portus.format.layout import FORMAT_VERSION
 from portus.format.reference import Reference, encode
 from portus.index.check import check
 from portus.index.directory import WRITERS, open_reader
 from portus.pipeline.run import Save
+from portus.shelf import Shelf
 from portus.spec import PAGE
+from portus.testing.device import stand_in
 from tests.golden import kinds
 from tests.golden.describe import Describer
 from tests.moments import at
@@ -167,8 +173,14 @@ class Making:
         self.path = os.path.join(directory, "golden.portus")
         self.states: dict[str, object] = {}
 
-    def save(self, run: Checkpointer, step: int, state: object) -> None:
-        info = run.save(state, step).wait()
+    def save(
+        self,
+        run: Checkpointer,
+        step: int,
+        state: object,
+        metrics: dict[str, float] | None = None,
+    ) -> None:
+        info = run.save(state, step, metrics=metrics).wait()
         self.states[info.token.hex()] = Describer().describe(state)
 
     def fill(self) -> None:
@@ -205,6 +217,101 @@ class Making:
             self.states[info.token.hex()] = Describer().describe(run.load(1))
             self.save(run, 2, {"shared": shared})
 
+    def fill_objects(self) -> None:
+        """Streams, and objects of codecs, in each other."""
+        stream, long = io.BytesIO(b"stream"), io.BytesIO(bytes(range(256)) * 20)
+        stream.seek(2)
+        vars(stream)["name"] = "x"
+        rows = torch.arange(40)
+        inner = kinds.Replay([1, "two"], None)
+        with Checkpointer(self.path, "objects", keep=None) as run:
+            outer = kinds.Replay(rows, {"inner": inner})
+            self.save(run, 1, {"streams": [stream, long], "outer": outer, "tied": rows})
+            self.save(run, 2, kinds.Replay(torch.ones(2), stream))
+
+    def fill_metrics(self) -> None:
+        """A version with metrics, and one without."""
+        with Checkpointer(self.path, "scored", keep=None) as run:
+            self.save(run, 1, torch.tensor(1), {"val_loss": 0.1, "ä": -1e-300})
+            self.save(run, 2, torch.tensor(2))
+
+    def fill_logs(self) -> None:
+        """A shelf whose log has entries of its version and of the one before, which share storages;
+        values that came with an entry; and one entry that came with a version."""
+        with Shelf(self.path, log_bytes=16 * PAGE) as shelf:
+            with shelf.transaction():
+                shelf.a, shelf.b = np.ones(5000), torch.ones(3000)
+                shelf.state = {"text": "ä", 3: [b"x", (None, 1 << 70)], "empty": np.empty((0, 2))}
+            shelf.a[4000] = -1
+            shelf.b[7] = 9
+            shelf.sync()
+            with shelf.transaction():
+                shelf.b[3] = 7
+                shelf.swap("a", "b")
+                shelf.c = np.float32(2.5)
+            shelf.step = 2
+            shelf.step = 3
+            shelf.b[:3] = 0.5
+        with PoolView(self.path) as view:
+            [info] = view.versions()
+            self.states[info.token.hex()] = Describer().describe(view.load("shelf"))
+
+    def fill_bunches(self) -> None:
+        """Tables with a log of several batches, rows over the ends of pages, and two marks."""
+        model = torch.nn.ModuleDict({"table": torch.nn.Embedding(200, 7, sparse=True)})
+        weight = model["table"].weight
+        assert isinstance(weight, torch.Tensor)
+        with torch.no_grad():
+            weight.copy_(torch.arange(1400.0).reshape(200, 7) % 9)
+        optimizer = torch.optim.Adagrad([weight], lr=0.5)
+        counted: list[int] = []
+        with protect(
+            model, optimizer, pool=self.path, extra=lambda: counted, log_bytes=16 * PAGE
+        ) as tables:
+            for batch in range(6):
+                counted.append(batch)
+                optimizer.zero_grad()
+                model["table"](torch.tensor([batch, 199 - 2 * batch, batch])).sum().backward()
+                optimizer.step()
+                if batch in (1, 3):
+                    model.state_dict()
+            assert tables.batches == 6
+        with PoolView(self.path) as view:
+            for file, entry in view.entries():
+                state = Describer().describe(file.load_version(entry.info.token))
+                self.states[entry.info.token.hex()] = state
+
+    def fill_in_place(self) -> None:
+        """Tables that are changed in place, on a file that stands for a device: batches, a mark,
+        the log folded in, and a batch that was not committed, with rows of both."""
+        Path(self.path).write_bytes(bytes(160 * PAGE))
+        with pytest.MonkeyPatch.context() as patch:
+            stand_in(self.path, self.path + ".facts", patch)
+            self._train_in_place()
+        with PoolView(self.path) as view:
+            for file, entry in view.entries():
+                state = Describer().describe(file.load_version(entry.info.token))
+                self.states[entry.info.token.hex()] = state
+
+    def _train_in_place(self) -> None:
+        model = torch.nn.ModuleDict({"table": torch.nn.Embedding(200, 8, sparse=True)})
+        weight = cast(torch.nn.Parameter, model["table"].weight)
+        with torch.no_grad():
+            weight.copy_(torch.arange(1600.0).reshape(200, 8) % 9)
+        optimizer = torch.optim.Adagrad([weight], lr=0.5)
+        with protect(
+            model, optimizer, pool=self.path, log_bytes=16 * PAGE, in_place=True
+        ) as tables:
+            for batch in range(6):
+                optimizer.zero_grad()
+                model["table"](torch.tensor([batch, 199 - 2 * batch, batch])).sum().backward()
+                optimizer.step()
+                if batch == 1:
+                    model.state_dict()
+            optimizer.register_step_post_hook(_fail)  # before the batch is over
+            with contextlib.suppress(KeyboardInterrupt), tables.batch():
+                optimizer.step()
+
     def listed(self) -> list[dict[str, object]]:
         """Every version in the pool, with its state."""
         reader = open_reader(self.path)
@@ -217,6 +324,10 @@ class Making:
             {**asdict(info), "token": info.token.hex(), "state": self.states[info.token.hex()]}
             for info in infos
         ]
+
+
+def _fail(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -240,6 +351,11 @@ POOLS: Final[dict[str, Callable[[Making], None]]] = {
     f"format-{FORMAT_VERSION}": Making.fill,
     f"format-{FORMAT_VERSION}-copies": Making.fill_copies,
     f"format-{FORMAT_VERSION}-marks": Making.fill_marks,
+    f"format-{FORMAT_VERSION}-objects": Making.fill_objects,
+    f"format-{FORMAT_VERSION}-metrics": Making.fill_metrics,
+    f"format-{FORMAT_VERSION}-logs": Making.fill_logs,
+    f"format-{FORMAT_VERSION}-bunches": Making.fill_bunches,
+    f"format-{FORMAT_VERSION}-in-place": Making.fill_in_place,
 }
 """What is in the golden pool of each format, and of each feature that came to it later."""
 

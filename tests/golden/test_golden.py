@@ -12,22 +12,27 @@ import numpy as np
 import pytest
 import torch
 
-from portus.client import leaves, tree
-from portus.client.tree import decode
-from portus.client.view import PoolView
-from portus.format.layout import FORMAT_VERSION, Kind
+from portus.cli.output import FOUND, MEND
+from portus.client.loading.view import PoolView
+from portus.client.state import leaves, tree
+from portus.client.state.tree import decode
+from portus.embedding.store import MARKS, MODEL
+from portus.errors import CorruptionError
+from portus.format.layout import BUNCHES, FORMAT_VERSION, IN_PLACE, LOGS, METRICS, OBJECTS, Kind
 from portus.format.reference import FORMAT as REFERENCE_VERSION
 from portus.format.reference import Reference, encode
 from portus.format.reference import decode as decode_reference
 from portus.index.catalogue import read_copies
 from portus.index.check import check
 from portus.index.directory import open_reader, open_writer
+from portus.index.log import entries, pending
 from portus.index.records import VersionRecord, read
 from portus.index.rescue import find_versions
 from portus.media.local import LocalFiles
 from tests.golden import kinds, make  # noqa: F401 - its classes are in the pools
 from tests.golden.describe import Describer
 from tests.golden.make import REFERENCES
+from tests.unit.cli.scene import portus
 
 HERE = Path(__file__).resolve().parent
 POOLS = sorted(HERE.glob("format-*.portus.gz"))
@@ -62,7 +67,7 @@ def test_the_format_of_the_day_has_a_golden_pool() -> None:
 
 def test_golden_files_are_small() -> None:
     made = [path for path in HERE.iterdir() if path.is_file() and path.suffix != ".py"]
-    assert sum(path.stat().st_size for path in made) < 150_000
+    assert sum(path.stat().st_size for path in made) < 200_000
 
 
 def test_a_golden_pool_lists_what_was_saved(golden: Golden) -> None:
@@ -77,6 +82,8 @@ def test_a_golden_pool_lists_what_was_saved(golden: Golden) -> None:
     assert listed == [tuple(each[name] for name in names) for each in content["versions"]]
     marks = [each.get("inexact", False) for each in content["versions"]]
     assert [info.inexact for info in found] == marks
+    metrics = [each.get("metrics", {}) for each in content["versions"]]
+    assert [info.metrics for info in found] == metrics
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -147,7 +154,116 @@ def test_a_golden_pool_has_one_of_everything(tmp_path: Path) -> None:
     assert any((record.storages["length"] == 0).any() for record in records), "an empty storage"
     assert len({entry.info.model for entry in entries}) > 1
     used = {tag for root in trees for tag in _tags(root)}
-    assert {*leaves.KINDS, *tree.WRAPPERS, "$tensor", "$dict"} - used == set()
+    later = {"$object"}  # see format-1-objects
+    assert {*leaves.KINDS, *tree.WRAPPERS, "$tensor", "$dict"} - used == later
+
+
+def test_a_golden_pool_has_objects_and_streams(tmp_path: Path) -> None:
+    path = unpacked(HERE / f"format-{FORMAT_VERSION}-objects.portus.gz", tmp_path)
+    with contextlib.closing(open_reader(str(path))) as reader:
+        assert reader.superblock.compat & OBJECTS
+        records = [reader.record(entry) for entry in reader.catalogue().entries()]
+        trees = [decode(bytes(reader.payload(record.tree, Kind.TREE))) for record in records]
+    assert {"$object", "$bytes_io"} <= {tag for root in trees for tag in _tags(root)}
+
+
+def test_a_golden_pool_has_metrics(tmp_path: Path) -> None:
+    path = unpacked(HERE / f"format-{FORMAT_VERSION}-metrics.portus.gz", tmp_path)
+    with contextlib.closing(open_reader(str(path))) as reader:
+        assert reader.superblock.compat & METRICS
+        scored = {bool(entry.info.metrics) for entry in reader.catalogue().entries()}
+    assert scored == {True, False}
+
+
+def test_a_golden_shelf_has_entries_of_all_kinds(tmp_path: Path) -> None:
+    path = unpacked(HERE / f"format-{FORMAT_VERSION}-logs.portus.gz", tmp_path)
+    with contextlib.closing(open_reader(str(path))) as reader:
+        assert reader.superblock.incompat & LOGS
+        [entry] = reader.catalogue().entries()
+        record = reader.record(entry)
+        found = list(entries(reader.medium, record))
+    assert record.log is not None
+    assert {each.number <= record.log.entries for each in found} == {True, False}
+    assert {each.with_next for each in found} == {True, False}
+    assert {bool(each.tree) for each in found} == {True, False}
+    assert {bool(each.patches) for each in found} == {True, False}
+
+
+def test_golden_tables_have_batches_behind_marks(tmp_path: Path) -> None:
+    path = unpacked(HERE / f"format-{FORMAT_VERSION}-bunches.portus.gz", tmp_path)
+    with contextlib.closing(open_reader(str(path))) as reader:
+        assert reader.superblock.incompat & BUNCHES
+        versions = [(each, reader.record(each)) for each in reader.catalogue().entries()]
+        counts = {
+            entry.info.step: [len(each.bunches) for each in entries(reader.medium, record)]
+            for entry, record in versions
+            if entry.info.model == MARKS
+        }
+        [record] = [record for entry, record in versions if entry.info.model != MARKS]
+        found = list(entries(reader.medium, record))
+    assert [len(counts[step]) for step in (2, 4)] == [1, 3]
+    assert {bool(each.bunches) for each in found} == {True, False}
+    assert {len(bunch.offset) for each in found for bunch in each.bunches} > {1}
+    assert {bool(each.tree) for each in found} == {True, False}
+
+
+def test_golden_tables_in_place_have_undo_of_a_batch_that_was_not_committed(tmp_path: Path) -> None:
+    path = unpacked(HERE / f"format-{FORMAT_VERSION}-in-place.portus.gz", tmp_path)
+    with contextlib.closing(open_reader(str(path))) as reader:
+        assert reader.superblock.incompat & IN_PLACE
+        records = [reader.record(each) for each in reader.catalogue().entries()]
+        [log] = [each.log for each in records if each.log is not None]
+        assert len(log.in_place) == 2
+        assert sum(len(pending(reader.medium, each)) for each in records) == 1
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(250, marks=pytest.mark.long)])
+def test_a_flipped_byte_of_golden_tables_in_place_is_found_or_does_no_harm(
+    tmp_path: Path, count: int, seed: int
+) -> None:
+    """In the tables, in the log with its undo, and anywhere: by who loads, and by the check."""
+    path = unpacked(HERE / f"format-{FORMAT_VERSION}-in-place.portus.gz", tmp_path)
+    whole = path.read_bytes()
+    with contextlib.closing(open_reader(str(path))) as reader:
+        model = reader.catalogue().models[MODEL]
+        record = reader.record(model.versions[-1])
+        assert record.log is not None
+        tables = [record.storage_extents(each.storage)[0] for each in record.log.in_place]
+        logged = [each.extent for each in entries(reader.medium, record)]
+    used = [
+        np.concatenate([np.arange(each.offset, each.end) for each in tables]),
+        np.concatenate([np.arange(each.offset, each.end) for each in logged]),
+        np.flatnonzero(np.frombuffer(whole, np.uint8)),  # most of a small pool is empty
+    ]
+    before, found = _loaded(path), 0
+    source = np.random.default_rng(seed)
+    with open(path, "r+b", buffering=0) as file:
+        for number in range(count):
+            place = int(source.choice(used[number % 3]))
+            file.seek(place)
+            file.write(bytes([whole[place] ^ 1 << int(source.integers(8))]))
+            loaded = _loaded(path)
+            said = portus("verify", "--pool", path)
+            assert said.code in ((0, FOUND, MEND) if loaded == before else (FOUND,)), (place, said)
+            lost = [each for each, kept in zip(loaded, before, strict=True) if each != kept]
+            assert lost == [None] * len(lost), f"byte {place} changed what is loaded"
+            found += bool(lost)
+            file.seek(place)
+            file.write(whole[place : place + 1])
+    assert found > count // 3
+    assert _loaded(path) == before
+
+
+def _loaded(path: Path) -> list[object]:
+    """What the tables are described as, and their mark; None for what is damaged."""
+    loaded: list[object] = []
+    for model in (MODEL, MARKS):
+        try:
+            with PoolView(path) as view:
+                loaded.append(Describer().describe(view.load(model)))
+        except CorruptionError:
+            loaded.append(None)
+    return loaded
 
 
 def _units(record: VersionRecord) -> int:

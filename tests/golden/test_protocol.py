@@ -21,7 +21,7 @@ from portus.index.check import check
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme
 from portus.protocol.connection import HEADER
-from portus.protocol.messages import Kind
+from portus.protocol.vocabulary import MessageKind
 from portus.transport.dial import Credentials, dial
 from portus.transport.host import Links
 from portus.transport.stream import Link
@@ -44,14 +44,16 @@ def turns(name: str, version: int = OLDER) -> list[Turn]:
     return [(who, bytes.fromhex(data)) for who, data in found]
 
 
-def kinds(data: bytes) -> list[Kind]:
+def kinds(data: bytes) -> list[MessageKind]:
     """Of the whole frames in it, of a version without digests."""
     found = []
     while len(data) >= HEADER.size:
         length, number, _ = HEADER.unpack(data[: HEADER.size])
         if len(data) < HEADER.size + length:
             break
-        found.append(Kind(number))
+        kind = said.MESSAGES.get(number)
+        assert kind is not None
+        found.append(kind)
         data = data[HEADER.size + length :]
     return found
 
@@ -59,9 +61,9 @@ def kinds(data: bytes) -> list[Kind]:
 def test_this_version_has_a_recording_of_the_one_before() -> None:
     assert (HERE / f"protocol-{said.VERSION - 1}.json").is_file()
     heard = {kind for who, data in turns("conversation") for kind in kinds(data)}
-    by_verbs = {Kind.CONNECT, Kind.CONNECTED, Kind.PUSH, Kind.PUSHED}
-    later = {kind for kind, version in said.SINCE.items() if version > OLDER}
-    assert heard == set(Kind) - by_verbs - later, "all that the version has was recorded"
+    by_verbs = {said.Connect.kind, said.Connected.kind, said.Push.kind, said.Pushed.kind}
+    later = {kind for kind in said.MESSAGES if kind.since > OLDER}
+    assert heard == set(said.MESSAGES) - by_verbs - later, "all that the version has was recorded"
 
 
 def test_a_recorded_client_is_served_as_it_was(server: Server) -> None:
@@ -132,7 +134,7 @@ def test_a_client_says_to_a_recorded_host_what_was_recorded() -> None:
         link.close()
     expected = [data for who, data in conversation if who == "client"]
     found = [data for _, data in host.heard[0]]
-    assert kinds(found[0]) == kinds(expected[0]) == [Kind.HELLO]  # which may have more fields
+    assert kinds(found[0]) == kinds(expected[0]) == [said.Hello.kind]  # which may have more fields
     assert found[1:] == expected[1:]
 
 
@@ -149,7 +151,7 @@ def test_an_older_host_is_spoken_to_in_its_version_and_that_is_said(
             assert not link.connection.has_digests
             links.give_back(link)
     assert caplog.text.count("older version of the protocol") == 1
-    greeted = [said.decode(Kind.HELLO, each[0][1][HEADER.size :]) for each in host.heard]
+    greeted = [said.decode(said.Hello.kind, each[0][1][HEADER.size :]) for each in host.heard]
     assert [each.version for each in greeted if isinstance(each, said.Hello)] == [
         *(said.VERSION, OLDER),
         *(said.VERSION, OLDER),
@@ -159,7 +161,7 @@ def test_an_older_host_is_spoken_to_in_its_version_and_that_is_said(
 def test_a_host_that_is_too_old_is_named() -> None:
     text = f"protocol version {said.VERSION}: this host speaks 4; upgrade the older"
     body = said.encode(said.Refused(said.Fault.USAGE, 0, text))
-    refusal = HEADER.pack(len(body), Kind.REFUSED, bytes(3)) + body
+    refusal = HEADER.pack(len(body), said.Refused.kind.number, bytes(3)) + body
     turn = turns("refusal")[0]
     with (
         Recorded([turn, ("host", refusal)]) as host,

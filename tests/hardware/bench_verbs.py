@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from portus.client.host import HostPool
+from portus.client.files.host import HostPool
 from portus.daemon.counters import COUNTED
 from portus.index.directory import format_device
 from portus.media.base import MappedMedium

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.client.host import HostPool
+from portus.client.files.host import HostPool
 from portus.index.pool import PoolReader
 from portus.index.records import encode_layout
 from portus.pipeline.handle import SaveStats

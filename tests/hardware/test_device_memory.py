@@ -23,7 +23,7 @@ import pytest
 
 pytest.importorskip("pyverbs.device", reason="no pyverbs; make test-hardware", exc_type=ImportError)
 
-from portus.client.host import HostPool
+from portus.client.files.host import HostPool
 from portus.daemon.server import Server
 from portus.errors import TransportError
 from portus.media.linux import MAP_ANONYMOUS, MAP_PRIVATE, map_pages, unmap_pages
@@ -85,7 +85,7 @@ class Fed:
         self.there = OnDevice(0, address, self)
         self._data = data
 
-    def settle(self) -> None:
+    def await_device(self) -> None:
         memory(self.there.address, len(self._data))[:] = self._data.data
 
     @contextlib.contextmanager
@@ -96,7 +96,7 @@ class Fed:
 class Unreachable(Fed):
     """On a device that no processor here has a way to."""
 
-    def settle(self) -> None:
+    def await_device(self) -> None:
         """It is."""
 
 
@@ -216,7 +216,9 @@ def test_a_device_whose_bytes_arrive_otherwise_costs_a_save_and_is_staged(
         regions = with_driver(pool, Library(device.export))
         state = states(1)
         feeds = fed_at(device.start, state[1:], Unreachable)
-        with pytest.raises(TransportError, match="what arrived is not what was sent"):
+        with pytest.raises(
+            TransportError, match="the bytes that arrived are not those that were sent"
+        ):
             saved(pool, snapshot_on(feeds, state, 1))
         assert regions.staged() == [0]
         saved(pool, snapshot_on(feeds, state, 2))

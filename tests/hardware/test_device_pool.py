@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.host import HostPool
+from portus.client.files.host import HostPool
 from portus.errors import BusyError, CorruptionError, UsageError
 from portus.index.directory import format_device, has_pool, open_reader
 from portus.media.dax import open_device
@@ -61,7 +61,7 @@ def test_a_run_saves_to_a_device_and_its_references_lead_there(
     loaded = torch.load(path)
     assert loaded["step"] == 3
     assert torch.equal(loaded["w"], weights)
-    with pytest.raises(UsageError, match="max_bytes is for files"):
+    with pytest.raises(UsageError, match="max_bytes applies to files"):
         portus.Checkpointer(DEVDAX, max_bytes=1 << 20)
     with portus.open(DEVDAX) as view:
         assert view.steps() == [3, 7]

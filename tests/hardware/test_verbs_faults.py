@@ -21,7 +21,7 @@ from portus.index.findings import Severity
 from portus.media.local import LocalFiles
 from portus.protocol import messages as said
 from portus.protocol.messages import Said, packed_column, packed_handles
-from portus.protocol.session import State
+from portus.protocol.vocabulary import State
 from portus.testing.lossy import LossyLink
 from portus.testing.nursery import Nursery, nursery
 from portus.transport.base import Stop
@@ -320,7 +320,7 @@ def test_an_end_that_is_not_there_fails_its_own_save_alone() -> None:
             answer = walk.hear(said.Refused)
             assert isinstance(answer, said.Refused)
             assert isinstance(raised(answer), TransportError)
-            assert "no progress" in answer.text or "does not answer" in answer.text
+            assert "no progress" in answer.text or "no longer answers" in answer.text
         finally:
             walk.close()
         check_sound(server)

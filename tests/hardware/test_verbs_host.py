@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("pyverbs.device", reason="no pyverbs; make test-hardware", exc_type=ImportError)
 
-from portus.client.host import HostDraft, HostPool
+from portus.client.files.host import HostDraft, HostPool
 from portus.daemon.server import Server
 from portus.errors import AbandonedError, PortusError, TransportError, UsageError
 from portus.index.check import check
@@ -225,7 +225,9 @@ def test_pages_that_are_exchanged_under_their_owner_are_never_saved_stale(server
     with pool_on(url(server)) as pool:
         saved(pool, snapshot_of([pages.array(1)], 1, owners=[owner]))
         pages.exchange()
-        with pytest.raises(TransportError, match="what arrived is not what was sent"):
+        with pytest.raises(
+            TransportError, match="the bytes that arrived are not those that were sent"
+        ):
             saved(pool, snapshot_of([pages.array(2)], 2, owners=[owner]))
         assert steps(pool) == [1]
         saved(pool, snapshot_of([pages.array(3)], 3, owners=[owner]))
@@ -274,7 +276,7 @@ def test_a_fence_that_expires_in_a_slow_pull_lets_go_after_it_revoked() -> None:
             each[:] = 0  # the optimizer's step
         host.resume()
         worker.join()
-        with pytest.raises(AbandonedError, match="fence time-out"):
+        with pytest.raises(AbandonedError, match="fence_timeout"):
             save.result(0)
         assert steps(pool) == []
         small = state_of(SOME, 3, 5)
@@ -459,7 +461,7 @@ def test_what_another_thread_writes_all_the_time_costs_one_version_at_most(serve
         over.set()
         thread.join()
     assert len(failed) <= 1, "from then on it goes over the socket"
-    assert all("not what was sent" in each for each in failed)
+    assert all("not those that were sent" in each for each in failed)
     check_sound(server)
 
 
@@ -496,7 +498,7 @@ def test_a_limit_on_locked_memory_is_said(server: Server) -> None:
     limited += ["prlimit", "--memlock=1000000"]
     command = [*limited, sys.executable, "-m", "tests.hardware.states", url(server), "64"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S_MAX)
-    assert "PORTUS_TRANSPORT=verbs, and it cannot be" in done.stderr
+    assert "PORTUS_TRANSPORT=verbs, but verbs cannot be used" in done.stderr
     assert "ulimit -l" in done.stderr
     check_sound(server)
 

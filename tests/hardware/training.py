@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from portus.client.host import HostPool
+from portus.client.files.host import HostPool
 from portus.errors import PortusError
 from tests.hardware.states import Bytes, loaded
 

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from tests.conftest import time_out
 from tests.lab import kernel, needs
 from tests.lab.needs import LabError
 
@@ -14,7 +15,7 @@ from tests.lab.needs import LabError
 @pytest.hookimpl(trylast=True)  # of those that are left: nothing is fetched for no test
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     found = [item for item in items if item.get_closest_marker("lab")]
-    found.sort(key=_time_out, reverse=True)
+    found.sort(key=time_out, reverse=True)
     if len(found) > 3:  # each process of xdist is given two at first: a long and a short one
         found.insert(1, found.pop())
         found.insert(3, found.pop())
@@ -27,8 +28,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     except LabError as error:
         for item in found:
             item.add_marker(pytest.mark.skip(reason=f"no lab: {error}"))
-
-
-def _time_out(item: pytest.Item) -> float:
-    marker = item.get_closest_marker("timeout")
-    return float(marker.args[0]) if marker else 0.0

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from portus.client.fence import Fence
-from portus.client.snapshot import SnapshotMode, Snapshots
+from portus.client.fence.fence import Fence
+from portus.client.fence.snapshot import SnapshotMode, Snapshots
 from portus.errors import AbandonedError
 from portus.format.layout import DATA_START
 from portus.media import written

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import portus
+from portus.format import layout, reference
+from portus.journal import lines
+from portus.pipeline.handle import SaveStats
+from portus.protocol.messages import VERSIONS
+from tests.blocks import READ, RUN, blocks_of, is_heavy, read, stories
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
     ROOT / "recipes" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
@@ -48,6 +57,74 @@ def test_the_map_names_every_module() -> None:
     assert missing == []
 
 
+def test_every_page_has_its_place_on_the_site() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    pages = {page for page in pages if not page.startswith("decisions/")}
+    root = {"index.md", "changelog.md", "contributing.md", "recipes.md"}
+    assert set(re.findall(r"[\w/]+\.md", text.partition("\nnav:")[2])) == pages | root
+
+
+def test_lists_of_places_name_what_there_is() -> None:
+    """Each item has files, and names that are in one of these."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    found = re.findall(r"^\d+\. (.*)$", text, flags=re.MULTILINE)
+    wrong, named = [], 0
+    for item in found:
+        words = [word for word in re.findall("`([^`]+)`", item) if "NAME" not in word]
+        paths = [ROOT / word for word in words if "/" in word or (ROOT / word).is_file()]
+        wrong += [str(path) for path in paths if not path.exists()]
+        texts = "".join(path.read_text() for path in paths if path.is_file())
+        names = [word for word in words if texts and re.fullmatch(r"\w+", word)]
+        wrong += [f"{name}: {item}" for name in names if name not in texts]
+        named += len(names)
+    assert wrong == []
+    assert (len(found) > 40, named > 25) == (True, True)
+
+
+METRIC = re.compile(r"portus/[a-z_]+")
+
+
+def metrics() -> set[str]:
+    """The name of each number that is logged for a save."""
+    return {text for text in messages() if METRIC.fullmatch(text)}
+
+
+def test_the_page_of_metrics_lists_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "statistics.md").read_text()
+    listed = re.findall(r"^\| `(portus/[a-z_]+)` \|", text, flags=re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert set(listed) == metrics()
+    stats = SaveStats(mirror_lag_s=1.0)
+    assert set(listed) == stats.metrics().keys(), "all of them are those of a save"
+    fields = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text, flags=re.MULTILINE)
+    told = {name for row in fields for name in re.findall(r"`(\w+)`", row)}
+    assert told == {field.name for field in dataclasses.fields(SaveStats)}
+
+
+def test_the_page_of_compatibility_has_the_versions_of_the_code() -> None:
+    text = (ROOT / "docs" / "compatibility.md").read_text()
+    assert f"version {portus.__version__}" in text
+    for what, number in (
+        ("pool", layout.FORMAT_VERSION),
+        ("reference file", reference.FORMAT),
+        ("journal of a run", lines.FORMAT),
+    ):
+        assert re.search(rf"^\| {what} \| {number}\b", text, flags=re.MULTILINE), what
+    older, newer = VERSIONS
+    assert f"speak versions {older} and {newer} of" in text
+    project = (ROOT / "pyproject.toml").read_text()
+    for what, wanted in (
+        ("Python", r'requires-python = ">=([\d.]+)"'),
+        ("torch", r'"torch>=([\d.]+)"'),
+        ("Lightning", r'lightning = \["lightning>=([\d.]+)"\]'),
+        ("Accelerate", r'accelerate = \["accelerate>=([\d.]+),'),
+    ):
+        found = re.search(wanted, project)
+        assert found is not None
+        assert f"| {what} | {found[1]} |" in text
+
+
 def test_unit_tests_mirror_the_rooms() -> None:
     rooms = {path.name for path in (ROOT / "core" / "portus").iterdir() if path.is_dir()}
     folders = {path.name for path in (ROOT / "tests" / "unit").iterdir() if path.is_dir()}
@@ -55,11 +132,11 @@ def test_unit_tests_mirror_the_rooms() -> None:
 
 
 def test_what_the_documents_tell_to_make_can_be_made() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     told = {
         (document.name, word)
         for document in DOCUMENTS
-        for word in re.findall(r"(?:^|`)make ([a-z]+)", document.read_text(), re.MULTILINE)
+        for word in re.findall(r"(?:^|`)make ([a-z0-9-]+)", document.read_text(), re.MULTILINE)
     }
     assert told
     assert {(name, word) for name, word in told if word not in targets} == set()
@@ -104,3 +181,43 @@ def test_troubleshooting_quotes_what_the_code_says() -> None:
     assert len(ours) > 40
     parts = {part for each in ours for part in parts_of(each)} - THE_SYSTEM
     assert [part for part in parts if part not in code] == []
+
+
+BLOCKS = {page: blocks_of(page) for page in DOCUMENTS}
+STORIES = {
+    f"{document.relative_to(ROOT)}{': ' if tab else ''}{tab}": story
+    for document, blocks in BLOCKS.items()
+    for tab, story in stories(blocks).items()
+    if any(block.language in RUN and not block.why_not for block in story)
+}
+HEAVY = [name for name, story in STORIES.items() if is_heavy(story)]
+"""Those that start programs, or import a framework: tests/unit/test_blocks.py runs them."""
+
+
+def test_every_block_of_code_says_what_it_is() -> None:
+    """So none is passed over because nobody said that it could be run."""
+    known = {*RUN, *READ}
+    every = [block for blocks in BLOCKS.values() for block in blocks]
+    assert [str(block) for block in every if block.language not in known] == []
+    assert len([block for block in every if block.language in RUN and not block.why_not]) > 40
+
+
+def test_a_block_that_is_not_run_says_why() -> None:
+    reasons = {block: block.why_not for blocks in BLOCKS.values() for block in blocks}
+    assert [str(b) for b, why in reasons.items() if why and len(why.split()) < 4] == []
+
+
+def test_a_file_that_a_remark_names_is_there() -> None:
+    reasons = [block.why_not for blocks in BLOCKS.values() for block in blocks]
+    named = {name for why in reasons for name in re.findall(r"\btests/[\w/]+\.py", why)}
+    assert len(named) > 8
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
+@pytest.mark.filterwarnings("default")  # as a reader's program has it
+@pytest.mark.parametrize("name", [name for name in STORIES if name not in HEAVY])
+def test_the_code_of_a_page_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    read(STORIES[name], tmp_path)

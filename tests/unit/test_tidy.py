@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import collections
+import functools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -18,22 +20,78 @@ FORBIDDEN_STEMS = {"utils", "util", "helpers", "helper", "common", "manager", "m
 BROAD_EXCEPT = {
     "core/portus_in_torch.py: _register": "an error would break import torch for everybody",
     "core/portus/cli/doctor.py: adapters": "an adapter that is broken is a finding, not an end",
-    "core/portus/client/fence.py: _settle": "inside the user's step; ours must not end training",
-    "core/portus/client/planned.py: _plans_alike": "other ranks wait; torch meets it again, tells",
-    "core/portus/client/planned.py: agreed": "other ranks wait for a word; it is raised after",
+    "core/portus/client/state/codecs.py: decoded": "code of a user; it is told with its place",
+    "core/portus/client/state/codecs.py: encoded": "code of a user; it is told with its place",
+    "core/portus/client/fence/fence.py: _await_copy": "in the user's step; must not end training",
+    "core/portus/client/job/exchange.py: together": "all ranks raise what one of them met",
+    "core/portus/mirror/copier.py: _run": "the top of the thread that copies; it is told",
+    "core/portus/client/shards/planned.py: _plans_alike": "other ranks wait; torch tells it",
+    "core/portus/client/shards/planned.py: agreed": "other ranks wait for a word; raised after",
+    "core/portus/transport/abreast.py: run": "raised in the thread that asks for the result",
+    "core/portus/transport/abreast.py: in_any_order": "raised in the thread that waits for all",
+    "core/portus/transport/abreast.py: take_part": "raised in the thread that waits for all",
     "core/portus/transport/local.py: _together": "raised in the thread that waits for it",
     "core/portus/transport/local.py: take_part_beside": "raised in the thread that waits for it",
+    "core/portus/embedding/protected.py: _raised": "the top of the worker thread; it is kept",
     "core/portus/pipeline/queue.py: _run": "the top of the worker thread; the error is kept",
     "core/portus/testing/nursery.py: _run": "the top of a forked process; it is told",
     "portus_accelerate/autoload.py: look": "inside of an import; it is said, and stock goes on",
 }
 
+# Names of classes that recur, and why; one with a leading underscore is its module's own.
+RECURRING = {
+    "Account": "of a training's time, of a connection's memory: each the sum of what was spent",
+    "Begun": "in a journal and in a conversation: the fact that it began",
+    "Change": "what happens as a whole: of names on a disk, of a pool in a commit",
+    "Choice": "what was chosen of several; there is no more to say of each",
+    "Connection": "the operator's view of the one that the protocol has",
+    "Copied": "of a tenant, what a copier needs; of a version, what copying it took",
+    "Cut": "of a tensor into pieces, of a link by a test: no code has both",
+    "Delete": "a host's store is asked in the words of stores",
+    "Done": "the answer of a host and of its operator's socket, and what an export did",
+    "Entry": "of a log of changes, of a listing of objects, which is what stores call it",
+    "Failed": "in a journal, and of a call to a store: the fact that it failed",
+    "Fault": "whose fault a refusal is; what a test does to a request: no code has both",
+    "FileSystem": "each module's own, smaller part of what `media` gives",
+    "Found": "what a search of that module gives",
+    "Get": "a host's store is asked in the words of stores",
+    "Held": "what is on record to hold versions: told to a client, and known to a mirror",
+    "Holds": "the question of a client, and what the host has on record for it",
+    "Hosted": "what a mirror needs of the pool that `daemon/pools` means",
+    "Journal": "what a file holds, and who writes it",
+    "Kind": "of records of a pool, of objects and of stores of a mirror: no module has two",
+    "Known": "what is remembered of what was asked before",
+    "Lane": "the two ends of one lane",
+    "List": "a host's store is asked in the words of stores",
+    "Log": "of a version and of a mirror: both are in the table of words",
+    "Look": "how the thing is looked at: by a check, an operator, a planner",
+    "Mirrors": "of all tenants of a host, and at an address",
+    "Patience": "how long it is waited for the other side: a client, a store",
+    "Place": "of a connection on a host; where a pool is",
+    "Placed": "where a thing was put, of the module's own things",
+    "Put": "a host's store is asked in the words of stores",
+    "ReadOnly": "a tenant that may not write, a medium that may not",
+    "Refused": "the answer of a host, and of its operator's socket",
+    "Regions": "the two ends' tables of what is registered",
+    "Room": "bytes that are needed: in a pool, on a device",
+    "Save": "in flight, and as the journal tells of it later",
+    "Seen": "what was found of one thing that is listed",
+    "Session": "of a training, in the table of words; of a connection, as the daemon has it",
+    "Shared": "the answer that bytes are shared; items that several threads share",
+    "Standing": "how it is now: a host, a pool, what roots reach",
+    "State": "of a conversation, and of a mirror as its log says it",
+    "Store": "keeps what its package changes: objects, a shelf, tables",
+    "Turn": "when who waits may go on: of saves, of ranks",
+    "Way": "which of several ways it is done: no code has two of them",
+    "Wish": "what the user of a command asked for; a command has one",
+}
+
 # Who may unpickle or write a pickle, and why. Nothing read from a pool ever is (V6).
 PICKLE = {
-    "core/portus/client/nested.py": "writes a torch file where no pool can be saved to",
-    "core/portus/client/torch_file.py": "writes what torch.save would, from what is verified",
-    "core/portus/client/materialize_shards.py": "writes torch's files from what was verified",
-    "core/portus/client/dcp_reader.py": "hands torch's planner objects, in memory alone",
+    "core/portus/client/leaving/nested.py": "writes a torch file where no pool can be saved to",
+    "core/portus/client/leaving/torch_file.py": "writes what torch.save would, verified",
+    "core/portus/client/leaving/materialize_shards.py": "writes torch's files, verified",
+    "core/portus/client/shards/dcp_reader.py": "hands torch's planner objects, in memory alone",
     "portus_accelerate/saver.py": "writes what Portus cannot store, as Accelerate would",
 }
 
@@ -61,9 +119,15 @@ def all_files() -> list[Path]:
     return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """A module, parsed once for all tests here."""
+    return ast.parse(path.read_text())
+
+
 def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """The functions of a module, inner ones too, as ("core/portus/x.py: name", node)."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield f"{path.relative_to(ROOT)}: {node.name}", node
 
@@ -90,10 +154,22 @@ def test_no_class_is_called_a_manager() -> None:
     names = [
         node.name
         for path in package_files()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef)
     ]
     assert [name for name in names if re.search("Manager|Utils?$", name)] == []
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """Who reads it knows what it is, whatever module it was imported from."""
+    places = collections.defaultdict(list)
+    for path in (ROOT / "core" / "portus").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    recurring = {name: found for name, found in places.items() if len(found) > 1}
+    assert {name: found for name, found in recurring.items() if name not in RECURRING} == {}
+    assert sorted(RECURRING.keys() - recurring.keys()) == [], "these do not recur any more"
 
 
 def broad_excepts(path: Path) -> Iterator[str]:
@@ -138,7 +214,7 @@ def test_nothing_is_unpickled_but_where_a_reason_is_given() -> None:
     found = {
         str(path.relative_to(ROOT))
         for path in package_files()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if unpickles(node)
     }
     assert found == set(PICKLE)
@@ -148,7 +224,7 @@ def test_only_the_command_line_prints() -> None:
     printing = {
         str(path.relative_to(ROOT))
         for path in package_files()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "rich.print"}
     }
     assert {name for name in printing if not name.startswith("core/portus/cli/")} == set()
@@ -188,5 +264,38 @@ def test_the_owners_of_invariants_are_in_their_modules() -> None:
     assert absent == []
 
 
+def attacks(text: str) -> Iterator[tuple[str, str, str]]:
+    """(promise, file, test) of each test that the page of invariants names."""
+    promise, file = "", ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            promise = line[3:].split()[0]
+        for word in re.findall("`([^`]+)`", line) if "**Attacked by**" in line else ():
+            if word.endswith(".py"):
+                file = word
+            elif word.startswith("test_"):
+                yield promise, file, word
+
+
+def is_quick(file: str, name: str) -> bool:
+    """Whether `make test` runs some case of a test."""
+    for path, node in functions(ROOT / "tests" / file):
+        if path.endswith(f": {name}"):
+            return "pytest.mark.long" not in map(ast.unparse, node.decorator_list)
+    return False
+
+
+def test_every_promise_is_attacked_within_minutes() -> None:
+    """What takes long is in `make long`, and leaves some attack of each promise in `make test`."""
+    found: dict[str, bool] = {}
+    for promise, file, name in attacks((ROOT / "docs" / "invariants.md").read_text()):
+        found[promise] = found.get(promise, False) or is_quick(file, name)
+    assert len(found) > 10
+    assert [promise for promise, quick in found.items() if not quick] == []
+
+
 def test_every_reason_is_one() -> None:
-    assert all(len(reason.split()) > 3 for reason in [*BROAD_EXCEPT.values(), *PICKLE.values()])
+    assert all(
+        len(reason.split()) > 3
+        for reason in [*BROAD_EXCEPT.values(), *PICKLE.values(), *RECURRING.values()]
+    )

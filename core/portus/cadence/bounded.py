@@ -24,12 +24,13 @@ from portus.errors import UsageError
 FORMAT: Final = 1
 """Of the state of a ``Tuner``."""
 
-Reason = Literal["bound", "turn", "failures", "first"]
+Reason = Literal["bound", "turn", "failures", "first", "steps"]
 
 _WHY: Final[dict[Reason, str]] = {
     "bound": "the bound on overhead",
     "turn": "a save takes so long",
     "failures": "the least loss at this mtbf",
+    "steps": "some steps without a save are needed to know what one takes",
     "first": "nothing is measured yet",
 }
 

@@ -16,7 +16,7 @@ from typing import Final
 from portus.cadence.steps import not_negative, over_zero, rounded_up, share
 
 
-class Snapshot(str, enum.Enum):
+class SnapshotPlace(str, enum.Enum):
     """Where the copy is made that training waits for."""
 
     DEVICE = "device"
@@ -61,8 +61,20 @@ class Choice:
     """An interval in steps (k), where to copy, and what a save stalls training for (To, s)."""
 
     steps: int
-    snapshot: Snapshot
+    snapshot: SnapshotPlace
     stall_s: float
+
+
+def placed(profile: Profile) -> tuple[SnapshotPlace, float]:
+    """Where Algorithm 1 copies, and what that stalls training for (To, s): on the device if there
+    is room, and if training stands still no longer for it than for a copy to the host, which goes
+    on until the next update."""
+    window = profile.step_s - profile.update_s
+    host_stall = max(0.0, profile.host_copy_s - window)
+    rounding = 1e-12 * profile.host_copy_s
+    if profile.fits_device and profile.device_copy_s <= host_stall + rounding:
+        return SnapshotPlace.DEVICE, profile.device_copy_s
+    return SnapshotPlace.HOST, host_stall
 
 
 def algorithm_1(profile: Profile, max_overhead: float) -> Choice:
@@ -73,12 +85,7 @@ def algorithm_1(profile: Profile, max_overhead: float) -> Choice:
     ``UsageError`` unless ``max_overhead`` is over 0 and under 1.
     """
     share("max_overhead", max_overhead)
-    window = profile.step_s - profile.update_s
-    host_stall = max(0.0, profile.host_copy_s - window)
-    if profile.fits_device and profile.device_copy_s <= host_stall:
-        stall, snapshot = profile.device_copy_s, Snapshot.DEVICE
-    else:
-        stall, snapshot = host_stall, Snapshot.HOST
+    snapshot, stall = placed(profile)
     in_turn = (profile.host_copy_s + profile.store_s - stall) / profile.step_s
     in_bound = stall / (max_overhead * profile.step_s)
     return Choice(max(rounded_up(in_turn), rounded_up(in_bound)), snapshot, stall)
@@ -96,10 +103,10 @@ def released_interval(profile: Profile, step_s: float) -> Choice:
     """What the released code decides after it measured a step of ``step_s``: a stall is the whole
     copy, nothing of it is hidden, and no bound counts."""
     over_zero("step_s", step_s, "seconds")
-    stall, snapshot = profile.host_copy_s, Snapshot.HOST
+    stall, snapshot = profile.host_copy_s, SnapshotPlace.HOST
     if profile.fits_device and stall >= profile.device_copy_s:
-        stall, snapshot = profile.device_copy_s, Snapshot.DEVICE
-    copy_s = profile.device_copy_s if snapshot is Snapshot.DEVICE else profile.host_copy_s
+        stall, snapshot = profile.device_copy_s, SnapshotPlace.DEVICE
+    copy_s = profile.device_copy_s if snapshot is SnapshotPlace.DEVICE else profile.host_copy_s
     whole = copy_s + profile.store_s
     return Choice(max(1, math.ceil((whole - stall) / step_s)), snapshot, stall)
 

@@ -12,7 +12,7 @@ _EPSILON: Final = 1e-12
 """A quotient this little above a whole number is that number: 0.14 / (0.05 * 0.2) is 14."""
 
 
-_UNITS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_UNITS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def rounded_up(steps: float) -> int:
@@ -50,10 +50,10 @@ def is_number(value: object) -> bool:
 
 
 def parse_seconds(name: str, value: object) -> float:
-    """Seconds of a number, or of a text such as "30s", "5min" or "1.5h"; over 0. Raises
+    """Seconds of a number, or of a text such as "30s", "5min", "1.5h" or "7d"; over 0. Raises
     ``UsageError`` for all else."""
     if isinstance(value, str):
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", value.strip())
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)", value.strip())
         if found is None:
             raise UsageError(
                 f"{name}: expected a time such as '30s', '5min' or '1.5h', found {value!r}"

@@ -28,7 +28,7 @@ def show(host: str, output: Output) -> int:
     if not isinstance(found, Standing):
         raise _other(host, found)
     output.document(msgspec.to_builtins(found, builtin_types=()))
-    draining = ", draining: no save begins" if found.draining else ""
+    draining = ", draining: no new saves" if found.draining else ""
     output.line(f"{found.place} at {', '.join(found.addresses)}{draining}")
     if found.tenants:
         output.line()
@@ -74,15 +74,15 @@ def drain(host: str, *, off: bool, wait_s: float, output: Output) -> int:
     if off:
         output.line("saves may begin again")
     else:
-        output.line(f"no save begins; {count_text(left, 'save')} under way")
+        output.line(f"no new saves; {count_text(left, 'save')} in flight")
     return BUSY if left else 0
 
 
 def reopen(host: str, tenant: str, output: Output) -> int:
-    """Open a pool again that takes no stores any more; the exit code."""
+    """Open a pool again that accepts no more writes; the exit code."""
     size = _done(host, Reopen(tenant), None).count
     output.document({"tenant": tenant, "size": size})
-    output.line(f"{tenant}: every byte is right, and it is open again: {size_text(size)}")
+    output.line(f"{tenant}: every byte is intact, and the pool is open again: {size_text(size)}")
     return 0
 
 
@@ -106,9 +106,12 @@ def _other(host: str, answer: Answer) -> TransportError:
 
 
 def _row(tenant: Tenant) -> tuple[str, ...]:
-    state = "takes no stores: portus admin reopen" if tenant.poisoned else ""
+    state = "accepts no writes: portus admin reopen" if tenant.poisoned else ""
     if tenant.read_only and not state:
         state = "read-only"
+    if tenant.mirror_missing:
+        lag = f"mirror {tenant.mirror_lag_s:.0f} s behind"
+        state = f"{state}; {lag}" if state else lag
     return (
         tenant.tenant,
         size_text(tenant.size),

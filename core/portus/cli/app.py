@@ -12,7 +12,7 @@ from portus.cli.output import EXIT_CODES, reported
 
 app: Final = typer.Typer(
     name="portus",
-    help="Look at, verify, export and tidy up pools of checkpoints.",
+    help="Inspect, verify, export and clean up pools of checkpoints.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
@@ -22,24 +22,37 @@ app: Final = typer.Typer(
 )
 
 _WHERE: Final = (
-    "a pool file, pool directory or portus:// address; else $PORTUS_POOL, else .portus nearby"
+    "a pool file, a pool directory or a portus:// address; "
+    "default: $PORTUS_POOL, then the nearest .portus"
 )
+_OR_MIRROR: Final = f"{_WHERE}; or a mirror, such as s3://bucket/prefix or file:///path"
 
 Pool = Annotated[str | None, typer.Option("--pool", "-p", metavar="PATH", help=_WHERE)]
 PoolArgument = Annotated[str | None, typer.Argument(metavar="[POOL]", help="the same as --pool")]
-AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on stdout")]
+PoolOrMirror = Annotated[
+    str | None, typer.Option("--pool", "-p", metavar="PATH|MIRROR", help=_OR_MIRROR)
+]
+MirrorArgument = Annotated[
+    str | None, typer.Argument(metavar="[MIRROR]", help="the mirror; default: $PORTUS_MIRROR")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document to stdout")]
 Target = Annotated[
-    str, typer.Argument(metavar="MODEL[@STEP]", help="or the path of a reference file")
+    str,
+    typer.Argument(
+        metavar="MODEL[@STEP]", help="a version, a reference file, or MIRROR/MODEL[@STEP]"
+    ),
 ]
 OptionalTarget = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL[@STEP]]", help="all versions, one, or a reference file's"),
+    typer.Argument(
+        metavar="[MODEL[@STEP]]", help="a model, a version or a reference file; default: everything"
+    ),
 ]
 
 
 @app.callback(invoke_without_command=True)
 def _portus(
-    version: Annotated[bool, typer.Option("--version", help="say the version, and exit")] = False,
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
 ) -> None:
     if version:
         print(__version__)
@@ -49,8 +62,10 @@ def _portus(
 @app.command(epilog=EXIT_CODES)
 def ls(
     place: PoolArgument = None,
-    pool: Pool = None,
-    every: Annotated[bool, typer.Option("--all", "-a", help="all versions of a model")] = False,
+    pool: PoolOrMirror = None,
+    every: Annotated[
+        bool, typer.Option("--all", "-a", help="list all versions of each model")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List models, their versions, and the reference files that hold them."""
@@ -61,8 +76,8 @@ def ls(
 
 
 @app.command(epilog=EXIT_CODES)
-def show(target: Target, pool: Pool = None, as_json: AsJson = False) -> None:
-    """Show the versions of a model, or all that is in one version."""
+def show(target: Target, pool: PoolOrMirror = None, as_json: AsJson = False) -> None:
+    """Show the versions of a model, or everything in one version."""
     with reported(as_json) as output:
         from portus.cli import show
 
@@ -70,8 +85,39 @@ def show(target: Target, pool: Pool = None, as_json: AsJson = False) -> None:
 
 
 @app.command(epilog=EXIT_CODES)
-def verify(target: OptionalTarget = None, pool: Pool = None, as_json: AsJson = False) -> None:
-    """Read every byte, and check every rule of the format. Exit code 1 if damage was found."""
+def report(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="the run's directory, its pool, one of its checkpoints, or its name",
+        ),
+    ] = None,
+    pool: PoolOrMirror = None,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="also write an HTML page")
+    ] = None,
+    png: Annotated[
+        str | None, typer.Option("--png", metavar="FILE", help="also write a plot")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show where the time of a run went, and which steps each restart lost.
+
+    Reads the journal beside the pool. The run may be active, killed or finished. The HTML page is
+    self-contained; the plot needs matplotlib.
+    """
+    with reported(as_json) as output:
+        from portus.cli import report as command
+
+        output.code = command.run(command.Wish(run, page=html, picture=png), pool, output)
+
+
+@app.command(epilog=EXIT_CODES)
+def verify(
+    target: OptionalTarget = None, pool: PoolOrMirror = None, as_json: AsJson = False
+) -> None:
+    """Read every byte and check every rule of the format. Exit code 1 if damage was found."""
     with reported(as_json) as output:
         from portus.cli import verify
 
@@ -81,13 +127,14 @@ def verify(target: OptionalTarget = None, pool: Pool = None, as_json: AsJson = F
 @app.command(epilog=EXIT_CODES)
 def scrub(
     place: PoolArgument = None,
-    pool: Pool = None,
+    pool: PoolOrMirror = None,
     rate: Annotated[
-        str, typer.Option("--rate", metavar="SIZE/s", help="read that many bytes a second, at most")
+        str, typer.Option("--rate", metavar="SIZE/s", help="read at most this much per second")
     ] = "50M/s",
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte as verify does, slowly, and from the disk itself. Exit code 4 for damage."""
+    """Read every byte as verify does, but slowly, and from the disk rather than the page cache.
+    Exit code 4 if damage was found."""
     with reported(as_json) as output:
         from portus.cli import scrub
 
@@ -97,24 +144,24 @@ def scrub(
 @app.command(epilog=EXIT_CODES)
 def rescue(
     place: Annotated[
-        str, typer.Argument(metavar="POOL", help="a pool file, whatever its name is, or a device")
+        str, typer.Argument(metavar="POOL", help="a pool file with any name, or a device")
     ],
     into: Annotated[
         str | None,
-        typer.Option("--into", metavar="NEW", help="make a new pool file of what is whole"),
+        typer.Option("--into", metavar="NEW", help="write the intact versions to a new pool file"),
     ] = None,
     in_place: Annotated[
-        bool, typer.Option("--in-place", help="make the pool whole where it is; copy it first")
+        bool, typer.Option("--in-place", help="repair the pool itself; copy it first")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the versions that a damaged pool still holds, or make a pool of them again.
+    """List the versions that a damaged pool still holds, or rebuild a pool from them.
 
     For a pool that does not open (both root slots or both superblocks are lost), or that lost its
-    name. All of it is read. Versions that were let go of are found too, if nothing was written over
-    them. Reference files lead to the new pool once it has the old one's place; `portus export` gets
-    single versions out of it. Exit code 1 if nothing is whole, or if a version is damaged that the
-    pool lists.
+    name. Reads the whole pool. Also finds deleted versions that were not overwritten. Reference
+    files lead to the new pool once it takes the place of the old one; `portus export` extracts
+    single versions from it. Exit code 1 if nothing is intact, or if a version that the pool lists
+    is damaged.
     """
     with reported(as_json) as output:
         from portus.cli import rescue as command
@@ -128,29 +175,34 @@ def export(
     out: Annotated[
         str, typer.Argument(metavar="OUT", help="a .safetensors or .pt file, or a directory")
     ],
-    pool: Pool = None,
+    pool: PoolOrMirror = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--names", "-n", metavar="PATTERN", help="only these, such as 'model.*'"),
+        typer.Option(
+            "--names", "-n", metavar="PATTERN", help="only matching names, such as 'model.*'"
+        ),
     ] = None,
     strip: Annotated[
-        str, typer.Option("--strip", metavar="PREFIX", help="take this off the front of names")
+        str, typer.Option("--strip", metavar="PREFIX", help="remove this prefix from names")
     ] = "",
-    force: Annotated[
-        bool, typer.Option("--force", "-f", help="replace OUT if it is there")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", "-f", help="replace OUT if it exists")] = False,
     shard_size: Annotated[
-        str, typer.Option("--shard-size", metavar="SIZE", help="of each file, in a directory")
+        str,
+        typer.Option(
+            "--shard-size",
+            metavar="SIZE",
+            help="the most bytes of each file, if OUT is a directory",
+        ),
     ] = "5GB",
     as_json: AsJson = False,
 ) -> None:
-    """Write a version, verified, as safetensors (streamed) or a torch file.
+    """Write a version, verified, as safetensors (streamed) or as a torch file.
 
-    The newest version of a model if no step is given. Safetensors have tensors alone, each
-    contiguous; other values are left out, and tensors that share memory are written one by one.
+    Without a step: the newest version of the model. Safetensors hold contiguous tensors only:
+    other values are left out, and tensors that share memory are written separately.
 
-    A model that was saved in shards is made whole, from the pools of all its ranks. A directory
-    gets the weights as model.safetensors, or files of --shard-size each and an index.
+    A model that was saved in shards is assembled from the pools of all its ranks. A directory gets
+    the weights as model.safetensors, or as files of at most --shard-size and an index.
     """
     with reported(as_json) as output:
         from portus.cli import export
@@ -167,12 +219,43 @@ def export(
 
 
 @app.command(epilog=EXIT_CODES)
+def pull(
+    mirror: Annotated[
+        str, typer.Argument(metavar="MIRROR[/MODEL]", help="all models of a mirror, or one")
+    ],
+    directory: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[DIR]",
+            help="the run's directory, made if there is none; default: the current directory",
+        ),
+    ] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option(
+            "--pool", "-p", metavar="PATH", help="where the pools go; default: .portus in DIR"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch what a run on a machine with an empty disk would fetch: pool and reference files.
+
+    Fetches the newest version, and every version that a reference file leads to. Started again
+    after an interruption, it resumes.
+    """
+    with reported(as_json) as output:
+        from portus.cli import pull as command
+
+        output.code = command.run(mirror, directory, pool, output)
+
+
+@app.command(epilog=EXIT_CODES)
 def materialize(
     path: Annotated[str, typer.Argument(metavar="PATH", help="a reference file, or a directory")],
     pool: Pool = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put real torch files in place of reference files: the way out of Portus."""
+    """Replace reference files with real torch files, which load without Portus."""
     with reported(as_json) as output:
         from portus.cli import materialize
 
@@ -182,22 +265,57 @@ def materialize(
 @app.command(epilog=EXIT_CODES)
 def rm(
     target: Target,
-    pool: Pool = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="a whole model, unasked")] = False,
+    pool: PoolOrMirror = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="delete a whole model without asking")
+    ] = False,
     force: Annotated[
-        bool, typer.Option("--force", "-f", help="also what reference files lead to")
+        bool,
+        typer.Option(
+            "--force",
+            "-f",
+            help="also delete versions that reference files lead to, and the newest complete group",
+        ),
     ] = False,
     keep: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="of a model: all but the newest N, and what is held"),
+        str | None,
+        typer.Option(
+            metavar="N|KEEP",
+            help="keep only the newest N of a model and what reference files hold, or what a "
+            "policy keeps, such as last=2,every=1000,within=24h,best=val_loss:min:3",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let go of versions, or remove a reference file and the version that it alone led to."""
+    """Delete versions, or a reference file and the version that only this file led to.
+
+    For a model saved in shards, deletes the parts of all ranks.
+    """
     with reported(as_json) as output:
         from portus.cli import rm
 
         output.code = rm.run(target, pool, yes=yes, force=force, keep=keep, output=output)
+
+
+@app.command(epilog=EXIT_CODES)
+def pin(target: Target, pool: Pool = None, as_json: AsJson = False) -> None:
+    """Keep a step until `portus unpin`, whatever `keep` says and whatever happens to its files.
+
+    A running trainer respects it. For a model saved in shards, pins the parts of all ranks.
+    """
+    with reported(as_json) as output:
+        from portus.cli import pin
+
+        output.code = pin.run(target, pool, pinned=True, output=output)
+
+
+@app.command(epilog=EXIT_CODES)
+def unpin(target: Target, pool: Pool = None, as_json: AsJson = False) -> None:
+    """Remove the pin of a step. The step is deleted once nothing else keeps it."""
+    with reported(as_json) as output:
+        from portus.cli import pin
+
+        output.code = pin.run(target, pool, pinned=False, output=output)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -208,7 +326,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what media, RDMA and GPUs this machine has, how fast places are, and what to do."""
+    """Show what this machine has, how fast it is, how much space pools have, and what to change."""
     with reported(as_json) as output:
         from portus.cli import doctor as command
 
@@ -217,9 +335,11 @@ def doctor(
 
 @app.command("format", epilog=EXIT_CODES)
 def format_(
-    device: Annotated[str, typer.Argument(metavar="DEVICE", help="such as /dev/dax0.0")],
+    device: Annotated[
+        str, typer.Argument(metavar="DEVICE", help="a DAX device, such as /dev/dax0.0")
+    ],
     force: Annotated[
-        bool, typer.Option("--force", "-f", help="whatever it holds, which is lost")
+        bool, typer.Option("--force", "-f", help="overwrite what the device holds")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -233,27 +353,123 @@ def format_(
 @app.command(epilog=EXIT_CODES)
 def gc(
     place: PoolArgument = None,
-    pool: Pool = None,
+    pool: PoolOrMirror = None,
     missing: Annotated[
         bool,
-        typer.Option("--missing", help="also where a file is gone, and may have been moved"),
+        typer.Option("--missing", help="also if a reference file is gone, but may have been moved"),
     ] = False,
     empty: Annotated[
-        bool, typer.Option("--empty", help="remove pool files that hold no version then")
+        bool, typer.Option("--empty", help="also remove pool files that end up empty")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only show what would be deleted")
+    ] = False,
     links: Annotated[
         str | None,
-        typer.Option("--links", metavar="DIR", help="of a storage host's trainers on this machine"),
+        typer.Option(
+            "--links", metavar="DIR", help="the links of a storage host's trainers on this machine"
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let go of versions whose reference files were deleted."""
+    """Delete versions whose reference files were deleted, and return their space to the disk."""
     with reported(as_json) as output:
         from portus.cli import gc
 
         wish = gc.Wish(missing=missing, empty=empty, dry_run=dry_run, links=links)
         output.code = gc.run(place or pool, wish, output)
+
+
+_SecretFile = Annotated[
+    str | None,
+    typer.Option(
+        "--secret-file", metavar="PATH", help="a file with one secret, or lines TENANT SECRET"
+    ),
+]
+_TlsCert = Annotated[
+    str | None,
+    typer.Option("--tls-cert", metavar="PEM", help="use TLS on TCP addresses (portus+tls://)"),
+]
+_TlsKey = Annotated[
+    str | None, typer.Option("--tls-key", metavar="PEM", help="the key of that certificate")
+]
+_Quota = Annotated[
+    str | None,
+    typer.Option(
+        "--quota", metavar="SIZE", help="the most that each tenant may store, such as 500G"
+    ),
+]
+_QuotaFile = Annotated[
+    str | None,
+    typer.Option(
+        "--quota-file", metavar="PATH", help="a file of lines TENANT SIZE, instead of --quota"
+    ),
+]
+_Metrics = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics", metavar="[HOST:]PORT", help="serve Prometheus metrics and /healthz here"
+    ),
+]
+_AdminPath = Annotated[
+    str | None,
+    typer.Option("--admin", metavar="PATH", help="the socket for `portus admin`"),
+]
+_Scrub = Annotated[
+    str | None,
+    typer.Option("--scrub", metavar="SIZE/s", help="reread the pools for bit rot at this rate"),
+]
+_Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="the most memory that all clients together may take; default: 1G",
+    ),
+]
+_Connections = Annotated[
+    int | None,
+    typer.Option(
+        "--connections",
+        metavar="COUNT",
+        help="the most connections of all clients together; default: 1024",
+    ),
+]
+_Listen = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--listen",
+        "-l",
+        metavar="HOST[:PORT]|unix:PATH",
+        help="an address to listen on; default: 127.0.0.1:7117",
+    ),
+]
+_HostMirror = Annotated[
+    str | None,
+    typer.Option(
+        "--mirror", metavar="URL", help="mirror committed versions to this URL, per tenant"
+    ),
+]
+_HostReplica = Annotated[
+    str | None,
+    typer.Option(
+        "--replica", metavar="ADDRESS", help="the host that takes over if this one is lost"
+    ),
+]
+_HostTransport = Annotated[
+    str,
+    typer.Option(
+        "--transport", metavar="auto|tcp|verbs", help="verbs: refuse to start without RDMA"
+    ),
+]
+_HostMirrorWait = Annotated[
+    float,
+    typer.Option(
+        "--mirror-wait",
+        metavar="SECONDS",
+        help="how long shutdown waits for the mirror or the replica",
+    ),
+]
 
 
 @app.command(epilog=EXIT_CODES)
@@ -264,62 +480,27 @@ def serve(
             metavar="POOL", help="a pool directory, a pool file, a DAX device, or memory:SIZE"
         ),
     ],
-    listen: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--listen", "-l", metavar="HOST[:PORT]|unix:PATH", help="127.0.0.1:7117 if not given"
-        ),
-    ] = None,
-    secret_file: Annotated[
-        str | None,
-        typer.Option("--secret-file", metavar="PATH", help="a secret, or lines TENANT SECRET"),
-    ] = None,
-    tls_cert: Annotated[
-        str | None,
-        typer.Option("--tls-cert", metavar="PEM", help="tcp addresses speak TLS (portus+tls://)"),
-    ] = None,
-    tls_key: Annotated[
-        str | None, typer.Option("--tls-key", metavar="PEM", help="of that certificate")
-    ] = None,
-    quota: Annotated[
-        str | None, typer.Option("--quota", metavar="SIZE", help="of each tenant, such as 500G")
-    ] = None,
-    quota_file: Annotated[
-        str | None,
-        typer.Option("--quota-file", metavar="PATH", help="lines TENANT SIZE, instead of --quota"),
-    ] = None,
-    metrics: Annotated[
-        str | None,
-        typer.Option("--metrics", metavar="[HOST:]PORT", help="for prometheus; also /healthz"),
-    ] = None,
-    admin_path: Annotated[
-        str | None,
-        typer.Option("--admin", metavar="PATH", help="of the socket for `portus admin`"),
-    ] = None,
-    scrub: Annotated[
-        str | None,
-        typer.Option(
-            "--scrub", metavar="SIZE/s", help="read all again for rot, so many bytes a second"
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option("--memory", metavar="SIZE", help="that all clients may take of this host, 1G"),
-    ] = None,
-    connections: Annotated[
-        int | None,
-        typer.Option("--connections", metavar="COUNT", help="of all clients, at most; 1024"),
-    ] = None,
-    transport: Annotated[
-        str,
-        typer.Option(
-            "--transport", metavar="auto|tcp|verbs", help="verbs: do not start without RDMA"
-        ),
-    ] = "auto",
+    listen: _Listen = None,
+    secret_file: _SecretFile = None,
+    tls_cert: _TlsCert = None,
+    tls_key: _TlsKey = None,
+    quota: _Quota = None,
+    quota_file: _QuotaFile = None,
+    metrics: _Metrics = None,
+    admin_path: _AdminPath = None,
+    scrub: _Scrub = None,
+    memory: _Memory = None,
+    connections: _Connections = None,
+    mirror: _HostMirror = None,
+    replica: _HostReplica = None,
+    mirror_wait: _HostMirrorWait = 60.0,
+    transport: _HostTransport = "auto",
 ) -> None:
-    """Serve pools to trainers on other machines, until SIGTERM. SIGHUP: read the files of secrets,
-    quotas and certificates again. Exit code 3, of this command: a connection hung at the end, and
-    was not waited for."""
+    """Serve pools to trainers on other machines, until SIGTERM.
+
+    On SIGHUP it rereads the files of secrets, quotas and certificates. Exit code 3 of this command:
+    a connection hung at shutdown and was abandoned.
+    """
     with reported(False) as output:
         from portus.cli import serve
         from portus.daemon.main import Wish
@@ -338,6 +519,9 @@ def serve(
             scrub=scrub,
             memory=memory,
             connections=connections,
+            mirror=mirror,
+            replica=replica,
+            mirror_wait=mirror_wait,
         )
         output.code = serve.run(wish, output)
 
@@ -353,7 +537,8 @@ class _ShowFirst(TyperGroup):
 
 _admin: Final = typer.Typer(
     cls=_ShowFirst,
-    help="Look after a storage host of this machine, as its user or as root.",
+    help="Administer a storage host on this machine, as its user or as root. "
+    "`portus admin ADDRESS` is short for `portus admin show ADDRESS`.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -361,10 +546,13 @@ _admin: Final = typer.Typer(
 app.add_typer(_admin, name="admin")
 
 HostArgument = Annotated[
-    str, typer.Argument(metavar="ADDRESS", help="of the host, or the PATH of serve --admin PATH")
+    str,
+    typer.Argument(
+        metavar="ADDRESS", help="the host's address, or the PATH given to serve --admin"
+    ),
 ]
-TenantArgument = Annotated[str, typer.Argument(metavar="TENANT")]
-Off = Annotated[bool, typer.Option("--off", help="let saves begin again")]
+TenantArgument = Annotated[str, typer.Argument(metavar="TENANT", help="the tenant's name")]
+Off = Annotated[bool, typer.Option("--off", help="allow saves again")]
 
 
 @_admin.command("show", epilog=EXIT_CODES)
@@ -379,10 +567,12 @@ def admin_show(host: HostArgument, as_json: AsJson = False) -> None:
 @_admin.command("kick", epilog=EXIT_CODES)
 def admin_kick(
     host: HostArgument,
-    who: Annotated[str, typer.Argument(metavar="TENANT|PEER", help="as show lists them")],
+    who: Annotated[
+        str, typer.Argument(metavar="TENANT|PEER", help="as `portus admin show` lists them")
+    ],
     as_json: AsJson = False,
 ) -> None:
-    """End the connections of a tenant, or one. A save under way fails; they may come again."""
+    """Close one connection, or all of a tenant. Saves in flight fail; clients may reconnect."""
     with reported(as_json) as output:
         from portus.cli import admin
 
@@ -393,7 +583,7 @@ def admin_kick(
 def admin_read_only(
     host: HostArgument, tenant: TenantArgument, off: Off = False, as_json: AsJson = False
 ) -> None:
-    """Begin no save of a tenant, and remove nothing of it, until --off or a restart."""
+    """Refuse a tenant's saves and removals, until --off or a restart."""
     with reported(as_json) as output:
         from portus.cli import admin
 
@@ -405,12 +595,17 @@ def admin_drain(
     host: HostArgument,
     off: Off = False,
     wait_s: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=0, help="for saves under way")
+        float,
+        typer.Option(
+            "--wait", metavar="SECONDS", min=0, help="how long to wait for saves in flight"
+        ),
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Begin no save of anybody, and wait for those under way: then the host may be stopped. Loads
-    go on. Exit code 75 if saves are under way when the time is over."""
+    """Accept no new saves, and wait for those in flight. Then the host can be stopped.
+
+    Loads continue. Exit code 75 if saves are still in flight when the time is over.
+    """
     with reported(as_json) as output:
         from portus.cli import admin
 
@@ -419,8 +614,10 @@ def admin_drain(
 
 @_admin.command("reopen", epilog=EXIT_CODES)
 def admin_reopen(host: HostArgument, tenant: TenantArgument, as_json: AsJson = False) -> None:
-    """Open a pool again that takes no stores any more after an error of its disk, if every byte of
-    it is there. Reads all of it; then its connections end, and come again."""
+    """Reopen a pool that refuses writes after a disk error, if every byte of it is intact.
+
+    Reads the whole pool. Then the host closes the tenant's connections, and clients reconnect.
+    """
     with reported(as_json) as output:
         from portus.cli import admin
 
@@ -429,8 +626,42 @@ def admin_reopen(host: HostArgument, tenant: TenantArgument, as_json: AsJson = F
 
 @_admin.command("reload", epilog=EXIT_CODES)
 def admin_reload(host: HostArgument, as_json: AsJson = False) -> None:
-    """Have the host read its secrets, quotas and certificates again, as SIGHUP does."""
+    """Make the host reread its secrets, quotas and certificates, as SIGHUP does."""
     with reported(as_json) as output:
         from portus.cli import admin
 
         output.code = admin.reload(host, output)
+
+
+_mirror: Final = typer.Typer(
+    help="Compare a mirror with its pool, or repair the mirror.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(_mirror, name="mirror")
+
+
+@_mirror.command("status", epilog=EXIT_CODES)
+def mirror_status(
+    mirror: MirrorArgument = None, pool: Pool = None, as_json: AsJson = False
+) -> None:
+    """Show what is mirrored, which writer mirrors it, and what the mirror still lacks."""
+    with reported(as_json) as output:
+        from portus.cli import mirror as command
+
+        output.code = command.status(mirror, pool, output)
+
+
+@_mirror.command("repair", epilog=EXIT_CODES)
+def mirror_repair(
+    mirror: MirrorArgument = None, pool: Pool = None, as_json: AsJson = False
+) -> None:
+    """Read every byte of a mirror, and replace damaged parts from the pool.
+
+    Exit code 1 if something stays damaged.
+    """
+    with reported(as_json) as output:
+        from portus.cli import mirror as command
+
+        output.code = command.repair(mirror, pool, output)

@@ -20,11 +20,12 @@ from typing import Final
 from portus.cli.boxes import Target, write_box
 from portus.cli.pools import Found
 from portus.cli.progress import Progress
-from portus.client import safetensors
-from portus.client.contents import Storages, tensor_bytes
-from portus.client.safetensors import Placed
+from portus.client.leaving import safetensors
+from portus.client.leaving.safetensors import Placed
+from portus.client.loading.contents import Storages, tensor_bytes
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.dtypes import ITEM_SIZES
+from portus.index.log import logged
 from portus.index.records import VersionRecord
 from portus.spec import TensorSpec
 
@@ -149,7 +150,8 @@ def _fill(
     done = 0
     for part in parts:
         with part.boxes(part.found) as (record, boxes):
-            storages = Storages(part.found.reader, record)
+            reader = part.found.reader
+            storages = Storages(reader, record, logged(reader.medium, record))
             boxes.sort(key=lambda box: (box.spec.storage, box.spec.offset))
             for box in boxes:
                 pieces = tensor_bytes(storages, box.spec, near)
@@ -179,7 +181,7 @@ def directory_in_place(out: str, *, force: bool) -> Iterator[str]:
     above, name = os.path.split(out)
     there = os.path.lexists(out)
     if there and not (force or (os.path.isdir(out) and not os.listdir(out))):
-        raise UsageError(f"{out} is there already; --force puts the export in its place")
+        raise UsageError(f"{out} already exists; --force replaces it")
     if there and not _is_export(out):
         raise UsageError(f"{out} holds more than an export of Portus; remove it yourself")
     temporary = os.path.join(above, f".{name}.{os.getpid()}.portus")

@@ -17,9 +17,12 @@ import numpy as np
 
 from portus.cli import loopback
 from portus.cli.machine import Found, Machine
-from portus.cli.output import Json, Output, said, size_text
+from portus.cli.output import Json, Output, count_text, said, size_text
+from portus.cli.pools import PlacePools, find_pool, holders
 from portus.errors import PortusError, UsageError
+from portus.index.catalogue import Catalogue
 from portus.index.place import Place, PlaceKind
+from portus.index.pool import PoolReader
 from portus.media.base import Medium
 from portus.media.local import LocalFiles
 from portus.spec import Extent
@@ -50,7 +53,12 @@ class Speeds:
 
 def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> int:
     """Look and measure; the exit code, 0 even if there is something to do."""
-    found = [*Machine().found(), *loopback.found(), *adapters(entry_points(group=ADAPTERS))]
+    found = [
+        *Machine().found(),
+        *loopback.found(),
+        *adapters(entry_points(group=ADAPTERS)),
+        *pools_here(),
+    ]
     for each in found:
         output.line(f"{each.topic:17} {each.name:16} {each.text}")
     measured, failed = [], {}
@@ -140,8 +148,74 @@ def adapters(points: Iterable[EntryPoint]) -> Iterator[Found]:
             found = [Found(point.name, *each) for each in point.load()()]
         except Exception as error:  # an adapter that is broken is something to tell
             advice = "install portus-checkpoint again"
-            found = [Found(point.name, "-", f"cannot be asked: {error!r}", advice)]
+            found = [Found(point.name, "-", f"cannot be queried: {error!r}", advice)]
         yield from found
+
+
+def pools_here() -> Iterator[Found]:
+    """The pools that commands mean here: the space that saves have, how many checkpoints of the
+    newest one's size that is, and whether the checkpoint files are on their file system."""
+    try:
+        place = find_pool(None)
+    except UsageError:
+        yield Found("pool", "-", "none here yet")
+        return
+    if place.is_host:
+        yield Found("pool", place.path, "on a storage host, which has its own `portus doctor`")
+        return
+    try:
+        with PlacePools(place) as pools:
+            for pool, reader, catalogue in pools.catalogues():
+                yield _pool_text(pool, reader, catalogue)
+            for pool, error in pools.failed.items():
+                advice = f"portus verify --pool {pool}"
+                yield Found("pool", pool.path, f"cannot be read: {said(error)}", advice)
+    except PortusError as error:
+        yield Found("pool", place.path, f"cannot be looked at: {said(error)}")
+
+
+def _pool_text(pool: Place, reader: PoolReader, catalogue: Catalogue) -> Found:
+    inside = max(0, reader.medium.size - reader.kept_bytes())
+    is_device = pool.kind is PlaceKind.DEVICE
+    outside = 0 if is_device else _free_on_disk(pool.path)
+    text = f"{size_text(inside)} free in it"
+    if not is_device:
+        text += f", {size_text(outside)} on its file system"
+    infos = [entry.info for entry in catalogue.entries()]
+    if not infos:
+        return Found("pool", pool.path, f"empty; {text}")
+    size = max(infos, key=lambda info: info.commit).size
+    fit = (inside + outside) // max(1, size)
+    text += f": space for {fit} more checkpoints of {size_text(size)}, the size of the newest"
+    apart = [] if is_device else _on_other_file_systems(pool, catalogue)
+    if not apart:
+        advice = (
+            ""
+            if fit >= 2
+            else "free space, or keep fewer checkpoints: saves need space for two more"
+        )
+        return Found("pool", pool.path, text, advice)
+    return Found(
+        "pool",
+        pool.path,
+        f"{text}; {count_text(len(apart), 'checkpoint file')} on other file systems, as {apart[0]}",
+        "hard links do not reach there, so a version stays when its file is deleted: run "
+        "`portus gc --missing` after deleting files, or move the pool",
+    )
+
+
+def _free_on_disk(path: str) -> int:
+    """Bytes that this user may still write there."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def _on_other_file_systems(pool: Place, catalogue: Catalogue) -> list[str]:
+    """The checkpoint files of a pool file that are not on its file system."""
+    own = os.stat(pool.path).st_dev
+    links = [link for each in holders(pool, catalogue).values() for link in each]
+    paths = [link.path for link in links if link.path and os.path.lexists(link.path)]
+    return [path for path in paths if os.stat(os.path.dirname(path)).st_dev != own]
 
 
 def _usual_places() -> list[str]:
@@ -176,7 +250,7 @@ def _advice(found: Sequence[Found]) -> list[str]:
 
 def _advice_of(speeds: Speeds) -> list[str]:
     if speeds.volatile:
-        return [f"{speeds.place}: a pool there survives its process, and not a loss of power"]
+        return [f"{speeds.place}: a pool there survives its process, but not a power loss"]
     return []
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from portus.cli.consolidate import (
@@ -24,10 +24,10 @@ from portus.cli.consolidate import (
 )
 from portus.cli.grouped import FoundGroup, cuts_of, find_groups, newest_complete, opened_part
 from portus.cli.output import Json, Output, count_text, size_text
-from portus.cli.pools import Found, newest, open_pools, version_document
+from portus.cli.pools import Found, aimed, newest, open_pools, version_document
 from portus.cli.progress import bar
-from portus.client import safetensors
-from portus.client.tree import decode, distinct, leaf_nodes, tensor_index
+from portus.client.leaving import safetensors
+from portus.client.state.tree import decode, distinct, leaf_nodes, tensor_index
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.layout import Kind
 from portus.index.place import local_path
@@ -35,7 +35,7 @@ from portus.index.records import VersionRecord, decode_layout
 from portus.spec import TensorSpec
 
 if TYPE_CHECKING:
-    from portus.client.cuts import Cut
+    from portus.client.shards.cuts import Cut
 
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt")
 SAFETENSORS_SUFFIX: Final = ".safetensors"
@@ -95,8 +95,10 @@ def run(wish: Wish, pool: str | None, output: Output) -> int:
         known = ", ".join((SAFETENSORS_SUFFIX, *TORCH_SUFFIXES))
         raise UsageError(f"{wish.out}: expected a directory, or a name that ends in one of {known}")
     if not wish.is_directory and os.path.lexists(wish.out) and not wish.force:
-        raise UsageError(f"{wish.out} is there already; --force puts the export in its place")
-    with open_pools(pool, wish.target) as pools:
+        raise UsageError(f"{wish.out} already exists; --force replaces it")
+    target, pool = aimed(wish.target, pool)
+    wish = replace(wish, target=target)
+    with open_pools(pool, wish.target, mirrors=True) as pools:
         groups = find_groups(pools, wish.target)
         if groups:
             job = _group_job(newest_complete(groups, wish.target), wish)
@@ -182,14 +184,14 @@ def _write(job: Job, wish: Wish) -> None:
 
 
 def _version_job(found: Found, wish: Wish) -> Job:
-    with found.reader.pinned(found.info.id) as entry:
+    with found.reader.pinned(found.entry.info.id) as entry:
         record = found.reader.record(entry)
         tensors, left_out = _tensors(found, record, wish)
     tensors, no_weights = _weights(tensors, wish)
 
     @contextlib.contextmanager
     def boxes(part: Found) -> Iterator[tuple[VersionRecord, list[Box]]]:
-        with part.reader.pinned(part.info.id) as entry:
+        with part.reader.pinned(part.entry.info.id) as entry:
             yield (
                 part.reader.record(entry),
                 [Box(n, (0,) * len(t.shape), t.shape, t) for n, t in tensors.items()],
@@ -275,16 +277,18 @@ def _say(title: str, wish: Wish, done: Done, output: Output) -> None:
     for names in done.shared:
         listed = _listed(names)
         output.note(
-            f"note: these share memory in the version, and are written one by one: {listed}"
+            f"note: these share memory in the version, and are written separately: {listed}"
         )
     if done.left_out:
         count = count_text(len(done.left_out), "value")
-        output.note(f"note: left out {count} that safetensors has not: {_listed(done.left_out)}")
+        output.note(
+            f"note: left out {count} that safetensors cannot hold: {_listed(done.left_out)}"
+        )
     if done.no_weights:
         count = count_text(len(done.no_weights), "tensor")
         output.note(
-            f"note: left out {count} that are no weights of the model: "
-            f"{_listed(done.no_weights)}; --names takes others"
+            f"note: left out {count} that are not weights of the model: "
+            f"{_listed(done.no_weights)}; use --names for others"
         )
     output.line(
         f"{wish.out}: {title}, {count_text(done.tensors, 'tensor')}, "
@@ -317,8 +321,8 @@ def _in_place(out: str) -> Iterator[str]:
 
 def _write_torch(found: Found, wish: Wish, temporary: str) -> Done:
     """The state, as ``torch.save`` writes it. What of it is no tensor is in memory."""
-    from portus.client import torch_file
-    from portus.client.restore import matcher
+    from portus.client.leaving import torch_file
+    from portus.client.loading.restore import matcher
 
     if wish.strip:
         raise UsageError("--strip is for .safetensors files")
@@ -336,7 +340,7 @@ def _write_torch(found: Found, wish: Wish, temporary: str) -> Done:
         os.fsync(file.fileno())
     if keep is not None:
         keep.complain(found.info)
-    with found.reader.pinned(found.info.id) as entry:
+    with found.reader.pinned(found.entry.info.id) as entry:
         record = found.reader.record(entry)
         tensors = _layout(found, record)
     count = sum(_is_wanted(spec.name, wish.names) for spec in tensors)

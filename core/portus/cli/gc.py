@@ -8,17 +8,25 @@ import time
 from dataclasses import dataclass, replace
 from typing import Final
 
+from portus.cli import mirrored
 from portus.cli.output import Json, Output, error_document, exit_code, said, size_text
 from portus.cli.pools import find_pool, nearest, version_document
 from portus.cli.rm import writing
-from portus.client.fate import Link, State, links
-from portus.client.held import gone_for_good, unheld
-from portus.client.home import host_links
-from portus.client.host import HostPool, is_renounced
-from portus.client.reference import read_through
+from portus.client.files.fate import Fate, FileLink, links
+from portus.client.files.held import gone_for_good, unheld
+from portus.client.files.home import host_links
+from portus.client.files.host import HostPool, is_renounced
+from portus.client.files.reference import read_through
 from portus.errors import PortusError, UsageError
 from portus.format.reference import Reference
-from portus.index.directory import links_directory, on_disk, open_reader, pools_at, remove_pool
+from portus.index.directory import (
+    links_directory,
+    on_disk,
+    open_reader,
+    pools_at,
+    remove_journals,
+    remove_pool,
+)
 from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind
 from portus.media.local import LocalFiles
 from portus.spec import VersionInfo
@@ -41,16 +49,21 @@ class Wish:
     links: str | None = None
 
     @property
-    def states(self) -> frozenset[State]:
+    def states(self) -> frozenset[Fate]:
         """Of the reference files that hold nothing."""
-        return frozenset({State.DELETED, State.UNKNOWN} if self.missing else {State.DELETED})
+        return frozenset({Fate.DELETED, Fate.UNKNOWN} if self.missing else {Fate.DELETED})
 
 
 def run(pool: str | None, wish: Wish, output: Output) -> int:
     """Collect; the exit code."""
     documents: list[Json] = []
     code = 0
-    for each in pools_at(find_pool(pool)):
+    where = find_pool(pool, mirrors=True)
+    if where.kind is PlaceKind.MIRROR:
+        if wish.missing or wish.empty or wish.links is not None:
+            raise UsageError(f"{where}: --missing, --empty and --links are for pools")
+        return mirrored.gc(where, dry_run=wish.dry_run, output=output)
+    for each in pools_at(where):
         path = each.path
         try:
             infos, removed, freed = _collected(each, wish)
@@ -99,6 +112,7 @@ def _collect(pool: Place, wish: Wish) -> _Collected:
         gone = keeper.collect(wish.states)
         removed = wish.empty and not writer.catalogue().ids() and pool.kind is not PlaceKind.DEVICE
         if removed:  # while it is locked: whoever waits for it finds that it is gone
+            remove_journals(pool.path)
             remove_pool(pool.path, _FILES)
     freed = max(0, taken - on_disk(pool.path))
     return [before[version] for version in sorted(gone)], removed, freed
@@ -113,8 +127,8 @@ def _collect_from_host(place: Place, wish: Wish) -> _Collected:
     if not paths and not wish.missing:
         raise UsageError(
             f"{place}: no links to it in {directory or DEFAULT_DIRECTORY}: the machine whose "
-            f"trainer wrote the reference files knows which are gone. Run this there, in the "
-            f"directory of the run, or say where its {DEFAULT_DIRECTORY} is: --links DIR"
+            "trainer wrote the reference files knows which are gone. Run this there, in the "
+            f"directory of the run, or give its {DEFAULT_DIRECTORY}: --links DIR"
         )
     directories = map(links_directory, paths)
     found = [each for path in directories for each in links(path, _FILES, adopt=False)]
@@ -127,7 +141,7 @@ def _collect_from_host(place: Place, wish: Wish) -> _Collected:
         found += [_written_elsewhere(each) for each in elsewhere]
         before = time.time_ns() - YOUNG_S * 10**9
         found = [
-            each if each.reference.written_ns < before else replace(each, state=State.ALIVE)
+            each if each.reference.written_ns < before else replace(each, state=Fate.ALIVE)
             for each in found
         ]
         catalogue = host.catalogue()
@@ -136,7 +150,7 @@ def _collect_from_host(place: Place, wish: Wish) -> _Collected:
         if gone and not wish.dry_run:
             lost = gone_for_good(found, wish.states, _FILES)
             tokens = {info.token.hex() for info in infos}
-            unknown = [each.reference for each in found if each.state is State.UNKNOWN]
+            unknown = [each.reference for each in found if each.state is Fate.UNKNOWN]
             missing = [each for each in unknown if each in lost and each.token in tokens]
             host.renounce(missing)
             host.retire(gone)
@@ -148,12 +162,14 @@ def _collect_from_host(place: Place, wish: Wish) -> _Collected:
     return infos, False, freed
 
 
-def _written_elsewhere(reference: Reference) -> Link:
+def _written_elsewhere(reference: Reference) -> FileLink:
     """What of a file is known that another directory of links, or another machine, knows more of:
-    it is alive if it is where it was written."""
+    it is alive if it is where it was written, and a pin is a pin."""
+    if reference.is_pin:
+        return FileLink(reference, Fate.PINNED)
     there = read_through(reference.written_path, _FILES)
     is_there = there is not None and there.id == reference.id
-    return Link(reference, State.ALIVE if is_there else State.UNKNOWN)
+    return FileLink(reference, Fate.ALIVE if is_there else Fate.UNKNOWN)
 
 
 def _say(
@@ -161,10 +177,10 @@ def _say(
 ) -> None:
     would = "would be " if wish.dry_run else ""
     for info in infos:
-        output.line(f"{path}: {info.model}@{info.step} {would}let go of, {size_text(info.size)}")
+        output.line(f"{path}: {info.model}@{info.step} {would}deleted, {size_text(info.size)}")
     if removed:
         output.line(f"{path}: empty, {would}removed")
     if freed:
-        output.line(f"{path}: {size_text(freed)} given back to the file system")
+        output.line(f"{path}: {size_text(freed)} returned to the file system")
     elif not infos and not removed:
         output.line(f"{path}: nothing to do")

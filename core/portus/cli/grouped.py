@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from portus.cli.output import Json
-from portus.cli.pools import Found, Pools
+from portus.cli.pools import Found, PlacePools
 from portus.errors import CorruptionError, UsageError
 from portus.format.layout import Kind
 from portus.index.groups import Group, groups_of
@@ -16,7 +16,7 @@ from portus.index.records import VersionRecord, decode_layout
 from portus.spec import TensorSpec
 
 if TYPE_CHECKING:
-    from portus.client.cuts import Cut
+    from portus.client.shards.cuts import Cut
 
 ITEMS: Final = "items."
 
@@ -29,7 +29,7 @@ class FoundGroup:
     parts: dict[int, Found]
 
 
-def find_groups(pools: Pools, target: str) -> list[FoundGroup]:
+def find_groups(pools: PlacePools, target: str) -> list[FoundGroup]:
     """The groups that ``MODEL`` or ``MODEL@STEP`` means, newest last; none if it means no group."""
     versions = {(each.pool, each.info.id): each for each in pools.versions()}
     found = groups_of((each.pool, each.info) for each in versions.values())
@@ -83,8 +83,8 @@ def cuts_of(found: FoundGroup) -> tuple[dict[str, Cut], list[str]]:
 
     Raises ``CorruptionError``.
     """
-    from portus.client import restore
-    from portus.client.cuts import cuts
+    from portus.client.loading import restore
+    from portus.client.shards.cuts import cuts
 
     for part in found.parts.values():
         content = restore.load(part.reader, part.entry, ["metadata"])
@@ -96,7 +96,7 @@ def cuts_of(found: FoundGroup) -> tuple[dict[str, Cut], list[str]]:
 @contextlib.contextmanager
 def opened_part(found: Found) -> Iterator[tuple[VersionRecord, dict[str, TensorSpec]]]:
     """A part, pinned: its record, and its shards by key."""
-    with found.reader.pinned(found.info.id) as entry:
+    with found.reader.pinned(found.entry.info.id) as entry:
         record = found.reader.record(entry)
         specs = decode_layout(found.reader.payload(record.layout, Kind.LAYOUT))
         yield record, {spec.name.removeprefix(ITEMS): spec for spec in specs}

@@ -49,7 +49,7 @@ def found() -> Iterator[Found]:
         try:
             yield from _of(port)
         except TransportError as error:
-            advice = "trainers reach this host over sockets until that is mended"
+            advice = "trainers reach this host over sockets until that is fixed"
             yield Found(TOPIC, port.device, f"cannot be tried: {error}", advice)
 
 

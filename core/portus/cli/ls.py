@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from portus.cli import mirrored
 from portus.cli.grouped import group_document, ranks_text
 from portus.cli.output import (
     Json,
@@ -18,38 +19,41 @@ from portus.cli.output import (
     size_text,
 )
 from portus.cli.pools import (
-    Pools,
+    PlacePools,
     find_pool,
     holders,
     link_document,
     link_text,
     version_document,
 )
-from portus.client.fate import Link, State
-from portus.client.held import missing, unheld
-from portus.client.host import HostPool
+from portus.client.files.fate import Fate, FileLink
+from portus.client.files.held import missing, unheld
+from portus.client.files.host import HostPool
 from portus.errors import MediumError
 from portus.index.catalogue import Catalogue
 from portus.index.directory import on_disk
 from portus.index.groups import Group, groups_of
-from portus.index.place import Place
+from portus.index.place import Place, PlaceKind
 from portus.index.pool import PoolReader, read_failure
 from portus.spec import VersionInfo
 
 NEWEST: Final = 10
 """Versions of a model that are listed, unless all are asked for."""
 
-Holders = dict[bytes, list[Link]]
+Holders = dict[bytes, list[FileLink]]
 
 
 def run(pool: str | None, every: bool, output: Output) -> int:
     """List; the exit code."""
     documents: list[Json] = []
     infos: list[tuple[Place, VersionInfo]] = []
-    with Pools(find_pool(pool)) as pools:
+    where = find_pool(pool, mirrors=True)
+    if where.kind is PlaceKind.MIRROR:
+        return mirrored.ls(where, every, NEWEST, output)
+    with PlacePools(where) as pools:
         for place, reader, catalogue in pools.catalogues():
             path = place.path
-            held = _holders(place, catalogue, output)
+            held = _holders(place, reader, catalogue, output)
             size = reader.medium.size
             failure = read_failure(reader.medium)
             document = _document(catalogue, held)
@@ -107,12 +111,12 @@ def _space(reader: PoolReader, gone: Collection[int]) -> _Space:
 def _let_go_of(catalogue: Catalogue, held: Holders) -> set[int]:
     """Versions whose files are all deleted."""
     links = [link for each in held.values() for link in each]
-    return unheld(links, catalogue, {State.DELETED})
+    return unheld(links, catalogue, {Fate.DELETED})
 
 
-def _holders(pool: Place, catalogue: Catalogue, output: Output) -> Holders:
+def _holders(pool: Place, reader: PoolReader, catalogue: Catalogue, output: Output) -> Holders:
     try:
-        return holders(pool, catalogue)
+        return holders(pool, catalogue, reader)
     except MediumError as error:  # who may read a pool need not be let into its neighbour
         output.note(f"portus: reference files are not listed: {said(error)}")
         return {}

@@ -15,6 +15,7 @@ from portus.index.pool import PoolReader
 from portus.media.dax import DeviceFacts, device_facts, open_device
 from portus.media.lock import ProcessLocks
 from portus.media.pmem import processor
+from portus.media.private import Tells, tells
 from portus.transport import native
 from portus.transport.cuda import Driver, driver
 
@@ -49,6 +50,7 @@ class Machine:
         yield from self.rdma()
         yield from self.gpus()
         yield self.helper()
+        yield self.shelves()
 
     def dax_devices(self) -> Iterator[Found]:
         """Each DAX device, whether a driver serves it or not."""
@@ -133,6 +135,14 @@ class Machine:
         text = "not in use: copies are made by Python, and slow small-step training more"
         return Found("copy helper", "-", text, "install a C compiler, and portus-checkpoint again")
 
+    def shelves(self) -> Found:
+        """How a shelf finds what was changed in its views."""
+        how = tells()
+        if how is not Tells.NOTHING:
+            return Found("shelf", how.value, "reports which pages of an array were changed")
+        text = "this system does not report which pages were changed: each commit compares all"
+        return Found("shelf", "-", text)
+
 
 def _device_text(facts: DeviceFacts) -> tuple[str, str]:
     kind = "VOLATILE (no NVDIMM namespace)" if facts.volatile else "persistent"
@@ -205,7 +215,7 @@ def _device_memory_text(why_no_dmabuf: str, *, peer: bool) -> tuple[str, str]:
 
 def _driver(root: Path) -> str:
     line = _text(root / "proc/driver/nvidia/version").partition("\n")[0]
-    return line.removeprefix("NVRM version: ").strip() or "its driver says nothing"
+    return line.removeprefix("NVRM version: ").strip() or "its driver reports nothing"
 
 
 def _cpu_flags(root: Path) -> frozenset[str]:

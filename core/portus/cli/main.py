@@ -9,6 +9,8 @@ from typing import Final
 
 _NEEDED: Final = {
     **dict.fromkeys(("msgspec", "numpy", "rich", "typer", "xxhash"), "cli"),
+    "matplotlib": "plot",
+    "obstore": "mirror",
     "prometheus_client": "metrics",
 }
 """Which extra installs what, and Portus with it."""

@@ -11,8 +11,8 @@ from portus.index.place import Place
 
 def run(path: str, pool: str | None, output: Output) -> int:
     """Materialise; the exit code, that of the first file of which it could not be done."""
-    from portus.client.materialize import materialize_all
-    from portus.client.resolve import POOLS
+    from portus.client.leaving.materialize import materialize_all
+    from portus.client.loading.resolve import POOLS
 
     if pool is not None:
         POOLS.allow(Place.named(pool, "--pool"))

@@ -33,11 +33,10 @@ INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 
 EXIT_CODES: Final = (
-    "Exit codes: 0 all is well; 1 damage was found; 2 the call must be changed; 3 nothing is lost, "
-    "but something is to be put right, which opening the pool for writing does; 4 a scrub found "
-    "damage; 74 the machine "
-    "refused (no space, no permission, a failing disk); 75 somebody holds the pool, or it changed "
-    "meanwhile: try again; 130 interrupted."
+    "Exit codes: 0 success; 1 damage was found; 2 wrong usage: change the call; 3 nothing is lost, "
+    "but a repair is pending, which the next writer of the pool makes; 4 a scrub found damage; "
+    "74 the machine refused (no space, no permission, a failing disk); 75 another process holds "
+    "the pool, or changed it meanwhile: try again; 130 interrupted."
 )
 
 _CODES: Final[tuple[tuple[type[PortusError], int], ...]] = (

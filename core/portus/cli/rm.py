@@ -6,47 +6,62 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 
+from portus.cli import mirrored
+from portus.cli.grouped import FoundGroup, find_groups, ranks_text
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import (
     Found,
-    holders,
+    PlacePools,
+    aimed,
     link_text,
     open_pools,
     reference_at,
     version_document,
 )
-from portus.client.fate import State
-from portus.client.host import HostPool
-from portus.client.keeper import Keeper, keeper_of
+from portus.client.files.fate import Fate, FileLink
+from portus.client.files.host import HostPool
+from portus.client.files.keeper import Keeper, keeper_of
+from portus.client.files.pins import check_unpinned
 from portus.errors import UsageError
 from portus.format.reference import Reference
 from portus.index.directory import WRITERS
+from portus.index.keep import Keep
+from portus.index.place import PlaceKind
 from portus.index.pool import PoolWriter
+from portus.mirror.address import is_store
 
 WAIT_S = 1.0
 """How long to wait for the writer of a pool: a trainer holds it as long as it runs."""
 
 
 def run(
-    target: str, pool: str | None, *, yes: bool, force: bool, keep: int | None, output: Output
+    target: str, pool: str | None, *, yes: bool, force: bool, keep: str | None, output: Output
 ) -> int:
-    """Remove; the exit code. keep: of a model, that many of the newest versions stay."""
+    """Remove; the exit code. keep: of a model, what this says stays, see ``Keep.parse``."""
+    kept = None if keep is None else Keep.parse(keep)
+    target, pool = aimed(target, pool)
     reference = reference_at(target)
     if reference is not None and keep is not None:
         raise UsageError(f"--keep is for a model, and {target} is a reference file")
     if reference is not None:
         removed = _remove_file(os.path.abspath(target), reference, pool)
+        _say(removed, output)
     else:
-        removed = _remove_versions(target, pool, yes=yes, force=force, keep=keep, output=output)
-    for each in removed:
-        output.line(f"removed {each['model']}@{each['step']} (version {each['id']})")
+        removed = _remove_versions(target, pool, yes=yes, force=force, keep=kept, output=output)
     size = sum(int(str(each["size"])) for each in removed)
-    output.line(
-        f"{count_text(len(removed), 'version')} let go of, {size_text(size)} or less; the pool "
-        f"file keeps its size, and has holes where the file system allows"
+    then = (
+        "the run that mirrors there, or portus gc, deletes the objects a day later"
+        if pool is not None and is_store(pool)
+        else "the pool file keeps its size, and has holes where the file system allows"
     )
+    output.line(f"{count_text(len(removed), 'version')} removed, {size_text(size)} or less; {then}")
     output.document({"removed": list(removed)})
     return 0
+
+
+def _say(removed: list[dict[str, Json]], output: Output) -> None:
+    for each in removed:
+        output.line(f"removed {each['model']}@{each['step']} (version {each['id']})")
 
 
 @contextlib.contextmanager
@@ -88,21 +103,29 @@ def _remove_file(path: str, reference: Reference, pool: str | None) -> list[dict
 
 
 def _remove_versions(
-    target: str, pool: str | None, *, yes: bool, force: bool, keep: int | None, output: Output
+    target: str, pool: str | None, *, yes: bool, force: bool, keep: Keep | None, output: Output
 ) -> list[dict[str, Json]]:
-    with open_pools(pool, target) as pools:
-        found = pools.select(target)
+    with open_pools(pool, target, mirrors=True) as pools:
+        found, groups = _selected(pools, target)
+        if groups:
+            _check_groups(pools, groups, target, force=force, keep=keep)
+        models = {each.group.model for each in groups} or {each.info.model for each in found}
         if keep is not None:
             found = _beyond(found, target, keep, force=force, output=output)
         elif not force:
             _check_unheld(found)
+        else:
+            _check_unpinned(found)
     if not found:
         return []
-    whole = keep is None and all(each.info.model == target for each in found)
     question = f"Remove {count_text(len(found), 'version')}, all of {target}?"
+    whole = keep is None and models == {target}
     if whole and not yes and not output.ask(question):
-        raise UsageError(f"nothing was removed: say --yes for all of {target}, or {target}@STEP")
+        raise UsageError(f"nothing was removed: use --yes for all of {target}, or {target}@STEP")
     for place in dict.fromkeys(each.pool for each in found):
+        if place.kind is PlaceKind.MIRROR:
+            mirrored.let_go(place, found, force=force)
+            continue
         ids = [each.info.id for each in found if each.pool == place]
         if place.is_host:
             tokens = {each.info.token.hex() for each in found if each.pool == place}
@@ -115,42 +138,104 @@ def _remove_versions(
             keeper.renounce(ids)
             writer.retire(ids)
             keeper.deleted()  # forgets the links of what is gone
-    return [version_document(each.info) for each in found]
+    removed = [version_document(each.info) for each in found]
+    for group in groups:
+        output.line(f"removed {group.group.model}@{group.group.step}: {ranks_text(group.group)}")
+    _say([] if groups else removed, output)
+    return removed
+
+
+def _selected(pools: PlacePools, target: str) -> tuple[list[Found], list[FoundGroup]]:
+    """The versions that go, and the groups if they are parts: then the first rank's come last, by
+    which a run finds the others, if this is cut off. Raises ``UsageError``."""
+    try:
+        return pools.select(target), []
+    except UsageError:
+        groups = find_groups(pools, target)
+        if not groups:
+            raise
+    ranked = [(rank, part) for group in groups for rank, part in group.parts.items()]
+    return [part for _, part in sorted(ranked, key=lambda pair: -pair[0])], groups
+
+
+def _check_groups(
+    pools: PlacePools, groups: list[FoundGroup], target: str, *, force: bool, keep: Keep | None
+) -> None:
+    """Raise ``UsageError`` if these groups may not go."""
+    model = groups[0].group.model
+    if keep is not None:
+        raise UsageError(
+            f"--keep is for a model that one process saves, and {model} is sharded: remove its "
+            f"steps, {model}@STEP, or give keep= to the writer"
+        )
+    if model == target:
+        return
+    every = [each.group for each in find_groups(pools, model) if each.group.is_complete]
+    if not force and every and any(each.group.id == every[-1].id for each in groups):
+        instead = f"step {every[-2].step}" if len(every) > 1 else "nothing"
+        raise UsageError(
+            f"{target} is the newest complete group of {model}: a load, and a fresh node, would "
+            f"begin with {instead}. To remove it all the same, use --force"
+        )
 
 
 def _beyond(
-    found: list[Found], model: str, keep: int, *, force: bool, output: Output
+    found: list[Found], model: str, keep: Keep, *, force: bool, output: Output
 ) -> list[Found]:
-    """All but the newest ``keep`` versions, and but what files hold, which is said."""
+    """All but what ``keep`` says, and but what files hold, which is said."""
     if any(each.info.model != model for each in found):
         raise UsageError(f"--keep is for a model, and {model} names a step")
-    beyond = sorted(found, key=lambda each: (each.info.time_ns, each.info.commit))[:-keep]
-    held = [] if force else [each for each in beyond if _is_held(each)]
+    ordered = _in_order(found)
+    staying = {id(info) for info in keep.staying([each.info for each in ordered])}
+    beyond = [each for each in ordered if id(each.info) not in staying]
+    held = [each for each in beyond if _is_held(each, force=force)]
     if held:
         steps = ", ".join(str(each.info.step) for each in held)
         output.line(f"held by files, and kept: {count_text(len(held), 'version')}, steps {steps}")
     return [each for each in beyond if each not in held]
 
 
-def _is_held(found: Found) -> bool:
+def _in_order(found: list[Found]) -> list[Found]:
+    """Those of one pool file in the order of their commits, also if its clock went back; those of
+    several, which come file by file, by time."""
+    latest: dict[str, int] = {}
+    timed = []
+    for each in found:
+        latest[each.path] = max(each.info.time_ns, latest.get(each.path, 0))
+        timed.append((latest[each.path], each.info.commit, each))
+    return [each for _, _, each in sorted(timed, key=lambda row: row[:2])]
+
+
+def _is_held(found: Found, *, force: bool) -> bool:
     try:
-        _check_unheld([found])
+        (_check_unpinned if force else _check_unheld)([found])
     except UsageError:
         return True
     return False
 
 
+def _check_unpinned(found: list[Found]) -> None:
+    for each in found:
+        if each.pool.kind is not PlaceKind.MIRROR:
+            check_unpinned(each.pool, each.reader, [each.info])
+
+
 def _check_unheld(found: list[Found]) -> None:
+    _check_unpinned(found)
     for each in found:
         if each.pool.is_host:
             raise UsageError(
-                f"{each.info.model}@{each.info.step}: whether reference files lead to it is known "
-                f"to the trainers that wrote them, not to the host: say --force if none does"
+                f"{each.info.model}@{each.info.step}: the host cannot tell whether reference "
+                "files lead to it, only the trainers that wrote them can: use --force if none "
+                "does"
             )
-        links = holders(each.pool, each.reader.catalogue()).get(each.info.token, [])
-        held = [link_text(link) for link in links if link.state is not State.DELETED]
+        held = [
+            link_text(link)
+            for link in each.held()
+            if not isinstance(link, FileLink) or link.state is not Fate.DELETED
+        ]
         if held:
             raise UsageError(
-                f"{each.info.model}@{each.info.step} is held by {', '.join(held)}: "
-                f"portus rm that path, or say --force"
+                f"{each.info.model}@{each.info.step} is held by {', '.join(held)}: run portus "
+                "rm on that path, or use --force"
             )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -10,18 +13,25 @@ from portus.cli.grouped import FoundGroup, cuts_of, find_groups, group_document,
 from portus.cli.output import Json, Output, age_text, count_text, moment_text, size_text
 from portus.cli.pools import (
     Found,
-    holders,
+    Holder,
+    aimed,
     link_document,
     link_text,
     open_pools,
     version_document,
 )
-from portus.client.fate import Link
-from portus.client.tree import decode, distinct, leaf_nodes, tensor_index
+from portus.client.loading.contents import Storages, tensor_bytes
+from portus.client.state.tree import decode, distinct, leaf_nodes, tensor_index
+from portus.errors import CorruptionError
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import Kind
+from portus.index.log import logged
+from portus.index.place import PlaceKind
 from portus.index.records import VersionRecord, decode_layout
 from portus.spec import TensorSpec
+
+_BATCHES: Final = {"batch": "tables", "dense_batch": "dense part"}
+"""What protected tables call the numbers of their batches."""
 
 _VALUE_MAX: Final = 60
 """Characters of a value that are shown to people."""
@@ -29,7 +39,8 @@ _VALUE_MAX: Final = 60
 
 def run(target: str, pool: str | None, output: Output) -> int:
     """Show; the exit code."""
-    with open_pools(pool, target) as pools:
+    target, pool = aimed(target, pool)
+    with open_pools(pool, target, mirrors=True) as pools:
         groups = find_groups(pools, target)
         if groups:
             _show_groups(target, groups, output)
@@ -98,36 +109,63 @@ def _say_group(found: FoundGroup, document: dict[str, Json], output: Output) -> 
 
 
 def _show_model(model: str, found: list[Found], output: Output) -> None:
-    held = [_links(each) for each in found]
+    held = [each.held() for each in found]
+    unique = _unique(found)
     rows = [
         (
             str(each.info.step),
+            str(each.info.id),
             str(each.info.commit),
             age_text(each.info.time_ns) + (", inexact" if each.info.inexact else ""),
             size_text(each.info.size),
+            size_text(unique[each]) if each in unique else "",
             ", ".join(map(link_text, links)),
         )
         for each, links in zip(found, held, strict=True)
     ]
     for path in dict.fromkeys(each.path for each in found):
         output.line(f"{model} in {path}")
-    output.table((">STEP", ">COMMIT", "SAVED", ">SIZE", "REFERENCES"), rows)
+    output.table((">STEP", ">ID", ">COMMIT", "SAVED", ">SIZE", ">UNIQUE", "REFERENCES"), rows)
     versions: list[Json] = [
-        {**_identity(each), "references": [link_document(link) for link in links]}
+        {
+            **_identity(each),
+            "unique": unique.get(each),
+            "references": [link_document(link) for link in links],
+        }
         for each, links in zip(found, held, strict=True)
     ]
     output.document({"model": model, "versions": versions})
 
 
+def _unique(found: list[Found]) -> dict[Found, int]:
+    """Bytes that only one version reaches. Of a mirror it is not known."""
+    here = [each for each in found if each.pool.kind is not PlaceKind.MIRROR]
+    readers = {each.path: each.reader for each in here}
+    sizes = {path: reader.unique_bytes() for path, reader in readers.items()}
+    return {each: sizes[each.path].get(each.info.id, 0) for each in here}
+
+
 def _show_version(found: Found, output: Output) -> dict[str, Json]:
     reader = found.reader
-    with reader.pinned(found.info.id) as entry:
+    with reader.pinned(found.entry.info.id) as entry:
         record = reader.record(entry)
         tensors = decode_layout(reader.payload(record.layout, Kind.LAYOUT))
-        root = decode(bytes(reader.payload(record.tree, Kind.TREE)))
+        changed = logged(reader.medium, record)
+        root = decode(changed.tree or bytes(reader.payload(record.tree, Kind.TREE)))
+        batches = _batches(tensors, Storages(reader, record, changed))
     paths, nodes = _leaves(root)
-    links = _links(found)
-    _say_head(found, record, links, output)
+    links = found.held()
+    unique = _unique([found]).get(found)
+    _say_head(found, record, links, unique, output)
+    if record.log is not None:
+        text = "1 entry" if changed.entries == 1 else f"{changed.entries} entries"
+        output.line(f"log     {text}, in {size_text(record.log.extent.length)}")
+    if batches:
+        output.line(
+            f"batch   {', '.join(f'{each} of the {name}' for name, each in batches.items())}"
+        )
+    if record.log is not None or batches:
+        output.line()
     held: dict[int, str] = {}
     rows: list[tuple[str, ...]] = []
     for path, node in zip(paths, nodes, strict=True):
@@ -140,6 +178,9 @@ def _show_version(found: Found, output: Output) -> dict[str, Json]:
     return {
         **_identity(found),
         "shared": _shared(record),
+        "unique": unique,
+        "changes": changed.entries,
+        "batches": batches,
         "references": [link_document(link) for link in links],
         "tensors": [_tensor_document(spec, record) for spec in tensors],
         "leaves": [
@@ -150,12 +191,22 @@ def _show_version(found: Found, output: Output) -> dict[str, Json]:
     }
 
 
-def _links(found: Found) -> list[Link]:
-    return holders(found.pool, found.reader.catalogue()).get(found.info.token, [])
-
-
 def _identity(found: Found) -> dict[str, Json]:
     return {**version_document(found.info), "pool": found.path}
+
+
+def _batches(tensors: Sequence[TensorSpec], storages: Storages) -> dict[str, Json]:
+    """Of protected tables, up to which batch they and the dense part are: a step is that of the
+    version, and its log goes on. Nothing of other versions, and of damaged ones."""
+    specs = {each.name: each for each in tensors if each.dtype == "int64" and not each.shape}
+    if _BATCHES.keys() - specs.keys():
+        return {}
+    found: dict[str, Json] = {}
+    with contextlib.suppress(CorruptionError):
+        for name, said in _BATCHES.items():
+            [data] = tensor_bytes(storages, specs[name], tempfile.gettempdir())
+            found[said] = int.from_bytes(data, "little", signed=True)
+    return found
 
 
 def _leaves(root: object) -> tuple[list[str], list[object]]:
@@ -163,16 +214,27 @@ def _leaves(root: object) -> tuple[list[str], list[object]]:
     return distinct([path for path, _ in found]), [node for _, node in found]
 
 
-def _say_head(found: Found, record: VersionRecord, links: list[Link], output: Output) -> None:
+def _say_head(
+    found: Found,
+    record: VersionRecord,
+    links: Sequence[Holder],
+    unique: int | None,
+    output: Output,
+) -> None:
     info, shared = found.info, _shared(record)
     output.line(f"{info.model}@{info.step} in {found.path}")
     output.line(f"saved   {moment_text(info.time_ns)} ({age_text(info.time_ns)})")
     told = f", of which {size_text(shared)} shared with older versions" if shared else ""
     storages = count_text(len(record.storages), "storage")
     output.line(f"size    {size_text(info.size)} in {storages}{told}")
+    if unique is not None:
+        output.line(f"unique  {size_text(unique)}, which no other version has")
     output.line(f"id      {info.id}, commit {info.commit}, token {info.token.hex()}")
     if info.inexact:
-        output.line("inexact another process wrote a part of it while that was copied")
+        output.line("inexact another process wrote parts of it during the copy")
+    if info.metrics:
+        scores = ", ".join(f"{name} {value:g}" for name, value in sorted(info.metrics.items()))
+        output.line(f"metrics {scores}")
     for link in links:
         output.line(f"held by {link_text(link)}")
     output.line()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from portus.cli.output import (
     FOUND,
@@ -20,14 +21,16 @@ from portus.cli.output import (
     said,
     size_text,
 )
-from portus.cli.pools import find_pool, open_pools
+from portus.cli.pools import aimed, find_pool, open_pools
 from portus.cli.progress import Progress, bar
-from portus.client.home import open_place
-from portus.errors import PortusError, UsageError
+from portus.client.files.home import open_place
+from portus.errors import CorruptionError, PortusError, UsageError
 from portus.index.check import RULES, Finding, Look, Severity, check_file, check_medium
 from portus.index.directory import pools_at
 from portus.index.place import Place
 from portus.index.scrub import scrub
+from portus.mirror.address import is_store, parse
+from portus.mirror.mirrors import Mirrors
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
@@ -36,10 +39,13 @@ Only = Callable[[VersionInfo], bool]
 
 @dataclass(slots=True)
 class Verdict:
-    """What the check of one pool file said. ``size``: bytes that were read and compared."""
+    """What the check of one pool file said. ``size``: bytes that were read and compared.
+    ``removed``: how many of ``versions`` the newest commit has no more. A pool keeps the commit
+    before the newest one, so a check reads versions that ``portus ls`` does not list."""
 
     path: str
     versions: int = 0
+    removed: int = 0
     size: int = 0
     passed_s: float = 0.0
     findings: list[Finding] = field(default_factory=list)
@@ -58,7 +64,7 @@ class Verdict:
     @property
     def result(self) -> str:
         """For people."""
-        return {FOUND: "DAMAGED", MEND: "TO BE PUT RIGHT"}.get(self.code, "healthy")
+        return {FOUND: "DAMAGED", MEND: "NEEDS REPAIR"}.get(self.code, "healthy")
 
 
 def run(
@@ -68,18 +74,70 @@ def run(
     verdicts = []
     if target is not None and pool is None and is_address(target):
         target, pool = None, target
+    elsewhere = _of_mirror(target, pool)
+    if elsewhere is not None:
+        if bytes_per_s is not None:
+            raise UsageError(
+                f"{elsewhere[1]}: scrub takes pools only; portus verify reads a mirror"
+            )
+        for verdict in _verified_mirror(*elsewhere):
+            verdicts.append(verdict)
+            _say(verdict, output)
+        return _ended(verdicts, elsewhere[1], output)
     for chosen, only in _chosen(target, pool):
         with bar(os.path.basename(chosen.path)) as advanced:
             verdict = _verify(chosen, only, advanced, output, bytes_per_s)
         verdicts.append(verdict)
         _say(verdict, output)
+    return _ended(verdicts, pool, output)
+
+
+def _ended(verdicts: Sequence[Verdict], pool: str | None, output: Output) -> int:
     if not verdicts:
-        raise UsageError(f"{find_pool(pool)}: there is no pool to verify; nothing was saved there")
+        where = find_pool(pool, mirrors=True)
+        raise UsageError(f"{where}: there is no pool to verify; nothing was saved there")
     codes = [verdict.code for verdict in verdicts]
     healthy = not any(codes)
     output.document({"healthy": healthy, "pools": [_document(each) for each in verdicts]})
     damaged = any(each.code == FOUND and each.error is None for each in verdicts)
     return FOUND if damaged else max(codes, default=0)
+
+
+def _of_mirror(target: str | None, pool: str | None) -> tuple[str | None, str] | None:
+    """What is meant in which mirror; None for a pool. A URL that is the mirror's own has it all."""
+    if target is None or pool is not None:
+        return (target, pool) if pool is not None and is_store(pool) else None
+    if not is_store(target):
+        return None
+    with Mirrors(parse(target)) as mirrors:
+        if mirrors.models():
+            return None, target
+    target, url = aimed(target, None)
+    assert url is not None
+    return target, url
+
+
+def _verified_mirror(target: str | None, url: str) -> Iterator[Verdict]:
+    """Each version of the mirrors at ``url``, or those that ``target`` means, by itself: a manifest
+    that is damaged says nothing of others."""
+    with open_pools(url, target, mirrors=True) as pools:
+        for found in pools.versions() if target is None else pools.select(target):
+            verdict = Verdict(f"{found.path}: {found.info.model}@{found.info.step}", 1)
+            start = time.monotonic()
+            try:
+                with bar(f"{found.info.model}@{found.info.step}") as advanced:
+                    progress = partial(_count, verdict, advanced)
+                    look = Look(progress=progress)
+                    verdict.findings = check_medium(found.reader.medium, found.reader.locks, look)
+            except PortusError as error:
+                verdict.error = error
+            verdict.passed_s = time.monotonic() - start
+            yield verdict
+
+
+def _count(verdict: Verdict, advanced: Progress, done: int, total: int) -> None:
+    verdict.size = done
+    advanced(done, total)
 
 
 def _chosen(target: str | None, pool: str | None) -> Iterator[tuple[Place, Only]]:
@@ -101,16 +159,15 @@ def _verify(
 ) -> Verdict:
     verdict, start = Verdict(pool.path), time.monotonic()
 
-    def progress(done: int, total: int) -> None:
-        verdict.size = done
-        advanced(done, total)
+    ids: set[int] = set()
 
     def counted(info: VersionInfo) -> bool:
         wanted = only(info)
-        verdict.versions += wanted
+        if wanted:
+            ids.add(info.id)
         return wanted
 
-    look = Look(progress=progress, only=counted)
+    look = Look(progress=partial(_count, verdict, advanced), only=counted)
     try:
         with contextlib.ExitStack() as stack:
             # A file is opened by the check: a pool whose first pages are damaged has findings too.
@@ -122,10 +179,19 @@ def _verify(
                 verdict.findings = check_medium(reader.medium, reader.locks, look)
             else:
                 verdict.findings = check_file(pool.path, look)
+        verdict.removed = _removed(pool, ids)
     except PortusError as error:
         verdict.error = error
+    verdict.versions = len(ids)
     verdict.passed_s = time.monotonic() - start
     return verdict
+
+
+def _removed(pool: Place, ids: set[int]) -> int:
+    """How many of the versions the newest commit that can be read has no more."""
+    with contextlib.suppress(CorruptionError), closing(open_place(pool)) as reader:
+        return len(ids - reader.catalogue().ids())
+    return 0
 
 
 def _tell(pool: Place, finding: Finding, output: Output) -> None:
@@ -140,8 +206,13 @@ def _say(verdict: Verdict, output: Output) -> None:
     for finding in verdict.findings:
         output.line(f"{finding.severity.value} {finding}")
     speed = verdict.size / max(verdict.passed_s, 1e-9)
+    removed = (
+        f" ({verdict.removed} of them removed by the newest commit, and kept until the next one)"
+        if verdict.removed
+        else ""
+    )
     output.line(
-        f"{verdict.path}: {verdict.result}; {count_text(verdict.versions, 'version')}, "
+        f"{verdict.path}: {verdict.result}; {count_text(verdict.versions, 'version')}{removed}, "
         f"{size_text(verdict.size)} read in {verdict.passed_s:.1f} s "
         f"({size_text(int(speed))}/s)"
     )
@@ -152,6 +223,7 @@ def _document(verdict: Verdict) -> dict[str, Json]:
         "path": verdict.path,
         "healthy": verdict.code == 0,
         "versions": verdict.versions,
+        "removed": verdict.removed,
         "size": verdict.size,
         "seconds": round(verdict.passed_s, 3),
         "error": None if verdict.error is None else error_document(verdict.error),

@@ -5,28 +5,33 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import operator
 import os
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from portus.client import clock, nested, order, restore, view
-from portus.client.fence import Fence, before_write, steps_seen
-from portus.client.held import held_in
-from portus.client.home import Home, Pool, home_of
-from portus.client.keeper import Keeper
-from portus.client.removals import Removal, Removals
-from portus.client.resolve import POOLS
-from portus.client.restore import Patterns, Rename, Restored
-from portus.client.settings import Settings, SettingsDict
-from portus.client.snapshot import SnapshotMode, Snapshots, name_of
-from portus.client.state import FlatState
+from portus.client.fence import clock
+from portus.client.fence.fence import Fence, before_write, steps_seen
+from portus.client.fence.snapshot import SnapshotMode, Snapshots, name_of
+from portus.client.files import order
+from portus.client.files.home import FileHome, Home, Pool, home_of
+from portus.client.files.keeper import Keeper
+from portus.client.files.opened import RunPool
+from portus.client.files.removals import Removal, Removals
+from portus.client.files.run_mirror import Mirroring
+from portus.client.files.surplus import Surplus, versions_of
+from portus.client.job import preemption
+from portus.client.job.journal import Journal
+from portus.client.job.reports import Reports
+from portus.client.job.settings import Settings, SettingsDict, mirror_of, say_unmirrored
+from portus.client.leaving import nested
+from portus.client.loading import restore, view
+from portus.client.loading.resolve import POOLS
+from portus.client.loading.restore import Patterns, Rename, Restored
+from portus.client.state.state import FlatState
+from portus.client.wanted import References, WantedSave, check_model
 from portus.errors import (
     AbandonedError,
     CorruptionError,
@@ -36,18 +41,20 @@ from portus.errors import (
     TransportError,
     UsageError,
 )
-from portus.format.layout import Kind
 from portus.format.reference import Reference
+from portus.index.groups import part_of
+from portus.index.keep import Keep
 from portus.index.place import Place
 from portus.index.pool import PoolReader, PoolWriter
 from portus.index.records import VersionEntry
 from portus.media import calls
+from portus.mirror.address import StoreAddress
 from portus.pipeline.audit import Auditor
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.queue import Queue, Turn
 from portus.pipeline.run import Policy, Save
-from portus.spec import TensorSpec, VersionInfo
+from portus.spec import VersionInfo
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,9 +63,6 @@ _log: Final = logging.getLogger("portus")
 
 Result = TypeVar("Result")
 
-References = Mapping[str, str | None]
-"""Absolute paths of reference files, and the part of the state that each leads to (None: all)."""
-
 _RECORDS: Final = 1 << 20
 """Bytes of room for the records of a version, roughly."""
 
@@ -66,9 +70,10 @@ _RECORDS: Final = 1 << 20
 class Checkpointer:
     """Saves the state of a training run to a pool, and loads it back.
 
-    ``save`` returns at once; the bytes are copied straight from the tensors while training goes
-    on, and an optimizer's step waits until what it is going to write has been copied. One save is
-    in flight and one queued; a third call waits. Use it as a context manager, or close it.
+    ``save`` returns at once. A thread then copies the bytes straight from the tensors while
+    training continues, and an optimizer's step waits until the tensors that it writes have been
+    copied. One save can be in flight and one queued; a third call blocks. Use it as a context
+    manager, or close it.
 
     pool: a pool file; a pool directory (one file for each model in it, made at the first save); a
         DAX device (``/dev/dax0.0``; a blank one becomes a pool at the first save); or the address
@@ -76,19 +81,20 @@ class Checkpointer:
         ``portus+unix:///path.sock``). None: ``$PORTUS_POOL``, else ``.portus`` in the current
         directory.
     model: a name for the run (or for this rank's part of it).
-    keep: newest versions kept; older ones are retired by the commit that makes them surplus. A
-        version that a reference file leads to is kept besides. None keeps all.
-    links: with a storage host, the directory of this machine that tells living reference files
-        from deleted ones; None: ``.portus`` in the current directory.
+    keep: which versions to keep: a number (the newest ones), or a ``portus.Keep``; None keeps all.
+        A commit retires the others. A version that a reference file leads to is also kept, until
+        that file is removed, and longer if ``every``, ``within`` or ``best`` want it.
+    links: with a storage host, a local directory with a hard link to each reference file, which
+        shows whether the file was deleted; None: ``.portus`` in the current directory.
     settings: how to save, and what to do about failures: see ``portus.Settings``.
 
-    A pool file has one writer process: an existing one is locked here. Raises ``BusyError`` naming
-    the holder, ``MediumError``, ``CorruptionError``, ``UsageError``. Threads may share it; a
-    forked child may not use it.
+    A pool file has one writer process: the constructor locks an existing one. It raises
+    ``BusyError``, which names the holder, ``MediumError``, ``CorruptionError``, ``UsageError``.
+    Threads may share a ``Checkpointer``; a forked child may not use it.
 
-    A signal handler may have interrupted a call of Portus in its own thread. In there ``save``
-    writes a real torch file at ``reference``, durable when it returns; loads find what is committed
-    by then; a removal is queued; what would have to wait raises ``UsageError``.
+    In a signal handler that interrupted a call of Portus, ``save`` writes a real torch file at
+    ``reference``, which is durable when it returns. Loads see what is committed by then, removals
+    are queued, and calls that would have to wait raise ``UsageError``.
     """
 
     @calls.entry
@@ -97,63 +103,96 @@ class Checkpointer:
         pool: str | os.PathLike[str] | None = None,
         model: str = "default",
         *,
-        keep: int | None = 2,
+        keep: int | Keep | None = 2,
         links: str | None = None,
         **settings: Unpack[SettingsDict],
     ) -> None:
-        _check_model(model)
-        check_keep(keep)
+        check_model(model)
+        self._keep: Final = Keep.of(keep)
         self.settings: Final = Settings(**settings)
         """How it saves and loads."""
         self.model: Final = model
         max_bytes = self.settings.max_bytes
-        self._home: Final[Home] = home_of(Place.named(pool), model, max_bytes, links)
+        self._home: Final[Home] = home_of(
+            Place.named(pool), model, max_bytes, links, self.settings.durable
+        )
         self.surplus: Callable[[Sequence[VersionInfo]], Collection[int]] | None = None
-        """In place of ``keep``: which versions, by id, the next commit retires, if no reference
-        file holds them. For parts of groups, where others have a say. Runs on the worker."""
+        """Replaces ``keep``: returns the ids of the versions that the next commit retires, unless
+        a reference file holds them. For parts of groups, which other ranks decide on too. Runs on
+        the worker."""
         self.is_heard_of = False
-        """True where a save that failed is raised by who asked for it, on all ranks, in the next
-        save: then ``save`` raises it not, on one of them."""
-        self._keep: Final = keep
+        """True if the caller raises a failed save in the next save, on all ranks. Then ``save``
+        does not raise it on one rank alone."""
+        self.on_commit: Callable[[VersionInfo], None] | None = None
+        """Called with each committed version, on the worker. Must not raise."""
         self._process: Final = os.getpid()
         self._snapshots: Final = Snapshots(model, SnapshotMode(self.settings.snapshot))
         self._queue: Final = Queue(f"portus-{model}")
-        self._opening: Final = threading.RLock()
-        self._writer: Pool | None = None
-        self._keeper: Keeper | None = None
-        self._before: Before | None = None
-        self._failed: Final[deque[Save | RefusedSave]] = deque()
-        self._given_up: AbandonedError | None = None
-        """The first save that was given up, if none was committed before it was logged."""
+        self._surplus: Final = Surplus(model, self._keep, self._home)
+        self._pool: Final = RunPool(
+            self._home, model, self._keep, self._mirrored(), _registers(weakref.ref(self))
+        )
+        self._reports: Final = Reports(self.settings.on_error)
         self._last: Save | None = None
         self._asked: Save | RefusedSave | nested.WrittenSave | None = None
         self._auditor: Final = Auditor(self.settings.guard)
-        self._commits = 0
         self._removals: Final = Removals()
         self._newest_is_file = False
         """True if the newest save is a torch file, written in a signal handler."""
         self._closed = False
         """Nothing is admitted any more; but see ``close``."""
         self._ended = False
-        self._created = False
-        self._moving = False
-        """True from when the pool has a successor until that is open."""
-        self._looking: Final = threading.RLock()
-        self._lookers = 0
-        """Threads that look at all pools now."""
-        self._let_go: frozenset[int] = frozenset()
-        """Versions that are surplus once the commit is made that is being made."""
         self._steps_at_last = -1
-        self._said_inexact = False
         self._fence: Final = Fence(self.settings.fence_timeout)
+        self._journal: Final = Journal(model) if self.settings.journal else None
         POOLS.allow(self._home.allowed)
+        if self._pool.mirroring is not None:
+            POOLS.allow_mirror(self._pool.mirroring.place)
         try:
             if self._home.exists():
-                self._open_if_there()
+                self._pool.open_if_there()
+            elif self._pool.mirroring is not None and self._pool.mirroring.has_versions():
+                self._pool.open_or_create()
         except BaseException:
             self._fence.close()
+            if self._pool.mirroring is not None:
+                self._pool.mirroring.close()
+            if self._journal is not None:
+                self._journal.close()
             raise
+        if self._journal is not None:
+            self._journal.on_first_step(_asks(weakref.ref(self._pool)))
         _OPEN.add(self)
+
+    @calls.entry
+    def mirror_by(self, mirroring: Mirroring) -> None:
+        """Let ``mirroring`` copy what is committed. Call it before the first save; ``close`` closes
+        it. If it cannot start, this is closed and the error raised."""
+        try:
+            self._pool.mirror_by(mirroring)
+        except BaseException:
+            self._close()
+            raise
+
+    def _mirrored(self) -> Mirroring | None:
+        address = mirror_of(self.settings)
+        if address is None:
+            return None
+        part = part_of(self.model)
+        if part is not None:  # of a part alone nothing could be gone on from
+            name, rank, _ = part
+            if rank == 0:
+                say_unmirrored(
+                    name, "it is a part that was saved on its own; portus.dcp mirrors whole groups"
+                )
+            return None
+        if not isinstance(self._home, FileHome):
+            why = f"it is on a storage host ({self.path}), whose mirror is that of the host"
+            if self.settings.mirror is not None:
+                raise UsageError(f"mirror: model {self.model!r}: {why}")
+            say_unmirrored(self.model, why)  # the variable is for all runs of this machine
+            return None
+        return Mirroring(address, self.model, self._keep, wait_s=self.settings.mirror_wait)
 
     def save(
         self,
@@ -163,28 +202,36 @@ class Checkpointer:
         reference: str | os.PathLike[str] | Mapping[str, str] | None = None,
         synchronous: bool = False,
         token: bytes | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
         """Save ``state`` as it is now: nested dicts and lists of tensors and plain values.
 
-        The tensors are not copied before this returns, unless something other than an optimizer's
-        step may write them; do not write them by hand before ``fence()`` or the next step.
+        Tensors of any shape and any dtype that torch stores densely, on CPU or CUDA. They stay the
+        caller's: Portus holds references to them until the copy has ended. Tensors that only an
+        optimizer's step writes are copied after this returns; do not write them by hand before
+        ``fence()`` or the next step. All others are copied before it returns.
 
-        reference: put a small file here that ``torch.load`` follows into the pool. On a new path
-            it is there when this returns; what is at an existing path is replaced at the commit.
-            A dict of paths puts a file at each, which leads to the value that ``state``, a dict,
-            has for the key given.
-        token: 16 bytes that name the version for ever, never used before; None makes some.
-        synchronous: copy everything, and return when the version is durable (or failed).
+        step: the training step of this state, an integer of 64 bits.
+        reference: a path, at which to put a small file that ``torch.load`` follows into the pool.
+            On a new path it exists when this returns; a file that exists already is replaced at
+            the commit. A dict from paths to keys of ``state`` puts a file at each path, which
+            leads to the value of that key.
+        token: 16 bytes, never used before, that name the version for ever; None draws them.
+        synchronous: copy everything, and return when the version is durable, or has failed.
+        metrics: named numbers of this version, stored with it, for ``Keep(best=)``.
 
-        Raises ``UsageError`` naming the key path of what cannot be saved. What fails later is on
-        the handle, and reported at the next call (``on_error``).
+        Blocks while two earlier saves are unfinished, for at most ``fence_timeout`` seconds. Raises
+        ``UsageError`` for a value that cannot be saved, with its key path. Later failures are on
+        the handle, and reported at the next call (see ``on_error``).
         """
         self._check_usable()
-        files = _references(reference, state)
-        wanted = _Wanted(_checked_step(step), files, synchronous, _checked(token))
+        wanted = WantedSave.of(
+            state, step,
+            reference=reference, synchronous=synchronous, token=token, metrics=metrics,
+        )  # fmt: skip
         return (self._save_nested if calls.is_nested() else self._save)(state, wanted)
 
-    def _save_nested(self, state: object, wanted: _Wanted) -> SaveHandle:
+    def _save_nested(self, state: object, wanted: WantedSave) -> SaveHandle:
         step = wanted.step
         if wanted.token is not None:
             raise calls.refused(f"save of step {step} under a token, perhaps as a part of a group")
@@ -193,7 +240,7 @@ class Checkpointer:
         return SaveHandle(save)
 
     @calls.marked
-    def _save(self, state: object, wanted: _Wanted) -> SaveHandle:
+    def _save(self, state: object, wanted: WantedSave) -> SaveHandle:
         start = time.perf_counter()
         self._report(is_save=True)
         step, synchronous = wanted.step, wanted.synchronous
@@ -206,13 +253,14 @@ class Checkpointer:
                 return SaveHandle(self._refuse(step, self._too_late(step, queue_s), queue_s))
             flat = self._snapshots.flatten(state)
             try:
-                writer, keeper = self._open_or_create()
+                writer, keeper = self._pool.open_or_create()
             except PortusError as error:
-                if self._writer is None:  # at the start it is raised, always (V8)
+                if self._pool.writer is None:  # at the start it is raised, always (V8)
                     raise
                 self._queue.dismiss(turn)
                 return SaveHandle(self._refuse(step, error, queue_s))
             save = self._begin(job, flat, wanted, writer, keeper)
+            save.asked_at(start)
             save.stats.queue_s = queue_s
             if save.over:
                 self._queue.dismiss(turn)
@@ -231,21 +279,21 @@ class Checkpointer:
 
     @calls.entry
     def prepare(self, size: int) -> None:
-        """Make the pool, and room in it for states of ``size`` bytes, in the background.
+        """Create the pool now, and room in it for states of ``size`` bytes in the background.
 
-        The first save is then as fast as later ones. If nothing is ever saved, ``close`` takes
-        the new pool away again. Raises what opening raises; a lack of room is left to the save.
+        The first save is then as fast as later ones. If nothing is ever saved, ``close`` removes
+        the new pool. Raises the errors of the constructor; the save reports a lack of space.
         """
         self._check_usable()
-        self._created = not self._home.exists()
-        self._open_or_create()
+        self._pool.created = not self._home.exists()
+        self._pool.open_or_create()
         self._queue.put(_Preparation(self, size))
 
     @contextlib.contextmanager
     def _pools_nested(self) -> Iterator[list[PoolReader]]:
-        """All pools of this one, opened anew: nothing that somebody may hold a lock of."""
+        """All pool files of this run, opened anew, so that no lock held elsewhere is needed."""
         self._check_usable()
-        paths = [] if self._writer is None else [*self._home.older().values(), self.path]
+        paths = [] if self._pool.writer is None else [*self._home.older().values(), self.path]
         with contextlib.ExitStack() as stack:
             opened = (view.PoolFile(Place.named(path)) for path in paths)
             files = [stack.enter_context(contextlib.closing(file)) for file in opened]
@@ -257,18 +305,27 @@ class Checkpointer:
 
     @calls.entry_or(_load_nested)
     def load(self, step: int | None = None, names: Patterns = None) -> object:
-        """The verified state of a step, or of the newest version, on the CPU.
+        """Load a step, or the newest version, and return its verified state, on the CPU.
 
-        names: shell patterns of key paths (``"model.*"``): only that part of the state. Waits for
-        saves in flight. Raises ``UsageError`` if there is no such version, or nothing in it matches
-        a pattern, ``CorruptionError`` if none verifies. If the newest does not verify, the newest
-        that does is returned, with an error in the log.
+        The tensors are new, with the saved shapes, dtypes and strides, and belong to the caller.
+
+        step: which one; None loads the newest.
+        names: shell patterns of key paths (``"model.*"``): load only that part of the state.
+
+        Blocks until the saves in flight are over. If the newest version does not verify, it returns
+        the newest one that does, and logs an error. It takes a version that is damaged here, or a
+        ``step`` that no longer exists here, from the mirror, and logs an error. Raises
+        ``UsageError`` if there is no such version or nothing in it matches a pattern,
+        ``CorruptionError`` if none verifies, ``MediumError``.
         """
-        self._settle_to_read()
-        with self._pools() as pools:
+        self._await_saves_to_read()
+        with self._pool.looked_at() as pools:
             return view.again(
-                lambda: view.load_from(pools, self.model, step, names, verify=self.settings.verify)
-            )
+                lambda: view.load_from(
+                    pools, self.model, step, names,
+                    verify=self.settings.verify, mirrors=self._mirrors(),
+                )
+            )  # fmt: skip
 
     @calls.entry
     def restore_into(
@@ -280,30 +337,35 @@ class Checkpointer:
         names: Patterns = None,
         rename: Rename = None,
     ) -> Restored:
-        """Copy a version over the tensors of ``state``, in place; its other leaves are set.
+        """Copy a version into the tensors of ``state``, in place, and set its other leaves.
 
-        names: only key paths that match these shell patterns. rename: from key paths of the
-        version to those of the state (a dict or a function). strict: raise ``UsageError`` listing
-        missing and unexpected tensors. Values other than tensors that ``state`` lacks are added
-        only where all of the version is asked for: ``strict``, no ``names``, no ``rename``.
+        Shapes must match the saved ones. Values of another dtype are converted, and rounded at
+        most: no fraction, imaginary part or high byte is dropped. The tensors stay the caller's, on
+        their device.
 
-        Nothing is copied before all of it was verified: after an error ``state`` is untouched.
-        Raises as ``load``.
+        step: which one; None restores the newest.
+        strict: raise ``UsageError``, which lists them, if tensors are missing or unexpected.
+        names: restore only key paths that match these shell patterns.
+        rename: a dict or function from key paths of the version to those of ``state``.
+
+        Values other than tensors that ``state`` lacks are added only if the whole version is
+        requested: ``strict``, no ``names``, no ``rename``. Everything is verified before anything
+        is copied, so after an error ``state`` is untouched. Blocks and raises as ``load`` does.
         """
         before_write()  # other Checkpointers of this process may be saving these tensors
-        self._settle_to_read()
-        with self._pools() as pools:
+        self._await_saves_to_read()
+        with self._pool.looked_at() as pools:
             return view.again(
                 lambda: view.restore_from(
                     pools, state, self.model, step, strict=strict, names=names, rename=rename,
-                    verify=self.settings.verify,
+                    verify=self.settings.verify, mirrors=self._mirrors(),
                 )
             )  # fmt: skip
 
     def load_version(self, token: bytes, part: str | None = None) -> object:
-        """The verified state of the version that reference files call ``token``, or the value of
-        its key ``part``. Waits for saves in flight if it is not there: else one of those might
-        retire it meanwhile."""
+        """The verified state of the version that reference files name ``token``, or the value of
+        its key ``part``. If the version is not there, this waits for the saves in flight and looks
+        again."""
         return self.use_version(
             token,
             lambda pool, entry: restore.load_part(pool, entry, part, verify=self.settings.verify),
@@ -313,21 +375,24 @@ class Checkpointer:
     def use_version(
         self, token: bytes, use: Callable[[PoolReader, VersionEntry], Result]
     ) -> Result:
-        """What ``use`` gives for a version; waits as ``load_version``, and calls it again then."""
+        """The result of ``use`` for a version; waits and tries again as ``load_version`` does."""
         self._check_usable()
         with contextlib.suppress(StaleError):
             return self._use_version(token, use)
-        self._settle_to_read()
+        self._await_saves_to_read()
         return self._use_version(token, use)
 
     def _use_version(
         self, token: bytes, use: Callable[[PoolReader, VersionEntry], Result]
     ) -> Result:
-        with self._pools() as pools:
+        with self._pool.looked_at() as pools:
             for pool in reversed(pools):
                 with contextlib.suppress(StaleError):
                     return use(pool, view.of_token(pool.catalogue(), token))
         raise StaleError(f"version {token.hex()} is not in {self.path} (any more)")
+
+    def _mirrors(self) -> list[StoreAddress]:
+        return [] if self._pool.mirroring is None else [self._pool.mirroring.place]
 
     def steps(self) -> list[int]:
         """Steps of the committed versions, oldest commit first. A step may come twice."""
@@ -347,25 +412,26 @@ class Checkpointer:
         self, path: str | os.PathLike[str], *, after: SaveHandle | None = None
     ) -> None:
         self._check_usable()
-        if self._keeper is None:
+        if self._pool.keeper is None:
             raise calls.refused(f"removal of {os.fspath(path)} from a pool that is not open yet")
         self._put_removal(path, after)
 
     @calls.entry_or(_remove_nested)
     def remove(self, path: str | os.PathLike[str], *, after: SaveHandle | None = None) -> None:
-        """Remove a reference file, or a directory with all that is in it, and then the versions
-        that were led to from there alone. Returns at once.
+        """Remove a reference file, or a directory with its contents, and then the versions that
+        only those files led to. Returns at once.
 
-        It is removed once the newest save that was asked for before is committed, or one after it
-        (V5): if no save is, it stays, which ``close`` says. Where saves fail for lack of space, the
-        first of those that wait goes all the same, if a newer version with a file remains.
-        after: only if this save is committed, which is what the file stands in the way of.
-        A file that is no reference is removed too. What goes wrong is logged. A save that is asked
-        for after it puts a file there, or below it, at its commit.
+        The removal waits until the newest save requested before it, or a later one, is committed
+        (V5). If none is, the file stays, and ``close`` says so. If saves fail for lack of space,
+        the removal that has waited longest happens anyway, provided that a newer version with a
+        file remains. A file that is no reference is removed too. Errors are logged. A save that is
+        requested later and goes to the same path, or below it, puts its file there at its commit.
+
+        after: remove it only if this save is committed.
         """
         self._check_usable()
-        if self._writer is None:
-            self._open_or_create()
+        if self._pool.writer is None:
+            self._pool.open_or_create()
         self._put_removal(path, after)
 
     def _put_removal(self, path: str | os.PathLike[str], after: SaveHandle | None) -> None:
@@ -375,25 +441,27 @@ class Checkpointer:
         self._queue.put(_Removing(self, removal))
 
     def cut_off(self, tokens: Collection[bytes]) -> None:
-        """On the worker: put the files aside that lead to these versions. They are parts of saves
-        that were never completed, and would be taken for checkpoints."""
-        if tokens and self._keeper is not None:
-            self._keeper.cut_off(tokens)
+        """On the worker: put aside the files that lead to these versions. They are parts of saves
+        that were never completed, but look like checkpoints."""
+        if tokens and self._pool.keeper is not None:
+            self._pool.keeper.cut_off(tokens)
 
     @calls.entry
     def let_go(self, versions: Collection[int]) -> None:
-        """Retire those of these versions, by id, that no reference file leads to. Raises
+        """Retire the versions with these ids, except those that a reference file leads to. Raises
         ``PortusError``."""
         self._check_usable()
-        if self._writer is not None and self._keeper is not None:
-            self._keeper.deleted()
-            held = self._keeper.held(self._writer.catalogue()) | self._held_in_older()
-            self._writer.retire(sorted(set(versions) - held))
-            self._keeper.deleted()  # forgets the links of what is gone
+        writer, keeper = self._pool.writer, self._pool.keeper
+        if writer is not None and keeper is not None:
+            keeper.deleted()
+            held = keeper.held(writer.catalogue()) | self._surplus.held_in_older()
+            writer.retire(sorted(set(versions) - held))
+            keeper.deleted()  # forgets the links of what is gone
 
     @calls.entry
     def fence(self) -> None:
-        """Return when no save in flight reads the caller's tensors any more."""
+        """Block until no save in flight reads the caller's tensors, for at most ``fence_timeout``
+        seconds: then those saves are given up. Raises nothing."""
         self._fence.wait()
 
     def _wait_nested(self, timeout: float | None = None) -> None:
@@ -403,27 +471,28 @@ class Checkpointer:
 
     @calls.entry_or(_wait_nested)
     def wait(self, timeout: float | None = None) -> None:
-        """Return when every save so far is over; failures are reported as ``on_error`` says.
+        """Block until every save so far is over; failures are reported as ``on_error`` says.
 
-        Raises ``TimeoutError`` after ``timeout`` seconds. Where ``save`` writes files, in a signal
-        handler that interrupted Portus, only the newest save is looked at.
+        timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out. In a signal
+        handler that interrupted Portus, where ``save`` writes files, only the newest save counts.
         """
         self._check_usable()
         if not self._queue.drain(timeout):
-            raise TimeoutError(f"saves to {self.path} are not over after {timeout:g} s")
+            raise TimeoutError(f"saves to {self.path} are not finished after {timeout:g} s")
         self._report()
 
     @calls.entry
     def close(self) -> None:
-        """Finish what is in flight and let go of the pool. A second call does nothing. Failures
-        that nobody heard of are reported as ``on_error`` says."""
+        """Finish the saves in flight, wait up to ``mirror_wait`` seconds for the mirror, and
+        release the pool. A second call does nothing. Failures that were not reported yet are
+        reported as ``on_error`` says."""
         self._close()
 
     def _close(self) -> None:
         if self._process != os.getpid():
             return  # a forked child: everything is the parent's
         try:
-            with self._opening:
+            with self._pool.opening:
                 if self._closed:
                     return
                 self._closed = True
@@ -431,9 +500,13 @@ class Checkpointer:
             self._queue.close()
             self._fence.close()
             self._removals.say_left()
-            if self._writer is not None:
+            if self._journal is not None:
+                self._journal.close()
+            if self._pool.mirroring is not None:
+                self._pool.mirroring.close()
+            if self._pool.writer is not None:
                 POOLS.closed(self)
-                self._home.close(made=self._created)
+                self._home.close(made=self._pool.created)
             self._closed = self._ended = True
         except BaseException:  # Ctrl-C: the copier may still write to the pool; close again
             self._closed = self._ended
@@ -443,26 +516,26 @@ class Checkpointer:
 
     @property
     def path(self) -> str:
-        """The pool file, made by the first save; or the address of the storage host. Once a pool
-        file takes no stores any more, that of its successor."""
+        """The path of the pool file, which the first save creates, or the address of the storage
+        host. If a pool file accepts no more writes, the path of its successor."""
         return self._home.path
 
     @property
     def last_stats(self) -> SaveStats | None:
-        """What the newest save cost so far."""
+        """The cost of the newest save so far; None before the first one."""
         return self._last.stats if self._last else None
 
     @property
     def uuid(self) -> bytes:
         """The pool's identity, 16 bytes; empty before the first save of a new pool."""
-        return self._writer.superblock.uuid if self._writer else b""
+        return self._pool.writer.superblock.uuid if self._pool.writer else b""
 
     def announce(self) -> view.Sign:
-        """By what others tell this pool, open as it is here, from any copy of it. The pool is made
-        if it is not there. Raises what opening raises, and ``MediumError``."""
+        """A sign by which others tell this open pool from any copy of it. Creates the pool if it
+        does not exist. Raises the errors of the constructor, and ``MediumError``."""
         if not self.uuid:
             self.prepare(0)
-        writer = self._writer
+        writer = self._pool.writer
         assert writer is not None
         holder = writer.announce() if isinstance(writer, PoolWriter) else ""
         return view.Sign(writer.superblock.uuid, holder)
@@ -470,12 +543,12 @@ class Checkpointer:
     @property
     def has_committed(self) -> bool:
         """True once a save of this object was committed."""
-        return self._commits > 0
+        return self._reports.has_committed
 
     @calls.marked
-    def settle(self, path: str | None, token: bytes) -> bool:
-        """Wait for what is in flight, before somebody in this process loads from the pool (V11).
-        True if there was anything. Never raises for a save that failed."""
+    def await_saves(self, path: str | None, token: bytes) -> bool:
+        """Wait for the saves in flight, before this process loads from the pool (V11). True if
+        there were any. A failed save raises nothing here."""
         if self._queue.idle() or self._queue.on_worker():
             return False
         self._queue.catch_up()
@@ -506,16 +579,17 @@ class Checkpointer:
     # Saving.
 
     def _begin(
-        self, job: _Job, flat: FlatState, wanted: _Wanted, writer: Pool, keeper: Keeper
+        self, job: _Job, flat: FlatState, wanted: WantedSave, writer: Pool, keeper: Keeper
     ) -> Save:
-        """Plan the save of ``job``, and copy what may not wait. A medium that refuses is kept in
-        the save; after any other error, or Ctrl-C, ``job`` has to be given up."""
+        """Plan the save of ``job``, and copy its volatile storages. An error of the medium is kept
+        in the save; after any other error, or Ctrl-C, give ``job`` up."""
         snapshot = self._snapshots.take(
             flat,
             wanted.step,
             synchronous=wanted.synchronous,
             unchanged=self._nothing_stepped(),
             token=wanted.token,
+            metrics=wanted.metrics,
         )
         placed: dict[str, str | None] = {}
         replaced: dict[str, str | None] = {}
@@ -524,19 +598,23 @@ class Checkpointer:
         made: dict[str, Reference] = {}
         asked = job.asked
         policy = Policy(
-            retire=lambda: self._surplus(writer, keeper, known()),
+            retire=lambda: self._surplus.of(writer, keeper, _save_of(known()), self.surplus),
             describe=lambda index: name_of(tensors, index),
             audit=self._auditor.begin,
-            publishing=lambda: keeper.settle(placed),
+            publishing=lambda: keeper.make_durable(placed),
             committed=lambda version, steady: self._committed(
                 keeper, version, steady, replaced, made, asked
             ),
             guilty=self._snapshots.suspects.accuse,
-            changed=lambda indices: self._say_inexact(wanted.step, tensors, indices),
+            changed=lambda indices: self._reports.inexact(wanted.step, tensors, indices),
         )
         job.paths, job.placed, job.keeper = wanted.references.keys(), made, keeper
-        save = job.save = Save(snapshot, self._home.draft(snapshot), lambda: self._before, policy)
+        draft, pool = self._home.draft(snapshot), self._pool
+        save = job.save = Save(snapshot, draft, lambda: pool.before, policy)
+        if self._journal is not None:
+            self._journal.asked(snapshot.token, wanted.step)
         clock.begins(save, writer.medium.info.kind.value)
+        self._snapshots.begins(save)
         try:
             self._check_room(writer, snapshot)
             save.copy_now()
@@ -553,70 +631,31 @@ class Checkpointer:
         return save
 
     def _is_free(self, path: str, keeper: Keeper) -> bool:
-        """True if a file may be put at ``path`` now: nothing is there, and what was asked to be
-        removed before is not to be removed with it."""
+        """True if a file may be put at ``path`` now: the path is new, and no earlier removal would
+        take the file with it."""
         return keeper.is_new(path) and not self._removals.takes(path)
 
     def _check_room(self, writer: Pool, snapshot: Snapshot) -> None:
-        """Say before it hurts what a run of such saves needs: room for those kept and one more."""
-        if self._before is not None and self._before.layout == snapshot.layout:
+        """Make room for the versions kept and one more, so that a lack of space shows early."""
+        if self._pool.before is not None and self._pool.before.layout == snapshot.layout:
             return
         size = int(snapshot.length.sum())
-        count = self._versions_to_come()
+        count = self._surplus.to_come(self._pool.writer)
         try:
             writer.ensure(count * (size + _RECORDS))
         except MediumError as error:
             raise MediumError(
                 error.errno,
                 f"{self.path}: a checkpoint of this state has {size} bytes, and the pool needs "
-                f"room for {count} more (those kept and the one in flight): {error.strerror}",
+                f"space for {count} more (those kept and the one in flight): {error.strerror}",
             ) from error
 
     def _versions(self) -> list[VersionInfo]:
-        with self._pools() as pools:
+        with self._pool.looked_at() as pools:
             return self._versions_in(pools)
 
     def _versions_in(self, pools: Sequence[PoolReader]) -> list[VersionInfo]:
-        models = [pool.catalogue().models.get(self.model) for pool in pools]
-        return [entry.info for found in models if found for entry in found.versions]
-
-    def _versions_to_come(self) -> int:
-        """For how many more versions there has to be room: those kept and the one in flight."""
-        found = self._writer.catalogue().models.get(self.model) if self._writer else None
-        kept = len(found.versions) if found and self._keep else 0
-        return 1 + max(1, (self._keep or 1) - kept)
-
-    def _surplus(self, writer: Pool, keeper: Keeper, job: _Job | None) -> list[int]:
-        """Versions beyond ``keep`` once ``job`` is committed, held by no reference file."""
-        assert job is not None
-        coming = job.save
-        infos = self._versions()
-        if not infos or (self.surplus is None and self._keep is None):
-            return []
-        if self.surplus is not None:
-            keeper.deleted()  # other ranks remove reference files too: look at them now
-        held = keeper.held(writer.catalogue(), coming) | self._held_in_older()
-        if self.surplus is not None:
-            surplus = [version for version in self.surplus(infos) if version not in held]
-        else:
-            assert self._keep is not None
-            free = [info.id for info in infos if info.id not in held]
-            surplus = free[: max(0, len(free) - (self._keep - 1))]
-        self._let_go = frozenset(surplus)
-        return surplus
-
-    def _held_in_older(self) -> set[int]:
-        """Versions of older pools that reference files lead to. Ids are unique in all pools."""
-        held = [held_in(path, pool.catalogue()) for pool, path in self._home.older().items()]
-        return set[int]().union(*held)
-
-    def _drop_older(self) -> None:
-        """On the worker: take older pools away of which the last commit let go as a whole."""
-        with self._looking:
-            older = [] if self._lookers else list(self._home.older())
-            for pool in older:  # while somebody looks, all stay: the next commit will do
-                if pool.catalogue().ids() <= self._let_go:
-                    self._home.drop(pool)
+        return versions_of(self.model, [pool.catalogue() for pool in pools])
 
     def _committed(
         self,
@@ -630,10 +669,11 @@ class Checkpointer:
         """On the worker, right after a commit. ``replaced``: files to replace now. ``placed``:
         files that are there; what they lead to may be another pool than the host has by now.
         ``asked``: when the save was asked for; what was written since is newer."""
-        if keeper is self._keeper:  # else there is a successor of its pool by now
-            self._before = version
+        if keeper is self._pool.keeper:  # else there is a successor of its pool by now
+            self._pool.before = version
         self._snapshots.learn(steady)
-        self._commits += 1
+        self._reports.committed()
+        preemption.committed(version.record.info)
         astray = {p: each.part for p, each in placed.items() if not keeper.is_here(each)}
         retire = self.surplus is None  # what others have a say about goes by a commit alone
         for path, part in {**replaced, **astray}.items():
@@ -643,45 +683,48 @@ class Checkpointer:
             keeper.let_go(old, retire=retire)
 
     def _after(self, job: _Job) -> None:
-        """On the worker, when nobody waits any more."""
+        """On the worker, after the save is over and its waiters run."""
         save, paths = job.save, job.paths
         assert save is not None
-        assert self._writer is not None
-        assert self._keeper is not None
+        if self._pool.mirroring is not None:
+            save.stats.mirror_lag_s = self._pool.mirroring.lag_s
+            self._pool.mirroring.wake()
+        assert self._pool.writer is not None
+        assert self._pool.keeper is not None
         if save.error is not None:
             self._note_failed(save, save.step)
             job.withdraw()
-            self._removals.failed(save, self._keeper)
+            self._removals.failed(save, self._pool.keeper)
             return
-        self._drop_older()
-        self._removals.committed(paths, self._keeper)
+        if self.on_commit is not None:
+            self.on_commit(save.result(0))
+        journal = self._begun_journal()
+        if journal is not None:
+            journal.committed(save.token, save.stats)
+        self._pool.drop_older(self._surplus.let_go)
+        self._removals.committed(paths, self._pool.keeper)
         self._make_room(save.stats.copied_bytes + _RECORDS)
-        self._auditor.settle(lambda: not self._queue.has_more())
+        self._auditor.use_huge_pages(lambda: not self._queue.has_more())
+
+    def _begun_journal(self) -> Journal | None:
+        """On the worker: the journal, once the session has begun."""
+        journal = self._journal
+        if journal is not None and not journal.has_begun:
+            place = self._pool.place_of_journal()
+            if place is not None:
+                journal.begin(*place)
+        return journal
 
     def _make_room(self, size: int) -> None:
-        """On the worker, in the background: space for the next save, touched already."""
-        assert self._writer is not None
+        """On the worker: reserve and touch space for the next save."""
+        assert self._pool.writer is not None
         if self._queue.has_more():
             return  # the next save has its space by now, and sees to that of the one after it
         try:
-            grown = self._writer.ensure(size)
-            self._writer.touch(grown, lambda: not self._queue.has_more())
+            grown = self._pool.writer.ensure(size)
+            self._pool.writer.touch(grown, lambda: not self._queue.has_more())
         except (MediumError, TransportError) as error:
             _log.warning("%s: the next save may not fit: %s", self.path, error)
-
-    def _say_inexact(
-        self, step: int, tensors: Sequence[TensorSpec], changed: Sequence[int]
-    ) -> None:
-        if not self._said_inexact:
-            self._said_inexact = True
-            _log.warning(
-                "portus: step %d: another process wrote to %s%s while it was copied. What was "
-                "copied is saved, and the version is marked inexact. This is said once; "
-                "SaveStats.inexact_bytes tells of each save",
-                step,
-                name_of(tensors, changed[0]),
-                f" and {len(changed) - 1} more" if len(changed) > 1 else "",
-            )
 
     def _nothing_stepped(self) -> bool:
         """True if no optimizer stepped since the last save was called."""
@@ -691,136 +734,47 @@ class Checkpointer:
     # Errors.
 
     def _note_failed(self, save: Save | RefusedSave, step: int) -> None:
-        self._failed.append(save)
+        self._reports.failed(save)
         when = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        self._queue.put(_Note(self, f"{self.model}@{step} at {when}: {save.error}"))
+        text = f"{self.model}@{step} at {when}: {save.error}"
+        self._queue.put(_Note(self, text, save, step))
 
     def _too_late(self, step: int, waited_s: float) -> AbandonedError:
-        """Training waited long enough for a place in the queue."""
+        """The error of a save that got no place in the queue in time."""
         return AbandonedError(
-            f"save of step {step} given up: two saves before it were not over after "
-            f"{waited_s:.1f} s (fence_timeout). Save less often, or look at {self.path}"
+            f"save of step {step} given up: two earlier saves were not finished after "
+            f"{waited_s:.1f} s (fence_timeout). Save less often, or check {self.path}"
         )
 
     def _refuse(self, step: int, error: PortusError, waited_s: float) -> RefusedSave:
-        """Give a save up before it began."""
+        """Give a save up before it begins."""
         refused = self._asked = RefusedSave(error, SaveStats(call_s=waited_s, queue_s=waited_s))
         self._note_failed(refused, step)
         return refused
 
     def _report(self, *, is_save: bool = False) -> None:
-        """Report failed saves that nobody heard of, each once: the first of them, if it is raised;
-        the next call has the next one."""
-        with contextlib.suppress(IndexError):
-            while True:  # ends: there are no more; the worker may add one at any time
-                save = self._failed.popleft()
-                error = save.error
-                if error is None or save.reported:
-                    continue
-                if not self.has_committed and not self._queue.on_worker():
-                    self._queue.catch_up(self.settings.fence_timeout)  # the first may be in flight
-                goes_on = self.has_committed or (is_save and isinstance(error, AbandonedError))
-                if self.settings.on_error == "raise" or not goes_on:
-                    if is_save and self.is_heard_of:
-                        self._failed.appendleft(save)
-                        return
-                    raise error
-                if isinstance(error, AbandonedError) and not self.has_committed:
-                    self._given_up = self._given_up or error
-                _log.warning("portus: a save failed; training goes on: %s", error)
-        given_up = None if is_save or self.has_committed else self._given_up
-        if given_up is not None:
-            self._given_up = None
-            raise given_up
+        self._reports.tell(self._first_may_commit, is_save=is_save, is_heard_of=self.is_heard_of)
+
+    def _first_may_commit(self) -> None:
+        """Wait for a first save in flight, for at most ``fence_timeout``."""
+        if not self._queue.on_worker():
+            self._queue.catch_up(self.settings.fence_timeout)
 
     def _check_usable(self) -> None:
         if self._process != os.getpid():
             raise UsageError(
-                f"this Checkpointer was made in process {self._process}; a forked child makes "
-                f"its own, with a pool of its own"
+                f"this Checkpointer was made in process {self._process}; a forked child must "
+                "make its own, with its own pool"
             )
         if self._closed:
             raise UsageError("this Checkpointer is closed")
 
-    # The pool.
-
-    def _open_or_create(self) -> tuple[Pool, Keeper]:
-        with self._opening:
-            with self._looking:
-                self._moving = self._home.succeed() or self._moving
-                if self._moving:  # if this fails, the next save tries again
-                    self._open()
-                    self._moving = False
-            while self._writer is None or self._keeper is None:  # ends: others took theirs away
-                self._home.create()
-                self._open_if_there()
-            return self._writer, self._keeper
-
-    def _open_if_there(self) -> None:
-        """Nothing if whoever made the pool, and never saved to it, took it away meanwhile."""
-        try:
-            self._open()
-        except (MediumError, UsageError):
-            if self._home.exists():
-                raise
-
-    def _open(self) -> None:
-        writer = self._home.open()
-        try:
-            keeper = self._home.keeper(writer)
-            keeper.begin(None if isinstance(writer, PoolWriter) else self.model)
-            self._before = self._newest_of(writer)
-        except BaseException:
-            self._home.close(made=False)
-            raise
-        writer.deleted, writer.advice = keeper.deleted, keeper.advice
-        self._writer, self._keeper = writer, keeper
-        POOLS.closed(self)
-        POOLS.opened(self)
-
-    def _newest_of(self, writer: Pool) -> Before | None:
-        """The version to share with: what was frozen before a restart still is."""
-        found = writer.catalogue().models.get(self.model)
-        if not found:
-            return None
-        try:
-            record = writer.record(found.versions[-1])
-            layout = bytes(writer.payload(record.layout, Kind.LAYOUT))
-            return Before(record, layout, bytes(writer.payload(record.tree, Kind.TREE)))
-        except PortusError as error:
-            _log.warning("%s: the newest version is damaged: %s", self.path, error)
-            return None
-
-    @contextlib.contextmanager
-    def _pools(self) -> Iterator[list[PoolReader]]:
-        """The open pool, last, and those that it is a successor of; all stay meanwhile."""
-        with self._looking:
-            self._lookers += 1
-            pools: list[PoolReader] = list(self._home.older())
-            if self._writer is not None:
-                pools.append(self._writer)
-        try:
-            yield pools
-        finally:
-            with self._looking:
-                self._lookers -= 1
-
-    def _settle_to_read(self) -> None:
+    def _await_saves_to_read(self) -> None:
         self._check_usable()
-        if self._writer is None:
+        if self._pool.writer is None:
             raise UsageError(f"{self.path}: there is no pool yet; nothing was saved")
         if not self._queue.on_worker():
             self._queue.catch_up()
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What the caller of save asked for."""
-
-    step: int
-    references: References
-    synchronous: bool
-    token: bytes | None
 
 
 class _Job:
@@ -849,8 +803,8 @@ class _Job:
             self._owner._queue.put(_Withdrawal(self))
 
     def withdraw(self) -> None:
-        """On the worker, once it failed: what was placed for it would be taken for checkpoints.
-        Not if a storage host did not say what became of its commit."""
+        """On the worker, after a failure: withdraw the placed files, which look like checkpoints.
+        Not if a storage host never answered whether it committed."""
         save, keeper = self.save, self.keeper
         if save is None or keeper is None:
             return
@@ -864,14 +818,14 @@ class _Job:
             self.save.hurry()
 
     def give_up(self, error: BaseException) -> None:
-        """No reservation and no fence is left behind; whoever called hears of it at once."""
+        """Leave no reservation and no fence behind; the caller gets the error at once."""
         if self.save is not None:
             self.save.fail(error)
             self._owner._queue.put(_Withdrawal(self))
 
 
 class _Chore:
-    """Work that leaves nothing to end, and for which nobody waits."""
+    """Work that nobody waits for, and that needs no cleaning up."""
 
     def fail(self, error: BaseException) -> None:
         """Nothing to end."""
@@ -889,20 +843,27 @@ class _Preparation(_Chore):
 
     def run(self) -> None:
         try:
-            self._owner._make_room(self._owner._versions_to_come() * (self._size + _RECORDS))
+            count = self._owner._surplus.to_come(self._owner._pool.writer)
+            self._owner._make_room(count * (self._size + _RECORDS))
         except PortusError as error:
-            _log.warning("%s: the first save is not prepared for: %s", self._owner.path, error)
+            _log.warning("%s: cannot prepare for the first save: %s", self._owner.path, error)
 
 
 class _Note(_Chore):
-    """A save failed, and others may ask: on the worker, since a medium that hangs holds this up."""
+    """Records a failed save for other processes; on the worker, since a medium may hang."""
 
-    def __init__(self, owner: Checkpointer, text: str) -> None:
+    def __init__(self, owner: Checkpointer, text: str, save: Save | RefusedSave, step: int) -> None:
         self._owner: Final = owner
         self._text: Final = text
+        self._save: Final = save
+        self._step: Final = step
 
     def run(self) -> None:
         self._owner._home.note_failure(self._text)
+        journal = self._owner._begun_journal()
+        if journal is not None:
+            token = self._save.token if isinstance(self._save, Save) else None
+            journal.failed(self._step, str(self._save.error), token)
 
 
 class _Withdrawal(_Chore):
@@ -923,8 +884,8 @@ class _Removing(_Chore):
         self._removal: Final = removal
 
     def run(self) -> None:
-        assert self._owner._keeper is not None
-        self._owner._removals.reached(self._removal, self._owner._keeper)
+        assert self._owner._pool.keeper is not None
+        self._owner._removals.reached(self._removal, self._owner._pool.keeper)
 
 
 _OPEN: Final[weakref.WeakSet[Checkpointer]] = weakref.WeakSet()
@@ -932,7 +893,7 @@ _OPEN: Final[weakref.WeakSet[Checkpointer]] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A program that ends without closing still gets what it asked to be saved."""
+    """Finish the saves of a program that ends without closing."""
     for checkpointer in list(_OPEN):
         try:
             checkpointer.close()
@@ -940,42 +901,30 @@ def _close_all() -> None:
             _log.error("portus: %s: a save failed: %s", checkpointer.path, error)
 
 
-def check_keep(keep: int | None) -> None:
-    """Raise ``UsageError`` for what is no number of versions to keep."""
-    if keep is not None and not (isinstance(keep, int) and keep >= 1):
-        raise UsageError(f"keep: expected at least 1, or None for all, found {keep!r}")
+def _asks(known: weakref.ref[RunPool]) -> Callable[[], tuple[str, str] | None]:
+    """Asks for the place of a journal, and holds nobody: a ``Checkpointer`` that nobody holds is
+    closed."""
+
+    def place() -> tuple[str, str] | None:
+        pool = known()
+        return None if pool is None else pool.place_of_journal()
+
+    return place
 
 
-def _check_model(model: str) -> None:
-    if not isinstance(model, str) or not model or len(model.encode()) > 200:
-        raise UsageError(f"model: expected a name of 1 to 200 bytes, found {model!r}")
+def _registers(known: weakref.ref[Checkpointer]) -> Callable[[], None]:
+    """Has loads in this process find the pool that is open now; holds nobody, as above."""
+
+    def register() -> None:
+        owner = known()
+        if owner is not None:
+            POOLS.closed(owner)
+            POOLS.opened(owner)
+
+    return register
 
 
-def _checked_step(step: int) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError as error:
-        raise UsageError(f"step: expected an integer, found {step!r:.80}") from error
-    if not -(1 << 63) <= number < 1 << 63:
-        raise UsageError(f"step: expected 64 bits, found {number}")
-    return number
-
-
-def _checked(token: bytes | None) -> bytes | None:
-    if token is not None and len(token) != 16:
-        raise UsageError(f"token: expected 16 bytes, found {len(token)}")
-    return token
-
-
-def _references(
-    reference: str | os.PathLike[str] | Mapping[str, str] | None, state: object
-) -> References:
-    """Absolute paths, and which part of ``state`` each is to lead to."""
-    if reference is None:
-        return {}
-    if not isinstance(reference, Mapping):
-        return {os.path.abspath(os.fspath(reference)): None}
-    for path, part in reference.items():
-        if not isinstance(state, dict) or part not in state:
-            raise UsageError(f"reference: {path} is to lead to {part!r}, which is no key of state")
-    return {os.path.abspath(path): part for path, part in reference.items()}
+def _save_of(job: _Job | None) -> Save:
+    assert job is not None
+    assert job.save is not None
+    return job.save

@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,8 +40,33 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from portus.client.checkpointer import Checkpointer, check_keep
-from portus.client.cuts import (
+from portus.client.checkpointer import Checkpointer
+from portus.client.job.exchange import (
+    UNNAMED,
+    Heard,
+    Named,
+    News,
+    Outcomes,
+    Progress,
+    Tally,
+    Word,
+    beside,
+    standing,
+    together,
+)
+from portus.client.job.settings import (
+    Settings,
+    SettingsDict,
+    as_arguments,
+    mirror_of,
+    say_unmirrored,
+)
+from portus.client.loading.resolve import POOLS
+from portus.client.loading.view import PoolFile, Sign
+from portus.client.retention import Retention
+from portus.client.run import Run
+from portus.client.shards.beginning import Beginning, beginning, put_back
+from portus.client.shards.cuts import (
     CHECKPOINT_ID,
     FORMAT,
     FORMAT_KEY,
@@ -51,9 +76,8 @@ from portus.client.cuts import (
     Placed,
     encode,
 )
-from portus.client.dcp_reader import reason_of
-from portus.client.exchange import Heard, Outcomes, Word, standing
-from portus.client.grouped import (
+from portus.client.shards.dcp_reader import reason_of
+from portus.client.shards.grouped import (
     STOCK_METADATA,
     census,
     has_stock,
@@ -62,7 +86,10 @@ from portus.client.grouped import (
     shard_name,
     step_of,
 )
-from portus.client.planned import (
+from portus.client.shards.mirrored_groups import GroupMirror
+from portus.client.shards.mirrored_leftovers import MirroredLeftovers
+from portus.client.shards.part_mirror import PartMirroring
+from portus.client.shards.planned import (
     Parts,
     Planned,
     agreed,
@@ -70,14 +97,11 @@ from portus.client.planned import (
     collected,
     values_of,
 )
-from portus.client.resolve import POOLS
-from portus.client.retention import Retention
-from portus.client.run import Run
-from portus.client.settings import Settings, SettingsDict, as_arguments
-from portus.client.view import PoolFile, Sign
 from portus.errors import PortusError, UsageError
-from portus.index.groups import Group, Past, new_id, part_model, part_token
+from portus.index.groups import ID_SIZE, Group, Past, new_id, part_model, part_token
+from portus.index.keep import Keep, checked_metrics
 from portus.index.place import Place, PlaceName
+from portus.mirror.opening import check_writable
 from portus.pipeline.handle import SaveHandle
 from portus.spec import VersionInfo
 
@@ -134,8 +158,8 @@ class PortusStorageWriter(StorageWriter):
     pool: a pool directory on a file system that all ranks see, the address of a storage host
         (``portus://host:7117``), or a list of several, the same on all ranks: rank r saves to that
         at r modulo their number; None: ``$PORTUS_POOL``, else ``.portus``. model: the name of the
-        run. keep: complete groups kept; None keeps all. What checkpoint directories lead to is kept
-        besides.
+        run. keep: complete groups kept: the newest so many, or a ``portus.Keep``; None keeps all.
+        What checkpoint directories lead to is kept besides.
     synchronous: ``dcp.save`` returns when this rank's part is committed.
     links, settings: those of ``Checkpointer``.
     """
@@ -145,7 +169,7 @@ class PortusStorageWriter(StorageWriter):
         pool: PlaceName | None = None,
         model: str = "default",
         *,
-        keep: int | None = 2,
+        keep: int | Keep | None = 2,
         synchronous: bool = False,
         links: str | None = None,
         **settings: Unpack[SettingsDict],
@@ -153,15 +177,18 @@ class PortusStorageWriter(StorageWriter):
         super().__init__()
         self._run: Final = Run(Place.named(pool), model, Settings(**settings), links=links)
         if not self.place.is_for_many:
-            raise UsageError(f"{self.place}: every rank has a file of its own; give a directory")
+            raise UsageError(f"{self.place}: every rank has its own file; give a directory")
         if self.place.is_host:
             POOLS.allow(self.place)  # the parts of others are on any of them
-        check_keep(keep)
         self.synchronous = synchronous
-        self._keep: Final = keep
+        self._keep: Final = Keep.of(keep)
+        self._mirror: Final = self._mirrored()
+        self._begun: Beginning | None = None
+        self._mirroring: PartMirroring | None = None
         self._checkpointer: Checkpointer | None = None
         self._step = 0
         self._checkpoint_id: str | None = None
+        self._metrics: dict[str, float] = {}
         self._is_named = False
         self._since = time.perf_counter()
         self._ranks: dist.ProcessGroup | None = None
@@ -169,8 +196,10 @@ class PortusStorageWriter(StorageWriter):
         self._count = 1
         self._parts: dict[str, Any] | None = None
         self._group = b""
+        self._heard: tuple[bytes, Collection[Progress]] = UNNAMED, ()
         self._outcomes: Final = Outcomes(self._run.settings.on_error)
-        self._retention: Final = Retention(self._run, keep)
+        self._retention: Final = Retention(self._run, self._keep)
+        self._tally: Final = Tally()
         self._is_shared = False
         self._is_coordinator = False
         self._wanted: _Wanted | None = None
@@ -184,14 +213,16 @@ class PortusStorageWriter(StorageWriter):
             # So that steps are seen before the first save, which is then in the background too.
             self._rank, self._count = standing()
             self._retention.stand(self._rank, self._count)
-            if dist.get_backend() == dist.Backend.NCCL:
-                self._ranks = dist.new_group(backend=dist.Backend.GLOO)
+            self._ranks = beside()
+            self._begin_with_mirror()
             self._open()
 
     @classmethod
     def of(cls, run: Run) -> PortusStorageWriter:
-        """For the shards of ``run``. It keeps the newest group, and what directories lead to."""
-        return cls(run.place, run.name, keep=1, links=run.links, **as_arguments(run.settings))
+        """For the shards of ``run``. It keeps what that does, and what directories lead to."""
+        return cls(
+            run.place, run.name, keep=run.keep, links=run.links, **as_arguments(run.settings)
+        )
 
     @property
     def place(self) -> Place:
@@ -203,6 +234,18 @@ class PortusStorageWriter(StorageWriter):
         """The name of the run."""
         return self._run.name
 
+    def _mirrored(self) -> GroupMirror | None:
+        address = mirror_of(self._run.settings)
+        if address is None:
+            return None
+        if self.place.is_host:
+            why = f"it is on storage hosts ({self.place}), and what is there is not mirrored"
+            if self._run.settings.mirror is not None:
+                raise UsageError(f"mirror: model {self.model!r}: {why}")
+            say_unmirrored(self.model, why)
+            return None
+        return GroupMirror(address, self.model)
+
     # What a user calls.
 
     def save_directory(
@@ -212,13 +255,15 @@ class PortusStorageWriter(StorageWriter):
         *,
         step: int,
         files: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> SaveHandle:
         """``dcp.save``, and a checkpoint directory that leads to the group. On every rank.
 
         directory: gets a small reference file for each rank. As long as it is there, the group is
             kept; ``PortusStorageReader.at`` loads from it. files: more values of this rank's, by
-            the name of the file in ``directory`` that ``torch.load`` follows to them.
+            the name of the file in ``directory`` that ``torch.load`` follows to them. metrics: see
+            ``save``.
 
         Returns the handle of this rank's part. Raises ``UsageError`` for what cannot be saved, and
         what opening the pool raises, on all ranks if on one.
@@ -227,7 +272,11 @@ class PortusStorageWriter(StorageWriter):
         self._wanted = _Wanted(directory=place, files=dict(files or {}))
         try:
             handle = self.save(
-                state, step=step, checkpoint_id=directory, process_group=process_group
+                state,
+                step=step,
+                checkpoint_id=directory,
+                metrics=metrics,
+                process_group=process_group,
             )
         except CheckpointException as error:
             raise reason_of(error) from error
@@ -243,12 +292,14 @@ class PortusStorageWriter(StorageWriter):
         *,
         step: int,
         checkpoint_id: str | os.PathLike[str] | None = None,
+        metrics: Mapping[str, float] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> SaveHandle:
         """``dcp.save``, without its planning where each rank saves the same as in the last call:
         the same names, shapes and cuts. On every rank.
 
-        checkpoint_id: what ``dcp.load`` may ask for; None: by its step alone. process_group: what
+        checkpoint_id: what ``dcp.load`` may ask for; None: by its step alone. metrics: what this
+            group scored, by name, for ``Keep(best=)``; the same on all ranks. process_group: what
             the ranks tell each other by, all ranks of the job; None: the job's own, or a group of
             gloo beside it where that is of NCCL.
 
@@ -257,11 +308,11 @@ class PortusStorageWriter(StorageWriter):
         tell each other once, before the copy starts; what one meets after that is raised there,
         and heard of by the others in the next save.
         """
-        self._begin(step, id_of(checkpoint_id))
+        self._begin(step, id_of(checkpoint_id), checked_metrics(metrics))
         start, ranks = self._since, process_group or self._ranks
         state, planner = values_of(state), DefaultSavePlanner()
         planned, self._planned = self._planned, None
-        word = Word(named=(step, self._checkpoint_id), news=self._outcomes.news())
+        word = Word(named=self._named, news=self._news())
         found, said = agreed(planned, state, planner, self._check, word, ranks)
         self._hear(Heard.of(said, self.model))
         if found is None:
@@ -296,7 +347,8 @@ class PortusStorageWriter(StorageWriter):
         return self._handle
 
     def close(self) -> None:
-        """Finish what is in flight and let go of the pool. A second call does nothing.
+        """Finish what is in flight and let go of the pool. A second call does nothing; after Ctrl-C
+        in the wait for the mirror it does the rest, without that wait.
 
         Where directories wait to be removed, other ranks are waited for, for a limited time.
         """
@@ -308,8 +360,14 @@ class PortusStorageWriter(StorageWriter):
                 checkpointer.wait()
                 self._sweep_at_end(checkpointer)
         finally:
-            self._checkpointer = None
-            checkpointer.close()
+            self._checkpointer = self._mirroring = None
+            try:
+                checkpointer.close()
+            except Exception:
+                raise
+            except BaseException:  # Ctrl-C: it is not closed yet
+                self._checkpointer = checkpointer
+                raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process goes what it was made with."""
@@ -323,8 +381,11 @@ class PortusStorageWriter(StorageWriter):
         name = id_of(checkpoint_id)
         self._begin(step_of(name, self._step + 1), name)
 
-    def _begin(self, step: int, checkpoint_id: str | None) -> None:
+    def _begin(
+        self, step: int, checkpoint_id: str | None, metrics: Mapping[str, float] | None = None
+    ) -> None:
         self._step, self._checkpoint_id, self._is_named = step, checkpoint_id, True
+        self._metrics = dict(metrics or {})
         self._parts = None
         self._since = time.perf_counter()
 
@@ -335,20 +396,27 @@ class PortusStorageWriter(StorageWriter):
         self._is_named = False
         self._is_coordinator = is_coordinator
         if not kwargs.get("use_collectives", True):
-            raise UsageError("ranks that plan apart make no group: save with use_collectives=True")
+            raise UsageError(
+                "ranks that plan separately make no group: save with use_collectives=True"
+            )
         together = dist.is_available() and dist.is_initialized()
         rank, count = kwargs.get("rank", 0), dist.get_world_size() if together else 1
         if (rank, count) != (self._rank, self._count):
             self._is_shared = False
             self._retention.stand(rank, count)
             self.close()
+            self._begun = None
         self._rank, self._count = rank, count
+        self._begin_with_mirror()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Say which step this rank saves, and as what; and how its saves before this one ended."""
         self._local, self._planned = plan, None
-        named = (self._step, self._checkpoint_id)
-        return replace(plan, storage_data=(named, self._outcomes.news()))
+        return replace(plan, storage_data=(self._named, self._news()))
+
+    @property
+    def _named(self) -> Named:
+        return self._step, self._checkpoint_id, tuple(sorted(self._metrics.items()))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: tell every rank the id of this group, what the others say, and which
@@ -365,14 +433,23 @@ class PortusStorageWriter(StorageWriter):
             first, second = _apart(said[0], said[other])
             raise UsageError(
                 f"model {self.model!r}: rank 0 saves {first} and rank {other} saves {second}: give "
-                "every rank the same checkpoint_id"
+                "every rank the same checkpoint_id, step and metrics"
             )
         heard = Heard.of([plan.storage_data[1] for plan in plans], self.model)
         sign = self._made_pool()
         hosts = () if sign is None else tuple(map(_uuid_at, self.place.hosts))
-        past = None if self._retention.is_told else self._retention.look()
+        past = None if self._retention.is_told else self._past()
         start = _Start(new_id(), heard, self._rank, sign, hosts, past)
         return [replace(plan, storage_data=start) for plan in plans]
+
+    def _past(self) -> Past | None:
+        """What was there before. With a mirror pools may be of each node's own: then what is not
+        seen here may be complete all the same, and what the mirror has is."""
+        past = self._retention.look()
+        if past is None or self._begun is None:
+            return past
+        complete = dict.fromkeys([*(self._begun.complete or ()), *past.complete])
+        return replace(past, complete=tuple(complete), incomplete=())
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Start to save this rank's shards, and say where they are going to be. Raises what the
@@ -385,8 +462,8 @@ class PortusStorageWriter(StorageWriter):
             self._retention.tell(start.past)
         if getattr(planner, "_enable_plan_caching", False):  # it would bring an old group's id
             raise UsageError(
-                "planners with enable_plan_caching are not supported: PortusStorageWriter.save "
-                "does what they are for"
+                "planners with enable_plan_caching are not supported: "
+                "PortusStorageWriter.save caches plans itself"
             )
         parts = collected(plan, planner)
         self._begin_group(start.group, parts)
@@ -414,7 +491,10 @@ class PortusStorageWriter(StorageWriter):
     def _begin_group(self, group: bytes, parts: Parts) -> None:
         """``parts`` are what this rank saves of it, by key."""
         self._group = group
+        if self._mirroring is not None:
+            self._mirroring.hear(*self._heard, group)
         self._retention.begin(group)
+        self._tally.begin()
         self._outcomes.begin(group, self._step)
         self._parts = parts
 
@@ -445,6 +525,7 @@ class PortusStorageWriter(StorageWriter):
             self._with_files(content),
             self._step,
             token=token,
+            metrics=self._metrics,
             reference=self._references(),
             synchronous=self.synchronous or aside,
         )
@@ -479,10 +560,24 @@ class PortusStorageWriter(StorageWriter):
     def _open(self) -> Checkpointer:
         if self._checkpointer is None:
             name = part_model(self.model, self._rank, self._count)
-            checkpointer = self._checkpointer = self._run.part(name, self.place.of_rank(self._rank))
+            spared = None if self._keep is None or self._keep.is_last_alone else self._keep
+            place = self.place.of_rank(self._rank)
+            mirroring = self._mirroring = self._part_mirroring()
+            checkpointer = self._checkpointer = self._run.part(name, place, spared, mirroring)
             checkpointer.surplus = lambda own: self._surplus(checkpointer, own)
             checkpointer.is_heard_of = True
+            if self._count > 1 or mirroring is not None:  # a group of one is seen at once
+                checkpointer.on_commit = self._committed
         return self._checkpointer
+
+    def _committed(self, info: VersionInfo) -> None:
+        """On the worker, after a commit: count it."""
+        group = info.token[:ID_SIZE]
+        if self._mirroring is not None:
+            self._mirroring.committed(info)
+        if self._count == 1:
+            return
+        self._retention.committed(group, is_last=self._tally.is_last(group, self._count))
 
     def _surplus(self, checkpointer: Checkpointer, own: Sequence[VersionInfo]) -> list[int]:
         """On the worker, before a commit: what this rank may let go of."""
@@ -492,18 +587,71 @@ class PortusStorageWriter(StorageWriter):
         checkpointer.cut_off({info.token for info in own if info.id in never})
         return going
 
+    # The mirror.
+
+    def _begin_with_mirror(self) -> None:
+        """Before this job saves, on all ranks: put back what its pools lack and the mirror has.
+        Collective, the first time. Raises on all ranks what one of them met."""
+        mirror = self._mirror
+        if mirror is None or self._begun is not None:
+            return
+        self._begun = together(
+            lambda: beginning(mirror, self.place),
+            lambda begun: self._put_back(mirror, begun),
+            self._ranks,
+        )
+
+    def _put_back(self, mirror: GroupMirror, begun: Beginning) -> None:
+        check_writable(mirror.address)
+        put_back(mirror, self.place, begun, self._rank, self._count)
+
+    def _part_mirroring(self) -> PartMirroring | None:
+        if self._mirror is None:
+            return None
+        self._begin_with_mirror()
+        assert self._begun is not None
+        return PartMirroring(
+            self._mirror.address,
+            self.model,
+            self._rank,
+            self._count,
+            self._keep,
+            wait_s=self._run.settings.mirror_wait,
+            complete=self._begun.complete,
+            newest=self._begun.newest.get((self._rank, self._count)),
+            left=self._left_there(self._mirror, self._begun),
+            meet=lambda groups, is_over: self._tally.shared(
+                self._group, groups, self._count, is_over
+            ),
+        )
+
+    def _left_there(self, mirror: GroupMirror, begun: Beginning) -> MirroredLeftovers | None:
+        if self._rank or self._keep is None:
+            return None
+        return MirroredLeftovers(mirror, self.place, self._count, self._keep, begun)
+
+    def _news(self) -> News:
+        """How the saves before this one ended on this rank, and how far its mirror is."""
+        mirroring, news = self._mirroring, self._outcomes.news()
+        if mirroring is None:
+            return news
+        named = mirroring.named
+        progress = mirroring.progress(under_way=self._outcomes.is_under_way(named))
+        return replace(news, named=named, progress=progress)
+
     # What the other ranks say.
 
     def _hear(self, heard: Heard) -> None:
         """Note what that says of groups. Raises why a rank failed, on all, or says it on one."""
         self._retention.hear(heard)
+        self._heard = heard.named, heard.progress
         self._outcomes.heard(raised=heard.raised)
         if heard.error is None:
             return
         if heard.raised:
             raise heard.error
         if self._rank == 0:
-            _log.error("portus: %s. Training goes on", heard.error)
+            _log.error("portus: %s. Training continues", heard.error)
 
     def _made_pool(self) -> Sign | None:
         """By what this rank's pool is found, which is there then; None if it is known that all
@@ -520,12 +668,22 @@ class PortusStorageWriter(StorageWriter):
         own = pool_of_part(self.place, part_model(self.model, start.rank, self._count))
         end = time.monotonic() + _SEEN_S
         while not any(_is_at(pool, start.sign) for pool in self.place.hosts or [own]):
+            if self._mirror is not None:
+                _log.warning(
+                    "portus: rank %d does not see the pool of rank %d: a load reads what it "
+                    "does not see from %s",
+                    self._rank,
+                    start.rank,
+                    self._mirror.address,
+                )
+                break
             if time.monotonic() > end:
                 where = self.place if self.place.is_host else own
                 raise UsageError(
-                    f"rank {self._rank} does not find the pool of rank {start.rank} at {where}: "
-                    "its pools are on a file system of its own, or it names another place. Give "
-                    "all ranks a pool directory that all of them see, or the same storage hosts"
+                    f"rank {self._rank} does not find the pool of rank {start.rank} at "
+                    f"{where}: its pools are on another file system, or it was given another "
+                    "place. Give all ranks a pool directory that all of them see, or the same "
+                    "storage hosts"
                 )
             time.sleep(_POLL_S)
         self._is_shared = True
@@ -574,7 +732,7 @@ class PortusStorageWriter(StorageWriter):
             self._sweep(checkpointer)
             if self._condemned and time.monotonic() > end:
                 paths = [path for path, _ in self._condemned]
-                _log.warning("portus: %s stay: not all ranks committed what replaces them", paths)
+                _log.warning("portus: %s stay: not all ranks committed their replacement", paths)
                 return
             time.sleep(_POLL_S if self._condemned else 0)
 
@@ -625,10 +783,13 @@ def _stock_files(directory: str) -> list[str]:
     return []
 
 
-def _apart(*said: tuple[int, str | None]) -> Iterator[str]:
+def _apart(*said: Named) -> Iterator[str]:
     """What ranks save, where that differs."""
-    steps = {step for step, _ in said}
-    return (f"step {step}" if len(steps) > 1 else repr(name) for step, name in said)
+    if len({step for step, _, _ in said}) > 1:
+        return (f"step {step}" for step, _, _ in said)
+    if len({name for _, name, _ in said}) > 1:
+        return (repr(name) for _, name, _ in said)
+    return (f"metrics {dict(metrics)}" for _, _, metrics in said)
 
 
 __all__ = ["PortusStorageWriter", "groups"]

@@ -8,14 +8,14 @@ import os
 from collections.abc import Iterator
 from typing import Final
 
-from portus.client.fate import links as links_in
-from portus.client.grouped import Census, census, has_writer, pool_of_part
-from portus.client.home import host_links
-from portus.client.host import HostPool
-from portus.client.in_turn import saved_in
-from portus.client.keeper import Keeper, keeper_of
-from portus.client.reference import lead_links_to
-from portus.client.resolve import POOLS
+from portus.client.files.fate import links as links_in
+from portus.client.files.home import host_links
+from portus.client.files.host import HostPool
+from portus.client.files.keeper import Keeper, keeper_of
+from portus.client.files.reference import lead_links_to
+from portus.client.leaving.in_turn import saved_in
+from portus.client.loading.resolve import POOLS
+from portus.client.shards.grouped import Census, census, has_writer, pool_of_part
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS, has_pool, links_directory, pools_at
 from portus.index.groups import Group, part_model
@@ -90,7 +90,9 @@ def lead_back(link: str, model: str) -> bool:
         return False
     lead_links_to(newest, target)
     _log.warning(
-        "portus: there is no %s, whose save failed: what led there leads to %s now", target, newest
+        "portus: there is no %s, whose save failed: files that led to it lead to %s now",
+        target,
+        newest,
     )
     return True
 

@@ -1,28 +1,31 @@
 """What a rank of a sharded job may let go of, and when, without a look at the other ranks' pools.
 
-Which groups are complete, the ranks tell each other (``portus.client.exchange``). What was there
-before they began, one of them looks up, once, and tells the others (``Past``).
+Which groups are complete, the ranks tell each other (``portus.client.job.exchange``). What was
+there before they began, one of them looks up, once, and tells the others (``Past``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence, Set
 from typing import Final
 
-from portus.client.exchange import Heard
-from portus.client.grouped import (
+from portus.client.job.exchange import Heard
+from portus.client.run import Run
+from portus.client.shards.grouped import (
     Census,
     census,
+    glance,
     has_writer,
     pool_of_part,
     pools_of_part,
     versions_at,
 )
-from portus.client.run import Run
 from portus.errors import PortusError
+from portus.index import roll
 from portus.index.groups import (
     ID_SIZE,
     Group,
@@ -33,6 +36,7 @@ from portus.index.groups import (
     part_token,
     surplus,
 )
+from portus.index.keep import Keep
 from portus.index.place import Place
 from portus.spec import VersionInfo
 
@@ -46,8 +50,8 @@ class Retention:
     """Of one rank. The thread that saves tells it what ranks say, and the worker asks it at each
     commit; so without a lock: the thread that saves may stand still in a signal handler."""
 
-    def __init__(self, run: Run, keep: int | None) -> None:
-        """keep: see ``PortusStorageWriter``."""
+    def __init__(self, run: Run, keep: Keep | None) -> None:
+        """keep: which complete groups stay; None: all."""
         self._run: Final = run
         self._keep: Final = keep
         self.stand(0, 1)
@@ -56,20 +60,26 @@ class Retention:
         """This is rank ``rank`` of ``count`` from now on. All that was known was of other jobs."""
         self._rank, self._count = rank, count
         self._made: deque[bytes] = deque(maxlen=_MADE_MAX)
-        self._complete: deque[bytes] = deque(maxlen=_MADE_MAX + (self._keep or 0))
+        last = self._keep.last if self._keep else 0
+        self._complete: deque[bytes] = deque(maxlen=_MADE_MAX + last)
+        self._stayed: frozenset[bytes] = frozenset()
+        """Those of which this rank had its part when it was asked last what goes. On the worker."""
         self._lost: deque[tuple[bytes, int]] = deque(maxlen=_MADE_MAX)
         self._past = Past()
         self._shares: set[str] = set()
+        self._rolled: deque[bytes] = deque(maxlen=self._complete.maxlen)
         self.is_told = False
         """True once it is known what was there before."""
 
     def look(self) -> Past | None:
         """On one rank: what is there now. None if it cannot be seen."""
+        if self._run.place.is_directory:
+            roll.clear(self._run.place.path, self._run.name)
         try:
             found = census(self._run.place, self._run.name)
         except PortusError as error:
             _log.warning(
-                "portus: what was saved before of model %r cannot be seen, and stays until this "
+                "portus: earlier checkpoints of model %r cannot be read, and stay until this "
                 "job has made as many checkpoints as are kept: %s",
                 self._run.name,
                 error,
@@ -95,7 +105,8 @@ class Retention:
         """Which groups are complete by now that ranks did not tell of: at the end, when there is no
         next save. Raises nothing."""
         with contextlib.suppress(PortusError):
-            groups = census(self._run.place, self._run.name).groups
+            place, name = self._run.place, self._run.name
+            groups = (glance(place, name) or census(place, name)).groups
             self._note({group.id for group in groups if group.is_complete})
 
     # On the thread that saves.
@@ -123,6 +134,16 @@ class Retention:
 
     # On the worker, and at the end.
 
+    def committed(self, group: bytes, *, is_last: bool) -> None:
+        """This rank has its part of ``group``; is_last: and so have all others. Whoever is last
+        says so in the roll, and the first rank what only an exchange told. Raises nothing."""
+        if is_last:
+            self._note({group})
+        more = [each for each in list(self._complete) if each not in self._rolled]
+        if more and (is_last or self._rank == 0) and self._run.place.is_directory:
+            roll.add(self._run.place.path, self._run.name, more)
+            self._rolled.extend(more)
+
     def is_replaced(self, group: bytes) -> bool:
         """True if ``group``, or one that this job made after it, is complete."""
         made = list(self._made)
@@ -134,10 +155,13 @@ class Retention:
         them: those of groups that will never be complete, and all."""
         if self._count == 1:
             self._note({info.token[:ID_SIZE] for info in own})
-        complete = set(self._complete)
+        complete = {*self._complete, *self._past.complete, *self._stayed}
+        self._stayed = frozenset(info.token[:ID_SIZE] for info in own) & complete
         never = [info.id for info in own if self._is_lost(info.token[:ID_SIZE])]
         never += cut_off(own, complete, self._past.incomplete)
-        older = [] if self._keep is None else surplus(own, complete, self._keep)
+        settled = {*complete, *self._past.incomplete, *list(self._made)}
+        unseen = {info.token[:ID_SIZE] for info in own} - settled
+        older = [] if self._keep is None else surplus(own, complete, self._keep, unseen)
         return never, sorted({*never, *older})
 
     def succeed(self, own: bytes) -> None:
@@ -149,7 +173,7 @@ class Retention:
         if self._keep is None or not newer or not self._shares:
             return
         place, ids = self._run.place, {group.id for group in self._past.others}
-        going = leftovers(self._past.others, newer, self._keep)
+        going = leftovers(self._past.others, newer, self._keep, time.time_ns())
         now = part_model(self._run.name, self._rank, self._count)
         there: dict[tuple[str, Place], list[int]] = {}
         left = set()
@@ -163,7 +187,9 @@ class Retention:
                     if group in going:
                         there.setdefault((info.model, at), []).append(info.id)
         except PortusError as error:
-            _log.warning("portus: what others left of %r stays for now: %s", self._run.name, error)
+            _log.warning(
+                "portus: parts that others left of %r stay for now: %s", self._run.name, error
+            )
             return
         self._shares &= left
         for (part, at), versions in there.items():
@@ -176,7 +202,7 @@ class Retention:
             with self._run.part(part, at) as checkpointer:
                 checkpointer.let_go(versions)
         except PortusError as error:
-            _log.warning("portus: what %r left stays for now: %s", part, error)
+            _log.warning("portus: parts that %r left stay for now: %s", part, error)
 
     def _is_taken(self, part: str) -> bool:
         """True while somebody saves to that part; on a storage host opening it tells."""

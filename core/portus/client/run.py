@@ -15,8 +15,10 @@ from typing import Any, Final, TypeVar
 import torch
 
 from portus.client.checkpointer import Checkpointer
-from portus.client.settings import Settings, as_arguments
+from portus.client.files.run_mirror import Mirroring
+from portus.client.job.settings import UNMIRRORED, Settings, as_arguments
 from portus.errors import BusyError, MediumError
+from portus.index.keep import Keep
 from portus.index.place import DEFAULT_DIRECTORY, Place
 
 Result = TypeVar("Result")
@@ -32,6 +34,7 @@ class Run:
 
     place: where. name: of the run there. settings: how. links: the directory of this machine that
         tells living reference files from deleted ones, see ``Checkpointer``.
+    keep: which versions stay without a file; see ``Checkpointer``.
     is_named: True if a user gave the name: then the run has no other. Else, where another process
         has the pool file (or the name, on a storage host), the next one is taken: ``name~2``.
 
@@ -46,16 +49,18 @@ class Run:
         *,
         links: str | None = None,
         is_named: bool = True,
+        keep: int | Keep | None = 1,
     ) -> None:
         self.place: Final = place
         self.settings: Final = settings or Settings()
         self.links: Final = links
+        self.keep: Final = Keep.of(keep)
         self._name: Final = name
         self._may_be_next: Final = not is_named and place.is_for_many
         self._number = 1
         self._guard: Final = threading.RLock()
-        self._checkpointer: Checkpointer | None = None
-        self._process = 0
+        self._opened: Final[dict[int, Checkpointer]] = {}
+        """What is open, by the process that opened it: one at most, in which this is."""
 
     @classmethod
     def beside(
@@ -67,6 +72,7 @@ class Run:
         otherwise: str,
         pool: Place | None = None,
         name: str | None = None,
+        keep: int | Keep | None = 1,
     ) -> Run:
         """The run whose checkpoints are in the directory ``checkpoints``; the same one after a
         restart.
@@ -74,6 +80,7 @@ class Run:
         pool, name: what a user said. By default the place is ``$PORTUS_POOL``, else ``.portus`` in
             the first of ``roots`` that is on the file system of ``checkpoints``, else in
             ``otherwise``. In that ``.portus`` the links are, wherever the pool is.
+        keep: which versions stay without a file; see ``Checkpointer``.
 
         All paths are absolute. Raises ``MediumError`` where a file system cannot be asked, and
         ``UsageError`` for what ``$PORTUS_POOL`` says.
@@ -88,6 +95,7 @@ class Run:
             settings,
             links=links,
             is_named=name is not None,
+            keep=keep,
         )
 
     @property
@@ -98,7 +106,7 @@ class Run:
     @property
     def checkpointer(self) -> Checkpointer | None:
         """What is open in this process, if it is."""
-        return self._checkpointer if self._process == os.getpid() else None
+        return self._opened.get(os.getpid())
 
     def use(self, act: Callable[[Checkpointer], Result]) -> Result:
         """What ``act`` gives for the ``Checkpointer`` of the run; for that of the next pool file,
@@ -112,17 +120,29 @@ class Run:
                 self.close()
                 self._number += 1
 
-    def part(self, name: str, place: Place) -> Checkpointer:
+    def part(
+        self,
+        name: str,
+        place: Place,
+        keep: Keep | None = None,
+        mirroring: Mirroring | None = None,
+    ) -> Checkpointer:
         """A ``Checkpointer`` of its own for a part of the run, such as a rank's, with the same
-        settings; at the run's place, or one of its hosts. It keeps all versions, and the caller
-        closes it."""
-        return self._made(name, place, keep=None)
+        settings; at the run's place, or one of its hosts. The caller closes it, and says what its
+        commits retire (``surplus``), or it keeps all versions, or what ``keep`` says. mirroring:
+        what copies it, which it closes; by itself it has no mirror."""
+        settings = as_arguments(self.settings)
+        settings["mirror"] = UNMIRRORED
+        checkpointer = Checkpointer(place, name, keep=keep, links=self.links, **settings)
+        if mirroring is not None:
+            checkpointer.mirror_by(mirroring)
+        return checkpointer
 
     def close(self) -> None:
         """Finish what is in flight and let go of the pool; it may be used again. Raises as
         ``Checkpointer.close``."""
         with self._guard:
-            checkpointer, self._checkpointer = self.checkpointer, None
+            checkpointer = self._opened.pop(os.getpid(), None)
             if checkpointer is not None:
                 checkpointer.close()
 
@@ -130,11 +150,14 @@ class Run:
         with self._guard:
             checkpointer = self.checkpointer
             if checkpointer is None:
-                checkpointer = self._checkpointer = self._made(self.name, self.place, keep=1)
-                self._process = os.getpid()
+                made = self._made(self.name, self.place, keep=self.keep)
+                # In one go: a signal handler that saves, until here, has opened one itself.
+                checkpointer = self._opened.setdefault(os.getpid(), made)
+                if checkpointer is not made:
+                    made.close()
             return checkpointer
 
-    def _made(self, name: str, place: Place, keep: int | None) -> Checkpointer:
+    def _made(self, name: str, place: Place, keep: Keep | None) -> Checkpointer:
         settings = as_arguments(self.settings)
         return Checkpointer(place, name, keep=keep, links=self.links, **settings)
 

@@ -15,12 +15,12 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import Final, TypeAlias, cast
+from typing import Final, TypeAlias, TypedDict, cast
 
 import msgspec
 
 from portus.daemon.events import tell
-from portus.daemon.pools import free_bytes, taken_bytes
+from portus.daemon.pools import Hosted, free_bytes, taken_bytes
 from portus.daemon.server import Server, listen_unix
 from portus.errors import (
     BusyError,
@@ -68,7 +68,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reopen(msgspec.Struct, frozen=True, tag=True):
-    """Open a pool again that takes no stores any more, if every byte of it is right."""
+    """Open a pool again that accepts no more writes, if every byte of it is right."""
 
     tenant: str
 
@@ -82,7 +82,9 @@ Asked: TypeAlias = Look | Kick | ReadOnly | Drain | Reopen | Reload
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     """A pool that is open. ``size``, ``on_disk``, ``free``, ``quota``: bytes; ``quota``: None:
-    none. ``claims``: the models that are saved. ``poisoned``: it takes no stores any more."""
+    none. ``claims``: the models that are saved. ``poisoned``: it accepts no more writes.
+    ``mirror``: where it is copied to, None: nowhere; ``mirror_missing``: how many versions are not
+    there, ``mirror_lag_s``: for how long, in seconds, and ``mirror_failure``: why."""
 
     tenant: str
     size: int
@@ -96,6 +98,17 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     saves: int
     read_only: bool
     poisoned: bool
+    mirror: str | None = None
+    mirror_missing: int = 0
+    mirror_lag_s: float = 0.0
+    mirror_failure: str = ""
+
+
+class _Mirrored(TypedDict, total=False):
+    mirror: str
+    mirror_missing: int
+    mirror_lag_s: float
+    mirror_failure: str
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,7 +217,7 @@ class Desk:
             asked = msgspec.json.decode(line, type=Asked)
             answer = self._done(asked)
         except msgspec.DecodeError as error:
-            return Refused(UsageError.__name__, f"nothing that is known here: {error}")
+            return Refused(UsageError.__name__, f"unknown request: {error}")
         except PortusError as error:
             text = error.strerror if isinstance(error, MediumError) else None
             return Refused(type(error).__name__, text or str(error))
@@ -262,6 +275,7 @@ class Desk:
                     saves=hosted.saves,
                     read_only=bool(hosted.standstill),
                     poisoned=writer.medium.poisoned,
+                    **_mirrored(hosted),
                 )
             )
         return Standing(
@@ -271,6 +285,18 @@ class Desk:
             tenants=sorted(tenants, key=lambda each: each.tenant),
             connections=sorted(connections, key=lambda each: (each.tenant, each.peer)),
         )
+
+
+def _mirrored(hosted: Hosted) -> _Mirrored:
+    mirror = hosted.copied
+    if mirror is None:
+        return {}
+    return {
+        "mirror": mirror.name,
+        "mirror_missing": len(mirror.missing()),
+        "mirror_lag_s": mirror.lag_s,
+        "mirror_failure": mirror.failure,
+    }
 
 
 def desk_path(server: Server) -> str | None:
@@ -300,9 +326,11 @@ def ask(where: str, asked: Asked, wait_s: float | None = 60.0) -> Answer:
             line = _line(asking, LINE_MAX)
             answer = cast(Answer, msgspec.json.decode(line, type=Answer))
         except (FileNotFoundError, ConnectionRefusedError) as error:
-            raise UsageError(f"{where}: no storage host of this machine hears at {path}") from error
+            raise UsageError(
+                f"{where}: no storage host of this machine listens at {path}"
+            ) from error
         except PermissionError as error:
-            raise UsageError(f"{path}: for the user of the host and root alone") from error
+            raise UsageError(f"{path}: only the host's user and root may use it") from error
         except (OSError, msgspec.DecodeError) as error:
             raise TransportError(f"{path}: no answer: {error}") from error
     if isinstance(answer, Refused):

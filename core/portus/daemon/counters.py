@@ -20,6 +20,7 @@ COUNTED: Final = {
     "bounced_bytes": "bytes of these that went through a buffer",
     "shared_bytes": "bytes that versions share with earlier ones",
     "read_bytes": "bytes sent to readers",
+    "object_bytes": "bytes of objects that others mirror here, as they came",
     "scrubbed_bytes": "bytes read again by scrubs that were over",
     "pull_seconds": "time spent receiving, or moving by verbs, and hashing",
     "hash_seconds": "time spent hashing what came through a socket, a part of pull_seconds",

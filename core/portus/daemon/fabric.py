@@ -53,7 +53,7 @@ class Fabric:
     def why_not(self, link: Link) -> str:
         """Why the client at the other end of ``link`` cannot have verbs; "" if it can."""
         if self._wish is Transport.TCP:
-            return "this host serves tcp alone (--transport tcp)"
+            return "this host serves TCP only (--transport tcp)"
         if link.secret:
             return "this is a TLS connection, and verbs are not encrypted"
         try:

@@ -17,14 +17,17 @@ from portus.daemon.admin import Desk, desk_path
 from portus.daemon.counters import Counters
 from portus.daemon.events import tell
 from portus.daemon.fabric import Fabric
+from portus.daemon.mirrors import WAIT_S, Mirrors
 from portus.daemon.places import CONNECTIONS, Places
 from portus.daemon.pools import Pools, Quotas, parse_rate, parse_size, read_quotas
+from portus.daemon.replicas import OtherHost
 from portus.daemon.scrubber import Scrubber
 from portus.daemon.secrets import Secrets, read_secrets
 from portus.daemon.server import Door, Server, open_door, shut, tls_context
 from portus.daemon.session import MEMORY, House, Patience
 from portus.errors import MediumError, PortusError, UsageError
-from portus.protocol.address import Address, Scheme, Transport, is_address, parse
+from portus.mirror.address import parse as parse_store
+from portus.protocol.address import TENANT, Address, Scheme, Transport, is_address, parse
 from portus.transport.budget import Budget
 
 MEMORY_MIN: Final = 16 << 20
@@ -50,7 +53,8 @@ class Wish:
     [HOST:]PORT; ``quota``: a size, ``quota_path``: of a file of them; ``transport``: auto, tcp or
     verbs; ``scrub``: a size, of what is read again in a second; ``memory``: a size, of what clients
     may make it hold; ``connections``: how many of them there may be; ``admin_path``: of the socket
-    for the operator."""
+    for the operator; ``mirror``: URL of a mirror; ``replica``: address of the host that
+    goes on if this one is lost; ``mirror_wait``: seconds that the end waits for either, at most."""
 
     place: str
     listen: Sequence[str] = ()
@@ -65,6 +69,9 @@ class Wish:
     scrub: str | None = None
     memory: str | None = None
     connections: int | None = None
+    mirror: str | None = None
+    replica: str | None = None
+    mirror_wait: float = WAIT_S
 
 
 def serve(wish: Wish) -> bool:
@@ -140,7 +147,7 @@ def _desk(wish: Wish, server: Server) -> Desk | None:
         if wish.admin_path is not None:
             server.stop()
             raise
-        tell(logging.WARNING, "log", f"the operator is not heard: {error.strerror}")
+        tell(logging.WARNING, "log", f"cannot listen for the operator: {error.strerror}")
         return None
     desk.start()
     return desk
@@ -190,7 +197,7 @@ def reload(wish: Wish, server: Server) -> None:
         read = _Read.of(wish)
         server.house.pools.limit(read.quotas)
     except UsageError as error:
-        text = f"nothing is read again, all stays as it was: {error}"
+        text = f"cannot reread secrets, quotas and certificates, so the old ones stay: {error}"
         tell(logging.ERROR, "not_reloaded", text, why=str(error))
         raise
     server.house.secrets.become(read.secrets)
@@ -213,7 +220,11 @@ def prepared(wish: Wish) -> Server:
     _may_open(places)
     addresses = [heard(text, tls=context is not None) for text in wish.listen or ("127.0.0.1",)]
     fabric = Fabric(Transport.of(wish.transport, "--transport"))
-    pools = Pools(wish.place, read.quotas)
+    mirrors = None
+    if wish.mirror:
+        mirrors = Mirrors(parse_store(wish.mirror, "--mirror"), wish.mirror_wait)
+    other = None if wish.replica is None else _other(wish, wish.replica, addresses, read.secrets)
+    pools = Pools(wish.place, read.quotas, mirrors, other, wish.mirror_wait)
     house = House(
         pools=pools,
         secrets=read.secrets,
@@ -225,6 +236,8 @@ def prepared(wish: Wish) -> Server:
     )
     doors: list[Door] = []
     try:
+        if mirrors is not None or other is not None:
+            pools.open_all()
         for address in addresses:
             tls = context if address.scheme is Scheme.TLS else None
             doors.append(open_door(address, tls))
@@ -240,6 +253,37 @@ def prepared(wish: Wish) -> Server:
         pools.close()
         raise
     return server
+
+
+def _other(wish: Wish, text: str, addresses: Sequence[Address], secrets: Secrets) -> OtherHost:
+    """The host that goes on if this one is lost. Raises ``UsageError`` if it cannot."""
+    if wish.mirror:
+        raise UsageError("--mirror and --replica: what is saved is copied to one of them")
+    if not is_address(text):
+        raise UsageError(f"--replica {text!r}: expected a storage host, portus://host:7117")
+    address = parse(text)
+    other = OtherHost(address, secrets)
+    ports = {each.port for each in addresses if each.scheme is not Scheme.UNIX}
+    paths = {each.path for each in addresses if each.scheme is Scheme.UNIX}
+    is_unix = address.scheme is Scheme.UNIX
+    if address.path in paths if is_unix else address.port in ports and _is_here(address.host):
+        raise UsageError(f"--replica {text}: this is the host itself; expected another one")
+    for tenant in secrets.tenants() or [TENANT]:
+        other.check(tenant)
+    return other
+
+
+def _is_here(host: str) -> bool:
+    """True if it is an address of this machine."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as plain:
+            plain.bind(address)
+            return True
+    return False
 
 
 def heard(text: str, *, tls: bool) -> Address:

@@ -90,7 +90,7 @@ class HostCollector(Collector):
         yield rot
         poisoned = GaugeMetricFamily(
             "portus_poisoned",
-            "1: the pool takes no stores any more, after an error of its medium",
+            "1: the pool accepts no more writes, after an error of its medium",
             labels=["tenant"],
         )
         for tenant, is_ill in self._house.pools.poisoned().items():
@@ -104,6 +104,7 @@ class HostCollector(Collector):
                 buckets=list(zip(bounds, accumulate(buckets), strict=True)),
                 sum_value=counted.seconds[name],
             )
+        yield from self._mirrored()
         hosted = self._house.pools.all()
         for name, kind, text, value in _STANDING:
             family = kind(f"portus_{name}", text, labels=["tenant"])
@@ -113,6 +114,25 @@ class HostCollector(Collector):
         yield GaugeMetricFamily(
             "portus_connections_open", "connections there are", value=self._connections()
         )
+
+    def _mirrored(self) -> Iterator[Metric]:
+        lag = GaugeMetricFamily(
+            "portus_mirror_lag_seconds",
+            "since the first version was saved that is not in the mirror, or replica; 0: all are",
+            labels=["tenant"],
+        )
+        missing = GaugeMetricFamily(
+            "portus_mirror_missing",
+            "versions not in the mirror or replica",
+            labels=["tenant"],
+        )
+        for each in self._house.pools.all():
+            if each.copied is not None:
+                lag.add_metric([each.tenant], each.copied.lag_s)
+                missing.add_metric([each.tenant], len(each.copied.missing()))
+        if lag.samples:
+            yield lag
+            yield missing
 
 
 def application(house: House, connections: Callable[[], int]) -> WSGIApplication:
@@ -125,7 +145,7 @@ def application(house: House, connections: Callable[[], int]) -> WSGIApplication
         if environ.get("PATH_INFO") != "/healthz":
             return numbers(environ, start)
         ill = [tenant for tenant, is_ill in house.pools.poisoned().items() if is_ill]
-        lines = [f"{tenant}: takes no stores any more\n" for tenant in ill] or ["ok\n"]
+        lines = [f"{tenant}: accepts no more writes\n" for tenant in ill] or ["ok\n"]
         status = "503 Service Unavailable" if ill else "200 OK"
         start(status, [("Content-Type", "text/plain; charset=utf-8")])
         return ["".join(lines).encode()]

@@ -83,7 +83,7 @@ class Places:
                 of_address = Counter(each.address for each in strangers)
                 most = max(of_address.values())
                 oldest = next(each for each in strangers if of_address[each.address] == most)
-                self._end(oldest, "others came, and it had not proved its secret")
+                self._end(oldest, "others needed its place, and it had not proved its secret")
             self._taken[place] = None
         return place
 
@@ -107,8 +107,8 @@ class Places:
             for most, which, others in limits:
                 if len(others) >= most and not self._make_room(place.address, tenant, others):
                     raise TransportError(
-                        f"no place for one more connection: {len(others)} {which} are the most, "
-                        "and all are in use. End some, or give `portus serve` more by --connections"
+                        f"no place for another connection: {len(others)} {which} are the most, "
+                        "and all are in use. Close some, or raise `portus serve --connections`"
                     )
             place.tenant, place.waits = tenant, False
 
@@ -140,7 +140,7 @@ class Places:
         if not unused:
             return False
         found = max(unused, key=lambda each: (share(each.tenant, each.address), -each.since_s))
-        self._end(found, "others came, and it was not used")
+        self._end(found, "others needed its place, and it was not used")
         return True
 
     def _strangers_left(self) -> list[Place]:

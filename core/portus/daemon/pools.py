@@ -16,7 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from portus.errors import BusyError, CorruptionError, MediumError, UsageError
+from portus.daemon.mirrors import WAIT_S, Mirrors, TenantMirror
+from portus.daemon.objects import MemoryStore, Objects
+from portus.daemon.replicas import OtherHost, Replica
+from portus.errors import BusyError, CorruptionError, MediumError, TransportError, UsageError
 from portus.format.layout import DATA_START
 from portus.index.check import Look, Severity, check_file
 from portus.index.directory import (
@@ -36,12 +39,17 @@ from portus.media.file import PlainFile
 from portus.media.local import LocalFiles
 from portus.media.lock import DirectoryLock, LockTable, ProcessLocks
 from portus.media.memory import Memory
-from portus.protocol.address import TENANT, checked_tenant
+from portus.mirror.folder import Folder
+from portus.mirror.store import Store
+from portus.protocol.address import TENANT, checked_tenant, is_tenant
 
 MEMORY: Final = "memory:"
 TENANTS_MAX: Final = 1024
 BUSY_S: Final = 10.0
 """The longest wait for another writer to let go of a pool."""
+
+_OBJECTS: Final = ".objects"
+"""Behind the path of a pool: the directory of what others mirror to its tenant."""
 
 _LOCK: Final = ".host"
 """In a directory that is served: whose process it is."""
@@ -79,14 +87,49 @@ class Hosted:
         self.writer: Final = writer
         self.holds: Final = holds
         self.path: Final = path
+        self.mirror: TenantMirror | None = None
+        """Where it is copied to; None: nowhere."""
+        self.replica: Replica
+        """Who leads its models, set before anybody is let in."""
         self.hashing: Final = threading.Semaphore(max(1, HASHERS // 2))
         """Held while one of its clients has the pool hashed."""
+        self._making: Final = threading.Lock()
+        self._objects: Objects | None = None
         self._changed: Final = threading.Condition()
         self._claims: Final[dict[str, tuple[bytes, int]]] = {}
         self._saves = 0
         self._standstill = ""
         self._parting = False
         """True once a client that had claims said goodbye, and none has claimed anything since."""
+
+    @property
+    def copied(self) -> TenantMirror | Replica | None:
+        """What copies it to somewhere else; None if nothing does."""
+        return self.mirror or (self.replica if self.replica.name else None)
+
+    @property
+    def objects(self) -> Objects:
+        """What others mirror here, made at the first use. Raises ``UsageError`` for a pool on a
+        device, which has all of it."""
+        with self._making:
+            if self._objects is None:
+                self._objects = Objects(self._store(), self._room_for_objects)
+            return self._objects
+
+    def _store(self) -> Store:
+        info = self.writer.medium.info
+        if self.path is None:
+            return MemoryStore(f"objects of {self.tenant}")
+        if info.kind is MediumKind.DEVDAX:
+            raise UsageError(
+                f"{self.path}: a pool on a device has no space for mirrored objects; serve a "
+                f"directory, or {MEMORY}SIZE"
+            )
+        return Folder(f"{self.path}{_OBJECTS}")
+
+    def _room_for_objects(self) -> int | None:
+        size_max = self.writer.max_bytes
+        return None if size_max is None else max(0, size_max - self.writer.medium.size)
 
     def look(self) -> None:
         """Raise ``MediumError`` if the path of the pool leads to another file now: whoever opens
@@ -96,7 +139,7 @@ class Hosted:
             return
         raise MediumError(
             errno.ESTALE,
-            f"{self.path} was exchanged, or moved, under this host, whose pool is at "
+            f"{self.path} was replaced or moved while this host has it open; its pool is at "
             f"{medium.path_now()!r} now: nothing is committed there. Put it back, or restart the "
             "host to serve what is at that path",
         )
@@ -171,10 +214,21 @@ class Hosted:
 class Pools:
     """The pools of a host, opened when somebody asks, and then open until the end."""
 
-    def __init__(self, place: str, quotas: Quotas | None = None) -> None:
-        """place: see the module. quotas: None: none. Raises ``UsageError``, and what
-        opening one pool, or making a directory for many, raises: that ends the start, not the
-        first save. So does a directory that another host serves: ``BusyError``."""
+    def __init__(
+        self,
+        place: str,
+        quotas: Quotas | None = None,
+        mirrors: Mirrors | None = None,
+        other: OtherHost | None = None,
+        mirror_wait_s: float = WAIT_S,
+    ) -> None:
+        """place: see the module. quotas: None: none. mirrors: of what is opened. other: the host
+        that what is saved here is copied to. mirror_wait_s: the longest that ``close`` waits for
+        that.
+
+        Raises ``UsageError``, and what opening one pool, or making a directory for many, raises:
+        that ends the start, not the first save. So does a directory that another host serves:
+        ``BusyError``."""
         in_memory = place.startswith(MEMORY) and not place.startswith(f"{MEMORY}//")
         where = None if in_memory or not place else Place.named(place, "POOL")
         if not place or (where is not None and where.is_host):
@@ -186,6 +240,9 @@ class Pools:
         self._where: Final = where
         self._memory: Final = 0 if where else parse_size(place.removeprefix(MEMORY))
         self._quotas = quotas or Quotas()
+        self._mirrors: Final = mirrors
+        self._other: Final = other
+        self._mirror_wait_s: Final = mirror_wait_s
         self._read_only: Final[set[str]] = set()
         self._shut: Final[dict[str, str]] = {}
         """Pools that are not opened by this process any more, by tenant, and why."""
@@ -208,7 +265,7 @@ class Pools:
         """The tenant's pool, made if there was none. Raises what opening raises."""
         with self._guard:
             if tenant not in self._opening and len(self._opening) >= TENANTS_MAX:
-                raise BusyError(errno.EAGAIN, f"{self.place}: {TENANTS_MAX} tenants are the most")
+                raise BusyError(errno.EAGAIN, f"{self.place}: the limit is {TENANTS_MAX} tenants")
             opening = self._opening.setdefault(tenant, threading.Lock())
         with opening:  # one at a time for each tenant; the others do not wait for it
             hosted = self._open.get(tenant)
@@ -219,11 +276,35 @@ class Pools:
                 pool = None if where is None else self._pool_of(where, tenant).path
                 holds = Holds(pool and links_directory(pool), LocalFiles())
                 hosted = Hosted(tenant, self._writer(tenant), holds, pool)
+                self._attach(hosted)
                 with self._guard:
                     self._open[tenant] = hosted
                     hosted.writer.max_bytes = self._size_max(tenant)  # may be another by now
                     hosted.standstill = self._standstill(tenant)
             return hosted
+
+    def _attach(self, hosted: Hosted) -> None:
+        try:
+            if self._mirrors is not None:
+                self._mirrors.attach(hosted)
+            hosted.replica = Replica(hosted, self._other)
+        except BaseException:
+            hosted.writer.close()
+            raise
+
+    def open_all(self) -> None:
+        """Open the pools that there are, and those that the mirror has. Raises what opening one
+        raises."""
+        found = {tenant for tenant, _ in self.everywhere() if is_tenant(tenant)}
+        if self._mirrors is not None:
+            try:
+                found.update(self._mirrors.tenants())
+            except (TransportError, MediumError):
+                if not found:
+                    raise
+        for tenant in sorted(found):
+            if self._where is None or self._where.is_directory or tenant == TENANT:
+                self.of(tenant)
 
     def all(self) -> list[Hosted]:
         """Those that are open."""
@@ -252,7 +333,9 @@ class Pools:
             opened = list(self._open.values())
             kinds = {hosted.writer.medium.info.kind for hosted in opened}
             if quotas and MediumKind.DEVDAX in kinds:
-                raise UsageError(f"{self.place}: a pool on a device has all of it, and no quota")
+                raise UsageError(
+                    f"{self.place}: a pool on a device uses all of it, without a quota"
+                )
             self._quotas = quotas
             for hosted in opened:
                 hosted.writer.max_bytes = self._size_max(hosted.tenant)
@@ -282,13 +365,13 @@ class Pools:
 
     def _standstill(self, tenant: str) -> str:
         if self.draining:
-            return "the operator drains this storage host: no save begins; try again later"
+            return "the operator is draining this storage host: no new saves; try again later"
         if tenant in self._read_only:
-            return f"the operator made tenant {tenant!r} read-only: no save begins"
+            return f"the operator made tenant {tenant!r} read-only: it accepts no saves"
         return ""
 
     def reopen(self, tenant: str, end_use: Callable[[Hosted], None]) -> int:
-        """Open a pool again whose medium takes no stores any more, if every byte that its versions
+        """Open a pool again whose medium accepts no more writes, if every byte that its versions
         reach is on the disk as it was written; how many bytes it has.
 
         end_use: ends whatever uses it, or raises. Blocks for as long as reading all of it takes.
@@ -298,8 +381,8 @@ class Pools:
         hosted = self._open.get(tenant)
         if hosted is None or hosted.path is None or not hosted.writer.medium.poisoned:
             raise UsageError(
-                f"tenant {tenant!r} has no pool here, in a file or on a device, that takes no "
-                "stores any more"
+                f"tenant {tenant!r} has no pool here, in a file or on a device, that accepts no "
+                "more writes"
             )
         files = LocalFiles()
         findings = check_file(hosted.path, Look(), cached=False)
@@ -307,19 +390,22 @@ class Pools:
         if wrong:
             raise CorruptionError(
                 f"{hosted.path}: {wrong[0]} ({len(wrong)} in all): it is not opened again. "
-                "`portus rescue` gets out of it what is whole"
+                "`portus rescue` extracts what is intact"
             )
         with self._opening[tenant]:
             end_use(hosted)
             with self._guard:
                 del self._open[tenant]
+            hosted.replica.close()
+            if self._mirrors is not None:
+                self._mirrors.let_go(hosted)
             hosted.writer.close()
             files.forget(hosted.path)
             if not _same_fixed_pages(hosted.path, files):
                 self._shut[tenant] = (
-                    f"{hosted.path}: the system holds other first pages than the disk: end this "
-                    "host, have them forgotten (umount, or echo 1 > /proc/sys/vm/drop_caches), "
-                    "and start it again"
+                    f"{hosted.path}: the system's cache of the first pages differs from the "
+                    "disk: stop this host, drop that cache (umount, or echo 1 > "
+                    "/proc/sys/vm/drop_caches), and start it again"
                 )
         return self.of(tenant).writer.medium.size
 
@@ -330,10 +416,14 @@ class Pools:
         return self._memory if quota is None else min(self._memory, quota)
 
     def close(self) -> None:
-        """Let go of all. Nobody may use them any more."""
+        """Let go of all, and of the mirror, which is waited for. Nobody may use them any more."""
+        if self._mirrors is not None:
+            self._mirrors.close()
         with self._guard:
             opened, self._open = self._open, {}
+        until_s = time.monotonic() + self._mirror_wait_s
         for hosted in opened.values():
+            hosted.replica.close(max(0.0, until_s - time.monotonic()))
             hosted.writer.close()
         if self._lock is not None:
             self._lock.close()

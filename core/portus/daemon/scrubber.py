@@ -101,7 +101,7 @@ class Scrubber:
 
     def _not_scrubbed(self, tenant: str | None, error: PortusError) -> None:
         level = logging.ERROR if isinstance(error, CorruptionError) else logging.WARNING
-        text = f"{tenant or 'pools'}: not read again: {error}"
+        text = f"{tenant or 'pools'}: cannot be scrubbed: {error}"
         tell(level, "not_scrubbed", text, tenant=tenant, why=str(error))
 
     def _wait(self, seconds: float) -> None:

@@ -33,6 +33,15 @@ class Secrets:
         """Have those of ``others`` from now on. Who is in stays in."""
         self._of = others._of
 
+    def first_of(self, tenant: str) -> bytes | None:
+        """By which this host proves itself to its replica, as that tenant; None if it has none."""
+        of = self._of
+        return None if of is None else next(iter(of.get(tenant, ())), None)
+
+    def tenants(self) -> list[str]:
+        """Those that have one."""
+        return sorted(self._of or ())
+
     def proved(
         self, tenant: str, proof: bytes, nonce_client: bytes, nonce_host: bytes
     ) -> bytes | None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -44,9 +45,12 @@ from portus.format.layout import Kind as RecordKind
 from portus.index.check_version import check_layout, check_tree, read_layout, read_tree
 from portus.index.directory import note_failure
 from portus.index.findings import Findings
+from portus.index.keep import checked_metrics
 from portus.index.records import Pointer, Rows, VersionEntry, decode_layout, encode_version
+from portus.mirror.names import checked_name
+from portus.mirror.store import MissingError
 from portus.pipeline.draft import Labels, PoolDraft
-from portus.pipeline.parts import Group, sources
+from portus.pipeline.parts import StorageRows, sources
 from portus.protocol import messages as said
 from portus.protocol.address import checked_tenant
 from portus.protocol.connection import Payload
@@ -55,7 +59,6 @@ from portus.protocol.messages import (
     NONCE_SIZE,
     VERSIONS,
     Fault,
-    Kind,
     ProtocolError,
     Refused,
     Said,
@@ -64,6 +67,7 @@ from portus.protocol.messages import (
     ranges,
 )
 from portus.protocol.proof import proof_of_host
+from portus.protocol.vocabulary import MessageKind
 from portus.transport.base import Column, Digests, Sources, Stop, cut
 from portus.transport.budget import Budget
 from portus.transport.local import check
@@ -268,8 +272,8 @@ class Session:
                     continue
                 self._place.works()
                 if isinstance(event, Payload):
-                    raise ProtocolError("payload where a request was due")
-                if event.kind is Kind.BYE:
+                    raise ProtocolError("payload where a request was expected")
+                if isinstance(event, said.Bye):
                     requests.goodbye = True
                     return
                 requests.answer(event)
@@ -297,41 +301,18 @@ class _Requests:
         self.goodbye = False
         """True once the client said so."""
         self._turns: Final = house.hashing
-        self._answers: Final[dict[Kind, Callable[..., Said]]] = {
-            Kind.CLAIM: self._claim,
-            Kind.CONNECT: self._connect,
-            Kind.REGISTER: self._register,
-            Kind.FORGET: self._forget,
-            Kind.BEGIN: self._begin,
-            Kind.OFFER: self._offer,
-            Kind.SHARE: self._share,
-            Kind.CONFIRM: self._confirm,
-            Kind.ABANDON: self._abandon,
-            Kind.READ: self._read,
-            Kind.PUSH: self._push,
-            Kind.CHECK: self._check,
-            Kind.PIN: self._pin,
-            Kind.UNPIN: self._unpin,
-            Kind.ROOM: self._room,
-            Kind.RETIRE: self._retire,
-            Kind.HOLD: self._hold,
-            Kind.HOLDS: self._holds,
-            Kind.GIVE_BACK: self._give_back,
-            Kind.NOTE: self._note,
-            Kind.STATUS: self._status,
-        }
 
     @property
     def idle_s(self) -> float:
-        """The longest wait for a request. Who claims a model may take its time: a training that
-        saves once a day is still the one. A client that vanished is noticed by keepalive."""
+        """The longest wait for a request. A client that has claimed a model may stay idle: a
+        training may save once a day. Keepalive notices a client that vanished."""
         is_claimed = self._claimed and self._draft is None
         return self._patience.claimed_s if is_claimed else self._patience.idle_s
 
     def answer(self, message: Said) -> None:
         """Do what is asked, and say so; a refusal ends the save that it was part of."""
         try:
-            answer = self._answers[message.kind](message)
+            answer = _ANSWERS[message.kind](self, message)
         except PortusError as error:
             if self._link.closed:
                 raise
@@ -339,12 +320,12 @@ class _Requests:
             return
         self._link.send(answer)
 
-    def refuse(self, kind: Kind, error: PortusError) -> None:
+    def refuse(self, kind: MessageKind, error: PortusError) -> None:
         """Say why not."""
         self._drop("refused")
         self._link.send(self._refused(kind, error))
 
-    def _refused(self, kind: Kind, error: PortusError) -> Refused:
+    def _refused(self, kind: MessageKind, error: PortusError) -> Refused:
         refusal = _refusal(error)
         self._counters.failed(refusal.fault)
         failed_here = isinstance(error, MediumError | CorruptionError)
@@ -373,10 +354,11 @@ class _Requests:
         self._pins.clear()
         was_last = False
         while self._claimed:
-            was_last = self._hosted.disclaim(self._claimed.pop(), goodbye=self.goodbye)
+            model = self._claimed.pop()
+            self._hosted.replica.disclaimed(model)
+            was_last = self._hosted.disclaim(model, goodbye=self.goodbye)
         if was_last:
             self._give_back_at_the_end()
-        self._answers.clear()  # which leads back here: what the link has would stay for the next gc
 
     def added(self, facts: Facts) -> Facts:
         """With what is known here. From any thread."""
@@ -411,7 +393,14 @@ class _Requests:
             raise UsageError(f"model {message.model!r} is claimed here already")
         if len(self._claimed) >= CLAIMS_MAX:
             raise UsageError(f"more than {CLAIMS_MAX} models")
-        self._hosted.claim(message.model, message.client, self._patience.claim_s)
+        with contextlib.ExitStack() as undo:
+            self._hosted.claim(message.model, message.client, self._patience.claim_s)
+            undo.callback(self._hosted.disclaim, message.model, goodbye=False)
+            self._hosted.replica.claimed(message.model)
+            undo.callback(self._hosted.replica.disclaimed, message.model)
+            if self._hosted.mirror is not None:
+                self._hosted.mirror.claimed(message.model)
+            undo.pop_all()
         self._claimed.append(message.model)
         return said.Done()
 
@@ -440,6 +429,7 @@ class _Requests:
     def _begin(self, message: said.Begin) -> Said:
         if message.model not in self._claimed:
             raise UsageError(f"model {message.model!r} is not claimed here")
+        self._hosted.replica.require(message.model)
         lengths = column(message.lengths, "lengths")
         size_max = self._writer.max_bytes
         if size_max is not None and int(lengths.sum()) > size_max:
@@ -543,7 +533,7 @@ class _Requests:
         if not np.array_equal(lengths, draft.lengths[indices]):
             raise UsageError("share: a storage has another length in that version")
 
-        def same(group: Group) -> bool:
+        def same(group: StorageRows) -> bool:
             """The medium still holds what was saved. That the client has the same is seen when
             it confirms: its digests must be those of this version."""
             address = np.ones(len(indices), np.int64)
@@ -583,16 +573,21 @@ class _Requests:
             layout=b"",
             tree=b"",
             inexact=message.inexact,
+            metrics=draft.metrics,
         )
-        retire = set(column(message.retire, "retire").tolist())
+        retire = self._unpinned(message.retire)
+        changed = {begin.model, *self._models_of(retire)}
         self._refuse_known(begin.token)
         self._refuse_nonsense(rows[0], *known)
+        self._hosted.replica.require(begin.model)
         self._hosted.look()
         record = draft.pool.commit_rows(rows, labels, *known, retire)
         self._hosted.look()
         self._draft = None
         self._link.keep(-draft.size)
         self._hosted.ended()
+        self._changed(changed)
+        self._hosted.replica.committed(begin.model, begin.token)
         self._counters.add("saves")
         end = time.perf_counter()
         self._counters.add("commit_seconds", end - start)
@@ -614,6 +609,10 @@ class _Requests:
             commit_seconds=end - start,
         )
         return said.Committed(encode_version(record))
+
+    def _metrics(self, message: said.Metrics) -> Said:
+        self._drafted().metrics = checked_metrics(message.metrics)
+        return said.Done()
 
     def _known(self, draft: _Draft, message: said.Confirm) -> _Known | None:
         """Layout and tree, as they are or by the version before; None if that is gone, or if its
@@ -798,24 +797,93 @@ class _Requests:
         return said.Done()
 
     def _retire(self, message: said.Retire) -> Said:
-        versions = set(column(message.versions, "versions").tolist())
+        versions = self._unpinned(message.versions)
         self._hosted.refuse()
         self._hosted.look()
+        changed = self._models_of(versions)
         self._writer.retire(versions)
+        self._changed(changed)
         self._tell(logging.INFO, "retired", f"{len(versions)} versions", versions=len(versions))
         return said.Done()
 
+    def _unpinned(self, ids: bytes) -> set[int]:
+        """Versions to retire, by id, but for those that somebody pinned: the client may not know of
+        that yet."""
+        pinned, versions = self._hosted.holds.pinned(), set(column(ids, "versions").tolist())
+        if pinned:
+            entries = self._writer.catalogue().entries()
+            versions -= {each.info.id for each in entries if each.info.token in pinned}
+        return versions
+
+    def _models_of(self, versions: Collection[int]) -> set[str]:
+        if not versions:
+            return set()
+        entries = self._writer.catalogue().entries()
+        return {each.info.model for each in entries if each.info.id in versions}
+
+    def _changed(self, models: Collection[str]) -> None:
+        """For the mirror and the replica to look at them."""
+        self._hosted.replica.changed(models)
+        if self._hosted.mirror is not None:
+            self._hosted.mirror.changed(models)
+
     def _hold(self, message: said.Hold) -> Said:
+        holds, name = self._hosted.holds, message.id.hex()
+        before = holds.model_of(name)
         if message.reference:
-            self._hosted.holds.keep(message.id.hex(), message.reference)
+            holds.keep(name, message.reference)
         else:
-            self._hosted.holds.let_go(message.id.hex())
+            holds.let_go(name)
+        self._changed({each for each in (before, holds.model_of(name)) if each})
         return said.Done()
 
     def _holds(self, message: said.Holds) -> Said:
         self._link.room(4 * said.HELD_SIZE_MAX)
         found = self._hosted.holds.after(message.after.hex(), said.HELD_SIZE_MAX)
         return said.Held(said.packed_column([len(each) for each in found]), b"".join(found))
+
+    def _settle(self, message: said.Settle) -> Said:
+        if message.model not in self._claimed:
+            raise UsageError(f"model {message.model!r} is not claimed here")
+        self._hosted.replica.told(message.model, message.token)
+        return said.Done()
+
+    # What others mirror here.
+
+    def _put(self, message: said.Put) -> Said:
+        self._hosted.refuse()
+        name = checked_name(message.name, self._hosted.tenant)
+        made = self._hosted.replica.put(name, message.data, fresh=message.fresh)
+        self._counters.add("object_bytes", len(message.data) if made else 0)
+        return said.Placed(made)
+
+    def _get(self, message: said.Get) -> Said:
+        store = self._hosted.objects.store
+        self._link.room(message.length or said.OBJECT_SIZE_MAX)
+        try:
+            if not message.length:
+                return said.Object(store.get(message.name))
+            room = bytearray(message.length)
+            store.get_range(message.name, message.start, memoryview(room))
+            return said.Object(bytes(room))
+        except MissingError as error:
+            raise StaleError(str(error)) from error
+
+    def _list(self, message: said.List) -> Said:
+        found = self._hosted.objects.store.list(message.prefix, message.after)
+        some = list(itertools.islice(found, said.LISTED_MAX))
+        return said.Listed(
+            [each.name for each in some],
+            said.packed_column([each.size for each in some]),
+            said.packed_column([int(each.modified * 1e6) for each in some]),
+        )
+
+    def _delete(self, message: said.Delete) -> Said:
+        self._hosted.refuse()
+        for name in message.names:
+            checked_name(name, self._hosted.tenant)
+        self._hosted.objects.delete(message.names)
+        return said.Done()
 
     def _give_back(self, message: said.GiveBack) -> Said:
         freed = self._fabric.give_back(self._hosted)
@@ -832,13 +900,18 @@ class _Requests:
         try:
             self._give_back(said.GiveBack())
         except PortusError as error:
-            self._tell(logging.WARNING, "log", f"its free space stays: {error}")
+            self._tell(logging.WARNING, "log", f"its free space could not be returned: {error}")
 
     def _status(self, message: said.Status) -> Said:
         hosted, size = self._hosted, self._writer.medium.size
         free, holes, taken = free_bytes(hosted), hole_bytes(hosted), taken_bytes(hosted)
         return said.Standing(size, free, hosted.saves, holes, taken)
 
+
+_ANSWERS: Final[Mapping[MessageKind, Callable[[_Requests, Said], Said]]] = said.MESSAGES.handlers(
+    _Requests
+)
+"""What answers each request. One that no method answers fails here, when a host starts."""
 
 _Known = tuple[Pointer | bytes, Pointer | bytes]
 _Move = Callable[[Remote, Sources], Moved]
@@ -861,6 +934,7 @@ class _Draft:
         self.begin: Final = begin
         self.claimed: Final = np.zeros(len(lengths), np.bool_)
         self.shared_bytes = 0
+        self.metrics: Mapping[str, float] = {}
         self.begun_s: Final = time.perf_counter()
 
     def may_claim(self, indices: Column) -> bool:

@@ -17,6 +17,7 @@ KIND_VERSION: Final = 1
 MAGIC: Final = b"PORTUS POOL\r\n\x1a\n\x00"
 ROOT_MAGIC: Final = b"ROOT"
 RECORD_MAGIC: Final = b"PREC"
+ENTRY_MAGIC: Final = b"PLOG"
 
 SUPERBLOCK_OFFSETS: Final = (0 * PAGE, 4 * PAGE)
 SLOT_OFFSETS: Final = (1 * PAGE, 2 * PAGE)
@@ -33,9 +34,28 @@ MARKS: Final = 2
 """A compat bit: entries of model indices may have flags. An old program leaves them out of the
 indices that it writes."""
 
-COMPAT_KNOWN: Final = COPIES | MARKS
+OBJECTS: Final = 4
+"""A compat bit: trees may have the tags ``$bytes_io`` and ``$object``. An old program does not load
+a state that has one."""
+
+METRICS: Final = 8
+"""A compat bit: model indices may have metrics behind their entries. An old program leaves them out
+of the indices that it writes."""
+
+LOGS: Final = 1
+"""An incompat bit: versions may have logs. An old program would take a version for what it was when
+its log was empty."""
+
+BUNCHES: Final = 2
+"""An incompat bit: entries of logs may have bunches. An old program would pass over them."""
+
+IN_PLACE: Final = 4
+"""An incompat bit: storages of a version with a log may be changed in place. An old program would
+take them for damaged, and roll nothing back."""
+
+COMPAT_KNOWN: Final = COPIES | MARKS | OBJECTS | METRICS
 READ_ONLY_COMPAT_KNOWN: Final = 0
-INCOMPAT_KNOWN: Final = 0
+INCOMPAT_KNOWN: Final = LOGS | BUNCHES | IN_PLACE
 
 VERSION_ID_MAX: Final = 1 << 61
 NAME_SIZE_MAX: Final = 4096
@@ -44,6 +64,13 @@ RECORD_SIZE_MAX: Final = 1 << 36
 
 INEXACT: Final = 1
 """A flag of an entry of a model index."""
+
+WITH_NEXT: Final = 1
+"""A flag of a log entry: it belongs to the commit after the one that it stands on."""
+
+UNDO: Final = 2
+"""A flag of a log entry: it has what was in storages before they were changed in place, and counts
+as long as no entry without the flag is behind it."""
 
 
 class Kind(enum.IntEnum):
@@ -208,6 +235,56 @@ COPY: Final = Record(
     ),
 )
 
+LOG: Final = Record(
+    "log",
+    56,
+    (
+        Field("offset", "Q", "its pages, from the start of the pool"),
+        Field("length", "Q", "bytes of its pages"),
+        Field("name", "16s", "random; its entries have it too"),
+        Field("born", "Q", "the commit that reserved its pages"),
+        Field("entries", "Q", "how many it had when the version was committed: all of them count"),
+        Field("in_place", "Q", "how many in-place rows follow"),
+    ),
+)
+
+PLACED: Final = Record(
+    "in-place row",
+    24,
+    (
+        Field("storage", "Q", "index of a storage that is changed in place"),
+        Field("cell", "Q", "bytes of each of its cells: a power of two, up to 4096"),
+        Field("digests", "Q", "index of the storage that has the digests of its units"),
+    ),
+)
+
+LOG_ENTRY: Final = Record(
+    "log entry",
+    96,
+    (
+        Field("magic", "4s", "`PLOG`"),
+        Field("flags", "I", "1: it belongs to the next commit; 2: undo; the other bits are zero"),
+        Field("number", "Q", "1 for the first entry of the log, and so on"),
+        Field("commit", "Q", "that of the version that it stands on"),
+        Field("length", "Q", "bytes of the entry, this header included: whole pages"),
+        Field("patches", "Q", "number of its patches"),
+        Field("tree_length", "Q", "bytes of its tree; 0: the tree stays as it was"),
+        Field("name", "16s", "that of the log"),
+        Field("bunches", "Q", "number of its bunches"),
+        Field("reserved", "Q", "zero"),
+        Field("digest", "16s", "of the 80 bytes before and all that follows in the entry"),
+    ),
+)
+
+BUNCH: Final = Record(
+    "bunch",
+    16,
+    (
+        Field("length", "Q", "bytes of each of its patches"),
+        Field("patches", "Q", "how many it has"),
+    ),
+)
+
 TABLES: Final = (
     SUPERBLOCK,
     SLOT,
@@ -219,4 +296,8 @@ TABLES: Final = (
     EXTENT,
     UNIT_DIGEST,
     COPY,
+    LOG,
+    PLACED,
+    LOG_ENTRY,
+    BUNCH,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -40,6 +41,7 @@ class Record:
         self.name: Final = name
         self.size: Final = size
         self.fields: Final = fields
+        self._names: Final = tuple(field.name for field in fields)
         self._struct: Final = struct.Struct("<" + "".join(field.code for field in fields))
         assert self._struct.size == size, f"{name}: {self._struct.size} bytes, not {size}"
 
@@ -51,6 +53,10 @@ class Record:
         assert values.keys() <= blank.keys(), f"{self.name} has no {values.keys() - blank.keys()}"
         return self._struct.pack(*(blank | values).values())
 
+    def row(self, *values: Value) -> bytes:
+        """The bytes of all fields, given in their order: several times as fast as ``pack``."""
+        return self._struct.pack(*values)
+
     def unpack(self, data: bytes | memoryview, offset: int = 0) -> dict[str, Value]:
         """Field by name. Raises ``CorruptionError`` when ``data`` is too short."""
         if len(data) - offset < self.size:
@@ -58,10 +64,9 @@ class Record:
                 f"{self.name} at byte {offset}: expected {self.size} bytes, found "
                 f"{max(0, len(data) - offset)}"
             )
-        values = self._struct.unpack_from(data, offset)
-        return {field.name: value for field, value in zip(self.fields, values, strict=True)}
+        return dict(zip(self._names, self._struct.unpack_from(data, offset), strict=True))
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype[np.void]:
         """The same fields for arrays of this record."""
         return np.dtype(

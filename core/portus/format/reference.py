@@ -16,14 +16,16 @@ and is not is damaged (``CorruptionError``); one that carries none is somebody e
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zlib
 from collections.abc import Container
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from portus.errors import CorruptionError, UsageError
 from portus.format.checksum import DIGEST_SIZE, digest
+from portus.spec import VersionInfo
 
 GLOBAL_MODULE: Final = "portus"
 GLOBAL_NAME: Final = "this_is_a_reference_run_portus_materialize"
@@ -34,6 +36,13 @@ SIZE_MAX: Final = 128 << 10
 
 HEAD_SIZE: Final = 256
 """Bytes; a reference is longer, and says within them that it is one."""
+
+_PIN_PATH: Final = "/portus-pin/"
+"""Where the file of a pin would be: nowhere."""
+
+_PIN_NAME: Final = re.compile(r"[0-9a-f]{32}")
+_PIN_POOL: Final = "portus://pin"
+"""The way from there to the pool: none."""
 
 PATH_MAX: Final = 4096
 NAME_MAX: Final = 4096
@@ -93,6 +102,11 @@ class Reference:
                 _check_integer(f"{name}_step", step)
 
     @property
+    def is_pin(self) -> bool:
+        """True if it stands for no file: a person wants the version to stay."""
+        return self.written_path.startswith(_PIN_PATH)
+
+    @property
     def instead(self) -> list[tuple[str, int]]:
         """Versions to use if ``token`` was never committed, best first: token and step."""
         pairs = ((self.in_flight, self.in_flight_step), (self.fallback, self.fallback_step))
@@ -102,6 +116,29 @@ class Reference:
         """The token of the version that it leads to, of those that are ``there``."""
         tokens = (self.token, *(token for token, _ in self.instead))
         return next((token for token in tokens if token in there), None)
+
+
+def pin_of(info: VersionInfo, pool: bytes, pool_path: str, name: str, now_ns: int) -> Reference:
+    """A pin of a version of the pool of that identity. To a Portus that knows no pins it is a
+    reference whose file is not where it was: it holds what it leads to. name: its id. now_ns: Unix
+    time in nanoseconds."""
+    return Reference(
+        id=name,
+        token=info.token.hex(),
+        pool=pool.hex(),
+        pool_path=pool_path,
+        pool_relative=_PIN_POOL,
+        model=info.model,
+        step=info.step,
+        written_path=_PIN_PATH + name,
+        written_ns=now_ns,
+    )
+
+
+def pin_at(path: str) -> str | None:
+    """The name of the pin of which that is the ``written_path``; None for all other paths."""
+    name = path.removeprefix(_PIN_PATH)
+    return name if name != path and _PIN_NAME.fullmatch(name) else None
 
 
 def encode(reference: Reference) -> bytes:
@@ -137,16 +174,16 @@ def decode_text(text: str) -> Reference:
     if not body.isascii() or digest(body.encode()).hex() != text[: 2 * DIGEST_SIZE]:
         raise CorruptionError("reference file: the checksum of its text does not match")
     try:
-        fields = json.loads(body)
+        said = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"reference file: its text is no JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise CorruptionError("reference file: its text is no JSON object")
-    return _from_fields(fields, body)
+        raise CorruptionError(f"reference file: its text is not JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise CorruptionError("reference file: its text is not a JSON object")
+    return _from_fields(said, body)
 
 
-def _from_fields(fields: dict[str, object], body: str) -> Reference:
-    number = fields.pop("portus", None)
+def _from_fields(said: dict[str, object], body: str) -> Reference:
+    number = said.pop("portus", None)
     if type(number) is not int or number < 1:
         raise CorruptionError(f"reference file: format number {number!r}, expected 1 to {FORMAT}")
     if number > FORMAT:
@@ -155,11 +192,11 @@ def _from_fields(fields: dict[str, object], body: str) -> Reference:
             "upgrade portus-checkpoint"
         )
     try:
-        reference = Reference(**fields)  # type: ignore[arg-type]  # __post_init__ checks each
+        reference = Reference(**said)  # type: ignore[arg-type]  # __post_init__ checks each
     except (TypeError, UsageError) as error:
         raise CorruptionError(f"reference file: fields out of range: {error}") from error
     if _body(reference) != body:
-        raise CorruptionError("reference file: its text is not in the one form that is written")
+        raise CorruptionError("reference file: its text is not in canonical form")
     return reference
 
 
@@ -169,17 +206,18 @@ def _text(reference: Reference) -> str:
 
 
 def _body(reference: Reference) -> str:
-    fields: dict[str, object] = {"portus": 1, **asdict(reference)}
+    said: dict[str, object] = {"portus": 1}
+    said |= {field.name: getattr(reference, field.name) for field in fields(reference)}
     if reference.part is None:
-        del fields["part"]
+        del said["part"]
     else:
-        fields["portus"] = 2
+        said["portus"] = 2
     if reference.in_flight is None:
-        del fields["in_flight"], fields["in_flight_step"]
+        del said["in_flight"], said["in_flight_step"]
     else:
-        fields["portus"] = 3
+        said["portus"] = 3
     # Pure ASCII, so a path that is not UTF-8 (surrogates) goes there and back unchanged.
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
 def _check_hex(name: str, value: object) -> None:
@@ -233,8 +271,8 @@ def _find_text(data: bytes) -> str:
     raw = data[_TEXT_START : _TEXT_START + length]
     if len(raw) != length or not raw.isascii():
         raise CorruptionError(
-            f"reference file: expected a text of {length} bytes at byte {_TEXT_START}, "
-            f"found {len(raw)} bytes or no ASCII"
+            f"reference file: expected a text of {length} bytes at byte {_TEXT_START}, found "
+            f"{len(raw)} bytes, or not ASCII"
         )
     return raw.decode("ascii")
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from typing import Final, cast
 
 from portus.errors import CorruptionError, MediumError
 from portus.format.layout import RECORD_SIZE_MAX, Kind
@@ -25,7 +25,7 @@ from portus.index.records import (
 )
 from portus.index.roots import Root, read_roots
 from portus.index.space import Runs, extents_runs, merged, runs_of
-from portus.media.base import Loads, Medium, RemoteMedium
+from portus.media.base import Loads, Medium, MediumKind, RemoteMedium
 from portus.spec import Extent
 
 _log: Final = logging.getLogger("portus")
@@ -84,19 +84,24 @@ class Catalogue:
         return extents_runs(pointer.extent for pointer in pointers)
 
 
-class _Loaded:
-    """A medium of which some records were loaded in one go; all else is loaded as ever."""
+class _Ahead:
+    """A medium far away in one look at its catalogue: how big it is was asked once, after the root
+    was read; some records are loaded in one go, all else as ever."""
 
-    def __init__(self, medium: RemoteMedium, pointers: Sequence[Pointer]) -> None:
+    def __init__(self, medium: RemoteMedium) -> None:
         self.info: Final = medium.info
         self.size: Final = medium.size
         self._medium: Final = medium
+        self._loaded: Final[dict[Extent, memoryview]] = {}
+
+    def expect(self, pointers: Sequence[Pointer]) -> None:
+        """Load these now."""
         there = [
             pointer.extent
             for pointer in pointers
             if pointer.length <= RECORD_SIZE_MAX and pointer.offset + pointer.length <= self.size
         ]
-        self._loaded: Final = dict(zip(there, medium.load_all(there), strict=True))
+        self._loaded.update(zip(there, self._medium.load_all(there), strict=True))
 
     def load(self, offset: int, target: memoryview) -> None:
         """As the medium does."""
@@ -119,30 +124,34 @@ def read_catalogue(
     say: is told what was damaged and did no harm.
     """
     catalogue = Catalogue(root)
-    if root.size > medium.size:
+    source: Loads = medium
+    if medium.info.kind is MediumKind.HOST:  # isinstance would look at all that it has, size too
+        source = _Ahead(cast("RemoteMedium", medium))
+    if root.size > source.size:
         raise CorruptionError(
             f"{medium.info.name}: commit {root.sequence} needs {root.size} bytes, found "
-            f"{medium.size}; was it truncated?"
+            f"{source.size}; was it truncated?"
         )
     if root.table == NOWHERE:
         return catalogue
 
-    def whole(source: Loads, pointer: Pointer, kind: Kind) -> memoryview:
+    def whole(pointer: Pointer, kind: Kind) -> memoryview:
         return read_copied(source, pointer, kind, lambda: read_copies(medium, root, say), say)
 
-    table = decode_table(whole(medium, root.table, Kind.MODEL_TABLE))
+    table = decode_table(whole(root.table, Kind.MODEL_TABLE))
     same = {
         name: model
         for name, pointer in table
         if known and (model := known.models.get(name)) and model.pointer == pointer
     }
     others = [pointer for name, pointer in table if name not in same]
-    source = _Loaded(medium, others) if isinstance(medium, RemoteMedium) else medium
+    if len(others) > 1 and isinstance(source, _Ahead):
+        source.expect(others)
     for name, pointer in table:
         if name in same:
             catalogue.models[name] = same[name]
             continue
-        entries = decode_index(whole(source, pointer, Kind.MODEL_INDEX))
+        entries = decode_index(whole(pointer, Kind.MODEL_INDEX))
         if any(entry.info.model != name for entry in entries):
             raise CorruptionError(f"model index of {name!r}: it is that of another model")
         catalogue.models[name] = Model(pointer, tuple(entries))
@@ -158,7 +167,7 @@ def read_copies(
     try:
         return decode_copies(read(medium, root.copies, Kind.COPIES))
     except (CorruptionError, MediumError) as error:
-        say(f"{error}; what there are copies of is not known")
+        say(f"{error}; the list of copies cannot be read")
         return ()
 
 
@@ -174,8 +183,8 @@ def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None
         roots = read_roots(medium, uuid)
         if not roots:
             raise CorruptionError(
-                f"{medium.info.name}: both root slots are damaged; "
-                f"`portus rescue {medium.info.name}` lists what is whole"
+                f"{medium.info.name}: both root slots are damaged; `portus rescue "
+                f"{medium.info.name}` lists what is intact"
             )
         if known is not None and known.root == roots[0]:
             return known
@@ -190,7 +199,7 @@ def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None
             _log.error("%s", each)
         if failure is not None:
             _log.error(
-                "%s: commit %d is damaged (%s); going back to commit %d",
+                "%s: commit %d is damaged (%s); falling back to commit %d",
                 medium.info.name,
                 roots[0].sequence,
                 failure,
@@ -222,18 +231,27 @@ def read_version(medium: Medium, entry: VersionEntry) -> VersionRecord:
         )
     offsets, lengths, size = record.extents["offset"], record.extents["length"], medium.size
     if len(offsets) and max(int(offsets.max()), int((offsets + lengths).max())) > size:
-        raise CorruptionError(
-            f"version {entry.info.id} reaches beyond the {size} bytes of {medium.info.name}; "
-            f"was it truncated?"
-        )
+        raise _truncated(medium, entry)
+    if record.log is not None and record.log.extent.end > size:
+        raise _truncated(medium, entry)
     return replace(record, info=entry.info)
 
 
+def _truncated(medium: Medium, entry: VersionEntry) -> CorruptionError:
+    return CorruptionError(
+        f"version {entry.info.id} reaches beyond the {medium.size} bytes of {medium.info.name}; "
+        f"was it truncated?"
+    )
+
+
 def version_runs(entry: VersionEntry, record: VersionRecord) -> Runs:
-    """Every page that a version reaches: its record, layout, tree and bytes."""
+    """Every page that a version reaches: its record, layout, tree, bytes and log."""
+    alone = [entry.pointer.extent, record.layout.extent, record.tree.extent]
+    if record.log is not None:
+        alone.append(record.log.extent)
     return merged(
         [
-            extents_runs([entry.pointer.extent, record.layout.extent, record.tree.extent]),
+            extents_runs(alone),
             runs_of(record.extents["offset"], record.extents["length"]),
         ]
     )

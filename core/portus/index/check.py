@@ -145,13 +145,13 @@ def _look_ahead(subject: Subject, standing: Standing) -> None:
         found = next_catalogue(medium, uuid, read_catalogue(medium, standing.roots[0]))
     except CorruptionError:
         return  # what is wrong with it was found already
-    if found is not None and load_slots(medium) == standing.slots:
+    if found is not None and load_slots(medium, standing.slots) == standing.slots:
         subject.findings.mend(
             "F3",
             f"root slot {slot}",
             f"the root of commit {found.root.sequence}",
-            "something else; all of that commit is whole, and nothing is lost: whoever opens the "
-            "pool for writing puts it right, `portus rescue --in-place` too",
+            "something else; that commit is intact and nothing is lost: the next process that "
+            "opens the pool for writing repairs it, and so does `portus rescue --in-place`",
         )
         check_root(subject, standing, found.root)
 
@@ -174,6 +174,7 @@ def _look(
 
 def _read_bytes(subject: Subject, seen: list[Seen], pins: _Pins, look: Look) -> None:
     verifier, progress = Bytes(subject, look.batch, look.reading), look.progress
+    verifier.note(seen)
     todo: list[tuple[Seen, Flags, int]] = []
     for each in seen:
         some = verifier.unknown(each)
@@ -191,6 +192,7 @@ def _read_bytes(subject: Subject, seen: list[Seen], pins: _Pins, look: Look) -> 
         with pins.held(each.entry) as there:
             if there:
                 verifier.verify(each, some, advance)
+                verifier.verify_log(each)
         before += size
         progress(before, total)
 
@@ -221,11 +223,14 @@ class _Pins:
 
     def _is_there(self, version: int) -> bool:
         for _ in range(_RETRIES_MAX):
-            slots = load_slots(self._subject.medium)
+            slots = load_slots(self._subject.medium, self._slots)
             if slots == self._slots:
                 return version in self._there
             self._there, self._slots = self._reached(), slots
-        raise StaleError(f"{self._subject.medium.info.name}: commits came too fast; try again")
+        raise StaleError(
+            f"{self._subject.medium.info.name}: commits came faster than they could be read; "
+            "try again"
+        )
 
     def _reached(self) -> frozenset[int]:
         """The ids in both catalogues; a damaged one was found already."""

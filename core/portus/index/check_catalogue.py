@@ -39,9 +39,10 @@ from portus.index.records import (
     decode_copies,
     decode_index,
     decode_table,
+    encode_metrics,
     read_whole,
 )
-from portus.index.roots import Root, read_roots, read_superblock
+from portus.index.roots import Root, read_roots, read_superblock, whole_superblock
 from portus.media.base import Medium
 from portus.spec import PAGE
 
@@ -114,16 +115,29 @@ def check_fixed_pages(medium: Medium, findings: Findings) -> bytes | None:
     copies = [pages[offset : offset + SUPERBLOCK.size] for offset in SUPERBLOCK_OFFSETS]
     whole = [_is_whole(SUPERBLOCK, copy, MAGIC) for copy in copies]
     for offset, good in zip(SUPERBLOCK_OFFSETS, whole, strict=True):
-        where = f"superblock at byte {offset}"
-        findings.require(good, "F1", where, "its magic and digest", "something else")
+        if not good:
+            say = findings.mend if any(whole) else findings.error
+            say("F1", f"superblock at byte {offset}", "its magic and digest", "something else")
     if all(whole) and copies[0] != copies[1]:
-        findings.error("F1", "superblock", "two equal copies", "two that differ")
+        _report_difference(medium, findings)
     _check_padding(pages, findings)
     if not any(whole):
         return None
     if any(SUPERBLOCK.unpack(copies[whole.index(True)])["reserved"]):  # type: ignore[arg-type]
         findings.error("F2", "superblock", "reserved bytes of zero", "others")
     return read_superblock(medium).uuid
+
+
+def _report_difference(medium: Medium, findings: Findings) -> None:
+    """Both copies are whole. A writer changes feature bits in one after the other."""
+    first, second = (whole_superblock(medium, offset) for offset in SUPERBLOCK_OFFSETS)
+    assert first is not None
+    assert second is not None
+    if (first.uuid, first.created_ns) == (second.uuid, second.created_ns):
+        found = "two with different feature bits, as after a crash; the next writer repairs it"
+        findings.mend("F1", "superblock", "two equal copies", found)
+    else:
+        findings.error("F1", "superblock", "two equal copies", "two that differ")
 
 
 def _check_padding(pages: bytes, findings: Findings) -> None:
@@ -159,7 +173,7 @@ def check_catalogues(medium: Medium, uuid: bytes, findings: Findings) -> Standin
         _check_slots(Subject(medium, uuid, fresh), standing)
         for root in standing.roots:
             _Listing(Subject(medium, uuid, fresh, standing.copies), standing, root).read()
-        if load_slots(medium) == standing.slots:
+        if load_slots(medium, standing.slots) == standing.slots:
             findings.extend(fresh)
             return standing
     raise StaleError(f"{medium.info.name}: commits came faster than they could be read; try again")
@@ -171,10 +185,13 @@ def check_root(subject: Subject, standing: Standing, root: Root) -> None:
     _Listing(subject, standing, root).read()
 
 
-def load_slots(medium: Medium) -> bytes:
-    """Both root slots. One that is just being stored is waited for."""
+def load_slots(medium: Medium, seen: bytes | None = None) -> bytes:
+    """Both root slots. One that is just being stored is waited for, unless they are still as
+    ``seen``: that was waited for."""
     for _ in range(_TORN_RETRIES):
         slots = b"".join(load(medium, offset, SLOT.size) for offset in SLOT_OFFSETS)
+        if slots == seen:
+            break
         if all(_is_whole(SLOT, slot, ROOT_MAGIC) or not any(slot) for slot in _split(slots)):
             break
         time.sleep(_TORN_PAUSE_S)
@@ -191,7 +208,7 @@ def _check_slots(subject: Subject, standing: Standing) -> None:
     standing.roots = read_roots(subject.medium, subject.uuid)
     first_commit_to_come = [root.is_first for root in standing.roots] == [True]
     if all(torn) and not standing.roots:
-        findings.error("F3", "root slots", "one whole one at least", "both torn")
+        findings.error("F3", "root slots", "at least one whole one", "both torn")
         return
     for index, (bad, slot) in enumerate(zip(torn, _split(standing.slots), strict=True)):
         if bad and not (index == 1 and first_commit_to_come and not any(slot)):
@@ -314,7 +331,7 @@ class _Listing:
         except CorruptionError as error:
             self._findings.error("F8", where, "an index that can be read", str(error))
             return
-        _check_index_payload(self._findings, where, name, index.payload)
+        _check_index_payload(self._findings, where, name, index.payload, entries)
         self._check_entries(where, entries, index.commit)
         for entry in entries:
             self._add(entry)
@@ -356,7 +373,13 @@ class _Listing:
         return found
 
 
-def _check_index_payload(findings: Findings, where: str, name: str, payload: memoryview) -> None:
+def _check_index_payload(
+    findings: Findings,
+    where: str,
+    name: str,
+    payload: memoryview,
+    entries: Sequence[VersionEntry],
+) -> None:
     length = int.from_bytes(payload[:8], "little")
     count = int.from_bytes(payload[8:16], "little")
     found = str(payload[16 : 16 + length], "utf-8")
@@ -366,8 +389,14 @@ def _check_index_payload(findings: Findings, where: str, name: str, payload: mem
     rows = INDEX_ENTRY.array(payload, start, count)
     unknown = int(np.bitwise_or.reduce(rows["flags"], initial=0)) & ~INEXACT
     findings.require(not unknown, "F2", f"{where}, entries", "no unknown flag", f"{unknown}")
-    left = len(payload) - start - count * INDEX_ENTRY.size
-    findings.require(left == 0, "F8", where, "nothing behind the entries", f"{left} bytes")
+    behind = bytes(payload[start + count * INDEX_ENTRY.size :])
+    findings.require(
+        behind == encode_metrics(entries),
+        "F8",
+        where,
+        "metrics of its versions behind the entries, or nothing",
+        f"{len(behind)} other bytes",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from portus.errors import CorruptionError, MediumError
+from portus.errors import BusyError, CorruptionError, MediumError
 from portus.format.checksum import UNIT, digest, storage_digest
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import DATA_START, UNIT_DIGEST, VERSION_HEAD, Kind
 from portus.index.check_catalogue import Bounds, Framed, Reached, Standing, Subject, framed
 from portus.index.findings import Findings
+from portus.index.in_place import InPlace
+from portus.index.log import Entry, entries, logged
 from portus.index.records import (
     Pointer,
     Rows,
@@ -26,7 +28,7 @@ from portus.index.records import (
     decode_layout,
     decode_version,
 )
-from portus.spec import TensorSpec
+from portus.spec import Extent, TensorSpec
 from portus.transport.base import Digests, Sources, Stop
 from portus.transport.local import check as digests_of
 
@@ -103,6 +105,7 @@ class Versions:
         place, label = entry.pointer, f"record of {where}"
         reached = [Reached(place.offset, place.length, found.commit, label)]
         reached += self._check_shape(where, record, bounds)
+        reached += self._check_log(where, record, bounds.size)
         layout = self._layouts.get(record.layout)
         tensors = layout[1].tensors if layout is not None and layout[1] is not None else ()
         return Seen(entry, record, tensors, tuple(reached), sound)
@@ -113,8 +116,13 @@ class Versions:
         same = record.info == entry.info and found.commit == entry.info.commit
         self._findings.require(same, "F10", where, f"{entry.info}", f"{record.info}")
         rows = record.storages.nbytes + record.extents.nbytes + record.units.nbytes
-        left = len(found.payload) - VERSION_HEAD.size - rows - len(record.info.model.encode())
-        self._findings.require(left == 0, "F10", where, "nothing behind the name", f"{left} bytes")
+        name = len(record.info.model.encode())
+        left = len(found.payload) - VERSION_HEAD.size - rows - name
+        if record.log is not None:
+            left -= -name % 8 + record.log.size
+        self._findings.require(
+            left == 0, "F10", where, "nothing behind the name and the log", f"{left} bytes"
+        )
 
     def _check_rows(self, where: str, record: VersionRecord) -> None:
         findings, storages = self._findings, record.storages
@@ -166,6 +174,19 @@ class Versions:
             for what, pointer, found in both
             if found is not None
         ]
+
+    def _check_log(self, where: str, record: VersionRecord, size: int) -> list[Reached]:
+        log = record.log
+        if log is None:
+            return []
+        good = 1 <= log.born <= record.info.commit and log.extent.length > 0
+        self._findings.require(
+            good, "F17", where, f"a log born from 1 to {record.info.commit}, with pages", f"{log}"
+        )
+        if log.extent.offset < DATA_START or log.extent.end > size:
+            place = f"bytes {DATA_START} to {size}"
+            self._findings.error("F5", f"log of {where}", place, f"{log.extent}")
+        return [Reached(log.extent.offset, log.extent.length, log.born, f"log of {where}")]
 
     def _once(
         self,
@@ -312,6 +333,39 @@ class Bytes:
         self._reading: Final = reading
         self._known: Final[set[bytes]] = set()
         self._bad: Final[set[bytes]] = set()
+        self._holders: Final[dict[int, int]] = {}
+        """By the place of a storage that is changed in place, the newest version that has it."""
+
+    def note(self, versions: Iterable[Seen]) -> None:
+        """Say which versions there are, before any is read: of those that have a storage that is
+        changed in place, the newest one alone can be read, and the others are gone with it."""
+        for each in versions:
+            for offset in _places(each.record).values():
+                before = self._holders.get(offset, 0)
+                self._holders[offset] = max(before, each.record.info.id)
+
+    def verify_log(self, seen: Seen) -> None:
+        """Read the entries of a pinned version's log. They are in order, and each is for bytes of
+        the pool that were some storage's."""
+        log = seen.record.log
+        if log is None:
+            return
+        where = f"log of {seen.name}"
+        self._reading(log.extent.length)
+        try:
+            for entry in entries(self._medium, seen.record):
+                outside = [
+                    each
+                    for each in _patched(entry)
+                    if each.offset < DATA_START or each.end > self._medium.size
+                ]
+                self._findings.require(
+                    not outside and entry.commit <= seen.record.info.commit, "F17",
+                    f"{where}, entry {entry.number}", "patches of what was committed before",
+                    f"commit {entry.commit}, {outside[:1]}",
+                )  # fmt: skip
+        except (CorruptionError, MediumError) as error:
+            self._findings.error("V4", where, "the entries that were committed", str(error))
 
     def unknown(self, seen: Seen) -> Flags:
         """Which storages no version before had, and could be read; from now on they are known."""
@@ -325,8 +379,13 @@ class Bytes:
         ``advanced`` is told bytes done of ``some``."""
         keys = _keys(seen.record)
         bad_before = _flags(key in self._bad for key in keys) & seen.sound & ~some
-        damaged = self._read(_Stream(seen, some), advanced)
-        damaged += self._read(_Stream(seen, bad_before), lambda length: None)
+        places = _places(seen.record)
+        placed = _flags(index in places for index in range(len(some)))
+        held = [i for i, at in places.items() if self._holders.get(at, 0) <= seen.record.info.id]
+        damaged = self._read(_Stream(seen, some & ~placed), advanced)
+        damaged += self._read(_Stream(seen, bad_before & ~placed), lambda length: None)
+        damaged += self._read_in_place(seen, [i for i in held if seen.sound[i]])
+        advanced(int(seen.record.storages["length"][some & placed].sum()))
         self._bad.update(keys[index] for index, _, _ in damaged)
         for _, where, what in damaged[:DAMAGED_MAX]:
             self._findings.error("V4", f"{seen.name}, {where}", "the bytes that were saved", what)
@@ -343,6 +402,21 @@ class Bytes:
             advanced(size)
         return damaged
 
+    def _read_in_place(self, seen: Seen, storages: list[int]) -> list[Damage]:
+        """Read storages that are changed in place, by the log."""
+        damaged: list[Damage] = []
+        for index in storages:
+            names = [spec.name for spec in seen.tensors if spec.storage == index]
+            try:
+                there = InPlace(self._medium, seen.record, logged(self._medium, seen.record))
+                for unit in there.units(index):
+                    self._reading(len(unit))
+            except BusyError:
+                raise
+            except (CorruptionError, MediumError) as error:
+                damaged.append((index, f"storage {index} ({' = '.join(names)})", str(error)))
+        return damaged
+
     def _damaged(self, stream: _Stream, first: int, after: int) -> list[Damage]:
         try:
             found = digests_of(self._medium, stream.part(first, after), Stop())
@@ -353,6 +427,22 @@ class Bytes:
             return [(*stream.where(first), f"bytes that cannot be read: {error}")]
         bad = np.flatnonzero(np.any(found != stream.digests[first:after], axis=1))
         return [(*stream.where(first + index), "others") for index in bad.tolist()]
+
+
+def _places(record: VersionRecord) -> dict[int, int]:
+    """The storages that are changed in place, and where each begins in the pool."""
+    placed = () if record.log is None else record.log.in_place
+    return {each.storage: record.storage_extents(each.storage)[0].offset for each in placed}
+
+
+def _patched(entry: Entry) -> list[Extent]:
+    """The patches of an entry; of each bunch the first and the last one."""
+    found = [extent for extent, _ in entry.patches]
+    for bunch in entry.bunches:
+        if len(bunch.offset):
+            ends = (int(bunch.offset.min()), int(bunch.offset.max()))
+            found += [Extent(offset, bunch.data.shape[1]) for offset in ends]
+    return found
 
 
 def _flags(values: Iterable[bool]) -> Flags:

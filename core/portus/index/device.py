@@ -44,8 +44,7 @@ def is_blank(medium: Medium) -> bool:
     room for one."""
     if medium.size < DATA_START:
         raise UsageError(
-            f"{medium.info.name}: a pool needs {DATA_START} bytes at least, and it has "
-            f"{medium.size}"
+            f"{medium.info.name}: a pool needs at least {DATA_START} bytes, found {medium.size}"
         )
     first, second = (whole_superblock(medium, offset) for offset in SUPERBLOCK_OFFSETS)
     if first is not None:
@@ -73,7 +72,7 @@ def make_pool(medium: Medium) -> None:
     medium.persist([store_superblock(medium, block, _FIRST)])
 
 
-def settle(medium: Medium) -> None:
+def make_durable(medium: Medium) -> None:
     """Return when the superblock of a pool that was found survives power loss: who made it may have
     been killed, and left it in caches only. Before the first commit."""
     medium.persist([Extent(offset, PAGE) for offset in SUPERBLOCK_OFFSETS])

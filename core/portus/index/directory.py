@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import re
+import shutil
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from portus.format.layout import DATA_START
 from portus.index import device
 from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
 from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder, store_failure
+from portus.index.roll import deserted
 from portus.index.roots import Root
 from portus.media.base import Files, FileStatus, Locks, MediumKind, Names
 from portus.media.dax import is_device
@@ -38,6 +40,12 @@ _CACHE_TAG: Final = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
     "# Checkpoints of Portus. Not a cache to clear: but backups of running pools are of no use.\n"
 )
+
+HELD_S = 10.0
+"""The longest that a pool is waited for that somebody else writes."""
+
+JOURNAL_SUFFIX: Final = ".journal"
+"""Of a directory beside a pool file."""
 
 
 class FileSystem(Files, Names, Protocol):
@@ -55,7 +63,7 @@ def pools_at(place: Place) -> list[Place]:
         return [Place(PlaceKind.FILE, path) for path in paths if os.path.isfile(path)]
     found = generations(place.path)
     if not found:
-        raise UsageError(f"{place}: there is no pool, and no pool directory, of this name")
+        raise UsageError(f"{place}: there is no pool and no pool directory of this name")
     return [Place(place.kind, path) for path in found.values()]
 
 
@@ -92,15 +100,25 @@ def generation_of(path: str, number: int) -> str:
     return path if number == 1 else f"{stem}+{number}{suffix}"
 
 
+def first_generation(path: str) -> str:
+    """The pool file that the one at ``path`` is a successor of, or that is itself one."""
+    return _numbered(path)[0]
+
+
 def superseded(paths: Iterable[str]) -> set[str]:
     """Those of some pool files that have a successor among them."""
     runs: dict[str, list[tuple[int, str]]] = {}
     for path in paths:
-        stem, suffix = os.path.splitext(path)
-        first, _, number = stem.rpartition("+")
-        own = (first + suffix, int(number)) if number.isdecimal() and first else (path, 1)
-        runs.setdefault(own[0], []).append((own[1], path))
+        first, number = _numbered(path)
+        runs.setdefault(first, []).append((number, path))
     return {path for run in runs.values() for _, path in sorted(run)[:-1]}
+
+
+def _numbered(path: str) -> tuple[str, int]:
+    """The first pool file of a run, and which generation this one is."""
+    stem, suffix = os.path.splitext(path)
+    first, _, number = stem.rpartition("+")
+    return (first + suffix, int(number)) if number.isdecimal() and first else (path, 1)
 
 
 def on_disk(path: str) -> int:
@@ -117,14 +135,24 @@ def links_directory(pool_path: str) -> str:
     device, and its name may change: there it is ``<uuid>.references``, among what programs keep
     for this user. Raises as opening that pool does.
     """
+    return _beside(pool_path, ".references")
+
+
+def journal_directory(pool_path: str) -> str:
+    """Where the journals of the pool at ``pool_path`` are; the same place as ``links_directory``,
+    of another name. They outlast the pool: a training that ended has one to be read."""
+    return _beside(pool_path, JOURNAL_SUFFIX)
+
+
+def _beside(pool_path: str, suffix: str) -> str:
     if not is_device(pool_path):
-        return os.path.splitext(pool_path)[0] + ".references"
+        return os.path.splitext(pool_path)[0] + suffix
     reader = open_reader(pool_path)
     try:
         uuid = reader.superblock.uuid.hex()
     finally:
         reader.close()
-    return os.path.join(state_directory(), f"{uuid}.references")
+    return os.path.join(state_directory(), uuid + suffix)
 
 
 def state_directory() -> str:
@@ -247,13 +275,22 @@ def remove_pool(path: str, files: FileSystem) -> None:
     if is_device(path):
         return
     files.remove(path)
-    for directory in (os.path.splitext(path)[0] + ".references", os.path.dirname(path)):
+    home = os.path.dirname(path)
+    for name in deserted(home, files.entries(home)):
+        files.remove(os.path.join(home, name))
+    for directory in (os.path.splitext(path)[0] + ".references", home):
         left = set(files.entries(directory))
         if left and left <= {".gitignore", "CACHEDIR.TAG"}:
             for name in left:
                 files.remove(os.path.join(directory, name))
         with contextlib.suppress(OSError):
             os.rmdir(directory)
+
+
+def remove_journals(pool_path: str) -> None:
+    """Remove what was written down of the runs in the pool at ``pool_path``. Raises as
+    ``links_directory``; what cannot be removed stays."""
+    shutil.rmtree(journal_directory(pool_path), ignore_errors=True)
 
 
 def _publish(fresh: str, path: str, files: FileSystem) -> None:
@@ -298,7 +335,7 @@ def open_superseded(path: str) -> PoolReader | None:
             undo.callback(reader.close)
             reader.catalogue()
         except PortusError as error:
-            _log.error("what was saved before there was a successor cannot be read: %s", error)
+            _log.error("versions saved before its successor was made cannot be read: %s", error)
             return None
         undo.pop_all()
         return reader
@@ -324,13 +361,14 @@ class Writers:
         self,
         path: str,
         *,
-        timeout_s: float = 10.0,
+        timeout_s: float | None = None,
         max_bytes: int | None = None,
         mapped: bool = True,
     ) -> PoolWriter:
         """The one writer of the pool file at ``path``, which exists.
 
-        Waits up to ``timeout_s`` for another process to let go. Raises ``BusyError`` naming it.
+        Waits up to ``timeout_s`` (None: ``HELD_S``) for another process to let go. Raises
+        ``BusyError`` naming it.
         mapped: False to leave its holes alone, if it is not open yet: a file that is mapped must
         have none.
         """
@@ -382,7 +420,7 @@ def open_writer(
     path: str,
     files: FileSystem,
     *,
-    timeout_s: float = 10.0,
+    timeout_s: float | None = None,
     max_bytes: int | None = None,
     locks: Locks | None = None,
 ) -> PoolWriter:
@@ -397,13 +435,14 @@ def open_writer(
         undo.callback(medium.close)
         if max_bytes is not None and medium.info.kind is MediumKind.DEVDAX:
             raise UsageError(
-                f"{path}: max_bytes is for files; a pool on a device has all of the device. "
-                "Make a smaller namespace, or leave max_bytes out"
+                f"{path}: max_bytes applies to files only; a pool on a device uses the whole "
+                "device. Make a smaller namespace, or omit max_bytes"
             )
         held = locks or FileLocks(path, writable=True, describe_holder=lambda: read_holder(medium))
         undo.callback(held.close)
         try:
-            writer = PoolWriter(medium, held, timeout_s=timeout_s, max_bytes=max_bytes)
+            wait_s = HELD_S if timeout_s is None else timeout_s
+            writer = PoolWriter(medium, held, timeout_s=wait_s, max_bytes=max_bytes)
         except BusyError as error:
             hint = f"{error.strerror}. To read it meanwhile: portus.open({path!r})"
             raise BusyError(error.errno, hint) from error
@@ -413,7 +452,7 @@ def open_writer(
         _check_unchanged(path, before, files.status(path))
         # Whoever made the pool may have been killed before its name, or it, was durable.
         if medium.info.kind is MediumKind.DEVDAX:
-            device.settle(medium)
+            device.make_durable(medium)
         else:
             files.sync(os.path.dirname(path))
         undo.pop_all()

@@ -13,12 +13,15 @@ from typing import Final
 
 RULES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "F1": "Both copies of the superblock MUST be whole, and equal.",
+        "F1": (
+            "Both copies of the superblock MUST be whole, and equal. After a crash one of the "
+            "two MAY be torn, or have other feature bits."
+        ),
         "F2": "Reserved fields and padding MUST be zero.",
         "F3": (
-            "A root slot MUST be whole, carry the pool's uuid, and hold a sequence whose parity is "
-            "the slot's number. After a crash one of the two MAY be torn. Slot 1 is zero until the "
-            "first commit."
+            "A root slot MUST be whole, carry the pool's uuid, and hold a sequence whose parity"
+            " is the slot's number. After a crash one of the two MAY be torn. Slot 1 is zero "
+            "until the first commit."
         ),
         "F4": (
             "Two whole slots MUST have sequences that differ by one; `next_version` and `size` "
@@ -29,27 +32,34 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
             "reaches MUST lie between byte 32768 and its `size`."
         ),
         "F6": (
-            "A record MUST begin at a multiple of 8, and have the magic, the kind that is expected "
-            "there, a known kind version, the pool's uuid, and the length and the digest that "
-            "its pointer says. It MUST NOT be of a later commit than what points at it."
+            "A record MUST begin at a multiple of 8, and have the magic, the kind that is "
+            "expected there, a known kind version, the pool's uuid, and the length and the "
+            "digest of its pointer. It MUST NOT be of a later commit than its pointer."
         ),
         "F7": (
-            "The names in a model table MUST be unique and sorted by their UTF-8, lie end to end "
-            "behind the entries, and end with the payload."
+            "The names in a model table MUST be unique and sorted by their UTF-8, lie end to "
+            "end behind the entries, and end with the payload."
         ),
         "F8": (
-            "A model index MUST name the model that the table names, list at least one version, "
-            "in ascending order of commit and of id, and end with the payload."
+            "A model index MUST name the model that the table names, list at least one version,"
+            " in ascending order of commit and of id, and end with the payload, except for "
+            "metrics of its versions, in their order."
         ),
         "F9": (
             "In the whole pool ids MUST be unique, from 1 to below `next_version`; tokens "
             "unique; commits of versions not above the root's sequence."
         ),
-        "F10": "A version record MUST say what the model index says, and end with the name.",
+        "F10": (
+            "A version record MUST agree with the model index, and end with the name, or with "
+            "its log behind it."
+        ),
         "F11": (
             "The extent entries and the unit digests of a version's storages MUST follow each "
-            "other without gaps, extents add up to their storage and be over 0, storages add up to "
-            "the version's `size`, and `born` lie between 1 and the version's commit."
+            "other without gaps, extents MUST add up to their storage and be over 0, storages "
+            "MUST add up to the version's `size`, and `born` MUST lie between 1 and the "
+            "version's commit. A storage that is changed in place MUST be one extent of whole "
+            "cells, and have a storage with as many digests as it has units; no storage is both, "
+            "or either twice."
         ),
         "F12": "The digest of a storage MUST be that of its one unit, or of its units' digests.",
         "F13": (
@@ -57,19 +67,29 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
             "reach MUST be the same in all of them, and occur once in each."
         ),
         "F14": (
-            "A layout MUST be a JSON array of tensors. Each MUST have unique name, a storage of "
-            "the version or -1, and, if its dtype is known, lie within that storage."
+            "A layout MUST be a JSON array of tensors. Each MUST have a unique name, a storage "
+            "of the version or -1, and, if its dtype is known, lie within that storage."
         ),
         "F15": (
             "A tree MUST be JSON in UTF-8, and refer to each tensor of the layout once, and to "
             "no other."
         ),
         "F16": (
-            "The entries of a copies record MUST end with the payload. Each MUST lead to a record "
-            "of its kind, length and digest, and be of a commit not after that of their record."
+            "The entries of a copies record MUST end with the payload. Each MUST lead to a "
+            "record of its kind, length and digest, and its commit MUST NOT be after that of "
+            "the copies record."
+        ),
+        "F17": (
+            "A log MUST have whole pages of its own, and MUST NOT be born after the commit of "
+            "its version. Its entries MUST follow each other without gaps, stand on that commit"
+            " or an earlier one, and have the number of patches that they give, within the "
+            "pool."
         ),
         "V1": "A page MUST NOT hold bytes of two commits.",
-        "V4": "The bytes of every unit MUST have the digest that was taken when they were saved.",
+        "V4": (
+            "The bytes of every unit, and of every entry of a log, MUST have the digest that "
+            "was computed when they were saved."
+        ),
     }
 )
 

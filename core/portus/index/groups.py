@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from portus.index.keep import Keep
 from portus.index.place import Place
 from portus.spec import VersionInfo
 
@@ -33,7 +34,7 @@ class Group:
     step: int
     id: bytes
     count: int
-    parts: dict[int, tuple[Place, VersionInfo]] = field(default_factory=dict)
+    parts: Mapping[int, tuple[Place, VersionInfo]] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -49,6 +50,10 @@ class Group:
 def new_id() -> bytes:
     """For a new group; made once, by the rank that plans."""
     return os.urandom(ID_SIZE)
+
+
+COUNT_MAX: Final = 9_999_999
+"""The most ranks that the name of a part can say."""
 
 
 def part_model(model: str, rank: int, count: int) -> str:
@@ -76,6 +81,7 @@ def groups_of(infos: Iterable[tuple[Place, VersionInfo]], model: str | None = No
     commits, also if its clock went back; where that part is on different hosts, by the clock.
     """
     found: dict[tuple[str, int, bytes, int], Group] = {}
+    parts: dict[tuple[str, int, bytes, int], dict[int, tuple[Place, VersionInfo]]] = {}
     for path, info in infos:
         part = part_of(info.model)
         if part is None or (model is not None and part[0] != model):
@@ -84,8 +90,9 @@ def groups_of(infos: Iterable[tuple[Place, VersionInfo]], model: str | None = No
         if info.token[ID_SIZE:] != rank.to_bytes(4, "big"):
             continue  # a model that only happens to be called so
         key = (name, count, info.token[:ID_SIZE], info.step)
-        group = found.setdefault(key, Group(name, info.step, key[2], count))
-        group.parts[rank] = (path, info)
+        there = parts.setdefault(key, {})
+        found.setdefault(key, Group(name, info.step, key[2], count, there))
+        there[rank] = (path, info)
     times = {group.id: _time_ns(group) for group in found.values()}
     latest: dict[tuple[str, int, Place | None], int] = {}
     for group in sorted((each for each in found.values() if 0 in each.parts), key=_commit):
@@ -95,15 +102,30 @@ def groups_of(infos: Iterable[tuple[Place, VersionInfo]], model: str | None = No
     return sorted(found.values(), key=lambda group: times[group.id])
 
 
-def surplus(own: Collection[VersionInfo], complete: Collection[bytes], keep: int) -> list[int]:
-    """Ids of the versions of one rank that may go: those older than the ``keep`` newest groups
-    that are complete. ``own``: the rank's versions. ``complete``: ids of groups known to be so."""
+def surplus(
+    own: Collection[VersionInfo],
+    complete: Collection[bytes],
+    keep: Keep,
+    unseen: Collection[bytes] = (),
+) -> list[int]:
+    """Ids of the versions of one rank that may go: those older than the newest groups that are
+    complete, as many as ``keep`` says, but for what else that keeps. ``own``: the rank's versions.
+    ``complete``: ids of groups known to be so. ``unseen``: of those that may be, since not all
+    could be seen: of them what ``keep`` wants for good stays too.
+
+    All ranks come to the same: steps and metrics are those of the group. Of the times of its parts
+    they may differ by the seconds that a save takes, and so may when a group goes that is no longer
+    ``within``.
+    """
     ordered = sorted(own, key=lambda info: -info.commit)
+    there = [info for info in reversed(ordered) if info.token[:ID_SIZE] in complete]
+    maybe = [info for info in reversed(ordered) if info.token[:ID_SIZE] in {*complete, *unseen}]
+    staying = {info.id for info in (*keep.staying(there), *keep.lasting(maybe))}
     seen = 0
     for place, info in enumerate(ordered):
         seen += info.token[:ID_SIZE] in complete
-        if seen == keep:
-            return [each.id for each in ordered[place + 1 :]]
+        if seen == keep.last:
+            return [each.id for each in ordered[place + 1 :] if each.id not in staying]
     return []
 
 
@@ -150,9 +172,7 @@ class Past:
             complete=tuple(group.id for group in same if group.is_complete),
             incomplete=tuple(each.id for each in same if is_whole and not each.is_complete),
             others=tuple(
-                Left(group.id, group.count, group.is_complete)
-                for group in groups
-                if group.count != count or is_moved(group)
+                Left.of(group) for group in groups if group.count != count or is_moved(group)
             ),
         )
 
@@ -164,14 +184,29 @@ class Left:
     id: bytes
     count: int
     is_complete: bool
+    step: int = 0
+    time_ns: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, group: Group) -> Left:
+        """What is told of ``group``."""
+        metrics = group.parts[min(group.parts)][1].metrics
+        return cls(
+            group.id, group.count, group.is_complete, group.step, _time_ns(group), dict(metrics)
+        )
 
 
-def leftovers(others: Sequence[Left], newer: int, keep: int) -> set[bytes]:
-    """Ids of those groups that may go: with ``keep`` complete ones after them. newer: how many
-    complete groups the running job has made since it began: they are after all these."""
+def leftovers(others: Sequence[Left], newer: int, keep: Keep, now_ns: int) -> set[bytes]:
+    """Ids of those groups that may go: with as many complete ones after them as ``keep`` says, but
+    for what else that keeps. newer: how many complete groups the running job has made since it
+    began: they are after all these. now_ns: Unix time in nanoseconds."""
+    lasting = {
+        each.id for each in keep.lasting([each for each in others if each.is_complete], now_ns)
+    }
     found = set()
     for group in reversed(others):
-        if newer >= keep:
+        if newer >= keep.last and group.id not in lasting:
             found.add(group.id)
         newer += group.is_complete
     return found

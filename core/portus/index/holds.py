@@ -36,31 +36,53 @@ class Holds:
         self._files: Final = files
         self._guard: Final = threading.Lock()
         self._known: Final[dict[str, bytes]] = {}
+        self._pins: Final[dict[str, bytes]] = {}
+        self._references: Final[dict[str, Reference]] = {}
         if directory is not None:
             for name in files.entries(directory):
                 data = self._read(os.path.join(directory, name))
                 reference = None if data is None else _decoded(data)
                 if data is not None and reference is not None:
-                    self._known[reference.id] = data
+                    self._note(reference, data)
 
     def keep(self, name: str, data: bytes) -> None:
         """Return when it is durable. Raises ``UsageError`` for what is no reference file of that
         id, or one too many, and ``MediumError``."""
         reference = _decoded(data)
         if reference is None or reference.id != name:
-            raise UsageError(f"hold {name}: this is no reference file of that id")
+            raise UsageError(f"hold {name}: this is not a reference file with that id")
         with self._guard:
             if name not in self._known and len(self._known) >= HOLDS_MAX:
-                raise UsageError(f"hold {name}: {HOLDS_MAX} reference files are the most")
+                raise UsageError(
+                    f"hold {name}: a tenant can hold at most {HOLDS_MAX} reference files"
+                )
             if self._directory is not None:
                 self._store(self._directory, name, data)
-            self._known[name] = data
+            self._note(reference, data)
 
     def let_go(self, name: str) -> None:
         """Forget it. It is no error if it is not there. Raises ``MediumError``."""
         with self._guard:
+            self._pins.pop(name, None)
+            self._references.pop(name, None)
             if self._known.pop(name, None) is not None and self._directory is not None:
                 self._files.remove(os.path.join(self._directory, name))
+
+    def references(self) -> list[Reference]:
+        """What each of them says."""
+        with self._guard:
+            return list(self._references.values())
+
+    def model_of(self, name: str) -> str | None:
+        """Of which it is; None if it is not on record."""
+        with self._guard:
+            found = self._references.get(name)
+            return None if found is None else found.model
+
+    def pinned(self) -> set[bytes]:
+        """The tokens of versions that are pinned: nobody retires them."""
+        with self._guard:
+            return set(self._pins.values())
 
     def after(self, name: str, size_max: int) -> list[bytes]:
         """The next ones, by id, of ``size_max`` bytes at most."""
@@ -72,6 +94,12 @@ class Holds:
                     break
                 found.append(self._known[each])
             return found
+
+    def _note(self, reference: Reference, data: bytes) -> None:
+        self._known[reference.id] = data
+        self._references[reference.id] = reference
+        if reference.is_pin:
+            self._pins[reference.id] = bytes.fromhex(reference.token)
 
     def _store(self, directory: str, name: str, data: bytes) -> None:
         make_directory(directory)

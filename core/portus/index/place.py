@@ -43,6 +43,8 @@ class PlaceKind(enum.Enum):
     DEVICE = "device"
     HOST = "storage host"
     HOSTS = "several storage hosts"
+    MIRROR = "mirror"
+    """Of models, at the address ``path``; looked at by commands, and never saved to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,8 @@ class Place:
         text = os.fspath(pool)
         if not text:
             raise UsageError(
-                f"{what}: expected a path or the address of a storage host, found {pool!r}; leave "
-                f"it out, and it is ${DIRECTORY_VARIABLE} or {DEFAULT_DIRECTORY}"
+                f"{what}: expected a path or the address of a storage host, found {pool!r}; "
+                f"omit it to use ${DIRECTORY_VARIABLE} or {DEFAULT_DIRECTORY}"
             )
         if is_address(text):
             return cls._of_hosts(_COMMA.split(text.strip()), what)
@@ -119,6 +121,13 @@ class Place:
             return [Place(PlaceKind.HOST, each) for each in _COMMA.split(self.path)]
         return [self] if self.is_host else []
 
+    @property
+    def readable(self) -> list[Place]:
+        """Where versions may be: as ``hosts``, and of a host and its replica each one alone."""
+        return [
+            Place(PlaceKind.HOST, str(each)) for host in self.hosts for each in host.address.each
+        ]
+
     def of_rank(self, rank: int) -> Place:
         """Where one of several writers that save together does: those of storage hosts are spread
         over all of them."""
@@ -144,8 +153,7 @@ class Place:
         """The one pool of the writer called ``name``."""
         if not self.is_directory:
             return self
-        file = urllib.parse.quote(name, safe="") + SUFFIX
-        return Place(PlaceKind.FILE, os.path.join(self.path, file))
+        return Place(PlaceKind.FILE, os.path.join(self.path, quoted(name) + SUFFIX))
 
     def __str__(self) -> str:
         return self.path
@@ -176,6 +184,11 @@ def _advice(scheme: str, text: str) -> str:
     if scheme.lower().startswith("portus"):
         return "The scheme of a storage host is written in small letters, on its own"
     return (
-        "Portus writes to no object store or other file system by URL: name a place of this "
-        "machine, and upload what `portus materialize` makes of it"
+        "Portus does not save to object stores or other file systems by URL: name a path on "
+        "this machine, and upload what `portus materialize` writes"
     )
+
+
+def quoted(name: str) -> str:
+    """The name of a model, as it is in names of files."""
+    return urllib.parse.quote(name, safe="")

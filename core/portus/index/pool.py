@@ -21,18 +21,21 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, cast
 
 import numpy.typing as npt
 
 from portus.errors import CorruptionError, MediumError, StaleError, UsageError
 from portus.format.layout import (
+    BUNCHES,
     COPY,
     DATA_START,
     HEADER,
     HOLDER_OFFSET,
     HOLDER_SIZE,
+    IN_PLACE,
+    LOGS,
     SUPERBLOCK_OFFSETS,
     VERSION_ID_MAX,
     Kind,
@@ -50,15 +53,18 @@ from portus.index.line import Line, RoomError
 from portus.index.records import (
     NOWHERE,
     Copy,
+    Log,
     Pointer,
     Rows,
     VersionEntry,
     VersionRecord,
     encode_copies,
     encode_index,
+    encode_metrics,
     encode_table,
     encode_version,
     frame,
+    metrics_size,
     point,
     read_copied,
     read_whole,
@@ -79,6 +85,7 @@ from portus.index.roots import (
 from portus.index.space import (
     EMPTY,
     Runs,
+    alone,
     choose,
     extents_runs,
     gaps,
@@ -116,7 +123,9 @@ class NewVersion:
 
     ``layout`` is a pointer to a layout record that a version in the catalogue uses, or the
     payload of a new one; so is ``tree``. Rows as in the format; ``born`` 0 stands for this commit.
-    ``inexact``: see ``VersionInfo``.
+    ``inexact``, ``metrics``: see ``VersionInfo``. ``log``: pages of its own that are reserved, or
+    the log of the version before it;
+    ``has_bunches``: its entries may have bunches.
     """
 
     model: str
@@ -128,6 +137,17 @@ class NewVersion:
     extents: Rows
     units: Rows
     inexact: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    log: Log | None = None
+    has_bunches: bool = False
+
+    @property
+    def features(self) -> int:
+        """The incompat bits that it needs."""
+        if self.log is None:
+            return 0
+        bunches = BUNCHES if self.has_bunches else 0
+        return LOGS | bunches | (IN_PLACE if self.log.in_place else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +239,14 @@ class PoolReader:
             return found
         if self._searched is None or self._searched[0] != found.root:
             name = self.medium.info.name
-            _log.warning("%s: root slot %d is damaged; looking for what it led to", name, slot)
+            _log.warning(
+                "%s: root slot %d is damaged; searching for the commit that it led to", name, slot
+            )
             ahead = next_catalogue(self.medium, self.superblock.uuid, found)
             if ahead is not None:
                 _log.error(
-                    "%s: root slot %d is damaged, and commit %d, to which it led, is whole: that "
-                    "is the newest",
+                    "%s: root slot %d is damaged, but commit %d, to which it led, is intact: "
+                    "that is the newest",
                     name,
                     slot,
                     ahead.root.sequence,
@@ -245,6 +267,13 @@ class PoolReader:
         reaches = [self._reach_of(entry) for entry in kept]
         return DATA_START + page_count(merged([*reaches, whole.record_runs])) * PAGE
 
+    def unique_bytes(self) -> dict[int, int]:
+        """For each version, by its id: bytes of the pages that no other version reaches, which is
+        what removing it alone would free. Reads the record of each."""
+        entries = list(self.catalogue().entries())
+        pages = alone([self._reach_of(entry) for entry in entries])
+        return {e.info.id: each * PAGE for e, each in zip(entries, pages, strict=True)}
+
     def _reach_of(self, entry: VersionEntry) -> Runs:
         """The pages of a version; of one whose record is damaged, those of the record."""
         with contextlib.suppress(CorruptionError):
@@ -264,8 +293,8 @@ class PoolReader:
             entry = self.catalogue().find(version)
             if entry is None:
                 raise StaleError(
-                    f"version {version} is not in {self.medium.info.name} any more; "
-                    f"ask for the newest again"
+                    f"version {version} is not in {self.medium.info.name} any more; load the "
+                    "newest again"
                 )
             yield entry
         finally:
@@ -308,6 +337,9 @@ class PoolWriter(PoolReader):
         """Asked for versions whose reference files are gone, when space is short."""
         self.advice: Callable[[], str] = str
         """Asked for the end of the message when there is none even so."""
+        self.yields: Callable[[], bool] = lambda: False
+        """Asked, where there is no more room, to end what reads a version for long and can begin
+        again: it may hold space of one that was retired. True if something ended."""
         self._committing: Final = threading.RLock()
         self._line: Final = Line(self._committing, self.commit_together, _model_of)
         self.persist_s = 0.0
@@ -410,6 +442,11 @@ class PoolWriter(PoolReader):
             for free_more in (self._settle, self._retire_deleted):
                 if self._missing(wanted) > 0:
                     free_more()
+            try:
+                return self._grow(self._missing(wanted))
+            except MediumError:
+                if not self.yields():
+                    raise
             return self._grow(self._missing(wanted))
 
     def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
@@ -500,6 +537,8 @@ class PoolWriter(PoolReader):
         """As ``commit``, for several at once, each of another model: all are committed, or none.
         What was committed is in the order of ``changes``. ``RoomError``: fewer may fit."""
         with self._committing:
+            for change in changes:
+                self._declare(0 if change.new is None else change.new.features)
             draft, area, apart = self._drafted(changes)
             try:
                 draft.place(area[0].offset, apart[0].offset if apart else None, self.medium.size)
@@ -516,6 +555,13 @@ class PoolWriter(PoolReader):
                 self.release(apart)
         made = iter(draft.made)
         return [None if change.new is None else next(made)[1] for change in changes]
+
+    def _declare(self, features: int) -> None:
+        """Have programs that do not know incompat features refuse the pool from now on."""
+        if features & ~self.superblock.incompat:
+            self._look()
+            block = replace(self.superblock, incompat=self.superblock.incompat | features)
+            self._superblock = settle_superblock(self.medium, block)
 
     def _persist_root(self, root: Root) -> None:
         self._look()
@@ -537,21 +583,22 @@ class PoolWriter(PoolReader):
             self._compare()
         except CorruptionError:
             self.changed_by_others = True
-            self.medium.poison("somebody else changed it while it was written")
+            self.medium.poison("another program changed it while it was being written")
             raise
 
     def _compare(self) -> None:
         root, name = self._roots[0].root, self.medium.info.name
         if self.medium.size < root.size:
             raise CorruptionError(
-                f"{name}: expected {root.size} bytes or more, found {self.medium.size}: somebody "
-                f"truncated it while it was written; save to a new pool"
+                f"{name}: expected {root.size} bytes or more, found {self.medium.size}: "
+                "another program truncated it while it was being written; save to a new pool"
             )
         fixed = [whole_superblock(self.medium, offset) for offset in SUPERBLOCK_OFFSETS]
         if not any(block is not None and block.uuid == self.superblock.uuid for block in fixed):
             raise CorruptionError(
-                f"{name}: expected pool {self.superblock.uuid.hex()}, found no superblock of it: "
-                f"somebody wrote over it while it was written; save to a new pool"
+                f"{name}: expected pool {self.superblock.uuid.hex()}, found no superblock of "
+                "it: another program overwrote it while it was being written; save to a new "
+                "pool"
             )
         if fixed != [self.superblock] * len(fixed):
             settle_superblock(self.medium, self.superblock)
@@ -559,7 +606,7 @@ class PoolWriter(PoolReader):
             if there.slot not in self._unsure and there != self._slots.get(there.slot):
                 raise CorruptionError(
                     f"{name}: expected commit {root.sequence} to be the newest, found commit "
-                    f"{there.sequence} of somebody else, who writes it too; save to a new pool"
+                    f"{there.sequence} of another writer; save to a new pool"
                 )
 
     def _persist(self, ranges: Sequence[Extent]) -> None:
@@ -589,7 +636,9 @@ class PoolWriter(PoolReader):
             self.medium.persist([everything])
         slot = store_root(self.medium, self.superblock.uuid, current.root)
         self._store_holder()
-        self.medium.persist([slot])  # V2: before any space is reused
+        declared = SUPERBLOCK_OFFSETS if self.superblock.incompat else ()
+        # V2: before any space is reused. A bit that old programs must see may be in caches only.
+        self.medium.persist([slot, *(Extent(offset, PAGE) for offset in declared)])
         self._slots.update({r.slot: r for r in read_roots(self.medium, self.superblock.uuid)})
         self._roots: list[Catalogue] = [current, *self._older(current)]
         for catalogue in self._roots:
@@ -686,7 +735,8 @@ class PoolWriter(PoolReader):
             try:
                 self._grow(self._missing(wanted), contiguous=wanted.contiguous)
             except MediumError as error:
-                extents = self._scrape(replace(wanted, spare=0), error)
+                extents = self._take(wanted) if self.yields() else None
+                extents = extents or self._scrape(replace(wanted, spare=0), error)
                 if extents is None:
                     raise
                 return extents
@@ -751,7 +801,11 @@ class PoolWriter(PoolReader):
         gone = self.catalogue().ids().intersection(self.deleted())
         if not gone:
             return False
-        _log.info("%s: retiring deleted versions %s for space", self.medium.info.name, sorted(gone))
+        _log.info(
+            "%s: retiring versions %s, whose files were deleted, to free space",
+            self.medium.info.name,
+            sorted(gone),
+        )
         self._reclaiming = True
         try:
             self.commit_together([Change(None, retire=gone)])  # not those that wait: they need room
@@ -854,7 +908,7 @@ class PoolWriter(PoolReader):
                 self._grow(wanted.pages + wanted.spare, contiguous=True)
                 extents = self._take(wanted)
         if extents is None and not self._cramped:
-            _log.warning("%s: no room to keep records twice", self.medium.info.name)
+            _log.warning("%s: no space for copies of records", self.medium.info.name)
         self._cramped = extents is None
         return extents or []
 
@@ -1054,8 +1108,12 @@ class _Draft:
             time_ns=time.time_ns(),
             size=int(storages["length"].sum()),
             inexact=new.inexact,
+            metrics=new.metrics,
         )
-        record = VersionRecord(info, layout, tree, storages, new.extents, new.units)
+        log = new.log
+        if log is not None and not log.born:
+            log = replace(log, born=self._commit)
+        record = VersionRecord(info, layout, tree, storages, new.extents, new.units, log)
         entry = VersionEntry(info, self._add(Kind.VERSION, encode_version(record)))
         self.made.append((entry, record))
         return entry
@@ -1065,7 +1123,7 @@ class _Draft:
         indices and table as if none were dropped."""
         names = list(self._before.models)
         copied = [
-            96 * (len(entries) + 1) + 4 * len(name) + 24
+            96 * (len(entries) + 1) + 4 * len(name) + 24 + len(encode_metrics(entries))
             for name, entries in self.kept.models.items()
         ]
         alone = []
@@ -1073,8 +1131,10 @@ class _Draft:
             names.append(new.model)
             copied += [len(blob) for blob in (new.layout, new.tree) if isinstance(blob, bytes)]
             arrays = new.storages.nbytes + new.extents.nbytes + new.units.nbytes
-            alone.append(152 + arrays + 4 * len(new.model))
-            copied.append(96 + 4 * len(new.model) + 24)  # its entry, in an index that may be new
+            log = 0 if new.log is None else new.log.size + 8
+            alone.append(152 + arrays + 4 * len(new.model) + log)
+            entry = 96 + 4 * len(new.model) + 24  # in an index that may be new
+            copied.append(entry + metrics_size(new.metrics))
         copied.append(8 + sum(48 + 4 * len(name) for name in names))
         again = [len(record) for _, record in self.kept.again]
         alone.append(8 + COPY.size * (len(self.kept.copies) + len(copied) + len(again)))

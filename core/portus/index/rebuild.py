@@ -11,7 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from portus.format.layout import DATA_START, HEADER, SUPERBLOCK_OFFSETS, Kind
+from portus.format.layout import (
+    BUNCHES,
+    DATA_START,
+    HEADER,
+    IN_PLACE,
+    LOGS,
+    SUPERBLOCK_OFFSETS,
+    Kind,
+)
 from portus.index.catalogue import version_runs
 from portus.index.check_catalogue import load
 from portus.index.records import Pointer, encode_index, encode_table, frame, point
@@ -96,7 +104,9 @@ def rebuild(medium: Medium, versions: Sequence[Found]) -> None:
     medium.store(0, bytes(DATA_START))
     for number in (sequence, sequence + 1):
         store_root(medium, uuid, Root(number, next_version, medium.size, table))
-    block = Superblock(uuid, time.time_ns())
+    logs = [each.record.log for each in versions if each.record.log is not None]
+    features = (LOGS | BUNCHES if logs else 0) | (IN_PLACE if any(x.in_place for x in logs) else 0)
+    block = Superblock(uuid, time.time_ns(), incompat=features)
     for offset in SUPERBLOCK_OFFSETS:
         store_superblock(medium, block, offset)
     medium.persist([Extent(0, DATA_START)])
@@ -120,6 +130,8 @@ def _pages_by_commit(medium: Medium, found: Found) -> dict[int, Runs]:
             for extent in record.storage_extents(index)
         ]
         parts.append((born, runs_of([e.offset for e in extents], [e.length for e in extents])))
+    if record.log is not None:
+        parts.append((record.log.born, extents_runs([record.log.extent])))
     pages: dict[int, Runs] = {}
     for commit, runs in parts:
         pages[commit] = merged([pages.get(commit, EMPTY), runs])

@@ -7,8 +7,8 @@ A record is a header, then a payload. Who points at a record holds its offset, l
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import msgspec
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from portus.errors import CorruptionError, MediumError, UsageError
+from portus.format.checksum import unit_count
 from portus.format.layout import (
     COPY,
     EXTENT,
@@ -24,23 +25,29 @@ from portus.format.layout import (
     INDEX_ENTRY,
     INEXACT,
     KIND_VERSION,
+    LOG,
     NAME_SIZE_MAX,
+    PLACED,
     RECORD_MAGIC,
     RECORD_SIZE_MAX,
     STORAGE,
     TABLE_ENTRY,
     UNIT_DIGEST,
     VERSION_HEAD,
+    VERSION_ID_MAX,
     Kind,
 )
 from portus.format.record import Value
 from portus.media.base import Loads
-from portus.spec import Extent, TensorSpec, VersionInfo
+from portus.spec import PAGE, Extent, TensorSpec, VersionInfo
 
 _log: Final = logging.getLogger("portus")
 
 _SUM_MAX: Final = 1 << 62
 """Bytes of a version, or extents, are below it: what 64 bits hold with a sign, and to spare."""
+
+CELLS: Final = tuple(1 << shift for shift in range(13))
+"""Bytes that a cell may have: a unit has whole ones."""
 
 Rows = npt.NDArray[np.void]
 
@@ -79,11 +86,43 @@ class VersionEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """A storage that is changed in place. ``cell``: bytes that are changed, logged and hashed
+    together. ``digests``: the storage that has the digests of its units; see ``in_place``."""
+
+    storage: int
+    cell: int
+    digests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """The pages to which changes of a version are appended after its commit: see ``log``.
+
+    ``name``: random, of this log alone. ``born``: the commit that reserved the pages; 0 stands for
+    the one that is about to be made. ``entries``: how many count in any case. ``in_place``: the
+    storages of the version that are changed in place.
+    """
+
+    extent: Extent
+    name: bytes
+    born: int
+    entries: int
+    in_place: tuple[Placed, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of it in the record of its version."""
+        return LOG.size + len(self.in_place) * PLACED.size
+
+
+@dataclass(frozen=True, slots=True)
 class VersionRecord:
     """Everything about one version but its bytes, its tree and its layout.
 
     ``info``: what only the model's index says, it has where it was read by that.
     ``storages``, ``extents`` and ``units`` are arrays of the format's rows of those names.
+    ``log``: None for a version that stays as it was committed.
     """
 
     info: VersionInfo
@@ -92,6 +131,7 @@ class VersionRecord:
     storages: Rows
     extents: Rows
     units: Rows
+    log: Log | None = None
 
     def storage_extents(self, index: int) -> tuple[Extent, ...]:
         """Where the bytes of one storage are, in order."""
@@ -220,7 +260,8 @@ def decode_table(payload: memoryview) -> list[tuple[str, Pointer]]:
 
 
 def encode_index(model: str, entries: Sequence[VersionEntry]) -> bytes:
-    """Payload of a model index: name length, count, the name padded to 8, the entries."""
+    """Payload of a model index: name length, count, the name padded to 8, the entries, and their
+    metrics."""
     rows = [
         INDEX_ENTRY.pack(
             **_info_fields(entry.info),
@@ -236,7 +277,20 @@ def encode_index(model: str, entries: Sequence[VersionEntry]) -> bytes:
         + raw
         + bytes(-len(raw) % 8)
         + b"".join(rows)
+        + encode_metrics(entries)
     )
+
+
+def encode_metrics(entries: Sequence[VersionEntry]) -> bytes:
+    """What stands behind the entries of a model index: nothing where no version has metrics."""
+    said = {str(each.info.id): dict(each.info.metrics) for each in entries if each.info.metrics}
+    return _metrics_encoder.encode(said) if said else b""
+
+
+def metrics_size(metrics: Mapping[str, float]) -> int:
+    """At least the bytes that those of one version add to ``encode_metrics``."""
+    longest = str(VERSION_ID_MAX)
+    return len(_metrics_encoder.encode({longest: dict(metrics)})) if metrics else 0
 
 
 def decode_index(payload: memoryview) -> list[VersionEntry]:
@@ -246,16 +300,28 @@ def decode_index(payload: memoryview) -> list[VersionEntry]:
     model = _name(payload[16:], 0, length)
     start = 16 + length + -length % 8
     _fits("model index", count, INDEX_ENTRY.size, len(payload) - start)
+    metrics = _decode_metrics(payload[start + count * INDEX_ENTRY.size :])
     entries = []
     for index in range(count):
         row = INDEX_ENTRY.unpack(payload, start + index * INDEX_ENTRY.size)
         info = _info(model, row, inexact=bool(_int(row, "flags") & INEXACT))
+        if metrics:
+            info = replace(info, metrics=metrics.get(str(info.id), {}))
         entries.append(VersionEntry(info, pointer_of(row)))
     return entries
 
 
+def _decode_metrics(data: memoryview) -> dict[str, dict[str, float]]:
+    if not len(data):
+        return {}
+    try:
+        return _metrics_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptionError(f"model index: metrics: {error}") from error
+
+
 def encode_version(record: VersionRecord) -> bytes:
-    """Payload of a version: head, storages, extents, units, the model's name."""
+    """Payload of a version: head, storages, extents, units, the model's name, and its log."""
     raw = record.info.model.encode("utf-8")
     head = VERSION_HEAD.pack(
         **_info_fields(record.info),
@@ -266,9 +332,9 @@ def encode_version(record: VersionRecord) -> bytes:
         units=len(record.units),
         name_length=len(raw),
     )
-    return b"".join(
-        (head, record.storages.tobytes(), record.extents.tobytes(), record.units.tobytes(), raw)
-    )
+    arrays = (record.storages.tobytes(), record.extents.tobytes(), record.units.tobytes())
+    log = b"" if record.log is None else bytes(-len(raw) % 8) + _encode_log(record.log)
+    return b"".join((head, *arrays, raw, log))
 
 
 def decode_version(payload: memoryview) -> VersionRecord:
@@ -280,12 +346,54 @@ def decode_version(payload: memoryview) -> VersionRecord:
         _fits(table.name, count, table.size, len(payload) - offset)
         arrays.append(table.array(payload, offset, count))
         offset += count * table.size
-    model = _name(payload[offset:], 0, _int(head, "name_length"))
+    length = _int(head, "name_length")
+    model = _name(payload[offset:], 0, length)
+    storages, extents, units = arrays
     record = VersionRecord(
-        _info(model, head), pointer_of(head, "layout_"), pointer_of(head, "tree_"), *arrays
+        _info(model, head),
+        pointer_of(head, "layout_"),
+        pointer_of(head, "tree_"),
+        storages,
+        extents,
+        units,
+        _decode_log(payload, offset + length + -length % 8),
     )
     _check_arrays(record)
+    _check_placed(record)
     return record
+
+
+def _encode_log(log: Log) -> bytes:
+    row = LOG.pack(
+        offset=log.extent.offset,
+        length=log.extent.length,
+        name=log.name,
+        born=log.born,
+        entries=log.entries,
+        in_place=len(log.in_place),
+    )
+    placed = [
+        PLACED.pack(storage=each.storage, cell=each.cell, digests=each.digests)
+        for each in log.in_place
+    ]
+    return b"".join((row, *placed))
+
+
+def _decode_log(payload: memoryview, offset: int) -> Log | None:
+    if len(payload) - offset < LOG.size:
+        return None
+    row = LOG.unpack(payload, offset)
+    count, rest = _int(row, "in_place"), len(payload) - offset - LOG.size
+    if count * PLACED.size != rest:
+        raise CorruptionError(f"a log says {count} in-place rows, and has {rest} bytes of them")
+    extent = Extent(_int(row, "offset"), _int(row, "length"))
+    if extent.offset % PAGE or extent.length % PAGE or extent.end > _SUM_MAX:
+        raise CorruptionError(f"a log is not in whole pages: {extent}")
+    rows = [PLACED.unpack(payload, offset + LOG.size + i * PLACED.size) for i in range(count)]
+    placed = tuple(
+        Placed(_int(each, "storage"), _int(each, "cell"), _int(each, "digests")) for each in rows
+    )
+    return Log(extent, _bytes(row, "name"), _int(row, "born"), _int(row, "entries"), placed)
 
 
 def encode_copies(copies: Sequence[Copy]) -> bytes:
@@ -310,6 +418,8 @@ def decode_copies(payload: memoryview) -> tuple[Copy, ...]:
         raise CorruptionError(f"copies record: {error}") from error
 
 
+_metrics_encoder = msgspec.json.Encoder()
+_metrics_decoder = msgspec.json.Decoder(dict[str, dict[str, float]])
 _layout_encoder = msgspec.json.Encoder()
 _layout_decoder = msgspec.json.Decoder(tuple[TensorSpec, ...])
 
@@ -411,3 +521,25 @@ def _name(names: memoryview, start: int, length: int) -> str:
 def _fits(what: str, count: int, size: int, room: int) -> None:
     if count * size > room:
         raise CorruptionError(f"{what}: {count} entries do not fit in {room} bytes")
+
+
+def _check_placed(record: VersionRecord) -> None:
+    """What is changed in place is one extent, of whole cells, with a digest for each unit."""
+    lengths, log = record.storages["length"].astype(np.int64), record.log
+    kinds: dict[int, str] = {}
+    for each in () if log is None else log.in_place:
+        if each.storage in kinds or each.digests in kinds:
+            raise CorruptionError(f"version {record.info.id}: {each} is there twice")
+        kinds |= {each.storage: "in place", each.digests: "digests"}
+        if max(each.storage, each.digests) >= len(lengths):
+            raise CorruptionError(f"version {record.info.id}: has no storages for {each}")
+        length = int(lengths[each.storage])
+        good = each.cell in CELLS and length % each.cell == 0
+        if not good or len(record.storage_extents(each.storage)) != 1:
+            raise CorruptionError(
+                f"version {record.info.id}: {each} are no cells of {length} bytes"
+            )
+        if int(lengths[each.digests]) != unit_count(length) * UNIT_DIGEST.size:
+            raise CorruptionError(
+                f"version {record.info.id}: {each} has not a digest for each unit"
+            )

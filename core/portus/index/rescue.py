@@ -97,7 +97,11 @@ def is_whole(medium: Medium, record: VersionRecord) -> bool:
     findings = Findings()
     every = np.ones(len(record.storages), np.bool_)
     seen = Seen(VersionEntry(record.info, NOWHERE), record, (), (), every)
-    Bytes(Subject(medium, b"", findings)).verify(seen, every, lambda length: None)
+    if record.log is not None and record.log.extent.end > medium.size:
+        return False
+    bytes_of = Bytes(Subject(medium, b"", findings))
+    bytes_of.verify(seen, every, lambda length: None)
+    bytes_of.verify_log(seen)
     return not findings.all
 
 
@@ -141,7 +145,7 @@ def _followed(medium: Medium, known: Catalogue, table: Pointer) -> Catalogue:
     ids = known.ids()
     for entry in found.entries():
         if entry.info.id not in ids and not is_whole(medium, read_version(medium, entry)):
-            raise CorruptionError(f"version {entry.info.id}: not all of it is whole")
+            raise CorruptionError(f"version {entry.info.id}: some of it is damaged")
     following = max((version + 1 for version in found.ids()), default=1)
     root = replace(root, next_version=max(root.next_version, following))
     return replace(found, root=root)

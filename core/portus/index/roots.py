@@ -38,14 +38,15 @@ _log: Final = logging.getLogger("portus")
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What a pool is. ``writable``: no feature that this program cannot write. ``compat`` and
-    ``read_only_compat``: its feature bits."""
+    """What a pool is. ``writable``: no feature that this program cannot write. ``compat``,
+    ``read_only_compat`` and ``incompat``: its feature bits."""
 
     uuid: bytes
     created_ns: int
     writable: bool = True
     compat: int = COMPAT_KNOWN
     read_only_compat: int = 0
+    incompat: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,7 @@ def _packed(block: Superblock) -> bytes:
             page_size=PAGE,
             compat=block.compat,
             read_only_compat=block.read_only_compat,
+            incompat=block.incompat,
             uuid=block.uuid,
             created_ns=block.created_ns,
         )
@@ -182,13 +184,13 @@ def read_superblock(medium: Medium) -> Superblock:
     if magic != MAGIC:
         hint = ""
         if medium.info.kind is MediumKind.DEVDAX:
-            hint = f"; `portus format {medium.info.name}` makes one, and what it holds is lost"
+            hint = f"; `portus format {medium.info.name}` makes one and erases the device"
         raise CorruptionError(
             f"{medium.info.name} is not a Portus pool: it starts with {magic!r}{hint}"
         )
     raise CorruptionError(
-        f"{medium.info.name}: both copies of the superblock are damaged; "
-        f"`portus rescue {medium.info.name}` lists what is whole"
+        f"{medium.info.name}: both copies of the superblock are damaged; `portus rescue "
+        f"{medium.info.name}` lists what is intact"
     )
 
 
@@ -207,6 +209,7 @@ def _superblock(name: str, row: dict[str, Value]) -> Superblock:
         not read_only_compat & ~READ_ONLY_COMPAT_KNOWN,
         cast(int, row["compat"]),
         read_only_compat,
+        cast(int, row["incompat"]),
     )
 
 

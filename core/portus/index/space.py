@@ -6,7 +6,7 @@ last), one for each version and one for the records of each root.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -15,8 +15,17 @@ import numpy.typing as npt
 from portus.spec import PAGE, Extent
 
 Runs = npt.NDArray[np.int64]
+Column = npt.NDArray[np.int64]
 
 EMPTY: Final[Runs] = np.empty((0, 2), np.int64)
+
+
+def _runs(first: Column, after: Column) -> Runs:
+    """One of each pair. A commit makes some twenty of them, and ``np.stack`` takes longer."""
+    found = np.empty((len(first), 2), np.int64)
+    found[:, 0] = first
+    found[:, 1] = after
+    return found
 
 
 def runs_of(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Runs:
@@ -26,7 +35,7 @@ def runs_of(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Runs:
     some = size > 0
     first = start[some] // PAGE
     after = -(-(start[some] + size[some]) // PAGE)
-    return merged([np.stack([first, after], axis=1)])
+    return merged([_runs(first, after)])
 
 
 def extents_runs(extents: Iterable[Extent]) -> Runs:
@@ -46,7 +55,7 @@ def merged(reaches: Iterable[Runs]) -> Runs:
     opens[1:] = together[1:, 0] > furthest[:-1]
     first = np.flatnonzero(opens)
     last = np.append(first[1:] - 1, len(together) - 1)
-    return np.stack([together[first, 0], furthest[last]], axis=1)
+    return _runs(together[first, 0], furthest[last])
 
 
 def gaps(reach: Runs, first_page: int, after_page: int) -> Runs:
@@ -55,7 +64,7 @@ def gaps(reach: Runs, first_page: int, after_page: int) -> Runs:
     starts = np.append(np.int64(first_page), inside[:, 1])
     ends = np.append(inside[:, 0], np.int64(after_page))
     some = ends > starts
-    return np.stack([starts[some], ends[some]], axis=1)
+    return _runs(starts[some], ends[some])
 
 
 def without(runs: Runs, others: Runs) -> Runs:
@@ -69,6 +78,21 @@ def without(runs: Runs, others: Runs) -> Runs:
 def page_count(runs: Runs) -> int:
     """Pages in merged runs."""
     return int((runs[:, 1] - runs[:, 0]).sum())
+
+
+def alone(reaches: Sequence[Runs]) -> list[int]:
+    """For each reach (merged), the pages that none of the others has."""
+    counts = [len(each) for each in reaches]
+    whose = np.repeat(np.arange(1, len(reaches) + 1), counts)
+    runs = np.concatenate([EMPTY, *reaches])
+    edges = np.concatenate([runs[:, 0], runs[:, 1]])
+    order = np.argsort(edges, kind="stable")
+    depth = np.cumsum(np.repeat([1, -1], len(runs))[order])
+    owner = np.cumsum(np.concatenate([whose, -whose])[order])
+    length = np.append(np.diff(edges[order]), 0)
+    own = depth == 1  # there ``owner`` is that of the one run that is open
+    pages = np.bincount(owner[own], weights=length[own], minlength=len(reaches) + 1)
+    return [int(each) for each in pages[1:]]
 
 
 def last(free: Runs, pages: int) -> list[Extent] | None:

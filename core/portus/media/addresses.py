@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -111,6 +113,29 @@ class AddressRange:
         if start and self._length:
             linux.unmap_pages(start, self._length)
 
+    def close_but(self, kept: Sequence[Extent]) -> None:
+        """Give the addresses back, but those of ``kept``, which begin at pages: they have private
+        copies of their bytes from now on, for as long as the process runs.
+
+        Raises ``MediumError`` if there is no memory for that; then all stays mapped for ever.
+        """
+        start, self._start = self.start, 0
+        parts = [(start + each.offset, _pages(each.length)) for each in kept]
+        try:
+            copies = [_private_copy(address, length) for address, length in parts]
+        except OSError as error:
+            raise MediumError(
+                error.errno,
+                f"{self.name}: cannot copy {sum(length for _, length in parts)} bytes that are "
+                f"still in use ({error.strerror}); they are the bytes of {self.name} until this "
+                "process ends: write nothing there",
+            ) from error
+        # All at once: what is mapped of a device cannot be cut into parts.
+        flags = linux.MAP_PRIVATE | linux.MAP_ANONYMOUS | linux.MAP_NORESERVE | linux.MAP_FIXED
+        linux.map_pages(start, self._length, linux.PROT_NONE, flags, (-1, 0))
+        for copy, (address, length) in zip(copies, parts, strict=True):
+            linux.move_pages(copy, length, address)
+
     def leave(self) -> None:
         """Forget the addresses, in a forked child."""
         # Nothing is mapped here in the child (MADV_DONTFORK): by now the addresses may be others'.
@@ -153,9 +178,18 @@ class AddressRange:
     def _error(self, size: int, cause: OSError) -> MediumError:
         return MediumError(
             cause.errno,
-            f"{self.name}: cannot map {size} bytes ({cause.strerror}); {self.mapped} are mapped, "
-            f"{self._length} were set aside: raise `ulimit -v`, or free memory, and open it again",
+            f"{self.name}: cannot map {size} bytes ({cause.strerror}); {self.mapped} are "
+            f"mapped, {self._length} were reserved: raise `ulimit -v`, or free memory, and "
+            "open it again",
         )
+
+
+def _private_copy(address: int, length: int) -> int:
+    """The address of fresh memory with these bytes. Raises ``OSError``."""
+    flags = linux.MAP_PRIVATE | linux.MAP_ANONYMOUS
+    copy = linux.map_pages(0, length, linux.PROT_READ | linux.PROT_WRITE, flags, (-1, 0))
+    ctypes.memmove(copy, address, length)
+    return copy
 
 
 def _pages(size: int) -> int:

@@ -18,11 +18,13 @@ outside the medium. ``load`` and ``store`` may be called from several threads on
 
 from __future__ import annotations
 
+import abc
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from portus.errors import MediumError
 from portus.spec import Extent
 
 
@@ -35,6 +37,7 @@ class MediumKind(enum.Enum):
     DEVDAX = "DAX device"
     MEMORY = "memory"
     HOST = "storage host"
+    MIRROR = "mirror"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Medium(Protocol):
 
     @property
     def poisoned(self) -> bool:
-        """True once it takes no stores any more; see 4."""
+        """True once it accepts no more writes; see 4."""
 
     def grow(self, size: int) -> None:
         """Make the medium ``size`` bytes long, allocated and durable; never shrinks it."""
@@ -82,6 +85,25 @@ class Medium(Protocol):
 
     def poison(self, reason: str) -> None:
         """Take no stores any more, for good; see 4. reason: for messages, as a clause."""
+
+
+class ReadOnly(abc.ABC):
+    """What a medium refuses that is loaded from and no more. ``_refused``: what it says."""
+
+    def grow(self, size: int) -> None:
+        raise self._refused()
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        raise self._refused()
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        raise self._refused()
+
+    def poison(self, reason: str) -> None:
+        raise self._refused()
+
+    @abc.abstractmethod
+    def _refused(self) -> MediumError: ...
 
 
 class Loads(Protocol):

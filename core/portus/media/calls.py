@@ -76,6 +76,7 @@ def entry_or(nested: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R
 def refused(what: str) -> UsageError:
     """Why ``what`` cannot be done here."""
     return UsageError(
-        f"{what}: this signal handler interrupted a call of Portus in its own thread, which goes "
-        "on when the handler returns; what it holds cannot be waited for. Do it after that"
+        f"{what}: this signal handler interrupted a call of Portus in the same thread, which "
+        "continues when the handler returns, so the handler cannot wait for that call. Do "
+        "this after the handler has returned"
     )

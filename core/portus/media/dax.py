@@ -140,6 +140,10 @@ class MappedSpace:
     def drain(self) -> None:
         self._cpu.drain()
 
+    def close_but(self, kept: Sequence[Extent]) -> None:
+        """Let go of it, but have private copies of these bytes where they are."""
+        self._addresses.close_but(kept)
+
     def close(self) -> None:
         if hasattr(self, "_addresses"):
             self._addresses.close()
@@ -177,7 +181,7 @@ class SpaceMedium:
 
     def poison(self, reason: str) -> None:
         """See ``Medium``."""
-        self._poison = self._poison or f"{self._info.name}: not written to any more: {reason}"
+        self._poison = self._poison or f"{self._info.name}: accepts no more writes: {reason}"
 
     def grow(self, size: int) -> None:
         """Use more of the device, cleared first. ``MediumError`` (ENOSPC) behind its end."""
@@ -236,8 +240,8 @@ class SpaceMedium:
             self._space.drain()
         except OSError as error:
             self._poison = (
-                f"{self._info.name}: not written to any more: persist failed ({error.strerror}), "
-                "so what was stored since the one before may be lost; "
+                f"{self._info.name}: accepts no more writes: persist failed "
+                f"({error.strerror}), so bytes stored since the previous persist may be lost; "
                 "older bytes can still be loaded; see the kernel's log, then open it again"
             )
             raise MediumError(error.errno, self._poison) from error
@@ -284,6 +288,17 @@ class DaxDevice(SpaceMedium):
         self._check()
         self._check_range(extent.offset, extent.length)
         return self._mapped.start + extent.offset
+
+    def close_but(self, kept: Sequence[Extent]) -> None:
+        """Close it, but the addresses of ``kept``, which begin at pages, stay valid until the
+        process ends: a private copy of the bytes is there.
+
+        Raises ``MediumError`` if there is no memory for that; then they stay the medium's own.
+        """
+        try:
+            self._mapped.close_but(kept)
+        finally:
+            self.close()
 
     def expect(self, extent: Extent) -> None:
         """Checks the extent; a device is mapped with huge pages, which stay."""
@@ -343,6 +358,17 @@ class DaxFile(MappedFile):
             self._cpu.drain()
         except OSError as error:
             raise self._poisoned("persist", error) from error
+
+    def close_but(self, kept: Sequence[Extent]) -> None:
+        """Close it, but the addresses of ``kept``, which begin at pages, stay valid until the
+        process ends: a private copy of the bytes is there.
+
+        Raises ``MediumError`` if there is no memory for that; then they stay the medium's own.
+        """
+        try:
+            self._addresses.close_but(kept)
+        finally:
+            self.close()
 
     def _map(self, size: int, descriptor: Descriptor, file_system: FileSystem) -> None:
         self._addresses.map(size, descriptor.number, synchronous=True)

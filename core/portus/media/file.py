@@ -137,7 +137,7 @@ class PlainFile:
 
     def poison(self, reason: str) -> None:
         """See ``Medium``."""
-        self._poison = self._poison or f"{self.path}: not written to any more: {reason}"
+        self._poison = self._poison or f"{self.path}: accepts no more writes: {reason}"
 
     def grow(self, size: int) -> None:
         """Without space it is undone, and does not poison; a failed sync does."""
@@ -285,15 +285,15 @@ class PlainFile:
         found = self._status().st_size
         return MediumError(
             errno.EIO,
-            f"{self.path}: expected bytes up to {expected}, found the end at {found}: "
-            "the file was truncated by somebody else; restore it from a copy",
+            f"{self.path}: expected bytes up to {expected}, found the end at {found}: another "
+            "program truncated the file; restore it from a copy",
         )
 
     def _poisoned(self, operation: str, error: OSError) -> MediumError:
         self._poison = (
-            f"{self.path}: not written to any more: {operation} failed ({error.strerror}), "
-            "so what was stored since the one before may be lost; "
-            f"older bytes can still be loaded; {advice(error)}, then open it again"
+            f"{self.path}: accepts no more writes: {operation} failed ({error.strerror}), so "
+            "bytes stored since the previous persist may be lost; older bytes can still be "
+            f"loaded; {advice(error)}, then open it again"
         )
         return MediumError(error.errno, self._poison)
 
@@ -480,7 +480,7 @@ def file_error(operation: str, path: str, cause: OSError, what: str = "") -> Med
 
 def advice(cause: OSError) -> str:
     """What the operator can do about ``cause``."""
-    return _ADVICE.get(cause.errno or 0, "see the kernel's log, and whether it is still mounted")
+    return _ADVICE.get(cause.errno or 0, "see the kernel's log, and check that it is still mounted")
 
 
 def allocate(number: int, offset: int, length: int) -> None:

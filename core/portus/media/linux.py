@@ -24,6 +24,8 @@ MAP_FIXED: Final = 0x10
 MAP_ANONYMOUS: Final = 0x20
 MAP_NORESERVE: Final = 0x4000
 MAP_SYNC: Final = 0x80000
+MREMAP_MAYMOVE: Final = 1
+MREMAP_FIXED: Final = 2
 MADV_DONTNEED: Final = 4
 MADV_DONTFORK: Final = 10
 MADV_HUGEPAGE: Final = 14
@@ -74,6 +76,18 @@ def unmap_pages(address: int, length: int) -> None:
     call = _libc().munmap
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     if call(address, length) != 0:
+        raise _error()
+
+
+def move_pages(address: int, length: int, target: int) -> None:
+    """mremap(2): have these pages at ``target``, in place of what was mapped there."""
+    call = _libc().mremap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t),
+        *(ctypes.c_int, ctypes.c_void_p),
+    ]
+    if call(address, length, length, MREMAP_MAYMOVE | MREMAP_FIXED, target) == _MAP_FAILED:
         raise _error()
 
 
@@ -201,6 +215,9 @@ _UFFDIO_REGISTER: Final = 3 << 30 | 32 << 16 | _UFFD_API << 8
 _UFFDIO_WRITEPROTECT: Final = 3 << 30 | 24 << 16 | _UFFD_API << 8 | 6
 _PAGEMAP_SCAN: Final = 3 << 30 | 96 << 16 | ord("f") << 8 | 16
 _PAGE_IS_WRITTEN: Final = 2
+_PAGE_IS_FILE: Final = 4
+_PAGE_IS_PRESENT: Final = 8
+_PAGE_IS_SWAPPED: Final = 16
 _REGIONS: Final = 256
 _PROCMAP: Final = struct.Struct("=5Q64x")
 """Of ``struct procmap_query``: its size, flags, the address; start and end of what is found."""
@@ -245,6 +262,21 @@ def protect_pages(watch: int, start: int, length: int, *, on: bool) -> None:
 def written_pages(pagemap: int, start: int, length: int) -> list[tuple[int, int]]:
     """Runs of pages (start, end) that were written since they were protected. ``pagemap``:
     ``/proc/self/pagemap``, opened by this process."""
+    return _scanned(pagemap, start, length, (0, _PAGE_IS_WRITTEN, 0, _PAGE_IS_WRITTEN))
+
+
+def private_pages(pagemap: int, start: int, length: int) -> list[tuple[int, int]]:
+    """Runs of pages (start, end) of a private mapping that are copies: somebody wrote to them.
+    ``pagemap``: as for ``written_pages``. Raises ``OSError`` before Linux 6.7."""
+    there = _PAGE_IS_PRESENT | _PAGE_IS_SWAPPED
+    return _scanned(pagemap, start, length, (_PAGE_IS_FILE, _PAGE_IS_FILE, there, _PAGE_IS_FILE))
+
+
+def _scanned(
+    pagemap: int, start: int, length: int, categories: tuple[int, int, int, int]
+) -> list[tuple[int, int]]:
+    """Runs of pages by their categories: those inverted, those all needed, those of which one is,
+    and by which runs are told apart."""
     import fcntl
 
     found: list[tuple[int, int]] = []
@@ -252,7 +284,7 @@ def written_pages(pagemap: int, start: int, length: int) -> list[tuple[int, int]
     end = start + length
     while start < end:
         wanted = (96, 0, start, end, 0, ctypes.addressof(regions), _REGIONS, 0)
-        asked = bytearray(struct.pack("=12Q", *wanted, 0, _PAGE_IS_WRITTEN, 0, _PAGE_IS_WRITTEN))
+        asked = bytearray(struct.pack("=12Q", *wanted, *categories))
         count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, asked)
         found += [(regions[3 * i], regions[3 * i + 1]) for i in range(count)]
         start = struct.unpack_from("=Q", asked, 32)[0]

@@ -82,8 +82,8 @@ class FileLocks:
             raise UsageError(f"{self.path}: opened for reading; open it with writable=True")
         if not _can_lock():
             raise UsageError(
-                f"{self.path}: a pool can be written to on Linux only: {sys.platform} has no "
-                "locks that belong to an open file; it can be read here"
+                f"{self.path}: a pool can be written on Linux only: {sys.platform} has no "
+                "locks of open files; it can be read here"
             )
         number = self._writer_file.number
         wait = _Wait(self.path, timeout_s, self._describe_holder)
@@ -298,7 +298,7 @@ class DirectoryLock:
                 raise BusyError(
                     errno.EAGAIN,
                     f"{os.path.dirname(path)}: process {holder or 'unknown'} of this machine "
-                    "serves it already; stop that, or serve another directory",
+                    "already serves it; stop that process, or serve another directory",
                 ) from error
             try:
                 os.pwrite(file.number, f"{os.getpid():<{_HOLDER_MAX}}".encode(), 0)
@@ -334,7 +334,7 @@ class _Wait:
         if not self._said and now_s - self._begin_s >= _QUIET_S:
             self._said = True
             _LOG.warning(
-                "%s: waiting up to %g s for the writer to let go: %s",
+                "%s: waiting up to %g s for the writer to close it: %s",
                 self._path,
                 self._timeout_s,
                 self._describe_holder(),

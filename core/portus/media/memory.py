@@ -59,7 +59,7 @@ class Memory:
 
     def poison(self, reason: str) -> None:
         """See ``Medium``."""
-        self._poison = self._poison or f"{self.name}: not written to any more: {reason}"
+        self._poison = self._poison or f"{self.name}: accepts no more writes: {reason}"
 
     def grow(self, size: int) -> None:
         """``MediumError`` if the system refuses; that does not poison."""
@@ -99,7 +99,7 @@ class Memory:
             self._sync()
         except OSError as error:
             self._poison = (
-                f"{self.name}: not written to any more: persist failed ({error.strerror}); "
+                f"{self.name}: accepts no more writes: persist failed ({error.strerror}); "
                 "older bytes can still be loaded"
             )
             raise MediumError(error.errno, self._poison) from error

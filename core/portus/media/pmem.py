@@ -56,8 +56,8 @@ def processor(library: str = LIBRARY) -> Libpmem:
     if os.environ.get(_NO_FLUSH) == "1":
         raise MediumError(
             errno.EINVAL,
-            f"{_NO_FLUSH}=1 makes libpmem write nothing back, so nothing would survive power "
-            "loss: unset it",
+            f"{_NO_FLUSH}=1 keeps libpmem from flushing caches, so nothing would survive a "
+            "power loss: unset it",
         )
     return _loaded(library)
 

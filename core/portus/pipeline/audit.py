@@ -40,14 +40,13 @@ _log: Final = logging.getLogger("portus")
 
 Guard = Literal["auto", "exact", "probe"]
 
-GUARDS: Final = ("auto", "exact", "probe")
 
 PRICE_S: Final = 5e-3
 """Seconds that an exact audit may cost training, or else ``SHARE`` of the time between saves."""
 
 SHARE: Final = 0.01
 
-SETTLE_S: Final = 0.1
+HUGE_PAGES_S: Final = 0.1
 """Seconds that the worker asks for huge pages after a save."""
 
 WATCHED_MIN: Final = 1 << 20
@@ -244,7 +243,7 @@ class Probed:
 
 class Auditor:
     """Audits the saves of one run, at the price that ``guard`` allows. For one thread at a time,
-    but ``settle`` and ``close`` of an audit run on another."""
+    but ``use_huge_pages`` and ``close`` of an audit run on another."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard: Final = guard
@@ -275,10 +274,10 @@ class Auditor:
         self._make_huge_soon(late.part(big))
         return Probed(late)
 
-    def settle(self, wanted: Callable[[], bool]) -> None:
-        """Ask for huge pages where watching is dear, as long as ``wanted`` and for ``SETTLE_S`` at
-        most; later audits cost less then. Blocks."""
-        late, until_s = self._dear, time.monotonic() + SETTLE_S
+    def use_huge_pages(self, wanted: Callable[[], bool]) -> None:
+        """Ask for huge pages where watching is expensive, while ``wanted`` returns True, and for
+        ``HUGE_PAGES_S`` at most. Later audits then cost less. Blocks."""
+        late, until_s = self._dear, time.monotonic() + HUGE_PAGES_S
         if late is None:
             return
         if written.make_huge(
@@ -304,7 +303,7 @@ class Auditor:
         return Watched(late, stop, watch, big)
 
     def _make_huge_soon(self, part: Late) -> None:
-        """Have ``settle`` ask for huge pages there, once."""
+        """Have ``use_huge_pages`` ask for huge pages there, once."""
         known = part.address.tobytes()
         if known != self._made_huge and written.can_watch():
             self._made_huge, self._dear = known, part
@@ -321,9 +320,10 @@ class Auditor:
         if not self._said:
             self._said = True
             _log.warning(
-                "portus: saves %.2f s apart are audited by probes, for an exact audit would take "
-                "%.0f ms of each: of what nobody knows to write tensors some may not be seen. "
-                "Save less often, or say guard='exact'. SaveStats.guard tells of each save",
+                "portus: saves %.2f s apart are audited with probes, because an exact audit "
+                "would take %.0f ms of each: probes may miss a write that no fence guards. "
+                "Save less often, or set guard='exact'. SaveStats.guard reports the way of "
+                "each save",
                 since_s,
                 price_s * 1e3,
             )

@@ -8,8 +8,8 @@ one, and on that host it is a ``PoolDraft`` again: only ``move`` differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from portus.format.layout import Kind
 from portus.index.pool import Change, NewVersion, PoolWriter
 from portus.index.records import Pointer, Rows, VersionRecord
-from portus.pipeline.parts import Group, offsets_in, rows_of, shared, sources
+from portus.pipeline.parts import StorageRows, offsets_in, rows_of, shared, sources
 from portus.pipeline.plan import Before, Column, Feed, packed, placed
 from portus.spec import Extent
 from portus.transport.base import Digests, Source, Sources, Stop
@@ -27,7 +27,8 @@ from portus.transport.local import copy, same_bytes, stored
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """What a version says of itself, besides its bytes. ``inexact``: see ``VersionInfo``."""
+    """What a version says of itself, besides its bytes. ``inexact``, ``metrics``: see
+    ``VersionInfo``."""
 
     model: str
     step: int
@@ -35,6 +36,7 @@ class Labels:
     layout: bytes
     tree: bytes
     inexact: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Draft(Protocol):
@@ -72,6 +74,16 @@ class Draft(Protocol):
         """Give up what is not committed. Raises nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Room in a pool for some storages of a draft, and where in it each of them goes."""
+
+    indices: Column
+    target: Sources
+    extents: Rows
+    counts: Column
+
+
 Move = Callable[[Sources], Digests]
 """Brings the bytes of some storages to their extents; the digests of what was stored."""
 
@@ -83,7 +95,7 @@ class PoolDraft:
         """lengths: bytes of each storage of the version."""
         self._writer: Final = writer
         self._lengths: Final = lengths
-        self._groups: list[Group] = []
+        self._groups: list[StorageRows] = []
         self._held: list[list[Extent]] = []
         self._copied: list[Extent] = []
 
@@ -124,25 +136,38 @@ class PoolDraft:
 
     def place(self, indices: Column, address: Column, move: Move) -> Digests:
         """Reserve room for storages, let ``move`` fill it, and note what it stored."""
+        reserved = self.reserve(indices, address)
+        digests = move(reserved.target)
+        self.note(reserved, digests)
+        return digests
+
+    def reserve(self, indices: Column, address: Column) -> Reserved:
+        """Room for storages, which is to be filled, and noted then. Blocks while the pool grows."""
         lengths = self._lengths[indices]
         offsets, size = packed(lengths)
         room = self._writer.reserve(size)
         self._held.append(room)
         self._copied += room
         extents, counts = placed(offsets, lengths, room)
-        digests = move(sources(address, lengths, extents))
-        born = np.zeros(len(indices), np.int64)
-        self._groups.append(Group(indices, extents, counts, digests, born))
-        return digests
+        return Reserved(indices, sources(address, lengths, extents), extents, counts)
+
+    def note(self, reserved: Reserved, digests: Digests) -> None:
+        """``reserved`` was filled. digests: of what was stored."""
+        born = np.zeros(len(reserved.indices), np.int64)
+        self._groups.append(
+            StorageRows(reserved.indices, reserved.extents, reserved.counts, digests, born)
+        )
 
     def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
-        def same(group: Group) -> bool:
+        def same(group: StorageRows) -> bool:
             moved = sources(address, self._lengths[indices], group.extents)
             return same_bytes(self._writer.medium, moved, stop)
 
         return self.reach(before.record, indices, same)
 
-    def reach(self, record: VersionRecord, indices: Column, same: Callable[[Group], bool]) -> bool:
+    def reach(
+        self, record: VersionRecord, indices: Column, same: Callable[[StorageRows], bool]
+    ) -> bool:
         """Hold what ``record`` has for these storages, and reach it if ``same`` then says so."""
         group = shared(record, indices)
         self._held.append(self._writer.hold(group.extents["offset"], group.extents["length"]))
@@ -214,6 +239,7 @@ class PoolDraft:
             extents=extents,
             units=units,
             inexact=labels.inexact,
+            metrics=labels.metrics,
         )
         return Change(new, self._copied, retire)
 

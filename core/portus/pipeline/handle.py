@@ -1,4 +1,4 @@
-"""What the caller of save holds: a handle on one save, and what the save cost."""
+"""What the caller of save receives: a handle on one save, and its cost."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from portus.spec import VersionInfo
 
 @dataclass(slots=True)
 class SaveStats:
-    """What one save cost. Times in seconds, sizes in bytes.
+    """The cost of one save. Times are in seconds, sizes in bytes.
 
-    ``call_s``: inside the call of save, the wait for a free place in the queue (``queue_s``)
-    included. ``fence_s``: what optimizers and other writers waited for it. ``copy_s``: hashing
-    and copying, wherever it ran. ``commit_s``: persists and index. ``total_s``: from the call to
-    the commit; 0 until then. ``state_bytes``: all storages; ``copied_bytes`` of them were
-    written, ``shared_bytes`` were found in an older version. ``bounced_bytes``: of those copied to
-    a storage host, what went through a buffer or a socket, not straight from memory to pool.
-    ``guard``: how it was made sure that what was copied late is the state at the call: by the
-    "kernel" or a "hash", which are exact, or by a "probe"; "" if nothing was. ``inexact_bytes``:
-    of storages that another process wrote while they were copied; the version has what was copied.
+    ``call_s``: the duration of the call of save, including the wait for a place in the queue
+    (``queue_s``). ``fence_s``: how long optimizers and other writers waited for the copy; threads
+    that wait at the same time each count. ``copy_s``: hashing and copying, in whichever thread.
+    ``commit_s``: persists and index. ``total_s``: from the start of the call to the commit; 0 until
+    then. ``state_bytes``: all storages; of these, ``copied_bytes`` were written and
+    ``shared_bytes`` found in an older version. ``hashed_bytes``: hashed before the copy, to find
+    unchanged storages. ``bounced_bytes``: of the bytes copied to a storage host, those that went
+    through a buffer or a socket, not straight from memory to pool. ``guard``: what verified that
+    late copies are the state at the call: the "kernel" or a "hash", which are exact, or a "probe";
+    "" if nothing was copied late.
+    ``inexact_bytes``: storages that another process wrote during the copy; the version has the
+    copied bytes. ``mirror_lag_s``: at the commit, the age of the newest mirrored version; None
+    without a mirror, and before it has any version.
     """
 
     call_s: float = 0.0
@@ -38,15 +42,35 @@ class SaveStats:
     bounced_bytes: int = 0
     inexact_bytes: int = 0
     guard: str = ""
+    mirror_lag_s: float | None = None
 
     @property
     def blocked_s(self) -> float:
-        """All that training felt."""
+        """How long training waited: ``call_s`` plus ``fence_s``.
+
+        This is less than ``total_s``, unless several threads wait at the fence, or a synchronous
+        call also makes room for the next save after its commit. It does not include the processor
+        time of copying in the background.
+        """
         return self.call_s + self.fence_s
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers that loggers and trackers receive for one save, by name;
+        ``docs/statistics.md`` explains each."""
+        lag = {} if self.mirror_lag_s is None else {"portus/mirror_lag_s": self.mirror_lag_s}
+        return {
+            **lag,
+            "portus/blocked_ms": self.blocked_s * 1e3,
+            "portus/fence_ms": self.fence_s * 1e3,
+            "portus/total_ms": self.total_s * 1e3,
+            "portus/save_gb_per_s": self.state_bytes / 1e9 / self.total_s if self.total_s else 0.0,
+            "portus/copied_gb": self.copied_bytes / 1e9,
+            "portus/shared_gb": self.shared_bytes / 1e9,
+        }
 
 
 class SavePending(Protocol):
-    """What a handle needs of a save."""
+    """The part of a save that a handle uses."""
 
     @property
     def stats(self) -> SaveStats: ...
@@ -63,7 +87,7 @@ class SavePending(Protocol):
 
 
 class RefusedSave:
-    """A save that never began. ``error`` says why."""
+    """A save that never began; ``error`` is the reason."""
 
     over: Final = True
 
@@ -82,7 +106,7 @@ class RefusedSave:
 
 
 class SaveHandle:
-    """One save, from the call on."""
+    """One save, from its call on."""
 
     def __init__(self, save: SavePending) -> None:
         self._save = save
@@ -99,17 +123,18 @@ class SaveHandle:
 
     @calls.entry_or(_wait_nested)
     def wait(self, timeout: float | None = None) -> VersionInfo:
-        """Return when the version is durable; what it is.
+        """Block until the version is durable, and return it.
 
-        timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out, and what
-        made the save fail: ``MediumError``, ``AbandonedError``...; older versions stay loadable.
-        In a signal handler that interrupted Portus, ``UsageError`` if the save is not over.
+        timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out, and the
+        error of a failed save: ``MediumError``, ``AbandonedError`` and others; older versions stay
+        loadable. In a signal handler that interrupted Portus, raises ``UsageError`` if the save is
+        not over.
         """
         return self._save.result(timeout)
 
     def join(self) -> None:
-        """Return when the save is over. Raises nothing, and a failure is still to be reported:
-        ``committed`` says how it ended."""
+        """Block until the save is over. Raises nothing; ``committed`` tells how it ended, and a
+        failure will still be reported."""
         self._save.join()
 
     @property
@@ -124,5 +149,5 @@ class SaveHandle:
 
     @property
     def stats(self) -> SaveStats:
-        """What it cost so far."""
+        """Its cost so far."""
         return self._save.stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,11 +12,12 @@ from portus.format.checksum import storage_digest
 from portus.format.layout import EXTENT, STORAGE, UNIT_DIGEST
 from portus.index.records import Rows, VersionRecord
 from portus.pipeline.plan import Column
+from portus.spec import Extent
 from portus.transport.base import Digests, Sources, unit_counts
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class StorageRows:
     """Some storages of a save.
 
     ``indices``: which, of the state's. ``extents``: their rows one after another, ``counts`` for
@@ -28,6 +30,21 @@ class Group:
     digests: Digests
     born: Column
 
+    @classmethod
+    def over(
+        cls, indices: Column, extents: Sequence[Sequence[Extent]], digests: Digests, born: int = 0
+    ) -> StorageRows:
+        """Of storages whose extents are given one by one, all of the same commit."""
+        return cls(
+            indices,
+            np.array(
+                [(part.offset, part.length) for each in extents for part in each], EXTENT.dtype
+            ),
+            np.array([len(each) for each in extents], np.int64),
+            digests,
+            np.full(len(indices), born, np.int64),
+        )
+
 
 def sources(address: Column, length: Column, extents: Rows) -> Sources:
     """What the transport moves: storages, and the extents that hold them end to end."""
@@ -39,12 +56,12 @@ def sources(address: Column, length: Column, extents: Rows) -> Sources:
     )
 
 
-def shared(record: VersionRecord, indices: Column) -> Group:
+def shared(record: VersionRecord, indices: Column) -> StorageRows:
     """The storages ``indices`` as a committed version holds them."""
     rows = record.storages[indices]
     counts = rows["extents"].astype(np.int64)
     units = unit_counts(rows["length"].astype(np.int64))
-    return Group(
+    return StorageRows(
         indices,
         record.extents[ranges(rows["first_extent"].astype(np.int64), counts)],
         counts,
@@ -53,7 +70,18 @@ def shared(record: VersionRecord, indices: Column) -> Group:
     )
 
 
-def offsets_in(groups: list[Group], storage: Column, offset: Column) -> Column:
+def exact(extents: Sequence[Extent], length: int) -> list[Extent]:
+    """The first ``length`` bytes of some extents."""
+    own = []
+    for extent in extents:
+        taken = min(extent.length, length)
+        if taken:
+            own.append(Extent(extent.offset, taken))
+        length -= taken
+    return own
+
+
+def offsets_in(groups: list[StorageRows], storage: Column, offset: Column) -> Column:
     """Where in the pool the byte at ``offset`` of each storage is; all of them are in groups."""
     count = 1 + max(int(group.indices.max(initial=-1)) for group in groups)
     extents = np.concatenate([group.extents for group in groups])
@@ -76,7 +104,7 @@ def equal_storages(left: Digests, right: Digests, lengths: Column) -> Column:
     return np.setdiff1d(np.arange(len(lengths)), owner[different])
 
 
-def rows_of(groups: list[Group], lengths: Column) -> tuple[Rows, Rows, Rows]:
+def rows_of(groups: list[StorageRows], lengths: Column) -> tuple[Rows, Rows, Rows]:
     """Storage, extent and unit rows of a version of storages of ``lengths``, each in one group."""
     indices = np.concatenate([group.indices for group in groups] or [np.empty(0, np.int64)])
     assert len(indices) == len(lengths), f"{len(indices)} of {len(lengths)} storages were placed"

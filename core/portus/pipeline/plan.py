@@ -38,9 +38,9 @@ class Feed(Protocol):
 
     @property
     def there(self) -> OnDevice:
-        """Where a network card finds it, after ``settle``."""
+        """Where a network card finds it, after ``await_device``."""
 
-    def settle(self) -> None:
+    def await_device(self) -> None:
         """Return when the device has carried out what the storage's bytes come from."""
 
     def units(self) -> AbstractContextManager[Iterator[tuple[int, int]]]:
@@ -64,6 +64,7 @@ class Snapshot:
     the object of each storage whose life is that of its memory; empty: nobody says. ``changes``:
     a count for each storage, which grows with the writes to it that are counted. ``exposed``: the
     indices of those in memory that other processes may have too; none of them is late.
+    ``metrics``: what the version is saved with, see ``VersionInfo``.
     """
 
     model: str
@@ -81,6 +82,7 @@ class Snapshot:
     alive: object = None
     owners: Sequence[object] = ()
     exposed: Column = field(default_factory=lambda: np.empty(0, np.int64))
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ class Save:
         self.token: Final = snapshot.token
         self.step: Final = snapshot.step
         self.model: Final = snapshot.model
+        self.metrics: Final = snapshot.metrics
         self._snapshot = snapshot
         self._steady = snapshot.steady
         self._draft: Final = draft
@@ -104,7 +105,7 @@ class Save:
         self._info: VersionInfo | None = None
         self._stored: list[tuple[Column, Digests]] = []
         self._audit: Audit | None = None
-        self._born: Final = time.perf_counter()
+        self._born = time.perf_counter()
         self.storages: Final = snapshot.guarded
 
     # The caller's thread.
@@ -142,6 +143,15 @@ class Save:
         except PortusError as error:
             self.fail(error)
 
+    def asked_at(self, moment_s: float) -> None:
+        """The call of save began at ``moment_s``, by ``time.perf_counter``, before this was made:
+        ``total_s`` counts from there."""
+        with self._lock:
+            earlier_s = max(0.0, self._born - moment_s)
+            self._born -= earlier_s
+            if self._stats.total_s:
+                self._stats.total_s += earlier_s
+
     def fail(self, error: BaseException) -> None:
         """The save is over, without a version. Changes nothing if it was over before."""
         with self._lock:
@@ -172,9 +182,9 @@ class Save:
                 return True
             self._stage = Stage.FAILED
             self._error = AbandonedError(
-                f"save of step {self._snapshot.step} given up: its copy did not end within the "
-                f"fence time-out of {timeout_s:g} s ({self._stop.done} of "
-                f"{self._stats.state_bytes} bytes done). Older versions are untouched; look at "
+                f"save of step {self._snapshot.step} given up: its copy did not finish within "
+                f"the fence_timeout of {timeout_s:g} s ({self._stop.done} of "
+                f"{self._stats.state_bytes} bytes done). Older versions are untouched; check "
                 f"the medium {self._draft.name}"
             )
             self._stop.set()
@@ -362,9 +372,9 @@ class Save:
         more = f" and {len(guilty) - 3} more" if len(guilty) > 3 else ""
         return (
             f"save of step {self._snapshot.step} given up: {', '.join(names)}{more} changed "
-            f"while being saved, by something that no fence guards. The next save copies these, "
-            f"and what the same optimizer has, before it returns, and later ones copy them in the "
-            f"background again; older versions are untouched"
+            "while being saved, by a writer that no fence guards. The next save copies them, "
+            "and the rest of the same optimizer, before it returns; later saves copy them in "
+            "the background again. Older versions are untouched"
         )
 
     # The end.
@@ -380,11 +390,13 @@ class Save:
             layout=snapshot.layout,
             tree=snapshot.tree,
             inexact=self._stats.inexact_bytes > 0,
+            metrics=self.metrics,
         )
         self.is_in_doubt = True
         committed = self._draft.commit(labels, self._before(), self._policy.retire())
         self._stats.commit_s = time.perf_counter() - start
-        self._stats.total_s = time.perf_counter() - self._born
+        with self._lock:
+            self._stats.total_s = time.perf_counter() - self._born
         self._let_go()
         self._policy.committed(committed, self._steady)
         with self._lock:

@@ -23,18 +23,17 @@ from portus.protocol.messages import (
     DAMAGED,
     DIGEST_SIZE,
     DIGESTS_SINCE,
-    PAYLOADS,
-    SINCE,
+    MESSAGES,
     VERSIONS,
     Hello,
-    Kind,
     ProtocolError,
+    Refused,
     Said,
-    body_size_max,
     decode,
     encode,
 )
-from portus.protocol.session import NEXT, State
+from portus.protocol.session import NEXT
+from portus.protocol.vocabulary import MessageKind, State
 
 HEADER: Final = struct.Struct("<IB3s")
 _START: Final = struct.Struct("<IB")
@@ -47,7 +46,7 @@ _FEED_MAX: Final = 1 << 20
 class Payload:
     """So many plain bytes follow."""
 
-    kind: Kind
+    kind: MessageKind
     length: int
 
 
@@ -55,7 +54,7 @@ class Payload:
 class Forgotten:
     """A message came of which nothing was kept (``Connection.forget``)."""
 
-    kind: Kind
+    kind: MessageKind
 
 
 Event = Said | Payload
@@ -69,7 +68,7 @@ class Connection:
         self.version = 0
         self._is_client: Final = is_client
         self._buffer = bytearray()
-        self._kind: Kind | None = None
+        self._kind: MessageKind | None = None
         self._length = 0
         self._payload_left = 0
         self._forgotten: int | None = None
@@ -84,9 +83,9 @@ class Connection:
         """True if frames carry one."""
         return self.version in VERSIONS and self.version >= DIGESTS_SINCE
 
-    def knows(self, kind: Kind) -> bool:
+    def knows(self, kind: MessageKind) -> bool:
         """True if the version that is spoken has that message."""
-        return self.version >= SINCE.get(kind, 0)
+        return self.version >= kind.since
 
     @property
     def wanted(self) -> int:
@@ -104,7 +103,7 @@ class Connection:
     @property
     def digest_due(self) -> bool:
         """True when payload was received, and its digest has to be fed before it counts."""
-        return self._kind in PAYLOADS and not self._payload_left
+        return self._kind is not None and self._kind.is_payload and not self._payload_left
 
     @property
     def body_left(self) -> int:
@@ -118,16 +117,16 @@ class Connection:
     def send(self, message: Said) -> bytes:
         """The bytes of ``message``. An order that the table does not have is our mistake."""
         body = encode(message)
-        assert len(body) <= body_size_max(message.kind), f"{message.kind.name}: {len(body)} bytes"
+        assert len(body) <= message.kind.body_size_max, f"{message.kind.name}: {len(body)} bytes"
         self._step_local(message.kind)
         frame = self._begun(message.kind, len(body)) + body + self._ended(body)
         self._heed(message)
         return frame
 
-    def send_payload(self, kind: Kind, length: int) -> bytes:
+    def send_payload(self, kind: MessageKind, length: int) -> bytes:
         """The header for ``length`` plain bytes, which the caller sends next."""
-        assert kind in PAYLOADS
-        assert 0 < length <= body_size_max(kind)
+        assert kind.is_payload
+        assert 0 < length <= kind.body_size_max
         self._step_local(kind)
         self._owed = length
         return self._begun(kind, length)
@@ -173,7 +172,7 @@ class Connection:
                 return None
             kind, length = self._open()
             self._kind, self._length = kind, length + (0 if self._is_plain else DIGEST_SIZE)
-            if kind in PAYLOADS:
+            if kind.is_payload:
                 self._payload_left, self._length = length, DIGEST_SIZE
                 self._step(kind)
                 return Payload(kind, length)
@@ -189,7 +188,7 @@ class Connection:
             self._came.update(body)
             if digest != self._came.digest():
                 raise ProtocolError(f"{kind.name}: {DAMAGED}")
-        if kind in PAYLOADS:
+        if kind.is_payload:
             return None
         if forgotten is not None:
             self._step(kind)
@@ -210,12 +209,12 @@ class Connection:
             self._forgotten += len(self._buffer)
             self._buffer = rest
 
-    def _open(self) -> tuple[Kind, int]:
+    def _open(self) -> tuple[MessageKind, int]:
         """Look at a whole header: before a byte of the body is taken, it has to be one that may
         come now."""
         header, self._buffer = bytes(self._buffer), bytearray()
         length, number, check = HEADER.unpack(header)
-        refused = self.state is State.GREETED and number == Kind.REFUSED
+        refused = self.state is State.GREETED and number == Refused.kind.number
         self._is_plain = not self.has_digests or (refused and check == _NO_CHECK)
         expected = _NO_CHECK if self._is_plain else _check(header[: _START.size])
         if check != expected:
@@ -223,25 +222,24 @@ class Connection:
                 f"a header: expected {expected.hex()} at its end, found {check.hex()}: bytes "
                 "changed on the way, or the other side speaks another version"
             )
-        try:
-            kind = Kind(number)
-        except ValueError as error:
-            raise ProtocolError(f"a frame of unknown kind {number}") from error
+        kind = MESSAGES.get(number)
+        if kind is None:
+            raise ProtocolError(f"a frame of unknown kind {number}")
         if kind.from_client == self._is_client:
-            raise ProtocolError(f"{kind.name}: only this side says it")
+            raise ProtocolError(f"{kind.name}: only this side sends it")
         if (self.state, kind) not in NEXT or not self.knows(kind):
             raise ProtocolError(f"{kind.name} in state {self.state.value!r}")
         least = 1
-        if not least <= length <= body_size_max(kind):
+        if not least <= length <= kind.body_size_max:
             raise ProtocolError(
-                f"{kind.name}: expected {least} to {body_size_max(kind)} bytes, found {length}"
+                f"{kind.name}: expected {least} to {kind.body_size_max} bytes, found {length}"
             )
         self._came = xxhash.xxh3_128(header)
         return kind, length
 
-    def _begun(self, kind: Kind, length: int) -> bytes:
+    def _begun(self, kind: MessageKind, length: int) -> bytes:
         """The header of a frame that is sent."""
-        start = _START.pack(length, kind)
+        start = _START.pack(length, kind.number)
         header = start + (_check(start) if self.has_digests else _NO_CHECK)
         self._went = xxhash.xxh3_128(header)
         return header
@@ -258,12 +256,12 @@ class Connection:
         if isinstance(message, Hello):
             self.version = message.version
 
-    def _step(self, kind: Kind) -> None:
+    def _step(self, kind: MessageKind) -> None:
         self.state = NEXT[self.state, kind]
 
-    def _step_local(self, kind: Kind) -> None:
+    def _step_local(self, kind: MessageKind) -> None:
         assert not self._owed, f"{kind.name}: {self._owed} bytes of payload are owed first"
-        assert kind.from_client == self._is_client, f"{kind.name}: only the other side says it"
+        assert kind.from_client == self._is_client, f"{kind.name}: only the other side sends it"
         assert (self.state, kind) in NEXT, f"{kind.name} in state {self.state.value!r}"
         assert self.knows(kind), f"{kind.name}: version {self.version} has no such message"
         self._step(kind)

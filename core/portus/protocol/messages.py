@@ -1,4 +1,8 @@
-"""The messages, and their limits. What is not within them is a ``ProtocolError``, never worse.
+"""The messages, each declared once. What breaks a declaration is a ``ProtocolError``, never worse.
+
+Above each class: its number and name, in which states it is said and which one follows, the limit
+of its body, the handler of a request, and the version that brought it. Number and name are never
+used again.
 
 Columns of numbers travel as bytes: little-endian int64, one after another (``packed_column``).
 Digests travel as 16 bytes each, one after another. Fields are encoded by msgpack, as an array in
@@ -17,6 +21,7 @@ import xxhash
 from msgspec import Meta
 
 from portus.errors import TransportError
+from portus.protocol.vocabulary import SMALL, MessageKind, State, Vocabulary
 
 VERSION: Final = 6
 """Of the protocol."""
@@ -39,6 +44,9 @@ NONCE_SIZE: Final = 16
 PROOF_SIZE: Final = 32
 TENANT_SIZE_MAX: Final = 64
 NAME_SIZE_MAX: Final = 200
+METRICS_MAX: Final = 64
+"""Of one version."""
+METRICS_SIZE_MAX: Final = 64 << 10
 TEXT_SIZE_MAX: Final = 4096
 STORAGES_MAX: Final = 1 << 20
 """Of one version, or of one message about storages."""
@@ -50,6 +58,11 @@ IDS_MAX: Final = 1 << 16
 HOLD_SIZE_MAX: Final = 128 << 10
 """Of one reference file."""
 HELD_SIZE_MAX: Final = 4 << 20
+OBJECT_SIZE_MAX: Final = 64 << 20
+"""Of one object of a mirror."""
+OBJECT_NAME_SIZE_MAX: Final = 900
+LISTED_MAX: Final = 1000
+"""Objects in one answer, or in one deletion."""
 LAYOUT_SIZE_MAX: Final = 256 << 20
 TREE_SIZE_MAX: Final = 1 << 30
 SIZE_MAX: Final = 1 << 62
@@ -61,56 +74,8 @@ class ProtocolError(TransportError):
     """The other side said what it may not say, or not now. The connection is of no use any more."""
 
 
-class Kind(enum.IntEnum):
-    """What a frame is. From the client below 64, from the host from 64 on."""
-
-    HELLO = 1
-    PROOF = 2
-    REGISTER = 3
-    FORGET = 4
-    BEGIN = 5
-    OFFER = 6
-    DATA = 7
-    SHARE = 8
-    CONFIRM = 9
-    ABANDON = 10
-    READ = 11
-    CHECK = 12
-    PIN = 13
-    UNPIN = 14
-    ROOM = 15
-    RETIRE = 16
-    STATUS = 17
-    BYE = 18
-    CLAIM = 19
-    CONNECT = 20
-    PUSH = 21
-    HOLD = 22
-    HOLDS = 23
-    GIVE_BACK = 24
-    NOTE = 25
-    CHALLENGE = 64
-    WELCOME = 65
-    DONE = 66
-    BEGUN = 67
-    PULL = 68
-    PULLED = 69
-    SHARED = 70
-    COMMITTED = 71
-    MISSING = 72
-    ABANDONED = 73
-    BYTES = 74
-    CHECKED = 75
-    STATE = 76
-    REFUSED = 77
-    CONNECTED = 78
-    PUSHED = 79
-    HELD = 80
-
-    @property
-    def from_client(self) -> bool:
-        """True if a client says it."""
-        return self < 64
+MESSAGES: Final = Vocabulary()
+"""All of them."""
 
 
 class Fault(enum.Enum):
@@ -137,11 +102,12 @@ Ids = Annotated[bytes, Meta(max_length=8 * IDS_MAX)]
 Handles = Annotated[bytes, Meta(max_length=HANDLE_SIZE * STORAGES_MAX)]
 
 
+@MESSAGES.client(1, "HELLO", {State.NEW: State.GREETED}, body_size_max=512)
 class Hello(msgspec.Struct, frozen=True, array_like=True):
     """The client's first words; ``magic`` and ``version`` stay where they are in every version.
     ``digest``: of the other fields, since its frame has none; empty in versions without."""
 
-    kind: ClassVar[Kind] = Kind.HELLO
+    kind: ClassVar[MessageKind]
     magic: Annotated[str, Meta(max_length=16)]
     version: Number
     tenant: Annotated[str, Meta(min_length=1, max_length=TENANT_SIZE_MAX)]
@@ -163,30 +129,30 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """All but the first words: no field too many, none missing."""
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[MessageKind]
 
 
+@MESSAGES.host(64, "CHALLENGE", {State.GREETED: State.CHALLENGED})
 class Challenge(Message, frozen=True):
     """``secret``: the host wants a proof."""
 
-    kind: ClassVar[Kind] = Kind.CHALLENGE
     version: Number
     nonce: Nonce
     secret: bool
 
 
+@MESSAGES.client(2, "PROOF", {State.CHALLENGED: State.PROVING}, body_size_max=64)
 class ProofGiven(Message, frozen=True):
     """Empty where no secret is shared."""
 
-    kind: ClassVar[Kind] = Kind.PROOF
     proof: Proof
 
 
+@MESSAGES.host(65, "WELCOME", {State.PROVING: State.READY}, body_size_max=5 * TEXT_SIZE_MAX)
 class Welcome(Message, frozen=True):
     """The host's own proof; the pool of the tenant: its identity, name and bytes. ``verbs``: the
     host reaches memory of this client by itself, if it is connected (``Connect``)."""
 
-    kind: ClassVar[Kind] = Kind.WELCOME
     proof: Proof
     uuid: Token
     name: Text
@@ -208,100 +174,139 @@ class _QueuePair(Message, frozen=True):
     reads: Annotated[int, Meta(ge=0, le=255)]
 
 
+@MESSAGES.client(20, "CONNECT", {State.READY: State.CONNECTING}, handler="connect")
 class Connect(_QueuePair, frozen=True):
     """The client's queue pair for this connection; one before it is gone."""
 
-    kind: ClassVar[Kind] = Kind.CONNECT
 
-
+@MESSAGES.host(78, "CONNECTED", {State.CONNECTING: State.READY})
 class Connected(_QueuePair, frozen=True):
     """The host's, which is ready."""
 
-    kind: ClassVar[Kind] = Kind.CONNECTED
 
-
+@MESSAGES.client(19, "CLAIM", {State.READY: State.ASKED}, handler="claim")
 class Claim(Message, frozen=True):
     """This client, who says the same 16 bytes on all its connections, is the one that saves
     ``model``, as long as one of them lives."""
 
-    kind: ClassVar[Kind] = Kind.CLAIM
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     client: Token
 
 
+@MESSAGES.client(
+    3,
+    "REGISTER",
+    {State.READY: State.ASKED},
+    handler="register",
+    body_size_max=(8 + HANDLE_SIZE) * STORAGES_MAX + SMALL,
+)
 class Register(Message, frozen=True):
     """Regions of the client's memory, from number ``first`` on: their lengths, and what a transport
     needs to reach them by itself (``handles``, one of each; empty on a stream)."""
 
-    kind: ClassVar[Kind] = Kind.REGISTER
     first: Number
     lengths: Indices
     handles: Handles = b""
 
 
+@MESSAGES.client(
+    4,
+    "FORGET",
+    {State.READY: State.ASKED},
+    handler="forget",
+    body_size_max=8 * STORAGES_MAX + SMALL,
+)
 class Forget(Message, frozen=True):
     """These regions are revoked, and are not reached any more."""
 
-    kind: ClassVar[Kind] = Kind.FORGET
     regions: Indices
 
 
+@MESSAGES.client(
+    5,
+    "BEGIN",
+    {State.READY: State.BEGINNING},
+    handler="begin",
+    body_size_max=8 * STORAGES_MAX + SMALL,
+)
 class Begin(Message, frozen=True):
     """A save of storages of these lengths."""
 
-    kind: ClassVar[Kind] = Kind.BEGIN
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     step: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
     token: Token
     lengths: Indices
 
 
+@MESSAGES.client(
+    6,
+    "OFFER",
+    {State.SAVING: State.OFFERED},
+    handler="offer",
+    body_size_max=16 * STORAGES_MAX + SMALL,
+)
 class Offer(Message, frozen=True):
     """These storages may be pulled now, from these regions."""
 
-    kind: ClassVar[Kind] = Kind.OFFER
     indices: Indices
     regions: Indices
 
 
+@MESSAGES.host(68, "PULL", {State.OFFERED: State.PULLING, State.ABANDONING: State.ABANDONING})
 class Pull(Message, frozen=True):
     """On a stream: send the storages of the offer, end to end. ``size``: bytes of all."""
 
-    kind: ClassVar[Kind] = Kind.PULL
     size: Number
 
 
+@MESSAGES.host(
+    69,
+    "PULLED",
+    {State.OFFERED: State.SAVING, State.PULLING: State.SAVING, State.ABANDONING: State.ABANDONING},
+    body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL,
+)
 class Pulled(Message, frozen=True):
     """All of the offer is stored; the digests of its units, as the host found them. ``bounced``:
     bytes that did not come straight into the pool, but through a buffer of the host."""
 
-    kind: ClassVar[Kind] = Kind.PULLED
     digests: Digests
     bounced: Number
 
 
+@MESSAGES.client(
+    8,
+    "SHARE",
+    {State.SAVING: State.SHARING},
+    handler="share",
+    body_size_max=8 * STORAGES_MAX + SMALL,
+)
 class Share(Message, frozen=True):
     """These storages equal those of the version ``before``, a token, by the client's digests."""
 
-    kind: ClassVar[Kind] = Kind.SHARE
     before: Token
     indices: Indices
 
 
+@MESSAGES.host(70, "SHARED", {State.SHARING: State.SAVING})
 class Shared(Message, frozen=True):
     """``same``: the host still has those bytes, and the version reaches them."""
 
-    kind: ClassVar[Kind] = Kind.SHARED
     same: bool
 
 
+@MESSAGES.client(
+    9,
+    "CONFIRM",
+    {State.SAVING: State.CONFIRMING},
+    handler="confirm",
+    body_size_max=DIGEST_SIZE * UNITS_MAX + LAYOUT_SIZE_MAX + TREE_SIZE_MAX + 8 * IDS_MAX + SMALL,
+)
 class Confirm(Message, frozen=True):
     """All storages are pulled or shared, and their digests, which the client found itself, are
     ``digests``: commit. Layout and tree are those of ``before``, a token, where they are None.
     ``retire``: ids of versions to let go of in the same commit. ``inexact``: the client saw a part
     of it being written by another process while it was pulled."""
 
-    kind: ClassVar[Kind] = Kind.CONFIRM
     digests: Digests
     before: Token
     layout: Annotated[bytes, Meta(max_length=LAYOUT_SIZE_MAX)] | None
@@ -310,149 +315,286 @@ class Confirm(Message, frozen=True):
     inexact: bool = False
 
 
+@MESSAGES.client(
+    26,
+    "METRICS",
+    {State.SAVING: State.SCORING},
+    handler="metrics",
+    body_size_max=METRICS_SIZE_MAX,
+    since=6,
+)
+class Metrics(Message, frozen=True):
+    """What the version of the save under way scored: finite numbers, by name."""
+
+    metrics: Annotated[dict[str, float], Meta(max_length=METRICS_MAX)]
+
+
+@MESSAGES.host(71, "COMMITTED", {State.CONFIRMING: State.READY}, body_size_max=(1 << 30) + SMALL)
 class Committed(Message, frozen=True):
     """It is durable. ``record``: the payload of its version record."""
 
-    kind: ClassVar[Kind] = Kind.COMMITTED
     record: Annotated[bytes, Meta(max_length=1 << 30)]
 
 
+@MESSAGES.host(72, "MISSING", {State.CONFIRMING: State.SAVING})
 class Missing(Message, frozen=True):
     """Version ``before`` of the confirmation is gone: confirm again, with layout and tree."""
 
-    kind: ClassVar[Kind] = Kind.MISSING
 
-
+@MESSAGES.client(
+    10,
+    "ABANDON",
+    {
+        State.SAVING: State.ABANDONING,
+        State.OFFERED: State.ABANDONING,
+        State.PULLING: State.ABANDONING,
+        State.READY: State.ABANDONING,
+    },
+    handler="abandon",
+)
 class Abandon(Message, frozen=True):
     """The save is given up. Nothing of it is reached any more."""
 
-    kind: ClassVar[Kind] = Kind.ABANDON
 
-
+@MESSAGES.host(73, "ABANDONED", {State.ABANDONING: State.READY})
 class Abandoned(Message, frozen=True):
     """Nothing of it is kept."""
 
-    kind: ClassVar[Kind] = Kind.ABANDONED
 
-
+@MESSAGES.client(
+    11, "READ", {State.READY: State.READING}, handler="read", body_size_max=16 * RANGES_MAX + SMALL
+)
 class Read(Message, frozen=True):
     """Bytes of the pool, as pairs of offset and length."""
 
-    kind: ClassVar[Kind] = Kind.READ
     ranges: Ranges
 
 
+@MESSAGES.client(
+    12,
+    "CHECK",
+    {State.READY: State.CHECKING},
+    handler="check",
+    body_size_max=16 * RANGES_MAX + 8 * STORAGES_MAX + SMALL,
+)
 class Check(Message, frozen=True):
     """The host is to hash storages of ``lengths`` that lie in ``ranges``, end to end."""
 
-    kind: ClassVar[Kind] = Kind.CHECK
     lengths: Indices
     ranges: Ranges
 
 
+@MESSAGES.host(
+    75, "CHECKED", {State.CHECKING: State.READY}, body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL
+)
 class Checked(Message, frozen=True):
     """Digests of their units."""
 
-    kind: ClassVar[Kind] = Kind.CHECKED
     digests: Digests
 
 
+@MESSAGES.client(
+    21,
+    "PUSH",
+    {State.READY: State.PUSHING},
+    handler="push",
+    body_size_max=16 * RANGES_MAX + (8 + HANDLE_SIZE) * STORAGES_MAX + SMALL,
+)
 class Push(Message, frozen=True):
     """Write what the ranges hold, storages of these lengths end to end, into the client's memory,
     one handle for each."""
 
-    kind: ClassVar[Kind] = Kind.PUSH
     lengths: Indices
     ranges: Ranges
     handles: Handles
 
 
+@MESSAGES.host(
+    79, "PUSHED", {State.PUSHING: State.READY}, body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL
+)
 class Pushed(Message, frozen=True):
     """It is written; the digests of its units, as the host found them. ``bounced``: as above."""
 
-    kind: ClassVar[Kind] = Kind.PUSHED
     digests: Digests
     bounced: Number
 
 
+@MESSAGES.client(13, "PIN", {State.READY: State.ASKED}, handler="pin")
 class Pin(Message, frozen=True):
     """Keep the space of a version from reuse, as long as this connection lives."""
 
-    kind: ClassVar[Kind] = Kind.PIN
     version: Number
 
 
+@MESSAGES.client(14, "UNPIN", {State.READY: State.ASKED}, handler="unpin")
 class Unpin(Message, frozen=True):
     """Take one pin back."""
 
-    kind: ClassVar[Kind] = Kind.UNPIN
     version: Number
 
 
+@MESSAGES.client(15, "ROOM", {State.READY: State.ASKED}, handler="room")
 class Room(Message, frozen=True):
     """Make sure that so many bytes can be saved."""
 
-    kind: ClassVar[Kind] = Kind.ROOM
     size: Number
 
 
+@MESSAGES.client(
+    16, "RETIRE", {State.READY: State.ASKED}, handler="retire", body_size_max=8 * IDS_MAX + SMALL
+)
 class Retire(Message, frozen=True):
     """Let go of versions, by id."""
 
-    kind: ClassVar[Kind] = Kind.RETIRE
     versions: Ids
 
 
+@MESSAGES.client(
+    22, "HOLD", {State.READY: State.ASKED}, handler="hold", body_size_max=HOLD_SIZE_MAX + SMALL
+)
 class Hold(Message, frozen=True):
     """Keep this reference file, which a file of the same id at the client says too, as long as the
     client does not say that it is gone: by no bytes."""
 
-    kind: ClassVar[Kind] = Kind.HOLD
     id: Token
     reference: Annotated[bytes, Meta(max_length=HOLD_SIZE_MAX)]
 
 
+@MESSAGES.client(23, "HOLDS", {State.READY: State.LISTING}, handler="holds")
 class Holds(Message, frozen=True):
     """Which reference files are kept? Those whose id comes after this one."""
 
-    kind: ClassVar[Kind] = Kind.HOLDS
     after: Token
 
 
+@MESSAGES.host(
+    80, "HELD", {State.LISTING: State.READY}, body_size_max=HELD_SIZE_MAX + 8 * IDS_MAX + SMALL
+)
 class Held(Message, frozen=True):
     """The next of them, in the order of their ids: ``lengths`` in bytes, and the bytes, one after
     another. Nothing if there are no more."""
 
-    kind: ClassVar[Kind] = Kind.HELD
     lengths: Ids
     references: Annotated[bytes, Meta(max_length=HELD_SIZE_MAX)]
 
 
+@MESSAGES.client(17, "STATUS", {State.READY: State.LOOKING}, handler="status")
 class Status(Message, frozen=True):
     """How is the pool?"""
 
-    kind: ClassVar[Kind] = Kind.STATUS
 
-
+@MESSAGES.client(24, "GIVE_BACK", {State.READY: State.ASKED}, handler="give_back")
 class GiveBack(Message, frozen=True):
     """Give the space of the pool that nothing reaches back to the file system."""
 
-    kind: ClassVar[Kind] = Kind.GIVE_BACK
 
-
+@MESSAGES.client(
+    25, "NOTE", {State.READY: State.ASKED}, handler="note", body_size_max=5 * TEXT_SIZE_MAX, since=6
+)
 class Note(Message, frozen=True):
     """Put on record which save failed last, when and why, in words."""
 
-    kind: ClassVar[Kind] = Kind.NOTE
     text: Text
 
 
+@MESSAGES.client(31, "SETTLE", {State.READY: State.ASKED}, handler="settle", since=6)
+class Settle(Message, frozen=True):
+    """Answer once the replica has the version of this token, too; zeros: once the host leads the
+    model."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
+    token: Token
+
+
+_ObjectName = Annotated[str, Meta(min_length=1, max_length=OBJECT_NAME_SIZE_MAX)]
+_Prefix = Annotated[str, Meta(max_length=OBJECT_NAME_SIZE_MAX)]
+
+
+@MESSAGES.client(
+    27,
+    "PUT",
+    {State.READY: State.PLACING},
+    handler="put",
+    body_size_max=OBJECT_SIZE_MAX + SMALL,
+    since=6,
+)
+class Put(Message, frozen=True):
+    """Make ``data`` the object of that name, whole or not at all. ``fresh``: if there is none."""
+
+    name: _ObjectName
+    fresh: bool
+    data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
+
+
+@MESSAGES.host(81, "PLACED", {State.PLACING: State.READY}, since=6)
+class Placed(Message, frozen=True):
+    """``made``: it is there, and durable as far as the host can promise; else there was one."""
+
+    made: bool
+
+
+@MESSAGES.client(28, "GET", {State.READY: State.GETTING}, handler="get", since=6)
+class Get(Message, frozen=True):
+    """So many bytes of an object from byte ``start`` on; all of it, if ``length`` is 0."""
+
+    name: _ObjectName
+    start: Number
+    length: Annotated[int, Meta(ge=0, le=OBJECT_SIZE_MAX)]
+
+
+@MESSAGES.host(
+    82, "OBJECT", {State.GETTING: State.READY}, body_size_max=OBJECT_SIZE_MAX + SMALL, since=6
+)
+class Object(Message, frozen=True):
+    """The bytes."""
+
+    data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
+
+
+@MESSAGES.client(29, "LIST", {State.READY: State.FINDING}, handler="list", since=6)
+class List(Message, frozen=True):
+    """Which objects begin with ``prefix``? Those whose names come after this one."""
+
+    prefix: _Prefix
+    after: _Prefix
+
+
+@MESSAGES.host(
+    83,
+    "LISTED",
+    {State.FINDING: State.READY},
+    body_size_max=(OBJECT_NAME_SIZE_MAX + 32) * LISTED_MAX + SMALL,
+    since=6,
+)
+class Listed(Message, frozen=True):
+    """The next of them, in the order of their names: bytes, and when they were made, in Unix
+    time in microseconds, by the host's clock. Nothing if there are no more."""
+
+    names: Annotated[list[_ObjectName], Meta(max_length=LISTED_MAX)]
+    sizes: Ids
+    modified: Ids
+
+
+@MESSAGES.client(
+    30,
+    "DELETE",
+    {State.READY: State.ASKED},
+    handler="delete",
+    body_size_max=(OBJECT_NAME_SIZE_MAX + 8) * LISTED_MAX + SMALL,
+    since=6,
+)
+class Delete(Message, frozen=True):
+    """Remove objects; those that are not there are no error."""
+
+    names: Annotated[list[_ObjectName], Meta(max_length=LISTED_MAX)]
+
+
+@MESSAGES.host(76, "STATE", {State.LOOKING: State.READY})
 class Standing(Message, frozen=True):
     """Bytes of the pool, those free, and how many saves are under way. ``holes``: bytes besides
     that are free, but were given back to the file system. ``taken``: bytes that the pool takes of
     it, 0 if it is on none."""
 
-    kind: ClassVar[Kind] = Kind.STATE
     size: Number
     free: Number
     saves: Number
@@ -460,102 +602,64 @@ class Standing(Message, frozen=True):
     taken: Number
 
 
+@MESSAGES.host(
+    66, "DONE", {State.ASKED: State.READY, State.READING: State.READY, State.SCORING: State.SAVING}
+)
 class Done(Message, frozen=True):
     """It is done."""
 
-    kind: ClassVar[Kind] = Kind.DONE
 
-
+@MESSAGES.host(67, "BEGUN", {State.BEGINNING: State.SAVING})
 class Begun(Message, frozen=True):
     """Offers may come."""
 
-    kind: ClassVar[Kind] = Kind.BEGUN
 
-
+@MESSAGES.host(
+    77,
+    "REFUSED",
+    {
+        State.GREETED: State.CLOSED,
+        State.PROVING: State.CLOSED,
+        **dict.fromkeys(
+            (
+                *(State.ASKED, State.LOOKING, State.LISTING),
+                *(State.PLACING, State.GETTING, State.FINDING),
+                *(State.READING, State.CHECKING, State.CONNECTING, State.PUSHING),
+                *(State.BEGINNING, State.OFFERED, State.PULLING, State.SHARING),
+                *(State.SCORING, State.CONFIRMING),
+            ),
+            State.READY,
+        ),
+        State.ABANDONING: State.ABANDONING,
+    },
+    body_size_max=5 * TEXT_SIZE_MAX,
+)
 class Refused(Message, frozen=True):
     """The request was refused, and with it the save that it was part of."""
 
-    kind: ClassVar[Kind] = Kind.REFUSED
     fault: Fault
     errno: Number
     text: Text
 
 
+@MESSAGES.client(18, "BYE", {State.READY: State.CLOSED})
 class Bye(Message, frozen=True):
     """The client has nothing more to say."""
-
-    kind: ClassVar[Kind] = Kind.BYE
 
 
 Said = Hello | Message
 
-_TYPES: Final[dict[Kind, type[Said]]] = {
-    each.kind: each
-    for each in (
-        *(Hello, ProofGiven, Register, Forget, Begin, Offer, Share, Confirm, Abandon, Read, Check),
-        *(
-            Claim,
-            Pin,
-            Unpin,
-            Room,
-            Retire,
-            Status,
-            Bye,
-            Challenge,
-            Welcome,
-            Done,
-            Begun,
-            Pull,
-            Pulled,
-        ),
-        *(Shared, Committed, Missing, Abandoned, Checked, Standing, Refused),
-        *(Connect, Connected, Push, Pushed, Hold, Holds, Held, GiveBack, Note),
-    )
-}
+DATA: Final = MESSAGES.payload(7, "DATA", {State.PULLING: State.PULLING}, PAYLOAD_SIZE_MAX)
+"""The bytes of an offer, which the client sends on a stream."""
+BYTES: Final = MESSAGES.payload(74, "BYTES", {State.READING: State.READING}, PAYLOAD_SIZE_MAX)
+"""The bytes of a read."""
 
-PAYLOADS: Final = frozenset({Kind.DATA, Kind.BYTES})
-"""Kinds whose frames carry plain bytes."""
-
-DAMAGED: Final = "its digest is another: bytes changed on the way"
-
-_SMALL: Final = 8 << 10
-
-_BODY_SIZE_MAX: Final[dict[Kind, int]] = {
-    Kind.HELLO: 512,
-    Kind.PROOF: 64,
-    Kind.REGISTER: (8 + HANDLE_SIZE) * STORAGES_MAX + _SMALL,
-    Kind.FORGET: 8 * STORAGES_MAX + _SMALL,
-    Kind.BEGIN: 8 * STORAGES_MAX + _SMALL,
-    Kind.OFFER: 16 * STORAGES_MAX + _SMALL,
-    Kind.SHARE: 8 * STORAGES_MAX + _SMALL,
-    Kind.CONFIRM: DIGEST_SIZE * UNITS_MAX + LAYOUT_SIZE_MAX + TREE_SIZE_MAX + 8 * IDS_MAX + _SMALL,
-    Kind.READ: 16 * RANGES_MAX + _SMALL,
-    Kind.CHECK: 16 * RANGES_MAX + 8 * STORAGES_MAX + _SMALL,
-    Kind.RETIRE: 8 * IDS_MAX + _SMALL,
-    Kind.HOLD: HOLD_SIZE_MAX + _SMALL,
-    Kind.NOTE: 5 * TEXT_SIZE_MAX,
-    Kind.HELD: HELD_SIZE_MAX + 8 * IDS_MAX + _SMALL,
-    Kind.PUSH: 16 * RANGES_MAX + (8 + HANDLE_SIZE) * STORAGES_MAX + _SMALL,
-    Kind.PUSHED: DIGEST_SIZE * UNITS_MAX + _SMALL,
-    Kind.PULLED: DIGEST_SIZE * UNITS_MAX + _SMALL,
-    Kind.CHECKED: DIGEST_SIZE * UNITS_MAX + _SMALL,
-    Kind.COMMITTED: (1 << 30) + _SMALL,
-    Kind.WELCOME: 5 * TEXT_SIZE_MAX,
-    Kind.REFUSED: 5 * TEXT_SIZE_MAX,
-    Kind.DATA: PAYLOAD_SIZE_MAX,
-    Kind.BYTES: PAYLOAD_SIZE_MAX,
-}
-
-SINCE: Final = {Kind.NOTE: 6}
-"""What not all versions have that are spoken: the first that has it."""
+DAMAGED: Final = "its digest does not match: bytes changed on the way"
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_decoders: Final = {kind: msgspec.msgpack.Decoder(each) for kind, each in _TYPES.items()}
-
-
-def body_size_max(kind: Kind) -> int:
-    """Bytes of a body of this kind, at most."""
-    return _BODY_SIZE_MAX.get(kind, _SMALL)
+_decoders: Final = {
+    kind: msgspec.msgpack.Decoder(kind.type) for kind in MESSAGES if kind.type is not None
+}
 
 
 def encode(message: Said) -> bytes:
@@ -563,10 +667,10 @@ def encode(message: Said) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(kind: Kind, body: bytes | bytearray) -> Said:
+def decode(kind: MessageKind, body: bytes | bytearray) -> Said:
     """The message of a body. Raises ``ProtocolError``."""
     try:
-        found = _decoders[kind].decode(body)
+        found: Said = _decoders[kind].decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"{kind.name} of {len(body)} bytes: {error}") from error
     if isinstance(found, Hello) and found.magic == MAGIC and found.version in VERSIONS:
@@ -579,12 +683,13 @@ def decode(kind: Kind, body: bytes | bytearray) -> Said:
 def table() -> str:
     """The messages, as the document has them."""
     lines = ["| number | message | from | fields | bytes at most |", "|---|---|---|---|---|"]
-    for kind in Kind:
+    for kind in MESSAGES:
         fields = "plain bytes"
-        if kind not in PAYLOADS:
-            fields = ", ".join(_TYPES[kind].__struct_fields__) or "none"
+        if kind.type is not None:
+            fields = ", ".join(kind.type.__struct_fields__) or "none"
         side = "client" if kind.from_client else "host"
-        lines.append(f"| {kind.value} | {kind.name} | {side} | {fields} | {body_size_max(kind)} |")
+        row = (kind.number, kind.name, side, fields, kind.body_size_max)
+        lines.append(f"| {' | '.join(map(str, row))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -596,27 +701,27 @@ def packed_column(numbers: npt.ArrayLike) -> bytes:
 def column(data: bytes, what: str) -> Column:
     """Numbers from the wire, none negative or too big. Raises ``ProtocolError``."""
     if len(data) % 8:
-        raise ProtocolError(f"{what}: {len(data)} bytes are no column of numbers")
+        raise ProtocolError(f"{what}: {len(data)} bytes are not a column of numbers")
     numbers = np.frombuffer(data, "<i8").astype(np.int64)
     if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) > SIZE_MAX):
         raise ProtocolError(f"{what}: found a number out of range")
     # Sums are made of what is checked here, and must not wrap around.
     if float(numbers.sum(dtype=np.float64)) > SIZE_MAX:
-        raise ProtocolError(f"{what}: the numbers add up to too much")
+        raise ProtocolError(f"{what}: the sum of the numbers is too large")
     return numbers
 
 
 def ranges(data: bytes, what: str) -> tuple[Column, Column]:
     """Offsets and lengths from the wire. Raises ``ProtocolError``."""
     if len(data) % 16:
-        raise ProtocolError(f"{what}: {len(data)} bytes are no pairs of numbers")
+        raise ProtocolError(f"{what}: {len(data)} bytes are not pairs of numbers")
     numbers = np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, 2)
     offsets, lengths = np.ascontiguousarray(numbers[:, 0]), np.ascontiguousarray(numbers[:, 1])
     for part in (offsets, lengths):
         if len(part) and (int(part.min()) < 0 or int(part.max()) > SIZE_MAX // 2):
             raise ProtocolError(f"{what}: found a number out of range")
     if float(lengths.sum(dtype=np.float64)) > SIZE_MAX:
-        raise ProtocolError(f"{what}: the lengths add up to too much")
+        raise ProtocolError(f"{what}: the sum of the lengths is too large")
     return offsets, lengths
 
 
@@ -641,5 +746,5 @@ def handles(data: bytes, count: int, what: str) -> tuple[Column, Column]:
 def digest_rows(data: bytes, what: str) -> npt.NDArray[np.uint8]:
     """Digests from the wire, (n, 16). Raises ``ProtocolError``."""
     if len(data) % DIGEST_SIZE:
-        raise ProtocolError(f"{what}: {len(data)} bytes are no digests")
+        raise ProtocolError(f"{what}: {len(data)} bytes are not digests")
     return np.frombuffer(data, np.uint8).reshape(-1, DIGEST_SIZE)

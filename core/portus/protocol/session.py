@@ -1,4 +1,4 @@
-"""The order of messages: one table for both ends.
+"""The order of messages: one table for both ends, made of what each message declares.
 
 Theory. A connection carries one conversation. The client asks and the host answers, one request
 at a time; what takes several messages (a save, a read) has states of its own. Both ends walk the
@@ -15,103 +15,13 @@ ends, leaves nothing.
 
 from __future__ import annotations
 
-import enum
 from typing import Final
 
-from portus.protocol.messages import Kind
+from portus.protocol.messages import MESSAGES
+from portus.protocol.vocabulary import MessageKind, State
 
-
-class State(enum.Enum):
-    """Where a conversation is."""
-
-    NEW = "new"
-    GREETED = "greeted"
-    CHALLENGED = "challenged"
-    PROVING = "proving"
-    READY = "ready"
-    ASKED = "asked"
-    LOOKING = "looking"
-    LISTING = "listing"
-    READING = "reading"
-    CHECKING = "checking"
-    CONNECTING = "connecting"
-    PUSHING = "pushing"
-    BEGINNING = "beginning"
-    SAVING = "saving"
-    OFFERED = "offered"
-    PULLING = "pulling"
-    SHARING = "sharing"
-    CONFIRMING = "confirming"
-    ABANDONING = "abandoning"
-    CLOSED = "closed"
-
-
-NEXT: Final[dict[tuple[State, Kind], State]] = {
-    (State.NEW, Kind.HELLO): State.GREETED,
-    (State.GREETED, Kind.CHALLENGE): State.CHALLENGED,
-    (State.GREETED, Kind.REFUSED): State.CLOSED,
-    (State.CHALLENGED, Kind.PROOF): State.PROVING,
-    (State.PROVING, Kind.WELCOME): State.READY,
-    (State.PROVING, Kind.REFUSED): State.CLOSED,
-    (State.READY, Kind.CLAIM): State.ASKED,
-    (State.READY, Kind.REGISTER): State.ASKED,
-    (State.READY, Kind.FORGET): State.ASKED,
-    (State.READY, Kind.PIN): State.ASKED,
-    (State.READY, Kind.UNPIN): State.ASKED,
-    (State.READY, Kind.ROOM): State.ASKED,
-    (State.READY, Kind.RETIRE): State.ASKED,
-    (State.READY, Kind.HOLD): State.ASKED,
-    (State.READY, Kind.GIVE_BACK): State.ASKED,
-    (State.READY, Kind.NOTE): State.ASKED,
-    (State.ASKED, Kind.DONE): State.READY,
-    (State.ASKED, Kind.REFUSED): State.READY,
-    (State.READY, Kind.STATUS): State.LOOKING,
-    (State.LOOKING, Kind.STATE): State.READY,
-    (State.LOOKING, Kind.REFUSED): State.READY,
-    (State.READY, Kind.HOLDS): State.LISTING,
-    (State.LISTING, Kind.HELD): State.READY,
-    (State.LISTING, Kind.REFUSED): State.READY,
-    (State.READY, Kind.READ): State.READING,
-    (State.READING, Kind.BYTES): State.READING,
-    (State.READING, Kind.DONE): State.READY,
-    (State.READING, Kind.REFUSED): State.READY,
-    (State.READY, Kind.CHECK): State.CHECKING,
-    (State.CHECKING, Kind.CHECKED): State.READY,
-    (State.CHECKING, Kind.REFUSED): State.READY,
-    (State.READY, Kind.CONNECT): State.CONNECTING,
-    (State.CONNECTING, Kind.CONNECTED): State.READY,
-    (State.CONNECTING, Kind.REFUSED): State.READY,
-    (State.READY, Kind.PUSH): State.PUSHING,
-    (State.PUSHING, Kind.PUSHED): State.READY,
-    (State.PUSHING, Kind.REFUSED): State.READY,
-    (State.READY, Kind.BEGIN): State.BEGINNING,
-    (State.BEGINNING, Kind.BEGUN): State.SAVING,
-    (State.BEGINNING, Kind.REFUSED): State.READY,
-    (State.SAVING, Kind.OFFER): State.OFFERED,
-    (State.OFFERED, Kind.PULL): State.PULLING,
-    (State.OFFERED, Kind.PULLED): State.SAVING,
-    (State.OFFERED, Kind.REFUSED): State.READY,
-    (State.PULLING, Kind.DATA): State.PULLING,
-    (State.PULLING, Kind.PULLED): State.SAVING,
-    (State.PULLING, Kind.REFUSED): State.READY,
-    (State.SAVING, Kind.SHARE): State.SHARING,
-    (State.SHARING, Kind.SHARED): State.SAVING,
-    (State.SHARING, Kind.REFUSED): State.READY,
-    (State.SAVING, Kind.CONFIRM): State.CONFIRMING,
-    (State.CONFIRMING, Kind.COMMITTED): State.READY,
-    (State.CONFIRMING, Kind.MISSING): State.SAVING,
-    (State.CONFIRMING, Kind.REFUSED): State.READY,
-    (State.SAVING, Kind.ABANDON): State.ABANDONING,
-    (State.OFFERED, Kind.ABANDON): State.ABANDONING,
-    (State.PULLING, Kind.ABANDON): State.ABANDONING,
-    (State.READY, Kind.ABANDON): State.ABANDONING,
-    (State.ABANDONING, Kind.PULL): State.ABANDONING,
-    (State.ABANDONING, Kind.PULLED): State.ABANDONING,
-    (State.ABANDONING, Kind.REFUSED): State.ABANDONING,
-    (State.ABANDONING, Kind.ABANDONED): State.READY,
-    (State.READY, Kind.BYE): State.CLOSED,
-}
-"""What is not in it is an error."""
+NEXT: Final[dict[tuple[State, MessageKind], State]] = MESSAGES.order()
+"""As each message is declared. What is not in it is an error."""
 
 
 def table() -> str:

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
@@ -31,6 +33,9 @@ from portus.testing.disk import Disk, File
 from portus.testing.outcomes import WORD, Choice, outcomes, power_loss
 
 Fact = TypeVar("Fact")
+
+_BEGINNING_NS: Final = 1_800_000_000 * 10**9
+_TICK_NS: Final = 10**6
 
 
 class Crash(BaseException):  # not an Exception: the process that it ends must not catch it
@@ -92,6 +97,12 @@ class CrashFiles:
         files.disk = disk
         files._changes = max((change.number for change in disk.names.pending), default=0)
         return files
+
+    @property
+    def failed(self) -> bool:
+        """True once an operation has failed that was to."""
+        fails = [(self.faults.persist, self.persists), (self.faults.grow, self.grows)]
+        return any(min(numbers, default=count + 1) <= count for numbers, count in fails)
 
     def create(self, path: str, size: int) -> CrashMedium:
         """Its size and its name are durable no sooner than promised."""
@@ -353,13 +364,14 @@ class Image:
 class Point(Generic[Fact]):
     """A moment at which a process may crash: before ``event``, or at its end (None).
 
-    ``facts``: what it had reported by then.
+    ``facts``: what it had reported by then. ``failed``: an operation had failed, by ``Faults``.
     """
 
     number: int
     event: Event | None
     facts: tuple[Fact, ...]
     disk: Disk
+    failed: bool = False
 
     def power_losses(self, seed: random.Random, *, noise: bool = False) -> Iterator[Image]:
         """What the power may leave, the telling images first; some come twice. Maybe endless."""
@@ -397,6 +409,24 @@ Scenario = Callable[[CrashFiles, Callable[[Fact], None]], object]
 something is done, or is about to begin."""
 
 
+@contextlib.contextmanager
+def same_each_time(seed: object) -> Iterator[None]:
+    """Inside, ``os.urandom`` gives what follows from ``seed``, and the clock begins anew with each
+    call of this: a process does the same each time, and what two runs of it leave is compared."""
+    chance = random.Random(repr(seed))
+    ticks = itertools.count(_BEGINNING_NS, _TICK_NS)
+    date = time.strftime
+    before = os.urandom, time.time_ns
+    now = time.gmtime(_BEGINNING_NS // 10**9)
+    os.urandom, time.time_ns = chance.randbytes, ticks.__next__
+    time.strftime = lambda form, moment=now: date(form, moment)
+    try:
+        yield
+    finally:
+        os.urandom, time.time_ns = before
+        time.strftime = date
+
+
 def record(
     scenario: Scenario[Fact], files: CrashFiles, facts: Sequence[Fact] = ()
 ) -> Recording[Fact]:
@@ -410,7 +440,8 @@ def record(
 
     def witness(event: Event | None) -> None:
         number = len(recording.points)
-        recording.points.append(Point(number, event, tuple(known), files.disk.copy()))
+        point = Point(number, event, tuple(known), files.disk.copy(), files.failed)
+        recording.points.append(point)
 
     files.witness = witness
     with contextlib.suppress(Crash):

@@ -48,7 +48,8 @@ def stand_in(file: str, facts: str, patch: pytest.MonkeyPatch) -> None:
             return found
         mode = stat.S_IFCHR | stat.S_IMODE(found.st_mode)
         more = {name: getattr(found, name) for name in _MORE}
-        return os.stat_result((mode, *tuple(found)[1:10]), {**more, "st_rdev": _NUMBER})
+        more |= {"st_rdev": _NUMBER, "st_blocks": 0}
+        return os.stat_result((mode, *tuple(found)[1:10]), more)
 
     patch.setattr(os, "stat", told)
     patch.setattr(dax, "_SYS_DEVICES", facts)

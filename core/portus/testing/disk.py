@@ -112,6 +112,11 @@ class File:
 
     def load(self, offset: int, target: memoryview) -> None:
         """Fill ``target`` with what was stored last."""
+        first, start = divmod(offset, PAGE)
+        if start + len(target) <= PAGE:  # nearly all loads
+            page = self.pages.get(first, _BLANK_PAGE)
+            target[:] = page.states[-1][start : start + len(target)]
+            return
         for index, start, end, place in _spans(Extent(offset, len(target))):
             page = self.pages.get(index, _BLANK_PAGE)
             target[place : place + end - start] = page.states[-1][start:end]

@@ -19,7 +19,16 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Generic
 
-from portus.testing.crash import CrashFiles, Fact, Image, Point, Recording, Scenario, record
+from portus.testing.crash import (
+    CrashFiles,
+    Fact,
+    Image,
+    Point,
+    Recording,
+    Scenario,
+    record,
+    same_each_time,
+)
 
 _DUPLICATES: Final = 4
 """Outcomes tried at a point for each image of its budget: many are images seen before."""
@@ -62,11 +71,14 @@ class Explorer(Generic[Fact]):
     """What to explore, and how far.
 
     processes: each runs on what the crash of the one before left; facts go on from one to the
-    next. They, and ``verify``, must do the same each time, so that a case can be replayed.
+    next. They, and ``verify``, must do the same each time, so that a case can be replayed, and that
+    an image which two runs leave is verified once. Chance and the date are the same each time.
     verify: raises anything if ``CrashFiles`` after a crash do not fit the facts, oldest first.
     It may store to them.
     start: where the first process runs.
     budgets: images to verify at a moment of the first process, of the second...; the last goes on.
+    after_fault: moments of the first process before an operation failed are passed over. They are
+    those of a run without faults, which is to be explored besides, once for all faults.
     noise: a page that was being changed may also come back as noise. That is more than a medium may
     do by its contract; what never shares a page between old and new survives it all the same.
     followed: images of a power loss, at each moment that settles something, on which the next
@@ -78,6 +90,7 @@ class Explorer(Generic[Fact]):
     start: Callable[[], CrashFiles] = CrashFiles
     budgets: Sequence[int] = (200, 10)
     followed: int = 2
+    after_fault: bool = False
     noise: bool = False
     seed: int = 1
 
@@ -91,12 +104,17 @@ class Explorer(Generic[Fact]):
         """Verify one image once more, and run the next process, if there is one, on it."""
         files, facts = self.start(), tuple[Fact, ...]()
         for level, (number, index) in enumerate(case):
-            point = record(self.processes[level], files, facts).points[number]
+            point = self.record(level, files, facts).points[number]
             image = self.image(point, case[:level], index)
             facts, files = point.facts, image.files()
         self.verify(files, facts)
         if len(case) < len(self.processes):
-            record(self.processes[len(case)], image.files(), facts)
+            self.record(len(case), image.files(), facts)
+
+    def record(self, level: int, files: CrashFiles, facts: tuple[Fact, ...]) -> Recording[Fact]:
+        """A run of the process ``level``, counted from 0."""
+        with same_each_time(level):
+            return record(self.processes[level], files, facts)
 
     def image(self, point: Point[Fact], before: Case, index: int) -> Image:
         """The image that ``index`` names at ``point``, after the crashes ``before``."""
@@ -120,10 +138,11 @@ class _Search(Generic[Fact]):
 
     def run(self, files: CrashFiles, facts: tuple[Fact, ...], before: Case) -> None:
         """Let the next process run on ``files``, and crash at every point."""
-        process = self.explorer.processes[len(before)]
-        recording = record(process, files, facts)
+        recording = self.explorer.record(len(before), files, facts)
         self.found.runs += 1
         for point in recording.points:
+            if self.explorer.after_fault and not before and not point.failed:
+                continue
             settles = point.event is None or point.event.settles
             if settles or not before:
                 self.found.crashes += 1

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from portus.daemon.counters import Counters
+from portus.daemon.mirrors import Mirrors
 from portus.daemon.places import CONNECTIONS, Places
 from portus.daemon.pools import Pools, Quotas
+from portus.daemon.replicas import OtherHost
 from portus.daemon.secrets import Secrets
 from portus.daemon.server import Server, open_door
 from portus.daemon.session import MEMORY, House, Patience
-from portus.protocol.address import Address, Scheme
+from portus.protocol.address import Address, Scheme, parse
 from portus.transport.budget import Budget
 
 
@@ -26,11 +28,16 @@ def serving(
     address: Address | None = None,
     memory: int = MEMORY,
     connections: int = CONNECTIONS,
+    mirrors: Mirrors | None = None,
+    replica: str | None = None,
 ) -> Iterator[Server]:
-    """A server in this process, on a free port of loopback if no address is given."""
+    """A server in this process, on a free port of loopback if no address is given. mirrors: of what
+    it has, and what it begins with. replica: the address of the host that it copies to."""
+    known = Secrets(None if secrets is None else {each: (secrets[each],) for each in secrets})
+    other = None if replica is None else OtherHost(parse(replica), known)
     house = House(
-        pools=Pools(str(place), Quotas(quota)),
-        secrets=Secrets(None if secrets is None else {each: (secrets[each],) for each in secrets}),
+        pools=Pools(str(place), Quotas(quota), mirrors, other),
+        secrets=known,
         counters=Counters(),
         patience=patience or Patience(),
         budget=Budget(memory),
@@ -38,9 +45,12 @@ def serving(
     )
     door = open_door(address or Address(Scheme.TCP, host="127.0.0.1", port=0), None)
     try:
+        if mirrors is not None or other is not None:
+            house.pools.open_all()
         server = Server([door], house)
     except BaseException:
         door.socket.close()
+        house.pools.close()
         raise
     server.start()
     try:

@@ -2,6 +2,9 @@
 
 The test and the nursery talk over a socket; what a child says comes through a pipe of its own. The
 nursery has one thread, so a child starts like a fresh program that has its imports behind it.
+
+Of children that hang the test is told what each of their threads did: of all that the nursery has,
+since who waits is seldom the one that is to blame.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import gc
 import importlib
@@ -21,13 +25,20 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 Say = Callable[[str], None]
 """Writes one line; it has left the process when this returns."""
 
 ANSWER_S_MAX = 60.0
+"""Who says nothing for so long, and does not end, hangs."""
+
+_TOLD_S_MAX = 10.0
+"""What a process may take to say what its threads do."""
+
 _HERE = os.getcwd()
 """A test may be elsewhere by the time a nursery is asked for."""
 
@@ -41,6 +52,7 @@ class Nursery:
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._module = module
+        self._children: weakref.WeakSet[Child] = weakref.WeakSet()
         path = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "portus.testing.nursery", module, str(theirs.fileno())],
@@ -57,15 +69,29 @@ class Nursery:
         It ends at once when the function returns, and as programs do on ``SystemExit``.
         """
         read, write = os.pipe()
-        pid = self.ask({"start": function, "arguments": arguments}, write)
+        stacks = os.memfd_create("stacks")
+        pid = self.ask({"start": function, "arguments": arguments}, write, stacks)
         os.close(write)
-        return Child(self, pid, read)
+        child = Child(self, pid, read, stacks)
+        self._children.add(child)
+        return child
 
     def ask(self, request: dict[str, object], *descriptors: int) -> int:
         socket.send_fds(self._socket, [json.dumps(request).encode()], list(descriptors))
         answer = self._socket.recv(100)
         assert answer, f"the nursery of {self._module} is gone"
         return int(answer)
+
+    def hung(self, what: str) -> AssertionError:
+        """Ends all children, and theirs. what: is said first; then what each of them did."""
+        children = sorted(self._children, key=lambda child: child.pid)
+        told = [each.stop() for each in children]
+        told = [before + each.abort() for before, each in zip(told, children, strict=True)]
+        return AssertionError("\n\n".join([what, *told]))
+
+    def forget(self, child: Child) -> None:
+        """It has ended, and is not told of any more."""
+        self._children.discard(child)
 
     def close(self) -> None:
         self._socket.close()
@@ -83,22 +109,25 @@ def nursery(module: str, **environment: str) -> Nursery:
 class Child:
     """One child. It is killed and waited for at the end of a ``with``."""
 
-    def __init__(self, nursery: Nursery, pid: int, descriptor: int) -> None:
+    def __init__(self, nursery: Nursery, pid: int, descriptor: int, stacks: int) -> None:
         self.pid = pid
         self._nursery = nursery
         self._descriptor = descriptor
+        self._stacks = stacks
+        self._end = os.pidfd_open(pid)
         self._buffer = b""
+        self._has_closed = False
         self._code: int | None = None
 
     def line(self, timeout_s: float = ANSWER_S_MAX) -> str:
-        """The next line it says. ``AssertionError`` if it ended, or says nothing for so long."""
+        """The next line it says. ``AssertionError`` if it ended, or says nothing for so long; where
+        that is ``ANSWER_S_MAX`` or more, it hangs, and the nursery's children are ended."""
         until = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._descriptor], [], [], until - time.monotonic())
-            assert ready, f"child {self.pid} said nothing for {timeout_s:g} s"
-            data = os.read(self._descriptor, 65536)
-            assert data, f"child {self.pid} ended with {self.wait()}"
-            self._buffer += data
+            assert not self._has_closed, f"child {self.pid} ended with {self.wait()}"
+            if not self._hears([self._descriptor], until - time.monotonic()):
+                silent = f"child {self.pid} said nothing for {timeout_s:g} s"
+                raise AssertionError(silent) if timeout_s < ANSWER_S_MAX else self._hung(silent)
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode()
 
@@ -118,8 +147,14 @@ class Child:
             self.wait()
         return self.rest()
 
-    def wait(self) -> int:
-        """Its exit code, or minus the signal that ended it."""
+    def wait(self, silence_s: float = ANSWER_S_MAX) -> int:
+        """Its exit code, or minus the signal that ended it. If it says nothing for ``silence_s``,
+        and does not end, it hangs: ``AssertionError`` with what all children of its nursery did,
+        which are ended."""
+        while not self._has_ended():
+            watched = [self._end] if self._has_closed else [self._end, self._descriptor]
+            if not self._hears(watched, silence_s):
+                raise self._hung(f"child {self.pid} said nothing for {silence_s:g} s, and goes on")
         if self._code is None:
             self._code = self._nursery.ask({"wait": self.pid})
         return self._code
@@ -140,7 +175,75 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        os.close(self._descriptor)
+        self._nursery.forget(self)
+        for each in (self._descriptor, self._stacks, self._end):
+            os.close(each)
+
+    def stop(self) -> str:
+        """Stop it, and all that came of it, so that none sees another one end; where their threads
+        were in the kernel."""
+        if self._has_ended():
+            return f"child {self.pid} ended with {self.wait()}\n"
+        told = [f"child {self.pid}", *map(_threads, _tree(self.pid))]
+        for each in _tree(self.pid):
+            _tell(each, signal.SIGSTOP)
+        return "\n".join(told) + "\n"
+
+    def abort(self) -> str:
+        """End it, and all that came of it; what their threads did, as Python knows."""
+        for each in () if self._has_ended() else _tree(self.pid):
+            os.write(self._stacks, f"\nprocess {each}\n".encode())
+            with contextlib.suppress(ProcessLookupError):
+                end = os.pidfd_open(each)
+                _tell(each, signal.SIGABRT)
+                _tell(each, signal.SIGCONT)
+                select.select([end], [], [], _TOLD_S_MAX)
+                os.close(end)
+        size = os.lseek(self._stacks, 0, os.SEEK_END)
+        return os.pread(self._stacks, size, 0).decode(errors="replace")
+
+    def _hung(self, what: str) -> AssertionError:
+        return self._nursery.hung(what)
+
+    def _has_ended(self) -> bool:
+        return self._code is not None or bool(select.select([self._end], [], [], 0)[0])
+
+    def _hears(self, descriptors: list[int], within_s: float) -> bool:
+        """Wait for one of them, and take what the child says; False if nothing came."""
+        ready, _, _ = select.select(descriptors, [], [], max(0.0, within_s))
+        if self._descriptor in ready:
+            data = os.read(self._descriptor, 65536)
+            self._has_closed = not data
+            self._buffer += data
+        return bool(ready)
+
+
+def _tree(pid: int) -> list[int]:
+    """A process, and all that came of it, as far as their parents live."""
+    parents: dict[int, int] = {}
+    for each in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            state = Path("/proc", each, "stat").read_text().rpartition(")")[2].split()
+            parents[int(each)] = int(state[1])
+    found = [pid]
+    for parent in found:  # grows
+        found += [each for each, its in parents.items() if its == parent]
+    return found
+
+
+def _threads(pid: int) -> str:
+    """The threads of a process, and what each of them waits for in the kernel."""
+    found = [f"process {pid}"]
+    with contextlib.suppress(OSError):
+        for thread in sorted(Path("/proc", str(pid), "task").iterdir()):
+            name = thread.joinpath("comm").read_text().strip()
+            found.append(f"  {thread.name} {name}: {thread.joinpath('wchan').read_text()}")
+    return "\n".join(found)
+
+
+def _tell(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def pause_for_ever() -> None:
@@ -159,7 +262,7 @@ def _serve(module: str, number: int) -> None:
     gc.collect()
     gc.freeze()
     while True:
-        data, descriptors, _, _ = socket.recv_fds(connection, 65536, 1)
+        data, descriptors, _, _ = socket.recv_fds(connection, 65536, 2)
         if not data:
             return
         request = json.loads(data)
@@ -172,7 +275,8 @@ def _serve(module: str, number: int) -> None:
                 connection.close()
                 function = _named(request["start"], module)
                 _run(function, request["arguments"], *descriptors)
-            os.close(descriptors[0])
+            for each in descriptors:
+                os.close(each)
         connection.send(str(answer).encode())
 
 
@@ -182,9 +286,13 @@ def _named(name: str, module: str) -> Callable[..., None]:
     return found
 
 
-def _run(function: Callable[..., None], arguments: list[Any], descriptor: int) -> None:
+def _run(function: Callable[..., None], arguments: list[Any], descriptor: int, stacks: int) -> None:
     """In the child. Never returns, but may raise ``SystemExit``."""
+    import resource  # other systems lack it, and import this module
+
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    faulthandler.enable(stacks)  # also at the end of who is told SIGABRT
     os.dup2(descriptor, 1)
     os.close(descriptor)
     try:

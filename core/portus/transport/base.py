@@ -194,6 +194,20 @@ class Segments:
             row=self.row[cut],
         )
 
+    def of_units(self, rows: Column) -> Segments:
+        """The segments of some units, by their rows, in the order of ``rows``; their rows are
+        counted anew."""
+        first = np.searchsorted(self.row, rows, "left")
+        counts = np.searchsorted(self.row, rows, "right") - first
+        before = np.cumsum(counts) - counts
+        index = np.repeat(first - before, counts) + np.arange(int(counts.sum()))
+        return Segments(
+            address=self.address[index],
+            offset=self.offset[index],
+            length=self.length[index],
+            row=np.repeat(np.arange(len(rows)), counts),
+        )
+
     def pieces(self, size_max: int) -> Segments:
         """The same bytes in segments of ``size_max`` at most, each taken for a unit."""
         count = -(-self.length // size_max)
@@ -302,6 +316,15 @@ class Distant(Protocol):
 
     def check(self, sources: Sources, stop: Stop) -> Digests:
         """As ``local.check``; the bytes stay where they are."""
+
+
+@runtime_checkable
+class Packed(Protocol):
+    """A distant medium whose bytes are in objects: each request is for a range of one."""
+
+    def together(self, offset: Column, length: Column) -> list[Column]:
+        """Which of some units, by their indices, one request brings, for all of them: at most
+        ``UNIT`` bytes at a time, in the order in which they lie there."""
 
 
 def memory(address: int, length: int) -> memoryview:

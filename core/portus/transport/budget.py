@@ -74,8 +74,8 @@ class Account:
         budget, wanted = self._budget, self._counted(self.staying) + size
         if wanted > budget.connection_max:
             raise UsageError(
-                f"this takes {wanted} bytes of the host's memory, of which a connection has "
-                f"{budget.connection_max} at most: give `portus serve` more by --memory"
+                f"this needs {wanted} bytes of the host's memory, of which a connection may "
+                f"have {budget.connection_max} at most: raise `portus serve --memory`"
             )
 
     def take(self, size: int, timeout_s: float) -> bool:
@@ -131,10 +131,10 @@ class Account:
     def _busy(self, size: int) -> TransportError:
         budget = self._budget
         return TransportError(
-            f"{size} bytes of the host's memory for its clients are not free: of {budget.size} "
+            f"{size} bytes are not free in the host's memory for clients: of {budget.size} "
             f"they have {budget._tenants.total()}, those of this tenant "
-            f"{budget._tenants[self.tenant]} of {budget.tenant_max} at most. Try again, or give "
-            "`portus serve` more by --memory",
+            f"{budget._tenants[self.tenant]} of {budget.tenant_max} at most. Try again, or "
+            "raise `portus serve --memory`",
         )
 
     @staticmethod

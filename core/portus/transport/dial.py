@@ -99,11 +99,13 @@ def read_secret(path: str) -> bytes:
 def checked_secret(secret: bytes, path: str, mode: int) -> bytes:
     """``secret``, if it is long enough and its file is nobody else's. Raises ``UsageError``."""
     if mode & 0o077:
-        raise UsageError(f"{path}: others may read this secret (mode {mode:o}): chmod 600 {path}")
+        raise UsageError(
+            f"{path}: other users can read this secret (mode {mode:o}): chmod 600 {path}"
+        )
     if len(secret) < SECRET_SIZE_MIN:
         raise UsageError(
-            f"{path}: expected a secret of {SECRET_SIZE_MIN} bytes or more, found {len(secret)}; "
-            f"make one: openssl rand -hex 32"
+            f"{path}: expected a secret of at least {SECRET_SIZE_MIN} bytes, found "
+            f"{len(secret)}; make one: openssl rand -hex 32"
         )
     return secret
 
@@ -173,8 +175,8 @@ def _greet(link: Link, address: Address, credentials: Credentials, version: int)
         answer = link.ask(Hello.of(address.tenant, nonce, version))
     except TransportError as error:
         raise TransportError(
-            f"{error}, in answer to a greeting: is this the port of `portus serve`, and had it a "
-            f"place left? With --tls-cert it is reached by {Scheme.TLS.value}://"
+            f"{error}, in answer to a greeting: is this the port of `portus serve`, and does "
+            f"it accept more connections? If it has --tls-cert, use {Scheme.TLS.value}://"
         ) from error
     if not isinstance(answer, Challenge):
         spoken = _spoken(answer)
@@ -184,7 +186,7 @@ def _greet(link: Link, address: Address, credentials: Credentials, version: int)
     secret = credentials.secret
     if answer.secret and secret is None:
         raise UsageError(
-            f"{address} wants a secret: put it into a file and set {SECRET_VARIABLE} to its path"
+            f"{address} needs a secret: put it into a file and set {SECRET_VARIABLE} to its path"
         )
     proof = b""
     if secret is not None:
@@ -227,8 +229,8 @@ def _trusting(path: str | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=path)
     except OSError as error:  # of TLS too: what is there is no certificate
         raise UsageError(
-            f"{path}: no certificates can be read: {error.strerror or error}; "
-            f"{AUTHORITY_VARIABLE} is to name a file of them (PEM)"
+            f"{path}: cannot read certificates: {error.strerror or error}; "
+            f"{AUTHORITY_VARIABLE} must name a PEM file of certificates"
         ) from error
 
 
@@ -249,11 +251,11 @@ def _as_transport_error(address: Address) -> Iterator[None]:
         yield
     except ssl.CertificateError as error:
         raise UsageError(
-            f"{address}: TLS failed: {error}. {AUTHORITY_VARIABLE} names whom to believe"
+            f"{address}: TLS failed: {error}. {AUTHORITY_VARIABLE} names the certificates to trust"
         ) from error
     except ssl.SSLError as error:
         raise UsageError(
-            f"{address}: TLS failed: {error}. Without --tls-cert a storage host is reached by "
+            f"{address}: TLS failed: {error}. For a storage host without --tls-cert, use "
             f"{Scheme.TCP.value}://"
         ) from error
     except OSError as error:

@@ -5,6 +5,9 @@ new one when somebody needs it; while the host does not answer, calls fail at on
 tries, so that training is never held up by a host that is down. One that hangs is asked in the
 background: once somebody waited for it in vain, nobody else does until it answers. A connection
 that moves tensors gets a ``Lane``, where verbs can be had.
+
+Of a host and its replica the first one is asked, and the second one where that does not answer, or
+says that the model went on there. Who has claimed a model at the second one stays there.
 """
 
 from __future__ import annotations
@@ -24,12 +27,19 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from portus.errors import BusyError, MediumError, PortusError, TransportError, UsageError
-from portus.media.base import MediumInfo, MediumKind
+from portus.errors import (
+    BusyError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
+from portus.media.base import MediumInfo, MediumKind, ReadOnly
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Transport
 from portus.protocol.messages import Said, Welcome, digest_rows, packed_column, packed_handles
-from portus.protocol.session import State
+from portus.protocol.vocabulary import State
 from portus.spec import Extent
 from portus.transport.base import Digests, Sources, Stop, cut
 from portus.transport.dial import (
@@ -80,13 +90,21 @@ class Links:
         *,
         model: str | None = None,
         claim_s: float | None = None,
+        log: str = "",
+        durable: int = 1,
     ) -> None:
         """Connects. model: the one that is saved over these connections, by nobody else. claim_s:
-        the longest wait for another client to let go of it; None: the host's.
+        the longest wait for another client to let go of it; None: the host's. log: below what a
+        replica keeps the log of the model. durable: 2 for a host that has a replica, and leads.
 
         Raises ``TransportError`` if nobody answers, and what the host refuses.
         """
         self.address: Final = address
+        self._hosts: Final = address.each
+        self._at = 0
+        """Which of them is asked first."""
+        self._log: Final = log
+        self._durable: Final = durable
         self.answer_s = ANSWER_S
         self.silence_s: Final = SILENCE_S
         self.regions: Final = weakref.WeakKeyDictionary[Link, said.Register]()
@@ -162,12 +180,12 @@ class Links:
         """No verbs from now on. Raises ``UsageError`` if that is not wished."""
         if self._wish is Transport.VERBS:
             raise UsageError(
-                f"{self.address}: {TRANSPORT_VARIABLE}=verbs, and it cannot be: {why}"
+                f"{self.address}: {TRANSPORT_VARIABLE}=verbs, but verbs cannot be used: {why}"
             ) from why
         self._settled = True
         _log.log(
             logging.WARNING if self.welcome.verbs else logging.INFO,
-            "%s: saved to and read over the socket: %s",
+            "%s: saves and loads go over the socket: %s",
             self.address,
             why,
         )
@@ -206,7 +224,7 @@ class Links:
         with self.borrowed() as link:
             if not link.connection.knows(message.kind):
                 name = message.kind.name
-                raise UsageError(f"{self.address}: an older host, without {name}; upgrade it")
+                raise UsageError(f"{self.address}: the host is older and lacks {name}; upgrade it")
             return _answered(link, message, silence_s or self.answer_s)
 
     def ask_for_work(self, link: Link, message: Said) -> Said:
@@ -266,7 +284,7 @@ class Links:
         why, now_s = self._why, time.monotonic()
         if why is not None:
             if self._asking is not None and self._asking.is_alive():
-                raise TransportError(f"{why} (until it answers it is asked in the background)")
+                raise TransportError(f"{why} (retrying in the background until it answers)")
             if now_s < self._again_s:
                 raise TransportError(f"{why} (next try in {self._again_s - now_s:.1f} s)") from why
         try:
@@ -299,8 +317,7 @@ class Links:
     def _tried(self) -> Link:
         why = self._why
         try:
-            link, self.welcome = self._let_in()
-            self._claim_on(link)
+            link, self.welcome = self._reached()
         except TransportError as error:
             self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_MIN_S, 2 * self._pause_s))
             self._why, self._again_s = error, time.monotonic() + self._pause_s
@@ -309,13 +326,13 @@ class Links:
             if not self._was_in:
                 raise
             # It let us in before: the call is not wrong, the host is not what it was.
-            raise TransportError(f"{self.address} lets us in no more: {error}") from error
+            raise TransportError(f"{self.address} refuses us now: {error}") from error
         self._was_in = True
         if not link.connection.has_digests and not self._said_older:
             self._said_older = True
             _log.warning(
-                "%s: it speaks an older version of the protocol, in which a bit that flips on the "
-                "way is found in tensors alone; upgrade the host",
+                "%s: it speaks an older version of the protocol, which detects bits flipped "
+                "on the way in tensors only; upgrade the host",
                 self.address,
             )
         if why is not None:
@@ -323,17 +340,77 @@ class Links:
         self._why, self._pause_s = None, 0.0
         return link
 
-    def _let_in(self) -> tuple[Link, Welcome]:
+    def _reached(self) -> tuple[Link, Welcome]:
+        """A connection that is greeted, and has the claim; by the second host where the first one
+        does not answer, or has not what counts."""
+        try:
+            return self._claimed_at(self._at)
+        except (TransportError, StaleError) as error:
+            other = 1 - self._at
+            if len(self._hosts) == 1 or (self._claim is not None and self._at == 1):
+                raise
+            try:
+                found = self._claimed_at(other)
+            except (TransportError, StaleError) as second:
+                raise TransportError(f"{error}; {second}") from error
+            _log.log(
+                logging.WARNING if self._claim is None else logging.ERROR,
+                "%s: %s. From now on it is %s",
+                self._hosts[self._at],
+                error,
+                self._hosts[other],
+            )
+            self._at = other
+            return found
+
+    def _claimed_at(self, at: int) -> tuple[Link, Welcome]:
+        link, welcome = self._let_in(self._hosts[at])
+        try:
+            if at == 1 and self._claim is not None:
+                self._require_log(link, self._claim.model)
+            self._claim_on(link)
+            if self._durable > 1 and not self._was_in:
+                self._require_term(link)
+        except BaseException:
+            link.close()
+            raise
+        return link, welcome
+
+    def _require_log(self, link: Link, model: str) -> None:
+        """Raise ``TransportError`` if the second host knows nothing of the model: then the first
+        one alone can tell what there is to go on from."""
+        answer = (
+            _answered(link, said.List(self._log, ""))
+            if link.connection.knows(said.List.kind)
+            else None
+        )
+        if not (isinstance(answer, said.Listed) and answer.names):
+            raise TransportError(
+                f"{link.name} keeps no replica of model {model!r}: is the first host served with "
+                "--replica?"
+            )
+
+    def _require_term(self, link: Link) -> None:
+        """Raise ``TransportError`` if the host does not lead the model: what it has may not be the
+        newest, and nothing that it commits would count."""
+        assert self._claim is not None
+        if not link.connection.knows(said.Settle.kind):
+            raise UsageError(f"{link.name}: the host is older and lacks durable=2; upgrade it")
+        answer = link.ask(said.Settle(self._claim.model, bytes(16)), SILENCE_S)
+        if not isinstance(answer, said.Done):
+            raise raised(answer)
+
+    def _let_in(self, address: Address) -> tuple[Link, Welcome]:
         """A connection that is greeted. Who is refused may have an old secret: it is read again."""
         try:
-            return dial(self.address, self._credentials, self.silence_s)
+            return dial(address, self._credentials, self.silence_s)
         except UsageError:
             fresh = self._credentials.again()
             if fresh == self._credentials:
                 raise
-        dialled = dial(self.address, fresh, self.silence_s)
+        dialled = dial(address, fresh, self.silence_s)
         self._credentials = fresh
-        _log.info("%s: let in with the secret that is in %s now", self.address, fresh.secret_path)
+        _log.info("%s: accepted with the new secret in %s", address, fresh.secret_path)
         return dialled
 
     def _claim_on(self, link: Link) -> None:
@@ -353,7 +430,7 @@ class Links:
             raise
 
 
-class HostMedium:
+class HostMedium(ReadOnly):
     """The pool of a tenant on a storage host: loaded from here, stored to by saves alone."""
 
     def __init__(self, links: Links, pins: HostLocks) -> None:
@@ -378,18 +455,6 @@ class HostMedium:
     def poisoned(self) -> bool:
         """False: what became of its medium, the host says for each save."""
         return False
-
-    def grow(self, size: int) -> None:
-        raise self._refused()
-
-    def store(self, offset: int, data: bytes | memoryview) -> None:
-        raise self._refused()
-
-    def persist(self, ranges: Sequence[Extent]) -> None:
-        raise self._refused()
-
-    def poison(self, reason: str) -> None:
-        raise self._refused()
 
     def load(self, offset: int, target: memoryview) -> None:
         if target.nbytes:
@@ -458,7 +523,7 @@ class HostMedium:
 
     def _refused(self) -> MediumError:
         name = self._links.address
-        return MediumError(errno.EROFS, f"{name}: a storage host is stored to by saves alone")
+        return MediumError(errno.EROFS, f"{name}: only saves store to a storage host")
 
 
 class HostLocks:
@@ -588,7 +653,9 @@ def _pushed(link: Link, lane: Lane, targets: Sources, stop: Stop) -> Digests:
     parts.scatter(stop)
     parts.hash_big(stop)
     if not np.array_equal(digest_rows(answer.digests, "pushed"), parts.digests):
-        raise TransportError(f"{link.name}: what arrived is not what was sent; load again")
+        raise TransportError(
+            f"{link.name}: the bytes that arrived are not those that were sent; load again"
+        )
     return parts.digests
 
 

@@ -12,6 +12,7 @@ the source held at one moment is for the fence and the guard. When a call raises
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import threading
@@ -27,6 +28,7 @@ from portus.errors import MediumError
 from portus.media.base import MappedMedium, Medium
 from portus.spec import PAGE, Extent
 from portus.transport import native
+from portus.transport.abreast import Shared
 from portus.transport.base import (
     Column,
     Digests,
@@ -53,8 +55,10 @@ __all__ = [
     "copy",
     "fetch",
     "hash_sources",
+    "load_stored",
     "same_bytes",
     "stored",
+    "storing",
 ]
 
 BATCH: Final = 128 << 20
@@ -205,6 +209,18 @@ def stored(medium: Medium, offset: Column, length: Column) -> NDArray[np.uint8]:
     return found
 
 
+def load_stored(medium: Medium, target: Source) -> None:
+    """Fill a target (a writable address) from its extents, to which it was just stored by ``copy``:
+    as ``stored``, and without a digest."""
+    address = target.address
+    for extent in target.extents:
+        if isinstance(medium, MappedMedium):
+            ctypes.memmove(address, medium.address(extent), extent.length)
+        else:
+            medium.load(extent.offset, _view(address, extent.length))
+        address += extent.length
+
+
 def fetch(
     medium: Medium,
     targets: Sequence[Source] | Sources,
@@ -262,16 +278,24 @@ class _Call:
     stop: Stop
 
 
-def _copy_mapped(call: _Call, medium: MappedMedium, batch: Segments) -> None:
-    box = batch.box()
-    target = batch.offset + (medium.address(box) - box.offset)
-    for run in batch.runs():
+@contextlib.contextmanager
+def storing(medium: MappedMedium, segments: Segments) -> Iterator[Column]:
+    """The address in ``medium`` of each segment, to be stored to while this is open. What was
+    changed counts as stored then, also if it was not all. Raises what the medium raises."""
+    box = segments.box()
+    place = segments.offset + (medium.address(box) - box.offset)
+    for run in segments.runs():
         medium.expect(run)
     try:
-        call.engine.move(batch, target, call.digests, call.stop)
-    finally:  # also when stopped: what was changed counts as stored
-        for run in batch.runs():
+        yield place
+    finally:
+        for run in segments.runs():
             medium.wrote(run)
+
+
+def _copy_mapped(call: _Call, medium: MappedMedium, batch: Segments) -> None:
+    with storing(medium, batch) as target:
+        call.engine.move(batch, target, call.digests, call.stop)
 
 
 def _scratch(segments: Segments) -> Buffer:
@@ -339,12 +363,13 @@ def _is_memory(medium: Medium, segments: Segments) -> TypeGuard[MappedMedium]:
 def _arrive_from_memory(call: _Call, segments: Segments, *, keep: bool) -> None:
     """Hash the medium's own bytes, and copy them where they go in the same pass."""
     assert isinstance(call.medium, MappedMedium)
-    for batch in segments.batches(BATCH):
-        call.stop.check()
-        box = batch.box()
-        place = batch.offset + (call.medium.address(box) - box.offset)
-        there = Segments(address=place, offset=batch.offset, length=batch.length, row=batch.row)
-        call.engine.move(there, batch.address if keep else None, call.digests, call.stop)
+    # One call of the engine: each ends with a wait for its second thread, whose priority is low.
+    box = segments.box()
+    place = segments.offset + (call.medium.address(box) - box.offset)
+    there = Segments(
+        address=place, offset=segments.offset, length=segments.length, row=segments.row
+    )
+    call.engine.move(there, segments.address if keep else None, call.digests, call.stop)
 
 
 def _arrive_unit(call: _Call, unit: Segments, scratch: Buffer, *, keep: bool) -> None:
@@ -399,29 +424,12 @@ def _gains_by_two(segments: Segments, engine: Engine) -> bool:
     return many and (segments.size > LOAD * len(segments) or not isinstance(engine, PurePython))
 
 
-class _Shared(Iterator[Segments]):
-    """Batches for several threads: each goes to one of them."""
-
-    def __init__(self, batches: Iterator[Segments]) -> None:
-        self._batches = batches
-        self._lock = threading.Lock()
-
-    def __next__(self) -> Segments:
-        with self._lock:
-            return next(self._batches)
-
-    def end(self) -> None:
-        """Nobody gets any more."""
-        with self._lock:
-            self._batches = iter(())
-
-
 def _together(work: Callable[[Iterator[Segments]], None], batches: Iterator[Segments]) -> None:
     """Do ``work`` on ``batches`` in this thread and a second one.
 
     If one fails, the other ends with its batch, and the error is raised here.
     """
-    shared = _Shared(batches)
+    shared = Shared(batches)
 
     def take_part() -> None:
         try:

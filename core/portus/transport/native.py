@@ -127,8 +127,8 @@ def load(path: str) -> Helper | None:
             raise _RefusedError(f"{path}: expected the digests of xxhash, found others")
     except _RefusedError as error:
         _log.warning(
-            "portus: the helper in C is not used, so saves take longer: %s. In a clone, `make "
-            "setup` compiles it anew, as `python core/build_native.py` does",
+            "portus: the helper in C is not used, so saves take longer: %s. In a clone, "
+            "rebuild it with `make setup` or `python core/build_native.py`",
             error,
         )
         return None

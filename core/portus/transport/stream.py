@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from portus.errors import PortusError, TransportError, UsageError
 from portus.media.base import MappedMedium, Medium
 from portus.protocol.connection import Connection, Event, Forgotten, Payload
-from portus.protocol.messages import PAYLOAD_SIZE_MAX, Kind, ProtocolError, Said
+from portus.protocol.messages import BYTES, DATA, PAYLOAD_SIZE_MAX, ProtocolError, Said
+from portus.protocol.vocabulary import MessageKind
 from portus.spec import Extent
 from portus.transport.base import Column, Digests, Segments, Stop, StoppedError, memory
 from portus.transport.budget import FREE, Account
@@ -83,7 +84,7 @@ class UnreadError(Exception):
     """A message came for which there was no memory, and was not read; ``why``. It is to be answered
     by a refusal: the conversation goes on."""
 
-    def __init__(self, kind: Kind, why: PortusError) -> None:
+    def __init__(self, kind: MessageKind, why: PortusError) -> None:
         super().__init__(f"{kind.name}: {why}")
         self.kind: Final = kind
         self.why: Final = why
@@ -210,7 +211,9 @@ class Link:
             raise ProtocolError(f"{self.name}: payload came in place of an answer")
         return event
 
-    def send_payload(self, kind: Kind, data: memoryview, hasher: xxhash.xxh3_128 | None) -> None:
+    def send_payload(
+        self, kind: MessageKind, data: memoryview, hasher: xxhash.xxh3_128 | None
+    ) -> None:
         """One frame of plain bytes. Hashed on the way, it may change meanwhile: what is sent is
         what was hashed."""
         with self._or_end():
@@ -512,11 +515,11 @@ def give(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
         stop.check()
         if _is_small(batch):
             best_engine().move(batch, _laid_out(batch, scratch), digests, stop)
-            link.send_payload(Kind.DATA, scratch.data[: batch.size], None)
+            link.send_payload(DATA, scratch.data[: batch.size], None)
             continue
         hasher = _Hasher(digests)
         for unit, address, _, length in _rows(batch):
-            link.send_payload(Kind.DATA, memory(address, length), hasher.of(unit))
+            link.send_payload(DATA, memory(address, length), hasher.of(unit))
             hasher.note()
         stop.add(batch.size)
 
@@ -564,7 +567,7 @@ def give_from(link: Link, medium: Medium, offsets: Column, lengths: Column) -> N
         for start in range(0, length, len(scratch)):
             piece = scratch[: length - start]
             medium.load(offset + start, piece)
-            link.send_payload(Kind.BYTES, piece, None)
+            link.send_payload(BYTES, piece, None)
 
 
 def drain(link: Link, size: int) -> None:

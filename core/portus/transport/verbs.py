@@ -136,7 +136,7 @@ class Region:
 
     def close(self) -> None:
         """Nobody reaches it any more, and its pages are let go of. A second call does nothing."""
-        with _as_transport_error(f"give {self.length} registered bytes back"):
+        with _as_transport_error(f"release {self.length} registered bytes"):
             self._memory.close()
 
 
@@ -183,7 +183,7 @@ class Domain:
             with _as_transport_error(f"register {length} bytes with {self.port.device}"):
                 return Region(start, length, self._verbs.MR(self._domain, length, access, start))
         except TransportError as error:
-            hint = "`ulimit -l` bounds how much; pages of a file cannot be pinned"
+            hint = "`ulimit -l` limits how much; pages of a file cannot be pinned"
             raise RegisterError(f"{error}; {hint}") from error
 
     def register_dmabuf(self, descriptor: int, offset: int, length: int) -> Region:
@@ -336,11 +336,11 @@ class QueuePair:
     def _failed(self, status: int) -> WorkError:
         e = self._verbs.constants
         words = {
-            e.IBV_WC_REM_ACCESS_ERR: "the other side does not let us at this memory: it is not "
-            "registered there, or another length or key was",
-            e.IBV_WC_REM_INV_REQ_ERR: "the other side takes no such request",
+            e.IBV_WC_REM_ACCESS_ERR: "the other side refuses access to this memory: it is not "
+            "registered there, or with another length or key",
+            e.IBV_WC_REM_INV_REQ_ERR: "the other side does not accept such a request",
             e.IBV_WC_REM_OP_ERR: "the other side could not carry it out",
-            e.IBV_WC_RETRY_EXC_ERR: "the other side does not answer any more",
+            e.IBV_WC_RETRY_EXC_ERR: "the other side no longer answers",
         }
         denied = status in (e.IBV_WC_REM_ACCESS_ERR, e.IBV_WC_REM_INV_REQ_ERR)
         text = words.get(status, "see ibv_wc_status")

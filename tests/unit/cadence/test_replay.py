@@ -33,6 +33,7 @@ PLAIN = Job(
 """A save stalls for 2 s and is committed after 5 s."""
 
 
+@pytest.mark.long
 def test_the_page_has_the_numbers_of_the_replays() -> None:
     page = (DOCS / "cadence.md").read_text()
     assert written(page, tables()) == page, "python -m tests.bench.cadence --write renews it"

@@ -86,7 +86,7 @@ class Run:
         [version] = portus_json("show", f"net@{step}", "--pool", self.net)["versions"]
         [tensor] = [each for each in version["tensors"] if each["name"] == name]
         with self.trainer() as run:
-            writer = run._writer
+            writer = run._pool.writer
             assert writer is not None
             [entry] = [e for e in writer.catalogue().entries() if e.info.step == step]
             place = writer.record(entry).storage_extents(tensor["storage"])[0]

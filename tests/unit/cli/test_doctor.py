@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -12,17 +14,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from portus.cli import loopback
+from portus.cli import doctor, loopback
 from portus.cli.doctor import adapters, measure
 from portus.cli.loopback import PLACES, SIZE, misplaced
 from portus.cli.machine import Found, Machine
+from portus.client.checkpointer import Checkpointer
 from portus.errors import UsageError
 from portus.spec import PAGE
 from portus.transport.cuda import Driver
 from portus.transport.verbs import Region
 from tests.cuda import Library, memfd
-from tests.unit.cli.scene import portus, portus_json
+from tests.unit.cli.scene import Run, portus, portus_json
 
 
 @pytest.fixture
@@ -197,12 +201,51 @@ def test_what_is_no_directory_is_not_measured(tmp_path: Path) -> None:
             measure(str(place), 1 << 20)
 
 
+@pytest.mark.long
 def test_the_document_holds_what_the_lines_say(tmp_path: Path) -> None:
     document = portus_json("doctor", str(tmp_path), str(tmp_path / "missing"))
     assert [each["place"] for each in document["places"]] == [str(tmp_path)]
     assert list(document["not_measured"]) == [str(tmp_path / "missing")]
     topics = {each["topic"] for each in document["found"]}
-    assert {"DAX device", "libpmem", "RDMA device", "GPU", "copy helper"} <= topics
+    assert {"DAX device", "libpmem", "RDMA device", "GPU", "copy helper", "shelf"} <= topics
+
+
+def test_it_says_how_many_checkpoints_of_the_newest_size_there_is_room_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_free_on_disk", lambda path: 100 << 20)
+    with Checkpointer(run.pool, "net", keep=1) as trainer:
+        trainer.save({"x": torch.zeros(10 << 18)}, 30).wait()
+        inside = portus_json("ls", run.net)["pools"][0]["free"]
+        net, other = doctor.pools_here()
+    assert net.name == str(run.net)
+    more = ((100 << 20) + inside) // (10 << 20)
+    assert f": space for {more} more checkpoints of 10.0" in net.text
+    assert not net.advice
+    assert "of 12 B" in other.text
+    monkeypatch.setattr(doctor, "_free_on_disk", lambda path: 0)
+    with Checkpointer(run.pool, "net", keep=1) as trainer:
+        trainer.save({"x": torch.zeros(10 << 20)}, 40).wait()
+        full = next(iter(doctor.pools_here()))
+    assert "free space" in full.advice
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no second file system is at hand")
+def test_it_names_checkpoint_files_on_another_file_system(run: Run) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        if os.stat(elsewhere).st_dev == run.net.stat().st_dev:
+            pytest.skip("temporary directories are in /dev/shm")
+        path = Path(elsewhere) / "far.ckpt"
+        with run.trainer() as trainer:
+            trainer.save(run.states[20], 30, reference=path).wait()
+        net, _ = doctor.pools_here()
+        assert str(path) in net.text
+        assert "portus gc --missing" in net.advice
+
+
+def test_where_no_pool_is_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    assert list(doctor.pools_here()) == [Found("pool", "-", "none here yet")]
 
 
 def test_an_adapter_that_is_broken_is_a_finding() -> None:

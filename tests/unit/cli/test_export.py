@@ -13,7 +13,7 @@ import torch
 
 from portus.cli.output import size_text
 from portus.client.checkpointer import Checkpointer
-from portus.client.safetensors import DTYPES
+from portus.client.leaving.safetensors import DTYPES
 from portus.format.checksum import UNIT
 from tests.golden.make import scattered
 from tests.unit.cli.scene import Run, portus, portus_json

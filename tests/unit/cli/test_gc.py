@@ -36,7 +36,7 @@ def test_versions_whose_reference_files_were_deleted_are_let_go_of(run: Run) -> 
     run.last.unlink()
     said = portus("gc")
     assert said.code == 0
-    assert "net@20 let go of" in said.out
+    assert "net@20 deleted" in said.out
     assert steps(run) == [10]
     assert os.listdir(run.pool / "net.references") == []
     assert portus("gc").out.count("nothing to do") == 2
@@ -80,7 +80,7 @@ def test_what_may_have_been_moved_is_let_go_of_only_when_said(run: Run) -> None:
 
 def test_a_version_that_another_reference_holds_stays(run: Run) -> None:
     with run.trainer() as trainer:
-        keeper = trainer._open_or_create()[1]
+        keeper = trainer._pool.open_or_create()[1]
         keeper.place(str(run.root / "b.ckpt"), trainer.versions()[-1].token, 20, "net")
     run.last.unlink()
     assert portus_json("gc")["pools"][0]["retired"] == []

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from portus.cli import consolidate
 from portus.cli.boxes import Target, runs, write_box
-from portus.client import safetensors as files
 from portus.client.checkpointer import Checkpointer
-from portus.client.cuts import Placed, encode
+from portus.client.leaving import safetensors as files
+from portus.client.shards.cuts import Placed, encode
 from portus.errors import CorruptionError, MediumError
 from portus.index.groups import new_id, part_model, part_token
 from tests.unit.cli.scene import portus, portus_json
@@ -58,7 +58,8 @@ def save_group(
         content: dict[str, Any] = {"format": 1, "items": items}
         if rank == 0:
             content["metadata"] = encode(Metadata(entries, {}, placed), placed)
-        with Checkpointer(place, part_model("run", rank, count), on_error="raise") as trainer:
+        part = part_model("run", rank, count)
+        with Checkpointer(place, part, keep=None, on_error="raise") as trainer:
             trainer.save(content, step, token=part_token(group, rank)).wait()
 
 
@@ -274,6 +275,7 @@ finally:
 """
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     peaks = []  # KiB
     for number, length in enumerate((64, 4096)):

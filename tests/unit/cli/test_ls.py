@@ -110,6 +110,19 @@ def test_what_became_of_reference_files_is_said(run: Run) -> None:
     ]
 
 
+def test_a_torch_file_in_place_of_a_reference_is_not_called_deleted(run: Run) -> None:
+    run.last.unlink()
+    torch.save({"x": torch.zeros(1)}, run.last)
+    said = portus("ls").out
+    assert "last.ckpt (a torch file now)" in said
+    assert "deleted" not in said
+    assert portus_json("ls")["pools"][0]["models"][0]["versions"][1]["references"] == [
+        {"path": str(run.last), "state": "replaced"}
+    ]
+    run.last.write_bytes(b"text")
+    assert "last.ckpt (another file now)" in portus("ls").out
+
+
 def test_a_file_that_another_one_followed_is_said_to_have_moved(run: Run) -> None:
     os.rename(run.last, run.root / "elsewhere.ckpt")
     with run.trainer() as trainer:
@@ -157,8 +170,8 @@ def test_it_tells_which_save_failed_last_and_why(run: Run, why: str) -> None:
         trainer.save(state(30), 30).wait()
 
         def poison(infos: Sequence[VersionInfo]) -> list[int]:
-            assert trainer._writer is not None
-            trainer._writer.medium._poison = "the disk\nis gone"  # type: ignore[attr-defined]
+            assert trainer._pool.writer is not None
+            trainer._pool.writer.medium._poison = "the disk\nis gone"  # type: ignore[attr-defined]
             return []
 
         if why == "poisoned":
@@ -170,7 +183,7 @@ def test_it_tells_which_save_failed_last_and_why(run: Run, why: str) -> None:
         said = portus("ls", run.net).out
     [line] = [each for each in said.splitlines() if each.startswith("the last save that failed")]
     assert line.startswith("the last save that failed: net@40 at 20")
-    assert ("needs room for" if why == "no space" else "the disk is gone") in line
+    assert ("needs space for" if why == "no space" else "the disk is gone") in line
     assert portus_json("ls", run.net)["pools"][0]["failure"] in line
 
 
@@ -180,10 +193,10 @@ def test_it_tells_what_is_kept_what_gc_gives_back_and_what_saves_can_use(run: Ru
     with run.trainer() as trainer:
         for step, path in enumerate(files, 30):
             trainer.save({"x": torch.full((size // 4,), float(step))}, step, reference=path).wait()
-        before = portus_json("ls", run.net)["pools"][0]
-        assert 4 * size < before["kept"] < 5 * size
-        assert before["kept"] + before["free"] == before["size"]
-        assert before["reclaimable"] == before["on_disk"] - before["kept"]
+    before = portus_json("ls", run.net)["pools"][0]  # a pool that is open may grow meanwhile
+    assert 4 * size < before["kept"] < 5 * size
+    assert before["kept"] + before["free"] == before["size"]
+    assert before["reclaimable"] == before["on_disk"] - before["kept"]
     for path in files[:2]:
         path.unlink()
     between = portus_json("ls", run.net)["pools"][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from docs._site.commands import PAGE, page
 from portus import errors
 from portus.cli.output import (
     EXIT_CODES,
@@ -103,6 +104,13 @@ def test_help_names_every_command() -> None:
     told = portus("--help")
     assert all(f"  {command} " in told.out for command in COMMANDS)
     assert "Exit codes" in told.out
+
+
+def test_the_reference_page_is_made_from_the_commands() -> None:
+    """Every command, argument and option with its help text, and the exit codes."""
+    assert PAGE.read_text() == page(), "make it again: .venv/bin/python -m docs._site.commands"
+    assert all(f"## portus {command}\n" in page() for command in COMMANDS)
+    assert all(f"## portus admin {command}\n" in page() for command in ADMIN)
 
 
 def test_the_version_is_told() -> None:

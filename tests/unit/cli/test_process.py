@@ -121,6 +121,7 @@ def holding(path: Path) -> subprocess.Popen[str]:
     return holder
 
 
+@pytest.mark.long
 def test_a_pool_that_is_being_written_is_read_and_not_changed(run: Run) -> None:
     run.last.unlink()
     holder = holding(run.net)
@@ -138,6 +139,7 @@ def test_a_pool_that_is_being_written_is_read_and_not_changed(run: Run) -> None:
     assert process("gc", cwd=run.root).returncode == 0
 
 
+@pytest.mark.long
 def test_a_pool_removed_while_somebody_waits_for_it_is_not_written(run: Run) -> None:
     """Whoever opens it holds a file that has no name any more: that must be noticed."""
     run.last.unlink()
@@ -168,7 +170,7 @@ def test_ctrl_c_leaves_nothing_behind(run: Run) -> None:
         trainer.save({"x": torch.zeros(200 << 20, dtype=torch.uint8)}, 1).wait()
     slow = textwrap.dedent(
         """
-        import portus.client.contents as tensors, time, sys
+        import portus.client.loading.contents as tensors, time, sys
         fetch = tensors.fetch
         def slowly(*arguments):
             print("reading", file=sys.stderr, flush=True)
@@ -217,6 +219,7 @@ def at_a_terminal(run: Run, typed: str, *arguments: str) -> tuple[int, str]:
     return command.returncode, shown.decode()
 
 
+@pytest.mark.long
 def test_progress_is_shown_at_a_terminal(run: Run) -> None:
     for arguments in (("verify",), ("export", "net", "out.safetensors")):
         code, shown = at_a_terminal(run, "", *arguments)
@@ -227,7 +230,14 @@ def test_progress_is_shown_at_a_terminal(run: Run) -> None:
     assert "last.ckpt" in shown
 
 
-@pytest.mark.parametrize(("typed", "code"), [("y\n", 0), ("n\n", 2), ("\n", 2)])
+@pytest.mark.parametrize(
+    ("typed", "code"),
+    [
+        pytest.param("y\n", 0, marks=pytest.mark.long),
+        pytest.param("n\n", 2, marks=pytest.mark.long),
+        ("\n", 2),
+    ],
+)
 def test_a_whole_model_is_asked_about_at_a_terminal(run: Run, typed: str, code: int) -> None:
     run.last.unlink()
     found, shown = at_a_terminal(run, typed, "rm", "net")

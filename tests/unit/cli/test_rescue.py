@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import portus
-from portus.client.view import PoolView
+from portus.client.loading.view import PoolView
 from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS
 from portus.index.check import check
 from tests.unit.cli.scene import Run, portus_json

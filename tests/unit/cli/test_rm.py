@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
 
-from portus.client.resolve import load_reference
+from portus.client.loading.resolve import load_reference
 from portus.errors import UsageError
 from tests.unit.cli.scene import Run, portus, portus_json
 
@@ -55,7 +56,7 @@ def test_a_whole_model_is_removed_only_when_said(run: Run) -> None:
     run.last.unlink()
     said = portus("rm", "net")
     assert said.code == 2
-    assert "say --yes" in said.err
+    assert "use --yes" in said.err
     assert steps(run) == [10, 20]
     assert portus("rm", "net", "--yes").code == 0
     assert steps(run) == []
@@ -72,7 +73,7 @@ def test_a_reference_file_is_removed_with_its_version(run: Run) -> None:
 def test_a_version_that_two_reference_files_lead_to_stays_with_the_second(run: Run) -> None:
     other = run.root / "best.ckpt"
     with run.trainer() as trainer:
-        trainer._open_or_create()[1].place(str(other), trainer.versions()[-1].token, 20, "net")
+        trainer._pool.open_or_create()[1].place(str(other), trainer.versions()[-1].token, 20, "net")
     assert portus_json("rm", run.last)["removed"] == []
     assert steps(run) == [10, 20]
     assert [each["step"] for each in portus_json("rm", other)["removed"]] == [20]
@@ -89,7 +90,7 @@ def test_a_file_that_is_no_reference_is_left(run: Run) -> None:
     torch.save({}, run.root / "own.ckpt")
     said = portus("rm", "own.ckpt")
     assert said.code == 2
-    assert "no reference file" in said.err
+    assert "not a Portus reference file" in said.err
     assert (run.root / "own.ckpt").exists()
 
 
@@ -106,6 +107,32 @@ def test_all_but_the_newest_are_let_go_of_and_what_files_hold_stays(run: Run) ->
     assert portus("rm", "net", "--keep", "1").code == 0
     assert portus("rm", "net", "--keep", "1", "--force").code == 0
     assert steps(run) == [50]
+
+
+def test_the_newest_is_the_one_that_was_committed_last_also_if_the_clock_went_back(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.last.unlink()
+    with run.trainer() as trainer:
+        trainer.save({"x": torch.zeros(1)}, 30).wait()
+        with monkeypatch.context() as patch:
+            hour_ago = time.time_ns() - 3600 * 10**9
+            patch.setattr(time, "time_ns", lambda: hour_ago)
+            trainer.save({"x": torch.zeros(1)}, 40).wait()
+    assert portus("rm", "net", "--keep", "1").code == 0
+    assert steps(run) == [40]
+
+
+def test_keep_may_say_more_than_a_number(run: Run) -> None:
+    run.last.unlink()
+    with run.trainer() as trainer:
+        for step in (25, 30):
+            trainer.save({"x": torch.zeros(1)}, step, metrics={"loss": step / 10}).wait()
+    portus("gc")
+    assert portus("rm", "net", "--keep", "last=1,best=loss:min:1").code == 0
+    assert steps(run) == [25, 30]
+    assert "metrics loss 2.5" in portus("show", "net@25").out
+    assert portus("rm", "net", "--keep", "last=1,best=loss").code == 2
 
 
 def test_keep_is_for_a_model(run: Run) -> None:

@@ -51,6 +51,34 @@ def test_bytes_shared_with_older_versions_are_said(run: Run) -> None:
     assert "shared with older versions" in portus("show", "net@50").out
 
 
+def test_two_versions_of_one_step_are_told_apart_by_their_ids(run: Run) -> None:
+    with run.trainer() as trainer:
+        trainer.save({"again": torch.zeros(1)}, 20).wait()
+    lines = portus("show", "net").out.splitlines()
+    assert lines[1].split()[:3] == ["STEP", "ID", "COMMIT"]
+    twice = [line.split()[1] for line in lines[2:] if line.split()[0] == "20"]
+    assert len(set(twice)) == 2
+    ids = [each["id"] for each in portus_json("show", "net")["versions"] if each["step"] == 20]
+    assert twice == list(map(str, ids))
+
+
+def test_what_is_unique_to_a_version_is_what_removing_it_frees(run: Run) -> None:
+    with run.trainer() as trainer:
+        trainer.save({"frozen": torch.zeros(1 << 20), "own": torch.ones(1 << 18)}, 30).wait()
+        trainer.save(
+            {"frozen": torch.zeros(1 << 20), "own": torch.full((1 << 18,), 2.0)}, 40
+        ).wait()
+    versions = {each["step"]: each for each in portus_json("show", "net")["versions"]}
+    assert 1 << 20 <= versions[40]["unique"] < (1 << 20) + (1 << 16) < versions[40]["size"]
+    kept = portus_json("ls", run.net)["pools"][0]["kept"]
+    [shown] = portus_json("show", "net@40")["versions"]
+    assert shown["unique"] == versions[40]["unique"]
+    assert "unique  1.0 MiB, which no other version has" in portus("show", "net@40").out
+    assert portus("rm", "net@40").code == 0
+    freed = kept - portus_json("ls", run.net)["pools"][0]["kept"]
+    assert abs(freed - shown["unique"]) <= 1 << 16, "but for the records of the commit"
+
+
 def test_a_step_that_came_twice_shows_both(run: Run) -> None:
     with run.trainer() as trainer:
         trainer.save({"again": torch.zeros(1)}, 20).wait()
@@ -73,6 +101,12 @@ def test_a_reference_file_that_is_not_near_its_pool_shows_its_version(tmp_path: 
         checkpointer.save({"a": 1}, 3, reference=tmp_path / "3.ckpt").wait()
     [version] = portus_json("show", tmp_path / "3.ckpt")["versions"]
     assert (version["model"], version["step"]) == ("far", 3)
+    with Checkpointer(tmp_path / ".portus", "near") as checkpointer:
+        checkpointer.save({"a": 1}, 3).wait()
+    [version] = portus_json("show", tmp_path / "3.ckpt")["versions"]
+    assert version["model"] == "far", "a pool of something else above it hides nothing"
+    said = portus("show", tmp_path / "3.ckpt", "--pool", tmp_path / ".portus")
+    assert "leads to step 3 of model 'far', which is not in" in said.err
 
 
 @pytest.mark.parametrize("command", ["ls", "gc", "scrub"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from portus.client.checkpointer import Checkpointer
 from portus.format.layout import SLOT_OFFSETS, SUPERBLOCK_OFFSETS
 from tests.unit.cli.scene import Run, portus, portus_json
 
@@ -21,6 +22,19 @@ def test_a_healthy_pool_is_said_to_be(run: Run) -> None:
     assert document["healthy"] is True
     assert [pool["versions"] for pool in document["pools"]] == [2, 1]
     assert document["pools"][0]["size"] > 8000
+
+
+def test_it_says_why_it_counts_versions_that_ls_does_not_list(run: Run) -> None:
+    with Checkpointer(run.pool, "net", keep=1) as trainer:
+        for step in (30, 40):
+            trainer.save(run.states[20], step).wait()
+        [listed] = portus_json("ls", run.net)["pools"][0]["models"]
+        [verified] = portus_json("verify", "--pool", run.net)["pools"]
+        assert verified["removed"] > 0
+        assert verified["versions"] == len(listed["versions"]) + verified["removed"]
+        said = portus("verify", "--pool", run.net).out
+        assert f"({verified['removed']} of them removed by the newest commit" in said
+    assert portus_json("verify", "--pool", run.net)["pools"][0]["removed"] == 0, "it was settled"
 
 
 def test_damage_is_named_with_exit_code_1(run: Run) -> None:
@@ -69,7 +83,7 @@ def test_a_newest_slot_that_is_damaged_is_said_with_an_exit_code_of_its_own(run:
     said = portus("verify")
     assert said.code == 3
     assert "mend F3: root slot 0: expected the root of commit 2" in said.out
-    assert f"{run.net}: TO BE PUT RIGHT; 2 versions" in said.out
+    assert f"{run.net}: NEEDS REPAIR; 2 versions" in said.out
     assert portus_json("verify", code=3)["healthy"] is False
     assert portus("verify", run.last).code == 3
     assert "20" in portus("ls", run.net).out

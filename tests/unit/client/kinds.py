@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import threading
 from collections import OrderedDict, namedtuple
 from typing import Any, NamedTuple
 
 import torch
+
+import portus
 
 
 class Color(enum.Enum):
@@ -109,6 +112,30 @@ class CustomTensor(torch.Tensor):
 
 def schedule(step: int) -> float:
     return 1.0 / (step + 1)
+
+
+class Replay:
+    """What only a codec can save: it has a lock, and so no pickle either."""
+
+    def __init__(self, rows: Any, note: Any = None) -> None:
+        self.rows = rows
+        self.note = note
+        self.lock = threading.Lock()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Replay) and (self.rows, self.note) == (other.rows, other.note)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def encoded(self) -> dict[str, object]:
+        return {"rows": self.rows, "note": self.note}
+
+    @classmethod
+    def decoded(cls, state: dict[str, object]) -> Any:
+        return cls(state["rows"], state["note"])
+
+
+portus.register_codec(Replay, Replay.encoded, Replay.decoded, name="tests.Replay")
 
 
 RAN: list[str] = []

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from portus.client.fence import Fence
-from portus.client.state import flatten
-from portus.client.writers import Stability, classify
+from portus.client.fence.fence import Fence
+from portus.client.fence.writers import Stability, classify
+from portus.client.state.state import flatten
 
 State = dict[str, object]
 Scenario = Callable[[], Iterator[State]]

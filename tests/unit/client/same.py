@@ -7,6 +7,7 @@ import collections
 import ctypes
 import dataclasses
 import functools
+import io
 import struct
 import types
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from portus.client.state import FlatState, flatten, unflatten
+from portus.client.state.state import FlatState, flatten, unflatten
+from tests.unit.client import kinds
 
 
 def round_trip(state: object) -> Any:
@@ -56,6 +58,12 @@ def assert_same(one: Any, other: Any, path: str = "state") -> None:
         assert_same(vars(one), vars(other), path)
     elif isinstance(one, (set, frozenset)):
         _same_set(one, other, path)
+    elif isinstance(one, io.BytesIO):
+        assert_same(
+            [one.getvalue(), one.tell(), vars(one)], [other.getvalue(), other.tell(), vars(other)]
+        )
+    elif isinstance(one, kinds.Replay):
+        assert_same(one.encoded(), other.encoded(), path)
     elif isinstance(one, slice):
         assert_same([one.start, one.stop, one.step], [other.start, other.stop, other.step], path)
     elif isinstance(one, functools.partial):

@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import portus.client.dcp
 import portus.dcp
-from portus.client.writers import classify
+from portus.client.fence.writers import classify
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.errors import CorruptionError
 from portus.pipeline.handle import SaveHandle
@@ -94,6 +94,10 @@ class Job:
     def load(self, reader: PortusStorageReader) -> int:
         state = self.state(0)
         dcp.load(state, storage_reader=reader)
+        return self.take(state)
+
+    def take(self, state: dict[str, Any]) -> int:
+        """Go on from what was loaded, and its step."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -219,7 +223,8 @@ def train_for_ever(rank: int, count: int, root: Path, first: str) -> None:
     if int(first) > 1:
         loaded = job.load(PortusStorageReader(pools(root), "run"))
         tell(rank, "loaded", loaded, job)
-    writer = PortusStorageWriter(pools(root), "run", links=str(root / "links"))
+    durable: Literal[1, 2] = 2 if "+" in pools(root) else 1  # two hosts
+    writer = PortusStorageWriter(pools(root), "run", links=str(root / "links"), durable=durable)
     under_way: dict[int, SaveHandle] = {}
     for step in itertools.count(int(first)):
         job.step(step)
@@ -350,7 +355,7 @@ def again(rank: int, count: int, root: Path) -> None:
     saved(2, plannings=1)
     with collectives() as used:
         writer.save(state, step=2)
-    assert used == ["all_gather"], "ranks tell each other once"
+    assert used == ["gather", "broadcast"], "ranks tell each other once, by way of the first"
     writer.wait()
     if rank == 1:
         state["own1"] = torch.zeros(9)  # one rank's plan changes
@@ -376,7 +381,7 @@ def again(rank: int, count: int, root: Path) -> None:
     assert writer.last is not None
     assert writer.last.wait().step == 122
     caching = DefaultSavePlanner(enable_plan_caching=True)
-    with pytest.raises(CheckpointException, match=r"PortusStorageWriter\.save does what"):
+    with pytest.raises(CheckpointException, match=r"PortusStorageWriter\.save caches plans"):
         dcp.save(state, checkpoint_id="13", storage_writer=writer, planner=caching)
     saved(13, plannings=11)
     mesh = init_device_mesh("cpu", (count,))
@@ -502,6 +507,26 @@ def elastic(rank: int, count: int, root: Path, first: str) -> None:
     writer.close()
 
 
+def big(rank: int, count: int, root: Path, step: str) -> None:
+    """Load what a job of another number of ranks saved, and save it: shards of more than a load
+    keeps, cut where nobody else cuts them."""
+    mesh = init_device_mesh("cpu", (count,))
+    whole = torch.arange(3_000_005.0).reshape(5, -1)
+    cut = {f"by {axis}": distribute_tensor(whole, mesh, [Shard(axis)]) for axis in range(2)}
+    state: dict[str, Any] = {**cut, "all": whole.clone(), f"own{rank}": torch.ones(9)}
+    if step != "1":
+        target = {name: torch.zeros_like(value) for name, value in state.items() if name[0] != "o"}
+        assert portus.dcp.load(target, PortusStorageReader(root, "run")).step == int(step) - 1
+        assert all(torch.equal(unwrapped(target[n]), unwrapped(state[n])) for n in target)
+    writer = PortusStorageWriter(root, "run")
+    writer.save(state, step=int(step))
+    writer.close()
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def quiet(rank: int, count: int, root: Path, first: str) -> None:
     """Save four times, and look at no other rank's pool but for the first save; of what was there
     before, and of what is made, the newest stay. Load, and look at the parts that it takes."""
@@ -533,7 +558,12 @@ def quiet(rank: int, count: int, root: Path, first: str) -> None:
     target = {f"own{rank}": torch.zeros(9)}
     assert portus.dcp.load(target, PortusStorageReader(root / "pools", "run")).step == step
     assert target[f"own{rank}"].eq(step).all()
-    assert rank == 0 or opened == {ranks[0], ranks[rank]}, "one rank looks, and tells the others"
+    assert rank == 0 or opened == {ranks[rank]}, "one rank looks, reads, and tells the others"
+    looks = {ranks[0], ranks[rank], "pools", "run.groups"}
+    assert opened <= looks, "the last save was counted, and is on the roll"
+    opened.clear()
+    dcp.load(target, storage_reader=PortusStorageReader(root / "pools", "run"))
+    assert opened == looks, "each rank looks, and not at every pool"
     everyone = dist.new_group(backend="gloo")
     nowhere = PortusStorageReader(root / "pools", "other")
     with pytest.raises(portus.UsageError, match="nothing sharded is there"):
@@ -732,6 +762,7 @@ TASKS: dict[str, Callable[..., None]] = {
     "fsdp1": fsdp1,
     "full": full,
     "apart": apart,
+    "big": big,
     "elsewhere": elsewhere,
     "quiet": quiet,
     "elastic": elastic,

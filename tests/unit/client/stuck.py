@@ -21,6 +21,7 @@ from portus.media.process import Descriptor
 from portus.spec import Extent
 
 WAIT_S_MAX = 30.0
+MOMENT_S = 0.01
 
 
 class Gate(PlainFile):
@@ -64,7 +65,9 @@ class Gate(PlainFile):
     def _pass(self) -> None:
         if not self._opened.is_set():
             self.reached.set()
-            self._opened.wait()
+            # A signal between the last look for one and the wait does not end the wait.
+            while not self._opened.wait(MOMENT_S):
+                pass
 
 
 class _Gates(LocalFiles):

@@ -23,10 +23,10 @@ import torch
 
 import portus
 from portus.client.checkpointer import Checkpointer, _close_all
-from portus.client.keeper import Keeper
-from portus.client.snapshot import SnapshotMode, Snapshots
-from portus.client.view import PoolView
-from portus.client.writers import _Cover
+from portus.client.fence.snapshot import SnapshotMode, Snapshots
+from portus.client.fence.writers import _Cover
+from portus.client.files.keeper import Keeper
+from portus.client.loading.view import PoolView
 from portus.errors import AbandonedError, BusyError, CorruptionError, MediumError, UsageError
 from portus.format.reference import Reference
 from portus.index.directory import WRITERS, make_directory, open_reader, open_writer, remove_pool
@@ -481,7 +481,8 @@ def test_a_pool_of_which_all_was_removed_goes_at_the_end(tmp_path: Path) -> None
     with Checkpointer(tmp_path / ".portus", keep=1, on_error="raise") as checkpointer:
         checkpointer.save({"x": torch.zeros(4)}, 1, reference=path).wait()
         checkpointer.remove(path)
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == [".portus"]
+    assert not list((tmp_path / ".portus").glob("*.portus")), "what is left is the journal"
     with Checkpointer(tmp_path / ".portus", keep=1, on_error="raise") as checkpointer:
         checkpointer.save({"x": torch.zeros(4)}, 2, reference=path).wait()
     assert torch.load(path)["x"].tolist() == [0.0] * 4
@@ -595,7 +596,7 @@ def test_a_failed_save_is_reported_once_and_older_versions_load(
         checkpointer.save({"x": torch.ones(1000)}, 4).wait()
         assert checkpointer.steps()[-1] == 4
         assert (caplog.text.count("a save failed") == 1) == (on_error == "warn")
-        with pytest.raises(MediumError, match="needs room for"):
+        with pytest.raises(MediumError, match="needs space for"):
             handle.wait()
 
 
@@ -610,7 +611,7 @@ def test_until_a_save_is_committed_a_failure_is_raised_at_the_next_call(
         "wait": run.wait,
         "close": run.close,
     }
-    with pytest.raises(MediumError, match="needs room for"):
+    with pytest.raises(MediumError, match="needs space for"):
         calls[call]()
     run.close()
 
@@ -628,10 +629,10 @@ def test_a_first_save_that_was_given_up_ends_no_training_that_saves_later(
             with pytest.raises(AbandonedError, match="somebody wrote to it"):
                 run.close()
             continue
-        run.settle(None, b"")
+        run.await_saves(None, b"")
         run.surplus = None
         run.save({"x": 2}, 2)
-        assert "a save failed; training goes on: somebody wrote to it" in caplog.text
+        assert "a save failed; training continues: somebody wrote to it" in caplog.text
         run.close()
     with portus.open(pool) as view:
         assert view.steps() == [0, 2]
@@ -680,6 +681,37 @@ def test_a_version_with_a_reference_file_is_not_retired_by_keep(
     assert checkpointer.steps() == [4, 5]
 
 
+def test_what_keep_wants_stays_over_a_restart_and_the_rest_goes(pool: Path) -> None:
+    keep = portus.Keep(last=2, every=10, best=("loss", "min", 1))
+    for steps in (range(1, 16), range(16, 28)):
+        with Checkpointer(pool, keep=keep) as run:
+            for step in steps:
+                loss = abs(step - 7.0) if step % 2 else float("nan")
+                run.save({"x": torch.tensor([step])}, step, metrics={"loss": loss}).wait()
+    with Checkpointer(pool) as run:
+        assert run.steps() == [7, 10, 20, 26, 27]
+        assert [dict(info.metrics) for info in run.versions()[:2]] == [{"loss": 0.0}, {}]
+    assert portus.check(pool / "default.portus") == []
+
+
+@pytest.mark.long
+def test_a_version_that_keep_wants_does_not_go_with_its_file(pool: Path, tmp_path: Path) -> None:
+    last = tmp_path / "last.ckpt"
+    with Checkpointer(pool, keep=portus.Keep(last=1, every=3)) as run:
+        for step in range(1, 8):
+            run.save({"step": step}, step, reference=last).wait()
+        assert run.steps() == [3, 6, 7]
+        run.remove(last)
+        run.wait()
+        assert run.steps() == [3, 6], "but the newest alone goes, as was asked"
+        run.save({"step": 8}, 8, reference=last).wait()
+        last.unlink()
+        run.save({"step": 9}, 9).wait()
+        run.prepare(1 << 30)  # space is short: what was deleted goes, and no other
+        run.wait()
+        assert {3, 6, 9} <= set(run.steps())
+
+
 def test_a_reference_is_there_at_once_and_leads_to_what_was_saved(
     checkpointer: Checkpointer, tmp_path: Path
 ) -> None:
@@ -714,7 +746,7 @@ def test_a_file_falls_back_to_the_save_in_flight_when_it_was_asked_for(
     file = tmp_path / "3.ckpt"
     with Checkpointer(pool, on_error="warn") as run:
         run.save({"step": 1}, 1).wait()
-        writer, keeper = run._open_or_create()
+        writer, keeper = run._pool.open_or_create()
         run.surplus = surplus
         second = run.save({"step": 2}, 2)
         assert reached.wait(60)  # it is decided what goes, and nothing is committed
@@ -763,7 +795,7 @@ def test_a_file_does_not_fall_back_to_what_is_being_removed(pool: Path, tmp_path
     with Checkpointer(pool) as run:
         run.save({"step": 1}, 1).wait()
         run.save({"step": 2}, 2, reference=tmp_path / "2.ckpt").wait()
-        _, keeper = run._open_or_create()
+        _, keeper = run._pool.open_or_create()
         placed: list[Reference] = []
 
         def place() -> None:
@@ -782,7 +814,7 @@ def test_a_file_does_not_fall_back_to_what_was_removed_while_it_was_placed(
     with Checkpointer(pool) as run:
         run.save({"step": 1}, 1).wait()
         run.save({"step": 2}, 2, reference=tmp_path / "2.ckpt").wait()
-        _, keeper = run._open_or_create()
+        _, keeper = run._pool.open_or_create()
         with at("return", Keeper._newest, lambda: keeper.remove(str(tmp_path / "2.ckpt"))):
             placed = keeper.place(str(tmp_path / "3.ckpt"), bytes(16), 3, "default")
         assert placed.fallback_step == 1
@@ -920,6 +952,7 @@ def test_a_step_that_is_no_integer_is_refused(checkpointer: Checkpointer) -> Non
     assert checkpointer.steps() == [3]
 
 
+@pytest.mark.long
 def test_a_program_that_never_closes_still_gets_its_last_save(tmp_path: Path) -> None:
     script = (
         "import sys, torch, portus\n"

@@ -18,10 +18,10 @@ import torch
 
 import portus
 from portus.cli.main import main
-from portus.client import fate
-from portus.client.keeper import Keeper, keeper_of
-from portus.client.resolve import Pools, load_reference
-from portus.client.view import open_pool
+from portus.client.files import fate
+from portus.client.files.keeper import Keeper, keeper_of
+from portus.client.loading.resolve import KnownPools, load_reference
+from portus.client.loading.view import open_pool
 from portus.index.directory import WRITERS, links_directory
 from portus.media.local import LocalFiles
 
@@ -46,7 +46,7 @@ def trained(run: Path, steps: int = 3) -> None:
 
 def loaded(path: Path) -> int:
     """The step that a process would load that has no pool open, and was told of none."""
-    found = load_reference(path, Pools(open_pool))
+    found = load_reference(path, KnownPools(open_pool))
     assert isinstance(found, dict)
     assert bool((found["w"] == found["w"][0]).all())
     return int(found["w"][0])
@@ -59,7 +59,7 @@ def gc(run: Path, *more: str) -> None:
             main()
 
 
-def states(run: Path) -> dict[int, fate.State]:
+def states(run: Path) -> dict[int, fate.Fate]:
     directory = links_directory(str(run / ".portus" / "net.portus"))
     found = fate.links(directory, LocalFiles(), adopt=False)
     return {link.reference.step: link.state for link in found}
@@ -181,8 +181,8 @@ def test_a_pool_that_was_copied_alone_judges_no_file_of_the_original(tmp_path: P
     with opened(run, pool=tmp_path / "pools2") as copied:
         copied.save(state(9), 9).wait()
         os.unlink(run / "ckpt/1.ckpt")
-        assert copied._writer is not None
-        assert not copied._writer.deleted()
+        assert copied._pool.writer is not None
+        assert not copied._pool.writer.deleted()
         assert {1, 2, 3} < set(copied.steps())
     assert [os.stat(path).st_nlink for path in sorted((run / "ckpt").iterdir())] == counts[1:]
 
@@ -207,14 +207,14 @@ def test_a_run_that_is_renamed_in_the_middle_of_a_save_keeps_that_one_too(
 ) -> None:
     """After the file was put there, and before that is durable."""
     run, away = tmp_path / "run", tmp_path / "away"
-    settle = Keeper.settle
+    make_durable = Keeper.make_durable
 
     def rename(keeper: Keeper, paths: Iterable[str]) -> None:
         if (run / "ckpt" / "2.ckpt").exists():
             run.rename(away)
-        settle(keeper, paths)
+        make_durable(keeper, paths)
 
-    monkeypatch.setattr(Keeper, "settle", rename)
+    monkeypatch.setattr(Keeper, "make_durable", rename)
     with opened(run) as trainer:
         for step in (1, 2, 3):
             save(trainer, run, step)
@@ -250,7 +250,7 @@ def test_a_run_that_was_moved_is_told_from_one_that_was_deleted(tmp_path: Path) 
     trained(run)
     run.rename(moved)
     os.unlink(moved / "ckpt/1.ckpt")
-    here, gone, unknown = fate.State.ALIVE, fate.State.DELETED, fate.State.UNKNOWN
+    here, gone, unknown = fate.Fate.ALIVE, fate.Fate.DELETED, fate.Fate.UNKNOWN
     assert states(moved) == {1: gone, 2: here, 3: here}
     shutil.move(moved / "ckpt", tmp_path / "elsewhere")
     os.unlink(tmp_path / "elsewhere/2.ckpt")
@@ -282,8 +282,8 @@ def test_a_copy_of_a_file_holds_its_version_through_rotation_and_deletion(
         os.unlink(run / "ckpt/2.ckpt")
         save(trainer, run, 4, "last.ckpt")
         trainer.wait()
-        assert trainer._writer is not None
-        assert not trainer._writer.deleted()
+        assert trainer._pool.writer is not None
+        assert not trainer._pool.writer.deleted()
         assert trainer.steps() == [1, 2, 3, 4]
     gc(run)
     for step in (1, 2, 3):
@@ -314,7 +314,7 @@ def test_a_directory_that_cannot_be_looked_at_proves_nothing(tmp_path: Path) -> 
     os.symlink(tmp_path / "not mounted", run / "ckpt")
     os.unlink(run / "gone/1.ckpt")
     os.rmdir(run / "gone")
-    assert states(run) == {1: fate.State.UNKNOWN}
+    assert states(run) == {1: fate.Fate.UNKNOWN}
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.long)])
@@ -369,7 +369,7 @@ def test_what_is_held_for_files_that_nobody_finds_is_said_where_space_is_short(
     run = tmp_path / "run"
     trained(run)
     shutil.rmtree(run / "ckpt")
-    assert set(states(run).values()) == {fate.State.UNKNOWN}
+    assert set(states(run).values()) == {fate.Fate.UNKNOWN}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["portus", "ls", str(run / ".portus")])
         with pytest.raises(SystemExit, match="0"):

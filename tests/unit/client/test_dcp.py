@@ -28,17 +28,19 @@ from typer.testing import CliRunner
 
 import portus
 from portus.cli.app import app
-from portus.client import grouped, materialize_shards
 from portus.client.checkpointer import Checkpointer
-from portus.client.cuts import FORMAT
-from portus.client.exchange import Heard
-from portus.client.fence import Fence
+from portus.client.fence.fence import Fence
+from portus.client.job.exchange import Heard
+from portus.client.job.settings import Settings
+from portus.client.leaving import materialize_shards
 from portus.client.retention import Retention
 from portus.client.run import Run
-from portus.client.settings import Settings
+from portus.client.shards import grouped
+from portus.client.shards.cuts import FORMAT
 from portus.dcp import PortusStorageReader, PortusStorageWriter, groups, load
 from portus.index.directory import WRITERS
-from portus.index.groups import new_id, part_model, part_token
+from portus.index.groups import Past, new_id, part_model, part_token
+from portus.index.keep import Keep
 from portus.index.place import Place
 from portus.spec import VersionInfo
 from portus.testing.nursery import nursery
@@ -76,6 +78,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.long
 def test_saved_at_four_ranks_it_is_bit_equal_at_one_and_two(saved: Path) -> None:
     found = groups(saved / "pools", "fsdp")
     assert [(group.step, group.count, group.is_complete) for group in found] == [
@@ -177,6 +180,7 @@ def test_a_rank_looks_at_no_other_rank_s_pool_and_copies_are_no_pools_of_others(
     run(tmp_path, "quiet:3:1", "quiet:3:10", "apart:3:pools")
 
 
+@pytest.mark.long
 def test_ranks_save_to_a_storage_host_each_a_model_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,12 +295,14 @@ def test_a_group_of_which_one_rank_was_torn_off_is_passed_over(
         load({}, PortusStorageReader(tmp_path, "fsdp", step=2))
 
 
+@pytest.mark.long
 def test_a_directory_leads_to_its_group_until_a_newer_one_is_complete(tmp_path: Path) -> None:
     run(tmp_path, "directories:2", "read:1:4:4", "read:2:4:4")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "pools"]
     assert [group.step for group in groups(tmp_path / "pools") if group.is_complete][-1] == 4
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_in_a_save_leaves_a_directory_that_leads_to_a_complete_group(
     tmp_path: Path,
 ) -> None:
@@ -493,6 +499,7 @@ def test_a_directory_is_of_whoever_saved_there_last(tmp_path: Path) -> None:
     assert PortusStorageReader.at(tmp_path) is None
 
 
+@pytest.mark.long
 def test_a_materialised_directory_is_one_of_torch_and_needs_no_pool(
     tmp_path: Path,
 ) -> None:
@@ -569,7 +576,7 @@ MATERIALISE = """
 import sys
 import torch.distributed.checkpoint
 import portus.dcp
-from portus.client import materialize_shards
+from portus.client.leaving import materialize_shards
 
 def peak():
     [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
@@ -953,7 +960,7 @@ def test_a_part_that_a_rank_says_it_lacks_is_looked_for_before_others_let_go_of_
     links = tmp_path / "links"
     ids = [save_as(place, links, 2, step) for step in (1, 2)]
     run = Run(Place.named(place), "run", Settings(), links=str(links))
-    retention = Retention(run, keep=1)
+    retention = Retention(run, keep=Keep(last=1))
     retention.stand(0, 2)
     for group in ids:
         retention.begin(group)
@@ -973,6 +980,27 @@ def test_a_part_that_a_rank_says_it_lacks_is_looked_for_before_others_let_go_of_
         assert retention.going(infos) == ([], [infos[0].id]), "what all have committed is older"
 
 
+def test_a_group_that_could_not_be_seen_at_the_start_is_not_taken_for_one_that_is_not_complete(
+    tmp_path: Path,
+) -> None:
+    ids = [new_id() for _ in range(3)]
+    own = [
+        VersionInfo("run/rank-0-of-2", n + 1, n + 1, 10 + n, part_token(group, 0), n, 1)
+        for n, group in enumerate(ids)
+    ]
+    run = Run(Place.named(tmp_path), "run", Settings())
+    retention = Retention(run, Keep(last=1, best=("loss", "min", 1), every=10))
+    retention.stand(0, 2)
+    for group in ids[1:]:
+        retention.begin(group)
+    said = Heard(count=2, complete=frozenset(ids[1:]), lost=(), error=None, raised=False)
+    retention.hear(said)
+    assert retention.going(own) == ([], [])
+    retention.tell(Past(incomplete=(ids[0],)))
+    assert retention.going(own) == ([1], [1])
+
+
+@pytest.mark.long
 def test_what_jobs_of_other_numbers_of_ranks_left_goes_but_for_what_directories_lead_to(
     place: str, tmp_path: Path
 ) -> None:
@@ -1035,7 +1063,7 @@ def test_what_was_there_before_and_cannot_be_seen_stays_until_newer_is_complete(
         writer.prepare(0)
         monkeypatch.setenv("PORTUS_SECRET_FILE", str(tmp_path / "gone"))
         assert saved(writer, 3) == [1, 2, 3]
-        assert "what was saved before of model 'run' cannot be seen" in caplog.text
+        assert "earlier checkpoints of model 'run' cannot be read" in caplog.text
         assert saved(writer, 4) == [3, 4]
         writer.close()
         monkeypatch.undo()

@@ -48,6 +48,7 @@ def held(*hosts: str) -> list[tuple[str, int, list[int]]]:
     return sorted((host, rank, steps) for (host, rank), steps in found.items())
 
 
+@pytest.mark.long
 def test_one_of_two_hosts_dies_and_comes_back_elsewhere_and_the_newest_whole_group_loads(
     tmp_path: Path,
 ) -> None:
@@ -67,7 +68,7 @@ def test_one_of_two_hosts_dies_and_comes_back_elsewhere_and_the_newest_whole_gro
         assert "6 rank 1 committed" in said
         assert all(f"{step} rank 1 failed" in said for step in range(7, 11))
         heard = next(line for line in said.splitlines() if line.startswith("rank 0 heard"))
-        assert "rank 1 did not commit step 7, the last that it committed is step 6" in heard
+        assert "rank 1 did not commit step 7; the last step that it committed is step 6" in heard
         ((_, _, steps),) = held(a, b.url)
         assert {5, 6} < set(steps), "the last whole group was given up"
         assert len(steps) <= 5, "parts of saves that rank 1 has no part of"
@@ -113,6 +114,7 @@ def test_several_storage_hosts_are_one_place(monkeypatch: pytest.MonkeyPatch) ->
         portus.Checkpointer(named, "run")
 
 
+@pytest.mark.long
 def test_a_directory_leads_to_a_group_on_several_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import portus
 from portus.client.checkpointer import Checkpointer
-from portus.client.snapshot import SnapshotMode, Snapshots
+from portus.client.fence.snapshot import SnapshotMode, Snapshots
 from portus.index.check import check
 from portus.media import linux, written
 from portus.pipeline.run import Save
@@ -71,6 +71,7 @@ def save_while_others_write(
     return info
 
 
+@pytest.mark.long
 def test_every_version_of_what_another_process_writes_all_the_time_loads(
     place: str, replay: torch.Tensor, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import portus
 from portus.client.checkpointer import Checkpointer
-from portus.client.host import HostPool
+from portus.client.files.host import HostPool
 from portus.daemon.server import Server
 from portus.daemon.session import Patience
 from portus.errors import CorruptionError, PortusError

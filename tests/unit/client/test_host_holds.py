@@ -11,7 +11,7 @@ import torch
 
 import portus
 from portus.cli import gc
-from portus.client.host import HostPool
+from portus.client.files.host import HostPool
 from portus.daemon.server import Server
 from portus.dcp import PortusStorageWriter
 from tests.hosts import serving, url
@@ -118,7 +118,7 @@ def test_restarts_from_new_directories_and_then_gc_leave_what_is_kept(
         assert steps(server) == [count]
 
 
-@pytest.mark.parametrize("by", ["rm", "gc"])
+@pytest.mark.parametrize("by", ["rm", pytest.param("gc", marks=pytest.mark.long)])
 def test_a_file_whose_version_was_retired_by_hand_elsewhere_keeps_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_file_whose_version_was_retired_by_hand_elsewhere_keeps_its_name(
 def test_of_what_was_retired_by_hand_not_too_much_is_on_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.client.host._RENOUNCED_MAX", 2)
+    monkeypatch.setattr("portus.client.files.host._RENOUNCED_MAX", 2)
     monkeypatch.chdir(tmp_path)
     with serving(tmp_path / "pools") as server:
         with portus.Checkpointer(url(server), "run", keep=None) as trainer:

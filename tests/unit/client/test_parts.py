@@ -15,10 +15,10 @@ import torch
 
 import portus
 from portus.client import mend as mending
-from portus.client.grouped import census
-from portus.client.host import HostPool
-from portus.client.keeper import Keeper
-from portus.client.resolve import POOLS
+from portus.client.files.host import HostPool
+from portus.client.files.keeper import Keeper
+from portus.client.loading.resolve import POOLS
+from portus.client.shards.grouped import census
 from portus.daemon.server import Server
 from portus.daemon.session import Patience
 from portus.index.directory import WRITERS
@@ -94,7 +94,7 @@ def test_a_version_stays_until_the_last_of_its_files_is_gone(run: Path) -> None:
 def test_a_key_that_the_state_has_not_is_refused(run: Path) -> None:
     with (
         portus.Checkpointer(run / ".portus", "run") as trainer,
-        pytest.raises(portus.UsageError, match=r"x\.bin is to lead to 'other'"),
+        pytest.raises(portus.UsageError, match=r"x\.bin should lead to 'other'"),
     ):
         trainer.save({"a": 1}, 1, reference={str(run / "x.bin"): "other"})
     assert not (run / "x.bin").exists()
@@ -156,7 +156,7 @@ def cut_off_while_replacing(run: Path, place: str) -> None:
     with portus.Checkpointer(place, "run", keep=2) as trainer:
         save(trainer, run / "last", 1).wait()
         trainer.save(state(2), 2).wait()
-        _, keeper = trainer._open_or_create()
+        _, keeper = trainer._pool.open_or_create()
         keeper.replace(str(run / "last" / "number"), trainer.versions()[-1], "number")
     assert read(run / "last") == [1, 1, 2]
 
@@ -170,7 +170,7 @@ def test_files_of_two_versions_in_one_directory_are_mended(run: Path, place: str
 def test_files_that_were_never_committed_are_removed_only_when_asked(run: Path, place: str) -> None:
     with portus.Checkpointer(place, "run") as trainer:
         save(trainer, run / "one", 1).wait()
-        _, keeper = trainer._open_or_create()
+        _, keeper = trainer._pool.open_or_create()
         keeper.place(str(run / "two.bin"), bytes(16), 2, "run", "number")
         portus.mend(place, uncommitted=True)
         assert (run / "two.bin").exists(), "it is open: the save may be under way"
@@ -186,7 +186,7 @@ def test_files_on_a_host_are_left_alone_while_another_process_saves_that_model(r
     with serving(run / "host", patience=Patience(claim_s=0.1)) as server:
         for model in ("one", "two"):
             with portus.Checkpointer(url(server), model, links=links) as trainer:
-                _, keeper = trainer._open_or_create()
+                _, keeper = trainer._pool.open_or_create()
                 keeper.place(str(run / f"{model}.bin"), bytes(16), 2, model, "number")
         until_saved_are(server, set())
         other = HostPool(url(server), "two")
@@ -269,7 +269,7 @@ def test_a_part_that_is_committed_while_mend_looks_makes_its_group_whole(
 def test_a_part_that_was_never_committed_is_never_taken_from_another_step(run: Path) -> None:
     with portus.Checkpointer(run / ".portus", "run") as trainer:
         save(trainer, run / "one", 1).wait()
-        _, keeper = trainer._open_or_create()
+        _, keeper = trainer._pool.open_or_create()
         keeper.place(str(run / "two.bin"), bytes(16), 2, "run", "number")
         with pytest.raises(portus.UsageError, match="never committed"):
             torch.load(run / "two.bin")

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from portus.client.checkpointer import Checkpointer
-from portus.client.view import PoolView
+from portus.client.loading.view import PoolView
 from portus.spec import PAGE
 from portus.testing.nursery import nursery
 from portus.transport import native
@@ -127,10 +127,13 @@ def in_main(function: str) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
-def test_ctrl_c_while_save_copies(path: Path, synchronous: bool) -> None:
+@pytest.mark.parametrize("press", [press_key, press_key_just_before_it_blocks])
+def test_ctrl_c_while_save_copies(
+    path: Path, synchronous: bool, press: Callable[[int], None]
+) -> None:
     with running(path, counts=True) as run:
         run.gate.shut()
-        with ctrl_c(run.gate.reached.is_set):
+        with ctrl_c(run.gate.reached.is_set, press):
             run.save(synchronous=synchronous)
         run.goes_on(lost=1)
 
@@ -254,6 +257,7 @@ def test_a_program_that_ends_on_sigterm_finishes_what_it_asked_for(path: Path) -
         assert_same(view.load(), saver.Training(newest).state())
 
 
+@pytest.mark.long
 def test_a_program_that_ends_while_a_thread_saves_ends_as_it_asked_to(path: Path) -> None:
     for number in range(6):
         pool = path.with_name(f"{number}.portus")
@@ -267,6 +271,7 @@ def test_a_program_that_ends_while_a_thread_saves_ends_as_it_asked_to(path: Path
             assert view.load() is not None
 
 
+@pytest.mark.long
 def test_forked_children_leave_the_pool_to_their_parent(path: Path, tmp_path: Path) -> None:
     own = str(tmp_path / "own")
     with nursery("tests.crash.saver").start("fork_while_saving", str(path), own) as child:

@@ -56,7 +56,7 @@ def test_a_stuck_medium_costs_the_version_and_not_the_training(
     for _ in range(20):
         training.step()
     assert lost.stats.fence_s >= FENCE_S
-    with pytest.raises(AbandonedError, match="fence time-out"):
+    with pytest.raises(AbandonedError, match="fence_timeout"):
         lost.wait(0)
     gate.open()
     after = copy.deepcopy(training.state())
@@ -65,6 +65,7 @@ def test_a_stuck_medium_costs_the_version_and_not_the_training(
     assert_same(checkpointer.load(), after)
 
 
+@pytest.mark.long
 def test_training_goes_on_while_a_medium_stays_stuck(
     checkpointer: Checkpointer, gate: Gate
 ) -> None:

@@ -1,4 +1,4 @@
-"""A pool file that takes no stores any more has a successor, in which a run goes on."""
+"""A pool file that accepts no more writes has a successor, in which a run goes on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.resolve import Pools, _open_view
+from portus.client.loading.resolve import KnownPools, _open_view
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.layout import DATA_START
 from portus.index.directory import generations, on_disk
@@ -55,7 +55,7 @@ def save(checkpointer: portus.Checkpointer, step: int, path: Path | None = None)
 
 def fail(checkpointer: portus.Checkpointer, gate: Gate, step: int) -> None:
     gate.broken = True
-    with pytest.raises(MediumError, match="not written to any more"):
+    with pytest.raises(MediumError, match="accepts no more writes"):
         save(checkpointer, step)
 
 
@@ -93,7 +93,7 @@ def test_another_process_finds_the_versions_of_both(pool: Path, gate: Gate, tmp_
     with portus.open(pool) as view:
         assert view.steps("run") == [1, 3]
         assert [value_of(view.load("run", step)) for step in (None, 1)] == [3, 1]
-    strangers = Pools(_open_view)
+    strangers = KnownPools(_open_view)
     strangers.allow(Place.named(pool))  # as $PORTUS_POOL may name it
     assert [value_of(portus.load_reference(path, strangers)) for path in paths] == [1, 3]
 
@@ -130,7 +130,7 @@ def test_the_old_pool_goes_once_nothing_leads_there(pool: Path, gate: Gate, tmp_
         save(checkpointer, 5)
     assert not pool.exists()
     assert not pool.with_suffix(".references").exists()
-    assert os.listdir(pool.parent) == ["run+2.portus"]
+    assert sorted(os.listdir(pool.parent)) == ["run+2.portus", "run.journal"]
 
 
 def test_keep_counts_the_versions_of_both(pool: Path, gate: Gate) -> None:
@@ -145,7 +145,7 @@ def test_keep_counts_the_versions_of_both(pool: Path, gate: Gate) -> None:
             assert checkpointer.steps()[-len(expected) :] == expected
 
 
-@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("committed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_process_killed_around_the_first_commit_to_a_successor_loses_nothing(
     pool: Path, committed: bool
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_run_has_one_successor(pool: Path, gate: Gate, monkeypatch: pytest.Mon
         save(checkpointer, 3)
         successor_of(pool).unlink()
         for step in (4, 5):
-            with pytest.raises(MediumError, match="not written to any more"):
+            with pytest.raises(MediumError, match="accepts no more writes"):
                 save(checkpointer, step)
         assert value_of(checkpointer.load()) == 3
     assert generations(str(pool)) == {1: str(pool)}
@@ -207,6 +207,7 @@ def test_a_pool_directory_that_was_deleted_under_a_training_is_made_again(
     path = tmp_path / "new.ckpt"
     with portus.Checkpointer(pool.parent, "run") as checkpointer:
         save(checkpointer, 1)
+        checkpointer.wait()  # what makes room for the next save would notice it, too
         shutil.rmtree(pool.parent)
         with pytest.raises(MediumError, match="deleted"):
             save(checkpointer, 2)
@@ -249,7 +250,7 @@ def test_a_pool_that_others_change_has_a_successor_and_is_never_written_again(
         checkpointer.wait()
         deed(pool, other.read_bytes())
         head = pool.read_bytes()[:DATA_START]
-        with pytest.raises((CorruptionError, MediumError), match=r"somebody (else|wrote)|trunc"):
+        with pytest.raises((CorruptionError, MediumError), match=r"another program|trunc"):
             save(checkpointer, 3)
         checkpointer.wait()
         changed = pool.read_bytes()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import portus
 from portus.cli.app import app
-from portus.client.keeper import ASIDE
+from portus.client.files.keeper import ASIDE
 from portus.format.layout import DATA_START
 from portus.index.pool import PoolWriter
 from portus.spec import Extent
@@ -25,7 +25,7 @@ from tests.unit.client.stuck import gated
 
 CUT_OFF = """
 import os, sys, torch, portus
-from portus.client.keeper import Keeper
+from portus.client.files.keeper import Keeper
 pool, paths = sys.argv[1], sys.argv[2:]
 checkpointer = portus.Checkpointer(pool, "run", keep=1)
 for step, path in enumerate(paths[:-1]):
@@ -35,7 +35,7 @@ checkpointer._queue.catch_up()
 def die(*_):
     os.kill(os.getpid(), 9)
 
-Keeper.settle = die  # when the file is at its place, and nothing is committed yet
+Keeper.make_durable = die  # when the file is at its place, and nothing is committed yet
 checkpointer.save({"step": len(paths)}, len(paths), reference=paths[-1]).wait()
 """
 
@@ -63,6 +63,7 @@ def paths(tmp_path: Path) -> list[Path]:
     return [tmp_path / "ckpt" / f"step={step}.ckpt" for step in range(3)]
 
 
+@pytest.mark.long
 def test_the_file_of_a_save_that_was_cut_off_is_renamed_when_its_run_starts(
     tmp_path: Path, paths: list[Path]
 ) -> None:
@@ -78,6 +79,7 @@ def test_the_file_of_a_save_that_was_cut_off_is_renamed_when_its_run_starts(
     assert [torch.load(path)["step"] for path in paths] == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_a_second_one_at_the_same_path_gets_a_name_of_its_own(
     tmp_path: Path, paths: list[Path]
 ) -> None:
@@ -88,6 +90,7 @@ def test_a_second_one_at_the_same_path_gets_a_name_of_its_own(
     assert names == ["step=0.ckpt.uncommitted", "step=0.ckpt.uncommitted-2"]
 
 
+@pytest.mark.long
 def test_nothing_is_renamed_while_another_process_has_the_pool(
     tmp_path: Path, paths: list[Path]
 ) -> None:
@@ -130,6 +133,7 @@ def test_it_keeps_its_name_also_where_files_without_a_link_are_looked_for(
             assert [path.exists() for path in paths] == [True, True, True]
 
 
+@pytest.mark.long
 def test_a_file_that_leads_to_another_pool_keeps_its_name(
     tmp_path: Path, paths: list[Path]
 ) -> None:
@@ -166,7 +170,7 @@ def test_the_file_of_a_save_that_failed_is_put_aside_while_its_run_goes_on(
 def test_a_run_whose_saves_all_fail_leaves_few_files(
     tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.client.keeper._WITHDRAWN_MAX", 2)
+    monkeypatch.setattr("portus.client.files.keeper._WITHDRAWN_MAX", 2)
     with portus.Checkpointer(tmp_path / "pools", "run") as checkpointer:
         checkpointer.save({}, 0).wait()
         with failing(checkpointer):
@@ -193,7 +197,7 @@ def test_a_file_whose_version_readers_may_find_stays(
         checkpointer.save({"step": 0}, 0, reference=paths[0]).wait()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PoolWriter, "_persist", persist)
-            with pytest.raises(portus.MediumError, match="not written to any more"):
+            with pytest.raises(portus.MediumError, match="accepts no more writes"):
                 checkpointer.save({"step": 1}, 1, reference=paths[1]).wait()
         checkpointer.save({"step": 2}, 2, reference=paths[2]).wait()
         assert paths[1].exists() == stored
@@ -212,7 +216,7 @@ def test_what_cannot_be_put_aside_stays_which_is_said_once(
             checkpointer.wait()
         checkpointer.save({"step": 2}, 2, reference=paths[2]).wait()
     assert long.exists()
-    assert caplog.text.count("stays, and does not lead to its own step") == 1
+    assert caplog.text.count("could not be removed, and does not lead to its own step") == 1
 
 
 @contextlib.contextmanager

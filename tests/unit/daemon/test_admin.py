@@ -137,10 +137,10 @@ def test_a_drain_waits_for_saves_under_way_and_lets_none_begin(server: Server, d
         assert (drained.code, json.loads(drained.out)["saves"]) == (75, 1)
         answer = second.ask(said.Begin("other", 1, b"o" * 16, LENGTHS))
         assert isinstance(answer, said.Refused)
-        assert "drains this storage host" in answer.text
+        assert "is draining this storage host" in answer.text
         waiting = threading.Thread(target=command, args=("admin", "drain", desk), daemon=True)
         waiting.start()
-        link.send_payload(said.Kind.DATA, memoryview(b"".join(DATA)), None)
+        link.send_payload(said.DATA, memoryview(b"".join(DATA)), None)
         assert isinstance(link.hear(), said.Pulled)
         confirm(link)
         waiting.join(30)
@@ -178,7 +178,7 @@ def test_after_an_error_of_the_disk_a_pool_is_read_in_full_and_opened_again(
     connect_again_at_once(monkeypatch)
     place = tmp_path / "pools"
     wish = Wish(place=str(place), listen=["127.0.0.1:0"])
-    ill = ("503 Service Unavailable", "default: takes no stores any more\n")
+    ill = ("503 Service Unavailable", "default: accepts no more writes\n")
 
     def fails(number: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -190,7 +190,7 @@ def test_after_an_error_of_the_disk_a_pool_is_read_in_full_and_opened_again(
         run.save(STATE, 1).wait()
         assert (gauge(server), page(server, "/healthz")) == (0, ("200 OK", "ok\n"))
         refused = command("admin", "reopen", desk, "default")
-        assert (refused.code, "takes no stores any more" in refused.err) == (2, True)
+        assert (refused.code, "accepts no more writes" in refused.err) == (2, True)
         before = server.house.pools.of("default")
         monkeypatch.setattr(before.writer.medium, "_sync", fails)
         with pytest.raises(MediumError):
@@ -229,8 +229,8 @@ def test_a_pool_whose_first_pages_the_disk_has_not_is_not_opened_again(
         server.house.pools.of("default").writer.medium.poison("an error of the disk")
         monkeypatch.setattr("portus.daemon.pools._same_fixed_pages", lambda path, files: False)
         refused = command("admin", "reopen", desk, "default")
-        assert (refused.code, "other first pages than the disk" in refused.err) == (74, True)
-    with pytest.raises(MediumError, match="other first pages"):
+        assert (refused.code, "first pages differs from the disk" in refused.err) == (74, True)
+    with pytest.raises(MediumError, match="first pages differs"):
         portus.Checkpointer(url(server))
     assert gauge(server) == 1
     assert page(server, "/healthz")[0].startswith("503")

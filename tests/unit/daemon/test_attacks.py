@@ -18,7 +18,7 @@ from portus.daemon.places import Places
 from portus.errors import TransportError
 from portus.protocol import messages as said
 from portus.protocol.address import parse
-from portus.protocol.messages import Kind, packed_column
+from portus.protocol.messages import packed_column
 from portus.transport.dial import Credentials, _greet, dial
 from portus.transport.stream import Link
 from tests.hosts import Host
@@ -148,7 +148,7 @@ def announces(link: Link) -> None:
     model = os.urandom(8).hex()
     link.ask(said.Claim(model, os.urandom(16)))
     link.ask(said.Begin(model, 1, os.urandom(16), b""))
-    link._socket.sendall(link.connection._begun(Kind.CONFIRM, 12 << 20))
+    link._socket.sendall(link.connection._begun(said.Confirm.kind, 12 << 20))
     link._socket.sendall(bytes(11 << 20))
 
 
@@ -214,6 +214,7 @@ def counted(host: Host, what: str) -> int:
     return len(os.listdir(f"/proc/{host.process.pid}/{what}"))
 
 
+@pytest.mark.long
 def test_strangers_have_a_few_places_and_those_of_who_proves_a_secret_stay(
     host: Attacked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ from portus.index.directory import open_reader
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, parse
 from portus.transport.dial import Credentials, dial
+from tests import certificates
 from tests.hosts import Host, connect_again_at_once, free_port, serving, url
 
 STATE = {"x": torch.arange(100_000)}
@@ -70,6 +71,7 @@ def test_signals_count_whichever_thread_the_system_gives_them_to(tmp_path: Path)
         assert host.ended() == 0
 
 
+@pytest.mark.long
 def test_every_medium_is_served(tmp_path: Path) -> None:
     for place in (tmp_path / "pools", tmp_path / "one.portus", "memory:64M"):
         with Host(place) as host:
@@ -94,7 +96,7 @@ def test_what_a_host_makes_is_its_own(tmp_path: Path) -> None:
 def test_a_second_host_of_one_directory_is_told_of_the_first_at_once(tmp_path: Path) -> None:
     place = tmp_path / "pools"
     with Host(place) as host:
-        match = f"process {host.process.pid} of this machine serves it already"
+        match = f"process {host.process.pid} of this machine already serves it"
         with pytest.raises(BusyError, match=match):
             prepared(Wish(place=str(place), listen=["127.0.0.1:0"]))
         host.kill()
@@ -320,6 +322,7 @@ def test_what_the_floors_below_log_is_an_event_too(tmp_path: Path) -> None:
     assert "version 1 is lost" in str(lost["message"])
 
 
+@pytest.mark.long
 def test_who_hangs_up_on_the_metrics_is_no_news(tmp_path: Path) -> None:
     port = free_port()
     with Host("memory:1M", "--metrics", str(port)) as host:
@@ -346,21 +349,17 @@ def test_what_ends_a_thread_of_the_host_is_a_line_too() -> None:
     [line] = done.stderr.splitlines()
     event = json.loads(line)
     assert (event["event"], event["level"]) == ("log", "critical")
-    assert "portus-session ended by a mistake of portus: IndexError" in event["message"]
+    assert "portus-session ended by a bug in portus: IndexError" in event["message"]
     assert event["exception"].startswith("Traceback")
 
 
-def certificate(folder: Path) -> tuple[str, str]:
-    """A certificate for 127.0.0.1 that signed itself, and its key."""
-    tool = shutil.which("openssl")
-    if tool is None:
+def certificate(folder: Path, *extensions: str) -> tuple[str, str]:
+    """A certificate for 127.0.0.1 that signed itself, and its key, or the test is skipped.
+    extensions: of openssl's."""
+    try:
+        return certificates.certificate(folder, *extensions)
+    except FileNotFoundError:
         pytest.skip("openssl is not installed: no certificate can be made")
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    command = [tool, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    command += ["-keyout", key, "-out", cert, "-subj", "/CN=store"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return cert, key
 
 
 def test_tls_is_spoken_and_strangers_are_not_believed(
@@ -375,7 +374,9 @@ def test_tls_is_spoken_and_strangers_are_not_believed(
             portus.Checkpointer(host.url)
         for path in (str(tmp_path / "nothing.pem"), key):
             monkeypatch.setenv("PORTUS_TLS_CA", path)
-            with pytest.raises(UsageError, match=f"{path}: no certificates.*PORTUS_TLS_CA"):
+            with pytest.raises(
+                UsageError, match=f"{path}: cannot read certificates.*PORTUS_TLS_CA"
+            ):
                 portus.Checkpointer(address)
         monkeypatch.setenv("PORTUS_TLS_CA", cert)
         saved(address)
@@ -408,7 +409,7 @@ def test_who_begins_no_tls_is_ended_in_time(
 def test_a_host_without_tls_says_how_it_is_reached(tmp_path: Path) -> None:
     with serving(tmp_path / "pools") as server:
         address = url(server).replace("portus:", "portus+tls:")
-        with pytest.raises(UsageError, match=r"TLS failed.*reached by portus://"):
+        with pytest.raises(UsageError, match=r"TLS failed.*--tls-cert, use portus://"):
             portus.Checkpointer(address)
 
 

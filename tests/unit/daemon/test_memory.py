@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.host import HostPool
+from portus.client.files.host import HostPool
 from portus.format.checksum import digest
 from portus.index.records import decode_version
 from portus.protocol import messages as said
-from portus.protocol.messages import Kind, packed_column
+from portus.protocol.messages import packed_column
 from tests.hosts import Host
 
 SAVES = 10_000
@@ -41,7 +41,7 @@ def save_many(url: str, model: str, count: int, first: int) -> None:
                 token = (model.encode() + step.to_bytes(8, "little")).ljust(16, b"\0")
                 link.ask(said.Begin(model, step, token, lengths))
                 link.ask(said.Offer(alone, alone))
-                link.send_payload(Kind.DATA, memoryview(data), None)
+                link.send_payload(said.DATA, memoryview(data), None)
                 assert isinstance(link.hear(), said.Pulled)
                 confirm = said.Confirm(digest(data), bytes(16), b"[]", b"{}", packed_column(kept))
                 committed = link.ask(confirm)

@@ -11,6 +11,7 @@ import pytest
 from portus.daemon.counters import Counters
 from portus.daemon.pools import Pools
 from portus.daemon.scrubber import Scrubber
+from portus.format.layout import SUPERBLOCK_OFFSETS
 from tests.hosts import Host, free_port
 from tests.unit.cli.scene import Run
 from tests.unit.daemon.test_main import scraped
@@ -58,7 +59,8 @@ def test_a_pool_in_memory_is_read_too() -> None:
     try:
         Scrubber(pools, counters, 1 << 40)._pass()
         assert counters.now().rot == {"a": 0}
-        hosted.writer.medium.store(0, b"x")
+        for offset in SUPERBLOCK_OFFSETS:
+            hosted.writer.medium.store(offset, b"x")
         Scrubber(pools, counters, 1 << 40)._pass()
         assert counters.now().rot["a"] > 0
     finally:

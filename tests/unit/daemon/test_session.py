@@ -35,9 +35,9 @@ from portus.media.local import LocalFiles
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, Transport, parse
 from portus.protocol.connection import HEADER
-from portus.protocol.messages import Kind, Said, packed_column, packed_handles
+from portus.protocol.messages import Said, packed_column, packed_handles
 from portus.protocol.proof import proof_of_client, proof_of_host
-from portus.protocol.session import State
+from portus.protocol.vocabulary import State
 from portus.spec import TensorSpec
 from portus.transport.base import Digests, Sources, Stop
 from portus.transport.budget import FREE
@@ -104,12 +104,12 @@ def offered(link: Link) -> None:
 
 def half_sent(link: Link) -> None:
     offered(link)
-    link.send_payload(Kind.DATA, memoryview(DATA[0][:60_000]), None)
+    link.send_payload(said.DATA, memoryview(DATA[0][:60_000]), None)
 
 
 def pulled(link: Link) -> None:
     offered(link)
-    link.send_payload(Kind.DATA, memoryview(b"".join(DATA)), None)
+    link.send_payload(said.DATA, memoryview(b"".join(DATA)), None)
     answer = link.hear()
     assert isinstance(answer, said.Pulled), answer
     assert answer.digests == units()
@@ -323,7 +323,7 @@ def test_a_layout_of_longer_storages_is_not_taken_over_from_the_version_before(
         asked(link, said.Begin("m", 2, b"u" * 16, shorter), said.Begun)
         asked(link, said.Share(TOKEN, packed_column([0, 1])), said.Shared)
         asked(link, said.Offer(packed_column([2]), packed_column([7])), said.Pull)
-        link.send_payload(Kind.DATA, memoryview(DATA[2][:4999]), None)
+        link.send_payload(said.DATA, memoryview(DATA[2][:4999]), None)
         answer = link.hear()
         assert isinstance(answer, said.Pulled)
         digests = units([*DATA[:2], DATA[2][:4999]])
@@ -355,12 +355,12 @@ def test_sharing_what_cannot_be_shared_is_refused(
 
 
 def test_columns_that_are_none_are_refused(server: Server) -> None:
-    refused(server, TransportError, "no column", (said.Register(0, b"12345"), said.Done))
+    refused(server, TransportError, "not a column", (said.Register(0, b"12345"), said.Done))
 
 
 def test_lengths_that_wrap_around_are_refused(server: Server) -> None:
     lengths = packed_column([1 << 61] * 8)
-    refused(server, TransportError, "too much", (said.Begin("m", 1, TOKEN, lengths), said.Begun))
+    refused(server, TransportError, "too large", (said.Begin("m", 1, TOKEN, lengths), said.Begun))
 
 
 def test_a_model_that_was_not_claimed_is_refused(server: Server) -> None:
@@ -525,7 +525,7 @@ def test_the_right_secret_is_let_in(guarded: Server) -> None:
         ("other", SECRET, "wrong secret for tenant 'other'"),
         ("nobody", SECRET, "wrong secret for tenant 'nobody', or no such tenant"),
         ("nobody", b"", "wrong secret for tenant 'nobody', or no such tenant"),
-        ("", None, "wants a secret"),
+        ("", None, "needs a secret"),
     ],
 )
 def test_a_wrong_secret_is_turned_away(
@@ -636,9 +636,9 @@ def test_a_greeting_that_is_not_ours_is_told_why(
     [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         bytes(100),
-        HEADER.pack(0xFFFFFFFF, Kind.HELLO, bytes(3)),
-        HEADER.pack(20, Kind.CONFIRM, bytes(3)) + bytes(20),
-        HEADER.pack(5, Kind.HELLO, bytes(3)) + b"\xc1\xc1\xc1\xc1\xc1",
+        HEADER.pack(0xFFFFFFFF, said.Hello.kind.number, bytes(3)),
+        HEADER.pack(20, said.Confirm.kind.number, bytes(3)) + bytes(20),
+        HEADER.pack(5, said.Hello.kind.number, bytes(3)) + b"\xc1\xc1\xc1\xc1\xc1",
     ],
 )
 def test_rubbish_ends_its_own_connection_and_no_other(server: Server, data: bytes) -> None:
@@ -759,6 +759,7 @@ def test_a_client_that_stops_in_the_middle_of_its_payload_is_ended(tmp_path: Pat
         assert server._house.pools.of("default").saves == 0
 
 
+@pytest.mark.long
 def test_a_client_that_stops_reading_is_ended_and_holds_nobody_up(tmp_path: Path) -> None:
     with impatient(tmp_path, silent_s=0.5) as server, client(server, model=None) as deaf:
         with client(server) as link:
@@ -789,7 +790,7 @@ def test_a_stranger_that_says_a_byte_now_and_then_is_ended_too(
         serving(tmp_path / "pools") as server,
         socket.create_connection(("127.0.0.1", server.doors[0].port)) as plain,
     ):
-        plain.sendall(HEADER.pack(512, Kind.HELLO, bytes(3)))
+        plain.sendall(HEADER.pack(512, said.Hello.kind.number, bytes(3)))
         settled(server, lambda: server.connections() == 1)
         begun_s = time.monotonic()
         while server.connections():
@@ -822,7 +823,7 @@ def test_a_host_has_so_many_tenants_at_most(
 ) -> None:
     monkeypatch.setattr("portus.daemon.pools.TENANTS_MAX", 1)
     with serving(tmp_path / "pools") as server:
-        with client(server, "one"), pytest.raises(BusyError, match="1 tenants are the most"):
+        with client(server, "one"), pytest.raises(BusyError, match="the limit is 1 tenants"):
             dial(parse(url(server, "other")), Credentials(), 10)
         with client(server, "one") as link:
             confirmed(link)
@@ -895,7 +896,7 @@ def test_a_medium_that_fails_is_said_to_the_client_and_ends_no_connection(
     with client(server) as link:
         offered(link)
         medium._poison = "worn out"  # type: ignore[attr-defined]
-        link.send_payload(Kind.DATA, memoryview(b"".join(DATA)), None)
+        link.send_payload(said.DATA, memoryview(b"".join(DATA)), None)
         with caplog.at_level(logging.ERROR, "portus.daemon"):
             answer = link.hear()
             assert isinstance(answer, said.Refused), answer
@@ -929,7 +930,7 @@ def test_what_takes_more_than_a_connection_may_have_is_refused_and_it_goes_on(
     tmp_path: Path,
 ) -> None:
     with serving(tmp_path / "pools", memory=1 << 20) as server, client(server) as link:
-        with pytest.raises(UsageError, match=r"524288 at most: give `portus serve` more by --mem"):
+        with pytest.raises(UsageError, match=r"524288 at most: raise `portus serve --mem"):
             asked(link, said.Register(100, packed_column([0] * (1 << 16))), said.Done)
         confirmed(link)
         asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Begun)
@@ -946,7 +947,7 @@ def test_a_big_message_that_never_comes_holds_nobody_up(server: Server) -> None:
         registered(hanging)
         asked(hanging, said.Begin("hanging", 1, TOKEN, LENGTHS), said.Begun)
         whole = server.house.budget.connection_max // 2 - 16 * said.DIGEST_SIZE
-        hanging._socket.sendall(hanging.connection._begun(Kind.CONFIRM, whole) + bytes([0x95]))
+        hanging._socket.sendall(hanging.connection._begun(said.Confirm.kind, whole) + bytes([0x95]))
         settled(server, lambda: 0 < server.house.budget.taken <= 4 << 20)
         asked(link, said.Register(100, packed_column([0] * (1 << 18))), said.Done)
 
@@ -1095,9 +1096,9 @@ def test_a_secret_that_could_be_guessed_is_none(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.touch(mode=0o600)
     file.write_bytes(b" " + b"s" * 15 + b"\n")
-    with pytest.raises(UsageError, match=r"16 bytes or more, found 15; make one: openssl"):
+    with pytest.raises(UsageError, match=r"at least 16 bytes, found 15; make one: openssl"):
         read_secret(str(file))
-    with pytest.raises(UsageError, match=r"16 bytes or more, found 15; make one: openssl"):
+    with pytest.raises(UsageError, match=r"at least 16 bytes, found 15; make one: openssl"):
         read_secrets(str(file))
     file.write_bytes(b"s" * 16)
     assert read_secret(str(file)) == b"s" * 16

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.client import leaves, tree, tree_writer
+from portus.client.state import leaves, tree, tree_writer
 from portus.format import layout
 from portus.format.checksum import UNIT
 from portus.format.dtypes import ITEM_SIZES
@@ -34,7 +34,7 @@ def test_every_record_of_the_layout_is_in_the_tables() -> None:
 
 
 def test_the_document_names_every_tag_of_a_tree() -> None:
-    tags = {*leaves.KINDS, *tree.WRAPPERS, "$tensor", "$dict", "$array", "$bytes", "$bytearray"}
+    tags = {*leaves.KINDS, *tree.WRAPPERS, *tree.OF_DATA, "$tensor", "$dict"}
     assert {tag for tag in tags if f"`{tag}`" not in TEXT} == set()
 
 
@@ -73,7 +73,7 @@ def test_the_document_holds_the_numbers() -> None:
 
 
 def test_the_layout_sizes_every_dtype_that_is_saved() -> None:
-    from portus.client.tensors import DTYPES
+    from portus.client.state.tensors import DTYPES
 
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == {
         name: size for name, size in ITEM_SIZES.items() if name in DTYPES

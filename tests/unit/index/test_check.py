@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
@@ -29,11 +30,13 @@ from portus.format.layout import (
 from portus.format.record import Record
 from portus.index.check import RULES, Finding, Severity, check
 from portus.index.directory import create_pool, open_reader, open_writer
+from portus.index.log import LogWriter
 from portus.index.pool import PoolReader
 from portus.index.records import VersionRecord
 from portus.media.local import LocalFiles
 from portus.media.lock import ProcessLocks
 from portus.media.memory import Memory
+from portus.shelf import Shelf
 from portus.spec import PAGE, Extent
 from tests.unit.index.pools import OPENED, Edit, Forger, Pool, close_all, save
 
@@ -323,6 +326,23 @@ def test_bytes_that_versions_share_are_read_once(pool: Pool) -> None:
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
+def test_a_log_that_makes_no_sense_is_named() -> None:
+    pool = Pool()
+    Shelf.on(pool.writer, writable=True).x = np.zeros(3)
+    assert found(pool) == []
+    record = pool.writer.record(pool.entry("shelf"))
+    assert record.log is not None
+    outside = (Extent(1 << 40, 8), memoryview(bytes(8)))
+    LogWriter(pool.medium, record.log).append([outside], b"", record.info.commit)
+    assert rules(found(pool)) == ["F17"]
+
+    def born_later(payload: bytearray) -> None:
+        payload[-24:-16] = (9).to_bytes(8, "little")
+
+    Forger(pool.medium).forge(Kind.VERSION, born_later)
+    assert "F17" in rules(found(pool, data=False))
+
+
 def test_an_extent_of_two_storages_is_named() -> None:
     pool = Pool()
     pool.save("a", 1, [b"x" * 10, b"x" * 10, b""])
@@ -427,7 +447,7 @@ def test_a_pool_of_a_newer_format_is_refused(pool: Pool) -> None:
     for offset in SUPERBLOCK_OFFSETS:
         data = bytearray(SUPERBLOCK.size)
         pool.medium.load(offset, memoryview(data))
-        data[40] = 1  # incompat
+        data[40] |= 0x80  # incompat; INCOMPAT_KNOWN has no such bit
         data[-16:] = digest(bytes(data[:-16]))
         pool.medium.store(offset, bytes(data))
     with pytest.raises(UsageError, match="newer Portus"):

@@ -235,7 +235,7 @@ def test_without_room_a_commit_goes_on_with_one_of_each(
     held = pool.writer.reserve(pool.writer.free_bytes() - 2 * PAGE)
     with caplog.at_level(logging.WARNING, "portus"):
         pool.save("a", 2, [b"small"], share=None)
-    assert "no room to keep records twice" in caplog.text
+    assert "no space for copies of records" in caplog.text
     assert full < pool.medium.size
     pool.writer.release(held)
     pool.save("a", 3, [b"small"])
@@ -272,11 +272,11 @@ def test_a_commit_notices_what_others_did_to_the_pool() -> None:
     root = pool.writer.catalogue().root
     other = type(root)(root.sequence + 1, root.next_version, root.size, root.table, root.copies)
     store_root(pool.medium, uuid, other)
-    with pytest.raises(CorruptionError, match="somebody else, who writes it too"):
+    with pytest.raises(CorruptionError, match="of another writer"):
         pool.again(4)
 
     pool = Copied()
     for offset in SUPERBLOCK_OFFSETS:
         pool.medium.store(offset, bytes(PAGE))
-    with pytest.raises(CorruptionError, match="somebody wrote over it"):
+    with pytest.raises(CorruptionError, match="another program overwrote it"):
         pool.again(4)

@@ -11,7 +11,7 @@ import pytest
 from portus.errors import CorruptionError, UsageError
 from portus.format.layout import DATA_START, SUPERBLOCK_OFFSETS
 from portus.index.check import check
-from portus.index.device import is_blank, make_pool, settle
+from portus.index.device import is_blank, make_durable, make_pool
 from portus.index.findings import Severity
 from portus.index.pool import PoolReader, PoolWriter
 from portus.index.roots import whole_superblock
@@ -57,7 +57,7 @@ def make_if_blank(files: CrashFiles, report: Callable[[str], None]) -> None:
     medium = lines.open_device(files, DEVICE)
     if is_blank(medium):
         make_pool(medium)
-    settle(medium)
+    make_durable(medium)
     report(MADE)
     PoolWriter(medium, ProcessLocks())
 
@@ -98,6 +98,7 @@ def old_pool() -> bytes:
     return bytes(content)
 
 
+@pytest.mark.long
 def test_every_crash_leaves_a_blank_device_or_a_pool() -> None:
     found = Explorer(
         processes=[make_if_blank, make_if_blank, make_if_blank],
@@ -109,6 +110,7 @@ def test_every_crash_leaves_a_blank_device_or_a_pool() -> None:
     assert len(found.images) > 150
 
 
+@pytest.mark.long
 def test_a_pool_is_never_taken_for_blank_and_made_anew_by_force_alone() -> None:
     content = old_pool()
 
@@ -156,7 +158,7 @@ def test_what_somebody_else_wrote_is_not_blank(medium: Memory, offset: int) -> N
 
 
 def test_a_device_without_room_for_a_header_is_refused() -> None:
-    with pytest.raises(UsageError, match="needs 32768 bytes"):
+    with pytest.raises(UsageError, match="needs at least 32768 bytes"):
         is_blank(memory(DATA_START - 1))
 
 

@@ -9,15 +9,18 @@ import pytest
 
 from portus.index.groups import (
     Group,
+    Left,
     Past,
     cut_off,
     groups_of,
+    leftovers,
     new_id,
     part_model,
     part_of,
     part_token,
     surplus,
 )
+from portus.index.keep import Keep
 from portus.index.place import Place
 from portus.spec import VersionInfo
 
@@ -35,10 +38,17 @@ class Rank:
     committed: list[bytes] = field(default_factory=list)
     complete: set[bytes] = field(default_factory=set)
 
-    def commit(self, group: bytes, step: int, keep: int) -> None:
+    def commit(
+        self, group: bytes, step: int, keep: int | Keep, metrics: dict[str, float] | None = None
+    ) -> None:
         """Commit a part, and in the same commit let go of what the rule allows."""
         known = {*self.complete, *self.past.complete}
-        gone = surplus(self.held, known, keep) + cut_off(self.held, known, self.past.incomplete)
+        rule = Keep.of(keep)
+        assert rule is not None
+        settled = {*known, *self.past.incomplete, *self.committed}
+        unseen = {info.token[:12] for info in self.held} - settled
+        gone = surplus(self.held, known, rule, unseen)
+        gone += cut_off(self.held, known, self.past.incomplete)
         self.held = [info for info in self.held if info.id not in gone]
         self.commits += 1
         self.held.append(
@@ -50,6 +60,7 @@ class Rank:
                 token=part_token(group, self.number),
                 time_ns=1000 - self.commits,  # a clock that goes back
                 size=1,
+                metrics=metrics or {},
             )
         )
         self.committed.append(group)
@@ -125,6 +136,23 @@ def test_keep_counts_complete_groups() -> None:
     assert all(len(rank.held) <= 3 for rank in ranks)
 
 
+@pytest.mark.parametrize(
+    "keep", [Keep(last=1, every=10), Keep(last=1, best=("loss", "min", 1)), Keep(within=1e-6)]
+)
+def test_what_was_not_seen_when_a_job_began_stays_where_keep_wants_it_for_good(keep: Keep) -> None:
+    ranks = [Rank(number) for number in range(RANKS)]
+    first = new_id()
+    for rank in ranks:
+        rank.commit(first, 10, keep, {"loss": 0.1})
+        rank.past, rank.committed = Past(), []  # one pool of them could not be read
+    for step in range(11, 16):
+        group = new_id()
+        exchange(ranks)
+        for rank in ranks:
+            rank.commit(group, step, keep, {"loss": 0.5})
+    assert ranks[0].held[0].step == 10
+
+
 def test_of_what_may_only_not_have_been_seen_nothing_counts_as_cut_off() -> None:
     ranks = [Rank(number) for number in range(RANKS)]
     one, other = new_id(), new_id()
@@ -149,6 +177,35 @@ def test_parts_of_two_attempts_at_one_step_do_not_mix() -> None:
         rank.commit(one if rank.number % 2 else other, 7, 1)
     assert newest_complete(ranks) is None
     assert [group.missing for group in known(ranks)] in ([[1, 3], [0, 2]], [[0, 2], [1, 3]])
+
+
+def test_ranks_keep_the_same_groups_though_some_were_never_complete() -> None:
+    """Of each ten steps the first complete group, and the best; a group that a rank has no part of
+    is in the place of none."""
+    keep = Keep(last=1, every=10, best=("loss", "min", 1))
+    ranks = [Rank(number) for number in range(RANKS)]
+    begin(ranks)
+    for step in range(5, 45, 5):
+        group = new_id()
+        exchange(ranks)
+        for rank in ranks:
+            if step != 10 or rank.number != 2:  # the group of step 10 is never complete
+                rank.commit(group, step, keep, {"loss": abs(step - 25.0)})
+    assert [each.step for each in known(ranks)] == [15, 20, 25, 30, 35, 40]
+    exchange(ranks)
+    last = new_id()
+    for rank in ranks:
+        rank.commit(last, 45, keep)
+    assert [each.step for each in known(ranks)] == [15, 20, 25, 30, 40, 45]
+    assert all(each.is_complete for each in known(ranks))
+
+
+def test_what_jobs_of_other_numbers_of_ranks_left_stays_if_it_is_kept_for_ever() -> None:
+    left = [Left(bytes([n]) * 12, 2, n != 2, step=n * 5, time_ns=n) for n in range(1, 7)]
+    gone = leftovers(left, 3, Keep(last=2, every=10), 10)
+    assert {each.step for each in left if each.id not in gone} == {15, 20, 30}
+    assert leftovers(left, 3, Keep(last=2), 10) == {each.id for each in left}
+    assert leftovers(left, 0, Keep(last=2), 10) == {each.id for each in left[:-2]}
 
 
 def test_parts_of_two_steps_do_not_mix() -> None:

@@ -18,9 +18,10 @@ from portus.cli.export import Wish as ExportWish
 from portus.cli.export import run as export
 from portus.cli.output import Output
 from portus.cli.pools import find_pool
-from portus.client.materialize import materialize
+from portus.client.leaving.materialize import materialize
 from portus.daemon.pools import Pools as HostPools
 from portus.errors import UsageError
+from portus.index.keep import Keep
 from portus.index.place import Place, PlaceKind, local_path
 from portus_accelerate.settings import VARIABLE, from_environment, to_text
 from portus_lightning import PortusIO
@@ -148,7 +149,7 @@ def test_wherever_a_place_is_named_such_a_url_is_refused(
     monkeypatch.setenv("PORTUS_POOL", "")
     monkeypatch.setenv(VARIABLE, "")
     (here / "run.ckpt").write_bytes(b"x")
-    with pytest.raises(UsageError, match=r"found a URL\. \w+"):
+    with pytest.raises(UsageError, match=r"found a URL\. \w+|is the address of a mirror, .* pull"):
         WAYS[way](url)
     assert [path.name for path in here.iterdir()] == ["run.ckpt"]
 
@@ -156,8 +157,10 @@ def test_wherever_a_place_is_named_such_a_url_is_refused(
 def test_settings_say_the_place_to_other_processes_whole(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, json.dumps({"pool": "pools", "max_bytes": 5}))
+    keep = {"last": 3, "best": ["loss", "min", 2]}
+    monkeypatch.setenv(VARIABLE, json.dumps({"pool": "pools", "max_bytes": 5, "keep": keep}))
     settings = from_environment()
+    assert settings.keep == Keep(last=3, best=("loss", "min", 2))
     assert json.loads(to_text(settings))["pool"] == str(here / "pools")
     monkeypatch.setenv(VARIABLE, to_text(settings))
     assert from_environment() == settings

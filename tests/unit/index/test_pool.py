@@ -117,6 +117,31 @@ def test_a_pinned_version_keeps_its_space_after_it_was_retired() -> None:
     assert stored(reader, record) != [b"first" * 1000], "let go, the space was used again"
 
 
+@pytest.mark.parametrize("ask", ["reserve", "ensure"])
+def test_who_reads_for_long_ends_where_there_is_no_other_room(ask: str) -> None:
+    size = 1 << 20
+    pool = writer(max_bytes=DATA_START + 3 * size)
+    first = save(pool, [b"1" * size])
+    second = save(pool, [b"2" * size], retire=[first.info.id])
+    pool.locks.pin(first.info.id)
+    asked = []
+
+    def end() -> bool:
+        asked.append(1)
+        pool.locks.unpin(first.info.id)
+        return True
+
+    pool.yields = end
+    pool.retire([])
+    assert pool.free_bytes() < size + size // 2
+    if ask == "reserve":
+        pool.release(pool.reserve(size + size // 2))
+    else:
+        pool.ensure(size + size // 2)
+    assert asked == [1]
+    assert stored(pool, second) == [b"2" * size]
+
+
 def test_a_writer_that_opens_leaves_alone_what_a_reader_pins_since_the_writer_before_it() -> None:
     table = LockTable()
     medium = Memory(DATA_START)
@@ -145,7 +170,7 @@ def test_a_retired_version_cannot_be_pinned() -> None:
     record = save(pool, [b"x"])
     pool.retire([record.info.id])
     with (
-        pytest.raises(StaleError, match="ask for the newest again"),
+        pytest.raises(StaleError, match="load the newest again"),
         reader_of(pool).pinned(record.info.id),
     ):
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
+import mmap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +21,7 @@ from portus.index.place import Place
 from portus.index.scrub import scrub
 from portus.media.file import UncachedFile
 from portus.media.local import LocalFiles
+from tests.page_cache import forget, in_memory
 
 SIZE = 3 * UNIT + 5000
 
@@ -94,6 +95,7 @@ def test_rot_is_told_when_it_is_found_and_the_rest_is_read_all_the_same(pool: Pl
     )
 
 
+@pytest.mark.long
 def test_a_version_that_is_retired_meanwhile_is_no_error_and_is_not_waited_for(
     tmp_path: Path,
 ) -> None:
@@ -119,14 +121,14 @@ def test_the_disk_is_read_and_nothing_is_kept_of_it_in_memory(pool: Place) -> No
         with contextlib.closing(LocalFiles().open_uncached(pool.path)) as opened:
             if not isinstance(opened, UncachedFile):
                 pytest.skip("this file system has no O_DIRECT")
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        forget(file)
         assert scrub(pool, 1 << 40, Look(), wait=lambda seconds: None) == []
-        with pytest.raises(BlockingIOError):
-            os.preadv(file.fileno(), [bytearray(4096)], UNIT, os.RWF_NOWAIT)
+        assert not in_memory(file)[UNIT // mmap.PAGESIZE]
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize(
+    "end", [KeyboardInterrupt, pytest.param(SystemExit, marks=pytest.mark.long)]
+)
 def test_one_that_is_ended_holds_nothing(pool: Place, end: type[BaseException]) -> None:
     def wait(seconds: float) -> None:
         raise end
@@ -136,8 +138,8 @@ def test_one_that_is_ended_holds_nothing(pool: Place, end: type[BaseException]) 
     with Checkpointer(pool.path, keep=1) as run:
         run.save(state(3), 3).wait()
         run.save(state(4), 4).wait()
-        assert run._writer is not None
-        assert run._writer.locks.pins() == set()
+        assert run._pool.writer is not None
+        assert run._pool.writer.locks.pins() == set()
 
 
 def test_a_pool_that_is_open_is_read_as_it_is(pool: Place, tmp_path: Path) -> None:
@@ -145,6 +147,6 @@ def test_a_pool_that_is_open_is_read_as_it_is(pool: Place, tmp_path: Path) -> No
     wait: Callable[[float], object] = called.append
     with Checkpointer(pool.path) as run:
         run.load()
-        assert run._writer is not None
-        assert scrub(run._writer, 1 << 40, Look(), wait=wait) == []
+        assert run._pool.writer is not None
+        assert scrub(run._pool.writer, 1 << 40, Look(), wait=wait) == []
     assert called

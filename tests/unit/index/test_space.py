@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from portus.index.space import EMPTY, Runs, choose, gaps, merged, page_count, runs_of
+from portus.index.space import EMPTY, Runs, alone, choose, gaps, merged, page_count, runs_of
 from portus.spec import PAGE
 
 _RANGES = st.lists(st.tuples(st.integers(0, 60 * PAGE), st.integers(0, 5 * PAGE)), max_size=12)
@@ -69,3 +69,11 @@ def test_the_smallest_run_that_fits_is_taken() -> None:
 def test_nothing_is_free_in_nothing() -> None:
     assert choose(EMPTY, 1) is None
     assert choose(EMPTY, 0) == []
+
+
+@given(st.lists(_RANGES, max_size=5))
+def test_alone_counts_the_pages_that_no_other_reach_has(many: list[list[tuple[int, int]]]) -> None:
+    found = alone([_runs(each) for each in many])
+    for index, ranges in enumerate(many):
+        others = [_pages(each) for place, each in enumerate(many) if place != index]
+        assert found[index] == len(_pages(ranges) - set().union(*others))

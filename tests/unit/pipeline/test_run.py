@@ -215,7 +215,7 @@ def test_a_save_given_up_after_its_last_byte_was_copied_never_commits() -> None:
     medium.on_store = lambda: released.append(save.release(0))
     save.run()
     assert released == [False], "one store has all"
-    with pytest.raises(AbandonedError, match="fence time-out"):
+    with pytest.raises(AbandonedError, match="fence_timeout"):
         save.result(0)
     assert not list(bench.pool.catalogue().entries())
 
@@ -256,7 +256,7 @@ def test_a_save_that_ran_out_of_time_never_commits() -> None:
     assert not save.release(0.05)
     medium.opened.set()
     worker.join()
-    with pytest.raises(AbandonedError, match=r"fence time-out of 0\.05 s"):
+    with pytest.raises(AbandonedError, match=r"fence_timeout of 0\.05 s"):
         save.result(0)
     assert [entry.info for entry in bench.pool.catalogue().entries()] == [first.result(0)]
     free = bench.pool.free_bytes()

@@ -11,19 +11,18 @@ from hypothesis import strategies as st
 from portus.protocol import messages as said
 from portus.protocol.connection import HEADER, Connection, Event, Forgotten, Payload, _check
 from portus.protocol.messages import (
-    PAYLOADS,
     Fault,
-    Kind,
     ProtocolError,
     Said,
     packed_column,
     packed_handles,
 )
-from portus.protocol.session import NEXT, State
+from portus.protocol.session import NEXT
+from portus.protocol.vocabulary import MessageKind, State
 
 TOKEN = bytes(range(16))
 
-EXAMPLES: dict[Kind, Said] = {
+EXAMPLES: dict[MessageKind, Said] = {
     message.kind: message
     for message in (
         said.Hello.of("tenant", TOKEN),
@@ -65,6 +64,15 @@ EXAMPLES: dict[Kind, Said] = {
         said.Standing(1, 2, 3, 4, 5),
         said.GiveBack(),
         said.Note("net@40: no space"),
+        said.Settle("net", bytes(16)),
+        said.Metrics({"val_loss": 0.25}),
+        said.Put("net/log/1", True, b"entry"),
+        said.Placed(True),
+        said.Get("net/packs/1", 16, 1 << 20),
+        said.Object(b"bytes"),
+        said.List("net/log/", "net/log/1"),
+        said.Listed(["net/log/2"], packed_column([5]), packed_column([1 << 50])),
+        said.Delete(["net/packs/1"]),
         said.Refused(Fault.MEDIUM, 28, "no space"),
     )
 }
@@ -84,9 +92,9 @@ def header(connection: Connection, length: int, kind: int) -> bytes:
     return start + (_check(start) if connection.has_digests else bytes(3))
 
 
-def frames(connection: Connection, kind: Kind, payload: bytes = b"payload") -> bytes:
+def frames(connection: Connection, kind: MessageKind, payload: bytes = b"payload") -> bytes:
     """What goes over the wire when ``connection`` says an example of ``kind``."""
-    if kind in PAYLOADS:
+    if kind.is_payload:
         head = connection.send_payload(kind, len(payload))
         middle = len(payload) // 2
         assert connection.sent(payload[:middle]) == b""
@@ -123,12 +131,14 @@ def forever(size: int) -> Iterator[int]:
 
 
 def test_every_kind_has_an_example() -> None:
-    assert set(EXAMPLES) == set(Kind) - PAYLOADS
+    assert set(EXAMPLES) == {kind for kind in said.MESSAGES if not kind.is_payload}
 
 
 @pytest.mark.parametrize("version", said.VERSIONS)
 @pytest.mark.parametrize(("state", "kind"), NEXT, ids=lambda each: each.name)
-def test_both_ends_agree_however_the_bytes_are_cut(state: State, kind: Kind, version: int) -> None:
+def test_both_ends_agree_however_the_bytes_are_cut(
+    state: State, kind: MessageKind, version: int
+) -> None:
     speaker = end(state, is_client=kind.from_client, version=version)
     if not speaker.knows(kind):
         assert version < said.VERSION
@@ -137,7 +147,7 @@ def test_both_ends_agree_however_the_bytes_are_cut(state: State, kind: Kind, ver
     for size in range(1, len(data) + 1):
         listener = end(state, is_client=not kind.from_client, version=version)
         events = heard(listener, data, forever(size))
-        if kind in PAYLOADS:
+        if kind.is_payload:
             assert events == [Payload(kind, 7), b"payload"]
         else:
             assert events == [EXAMPLES[kind]]
@@ -147,7 +157,7 @@ def test_both_ends_agree_however_the_bytes_are_cut(state: State, kind: Kind, ver
 def test_a_frame_is_never_asked_beyond_its_end() -> None:
     """Or payload would be eaten by the buffer, not received where it goes."""
     speaker = end(State.PULLING, is_client=True)
-    data = frames(speaker, Kind.DATA) + frames(speaker, Kind.DATA)
+    data = frames(speaker, said.DATA) + frames(speaker, said.DATA)
     listener = end(State.PULLING, is_client=False)
     fed = 0
     while fed < len(data):
@@ -165,13 +175,13 @@ def test_a_frame_is_never_asked_beyond_its_end() -> None:
 def test_what_the_table_does_not_have_is_refused_by_the_listener() -> None:
     tried = 0
     for state in State:
-        for kind in Kind:
+        for kind in said.MESSAGES:
             if (state, kind) in NEXT:
                 continue
-            body = b"x" if kind in PAYLOADS else said.encode(EXAMPLES[kind])
+            body = b"x" if kind.is_payload else said.encode(EXAMPLES[kind])
             listener = end(state, is_client=not kind.from_client)
             with pytest.raises(ProtocolError, match=kind.name):
-                heard(listener, header(listener, len(body), kind) + body, forever(1 << 20))
+                heard(listener, header(listener, len(body), kind.number) + body, forever(1 << 20))
             assert listener.state is state
             with pytest.raises(ProtocolError):
                 listener.feed(b"")  # of no use any more
@@ -181,7 +191,7 @@ def test_what_the_table_does_not_have_is_refused_by_the_listener() -> None:
 
 def test_what_the_table_does_not_have_cannot_be_said() -> None:
     for state in State:
-        for kind in Kind:
+        for kind in said.MESSAGES:
             speaker = end(state, is_client=kind.from_client)
             if (state, kind) not in NEXT:
                 with pytest.raises(AssertionError):
@@ -196,40 +206,40 @@ def test_words_of_the_wrong_side_are_refused() -> None:
             heard(listener, frames(speaker, kind), forever(1 << 20))
 
 
-@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
-def test_a_length_out_of_range_is_refused_before_a_byte_of_the_body(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(said.MESSAGES), ids=lambda kind: kind.name)
+def test_a_length_out_of_range_is_refused_before_a_byte_of_the_body(kind: MessageKind) -> None:
     state = next(before for before, each in NEXT if each is kind)
-    for length in (0, said.body_size_max(kind) + 1, 0xFFFFFFFF):
+    for length in (0, kind.body_size_max + 1, 0xFFFFFFFF):
         listener = end(state, is_client=not kind.from_client)
         with pytest.raises(ProtocolError, match=r"bytes, found|in state"):
-            listener.feed(header(listener, length, kind))
+            listener.feed(header(listener, length, kind.number))
 
 
 def test_what_is_longer_than_its_kind_may_be_cannot_be_said() -> None:
-    proof = said.ProofGiven(bytes(said.body_size_max(Kind.PROOF)))
+    proof = said.ProofGiven(bytes(said.ProofGiven.kind.body_size_max))
     with pytest.raises(AssertionError):
         end(State.CHALLENGED, is_client=True).send(proof)
-    for length in (0, said.body_size_max(Kind.DATA) + 1):
+    for length in (0, said.DATA.body_size_max + 1):
         with pytest.raises(AssertionError):
-            end(State.PULLING, is_client=True).send_payload(Kind.DATA, length)
-    end(State.PULLING, is_client=True).send_payload(Kind.DATA, said.body_size_max(Kind.DATA))
+            end(State.PULLING, is_client=True).send_payload(said.DATA, length)
+    end(State.PULLING, is_client=True).send_payload(said.DATA, said.DATA.body_size_max)
 
 
 def test_a_stranger_can_make_the_host_take_little_memory() -> None:
-    for kind in (Kind.HELLO, Kind.PROOF):
-        assert said.body_size_max(kind) <= 512
+    for kind in (said.Hello.kind, said.ProofGiven.kind):
+        assert kind.body_size_max <= 512
     listener = end(State.READY, is_client=False)
-    listener.feed(header(listener, said.body_size_max(Kind.BEGIN), Kind.BEGIN))
+    listener.feed(header(listener, said.Begin.kind.body_size_max, said.Begin.kind.number))
     assert listener.wanted <= 1 << 20  # memory is taken as bytes arrive
 
 
 def test_a_header_without_a_check_has_zeros() -> None:
     with pytest.raises(ProtocolError, match="expected 000000"):
-        end(State.NEW, is_client=False).feed(HEADER.pack(5, Kind.HELLO, b"\0\1\0"))
+        end(State.NEW, is_client=False).feed(HEADER.pack(5, said.Hello.kind.number, b"\0\1\0"))
 
 
 @pytest.mark.parametrize(("state", "kind"), NEXT, ids=lambda each: each.name)
-def test_every_bit_that_flips_is_seen_within_its_frame(state: State, kind: Kind) -> None:
+def test_every_bit_that_flips_is_seen_within_its_frame(state: State, kind: MessageKind) -> None:
     data = frames(end(state, is_client=kind.from_client), kind)
     for number in range(8 * len(data)):
         damaged = bytearray(data)
@@ -241,14 +251,14 @@ def test_every_bit_that_flips_is_seen_within_its_frame(state: State, kind: Kind)
             continue
         # A greeting has no digest behind it: its length may say that more is to come. Of one that
         # is of another program or version nothing is known but that.
-        assert kind is Kind.HELLO
+        assert kind is said.Hello.kind
         for event in events:
             assert isinstance(event, said.Hello)
             assert event.magic != said.MAGIC or event.version not in said.VERSIONS
 
 
 def test_a_damaged_length_is_seen_before_it_is_waited_for() -> None:
-    data = frames(end(State.READY, is_client=True), Kind.PIN)
+    data = frames(end(State.READY, is_client=True), said.Pin.kind)
     for number in range(8 * HEADER.size):
         damaged = bytearray(data[: HEADER.size])
         damaged[number // 8] ^= 1 << number % 8
@@ -257,9 +267,9 @@ def test_a_damaged_length_is_seen_before_it_is_waited_for() -> None:
 
 
 def test_a_refusal_of_a_version_can_be_read_by_whoever_speaks_another() -> None:
-    refused = frames(end(State.GREETED, is_client=False, version=5), Kind.REFUSED)
+    refused = frames(end(State.GREETED, is_client=False, version=5), said.Refused.kind)
     listener = end(State.GREETED, is_client=True)
-    assert heard(listener, refused, forever(7)) == [EXAMPLES[Kind.REFUSED]]
+    assert heard(listener, refused, forever(7)) == [EXAMPLES[said.Refused.kind]]
     proving = end(State.PROVING, is_client=True)
     with pytest.raises(ProtocolError, match="changed on the way"):
         heard(proving, refused, forever(7))
@@ -296,7 +306,7 @@ def test_a_greeting_of_a_later_version_can_be_read() -> None:
 
     version = said.VERSION + 1
     later = msgspec.msgpack.encode(("portus", version, "tenant", TOKEN, b"digest", {"more": 1}))
-    hello = said.decode(Kind.HELLO, later)
+    hello = said.decode(said.Hello.kind, later)
     assert isinstance(hello, said.Hello)
     assert hello.version == version
 
@@ -304,7 +314,7 @@ def test_a_greeting_of_a_later_version_can_be_read() -> None:
 @pytest.mark.parametrize("numbers", [[-1], [1 << 63], [(1 << 62) + 1], [1 << 61, 1 << 61, 1 << 61]])
 def test_numbers_out_of_range_are_refused(numbers: list[int]) -> None:
     data = b"".join((n & (1 << 64) - 1).to_bytes(8, "little") for n in numbers)
-    with pytest.raises(ProtocolError, match=r"range|too much"):
+    with pytest.raises(ProtocolError, match=r"range|too large"):
         said.column(data, "numbers")
 
 
@@ -312,7 +322,7 @@ def test_numbers_out_of_range_are_refused(numbers: list[int]) -> None:
     "pairs", [[-1, 0], [1 << 62, 0], [0, 1 << 62], [0, 1 << 60, 1, 1 << 60] * 4]
 )
 def test_ranges_whose_ends_or_sum_would_wrap_around_are_refused(pairs: list[int]) -> None:
-    with pytest.raises(ProtocolError, match=r"range|too much"):
+    with pytest.raises(ProtocolError, match=r"range|too large"):
         said.ranges(packed_column(pairs), "ranges")
 
 
@@ -336,7 +346,7 @@ def test_any_bytes_are_messages_or_a_protocol_error(
 
 
 @pytest.mark.parametrize("kind", EXAMPLES, ids=lambda kind: kind.name)
-def test_a_damaged_message_is_a_message_or_a_protocol_error(kind: Kind, seed: int) -> None:
+def test_a_damaged_message_is_a_message_or_a_protocol_error(kind: MessageKind, seed: int) -> None:
     state = next(before for before, each in NEXT if each is kind)
     data = frames(end(state, is_client=kind.from_client), kind)
     chance = random.Random(seed)
@@ -362,3 +372,8 @@ def check(events: Iterable[Heard]) -> None:
                 said.column(value, name)
         if isinstance(value := getattr(event, "ranges", None), bytes):
             said.ranges(value, "ranges")
+
+
+@pytest.mark.parametrize("is_client", [True, False])
+def test_no_version_is_spoken_before_the_greeting(is_client: bool) -> None:
+    assert Connection(is_client=is_client).version == 0

@@ -8,9 +8,9 @@ from portus.errors import UsageError
 from portus.format import checksum
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, is_address, parse
-from portus.protocol.messages import Kind
 from portus.protocol.proof import equal, proof_of_client, proof_of_host
-from portus.protocol.session import NEXT, State, table
+from portus.protocol.session import NEXT, table
+from portus.protocol.vocabulary import State
 
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "protocol.md").read_text()
 
@@ -24,7 +24,7 @@ def test_the_document_holds_the_messages() -> None:
 
 
 def test_every_message_and_every_state_is_in_the_table() -> None:
-    assert {kind for _, kind in NEXT} == set(Kind)
+    assert {kind for _, kind in NEXT} == set(said.MESSAGES)
     reached = {State.NEW, *NEXT.values()}
     assert reached == set(State)
 
@@ -60,12 +60,12 @@ def test_a_state_waits_for_one_side_alone_but_where_words_may_cross() -> None:
 
 def test_an_abandonment_that_crosses_any_answer_ends_in_ready() -> None:
     for state in (State.OFFERED, State.PULLING):
-        for answer in (Kind.PULL, Kind.PULLED, Kind.REFUSED):
+        for answer in (said.Pull.kind, said.Pulled.kind, said.Refused.kind):
             if (state, answer) not in NEXT:
                 continue
             host = NEXT[state, answer]  # it answered, and then hears of the abandonment
-            assert NEXT[host, Kind.ABANDON] is State.ABANDONING
-            client = NEXT[NEXT[state, Kind.ABANDON], answer]
+            assert NEXT[host, said.Abandon.kind] is State.ABANDONING
+            client = NEXT[NEXT[state, said.Abandon.kind], answer]
             assert client is State.ABANDONING
 
 

@@ -6,6 +6,7 @@ import errno
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -24,7 +25,7 @@ from portus.testing.crash import (
     record,
 )
 from portus.testing.disk import Disk, File, Page
-from portus.testing.explore import Explorer, ImageError
+from portus.testing.explore import Exploration, Explorer, ImageError
 from portus.testing.outcomes import NOISE, outcomes, power_loss
 
 # --- it is a medium and it is files ---------------------------------------------------------
@@ -759,6 +760,19 @@ def test_a_retry_after_eio_is_found_and_storing_again_is_not() -> None:
     with pytest.raises(ImageError):
         explorer(Retries, faults=_FIRST_SAVE).explore()
     explorer(StoresAgain, faults=_FIRST_SAVE).explore()
+
+
+def test_what_comes_before_a_fault_is_in_the_search_without_faults() -> None:
+    def found(faults: Faults | None, *, after_fault: bool = False) -> Exploration:
+        search = replace(explorer(StoresAgain, 1, faults), budgets=(10_000,))
+        return replace(search, after_fault=after_fault).explore()
+
+    whole, after, without = found(_FIRST_SAVE), found(_FIRST_SAVE, after_fault=True), found(None)
+    assert whole.images <= after.images | without.images
+    assert after.images - without.images
+    assert after.crashes < whole.crashes
+    with pytest.raises(ImageError):
+        replace(explorer(Retries, faults=_FIRST_SAVE), after_fault=True).explore()
 
 
 def test_an_image_is_verified_again_when_more_is_known() -> None:

@@ -131,7 +131,7 @@ def test_a_device_that_is_refused_all_ways_is_staged_for_good_and_others_are_not
 def test_a_device_that_brought_other_bytes_is_staged() -> None:
     regions = Regions(Registry(), Library(memfd).driver)  # type: ignore[arg-type]
     taken(regions, 0)
-    regions.distrust({0}, "what arrived is not what was sent")
+    regions.distrust({0}, "the bytes that arrived are not those that were sent")
     assert regions.staged() == [0]
     with pytest.raises(StagedError):
         taken(regions, 0)

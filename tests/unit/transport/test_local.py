@@ -544,6 +544,21 @@ def test_what_is_memory_is_read_where_it_lies(engine: Engine) -> None:
     medium.close()
 
 
+def test_what_is_memory_is_read_with_one_call_of_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call waits for its second thread, whose priority is low, at its end."""
+    monkeypatch.setattr(local, "BATCH", 1 << 20)
+    case = big_case(1 << 20, 7, 1 << 20, 1 << 20)
+    medium = Memory(len(case.memory))
+    copy(medium, case.sources, Stop(), engine=engine)
+    for call in (check, fetch):
+        seen = Watching(engine)
+        assert rows(call(medium, case.sources, Stop(), engine=seen)) == case.expected
+        assert seen.calls == 1
+    medium.close()
+
+
 def test_poisoned_memory_can_still_be_loaded_from(engine: Engine) -> None:
     failing = [False]
 
@@ -618,6 +633,7 @@ class Watching:
         self._engine = engine
         self.rows: list[int] = []
         self.most = 0
+        self.calls = 0
 
     def move(
         self,
@@ -626,6 +642,7 @@ class Watching:
         digests: Buffer,
         stop: Stop,
     ) -> None:
+        self.calls += 1
         self.rows += np.unique(segments.row).tolist()
         self.most = max(self.most, segments.size)
         self._engine.move(segments, target, digests, stop)

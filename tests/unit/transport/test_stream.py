@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from portus.errors import PortusError, TransportError, UsageError
+from portus.protocol import messages as said
 from portus.protocol.connection import HEADER
-from portus.protocol.messages import Kind
-from portus.protocol.session import State
+from portus.protocol.vocabulary import State
 from portus.transport.budget import FREE, Account, Budget
 from portus.transport.stream import EndedError, Link, SilentError, UnreadError
 
@@ -84,7 +84,7 @@ class Listener:
         settled(lambda: self.link.connection.body_left <= left - len(data) or self.link.closed)
 
     def announce(self) -> None:
-        self.client.sendall(HEADER.pack(BODY, Kind.REGISTER, bytes(3)))
+        self.client.sendall(HEADER.pack(BODY, said.Register.kind.number, bytes(3)))
         settled(lambda: self.link.connection.body_left == BODY)
 
     def ended(self) -> PortusError | UnreadError:
@@ -174,7 +174,7 @@ def test_a_message_without_memory_is_taken_in_and_forgotten_for_a_refusal(
         assert listener.account.passing == 0
     error = listener.ended()
     assert isinstance(error, UnreadError)
-    assert (error.kind, type(error.why)) == (Kind.REGISTER, TransportError)
+    assert (error.kind, type(error.why)) == (said.Register.kind, TransportError)
     assert "those of this tenant" in str(error.why)
     assert listener.link.connection.state is State.ASKED, "a refusal may follow"
 
@@ -227,7 +227,7 @@ def test_memory_goes_to_what_was_sent_and_the_first_comes_to_its_end() -> None:
     assert second.take(150, 0)
     assert not second.take(150, 0), "those that are not first share what the first may not need"
     assert first.take(250, 0), "nobody could go on"
-    with pytest.raises(UsageError, match="a connection has 500 at most"):
+    with pytest.raises(UsageError, match="a connection may have 500 at most"):
         first.could(501)
     first.passed()
     assert second.take(350, 0), "it is the first now"

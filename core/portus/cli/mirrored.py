@@ -1,0 +1,175 @@
+"""Commands on the mirrors at an address: ``ls``, ``rm`` and ``gc``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final, TypeVar
+
+from portus.cli.grouped import group_document, ranks_text
+from portus.cli.output import (
+    Json,
+    Output,
+    age_text,
+    count_text,
+    error_document,
+    exit_code,
+    said,
+    size_text,
+)
+from portus.cli.pools import Found, link_document, link_text, version_document
+from portus.errors import PortusError, StaleError
+from portus.index.groups import groups_of
+from portus.index.place import Place
+from portus.mirror.address import parse
+from portus.mirror.log import SupersededError
+from portus.mirror.mirror import Mirror
+from portus.mirror.mirrors import Mirrors
+from portus.mirror.objects import FACTS_MAX, Added, Removed, State
+from portus.mirror.writer import Freed
+
+Result = TypeVar("Result")
+
+_NOBODY: Final = bytes(16)
+"""Of which pool a command is."""
+
+_TRIES: Final = 20
+"""Times that a command takes the term from a run that takes it back, until it gives up."""
+
+
+@contextlib.contextmanager
+def mirrors_at(place: Place) -> Iterator[Mirrors]:
+    """Those of a place of that kind."""
+    with Mirrors(parse(place.path)) as mirrors:
+        yield mirrors
+
+
+def claim(mirror: Mirror, command: str) -> State:
+    """Take the term for what a command does; a run that mirrors there takes it back."""
+    who = f"portus {command}: pid {os.getpid()} on {platform.node()}"
+    return mirror.claim(who, _NOBODY, 0, passing=True)
+
+
+def let_go(place: Place, found: Sequence[Found], *, force: bool) -> None:
+    """Remove versions from the mirrors at ``place``, with their reference files there. Raises
+    ``StaleError`` if a file came to lead to one meanwhile, unless ``force``, and
+    ``SupersededError``."""
+    with mirrors_at(place) as mirrors:
+        for model in dict.fromkeys(each.info.model for each in found):
+            tokens = [each.info.token for each in found if each.info.model == model]
+            retried(partial(_let_go, mirrors.of(model), tokens, force))
+
+
+def _let_go(mirror: Mirror, tokens: Sequence[bytes], force: bool) -> None:
+    state = claim(mirror, "rm")
+    there = {each.token for each in state.versions}
+    led = set() if force else {each.token for each in state.references}
+    if led & set(tokens):
+        raise StaleError(f"{mirror.name}: a file came to lead to {mirror.model} meanwhile")
+    gone = [token for token in tokens if token in there]
+    for start in range(0, len(gone), FACTS_MAX):
+        mirror.note([Removed(token) for token in gone[start : start + FACTS_MAX]])
+
+
+def ls(place: Place, every: bool, newest: int, output: Output) -> int:
+    """List what is there; the exit code. newest: of each model, unless ``every`` one is wanted."""
+    documents: list[Json] = []
+    code = 0
+    infos = []
+    rows: list[tuple[str, ...]] = []
+    with mirrors_at(place) as mirrors:
+        for model in mirrors.models():
+            try:
+                state = mirrors.of(model).read()
+            except PortusError as error:
+                documents.append({"name": model, "error": error_document(error)})
+                output.note(f"portus: {model}: {said(error)}")
+                code = max(code, exit_code(error))
+                continue
+            found = [(each, each.info(model, 0, each.commit)) for each in in_order(state)]
+            infos += [(place, info) for _, info in found]
+            versions: list[Json] = []
+            left_out = 0 if every else max(0, len(found) - newest)
+            if left_out:
+                rows.append((model, "...", f"{left_out} older: --all", "", ""))
+            for index, (added, info) in enumerate(found):
+                held = [each for each in state.references if each.token == added.token]
+                versions.append(
+                    {**version_document(info), "references": [link_document(x) for x in held]}
+                )
+                if index >= left_out:
+                    names = ", ".join(map(link_text, held))
+                    age, size = age_text(info.time_ns), size_text(info.size)
+                    rows.append((model, str(info.step), age, size, names))
+            documents.append({"name": model, "versions": versions, **term_document(state)})
+    total = size_text(sum(info.size for _, info in infos))
+    output.line(f"{place}: {count_text(len(infos), 'version')}, {total} or less")
+    if rows:
+        output.table(("MODEL", ">STEP", "SAVED", ">SIZE", "REFERENCES"), rows)
+    groups = groups_of(infos)
+    if groups:
+        output.line()
+        shown = groups if every else groups[-newest:]
+        output.table(
+            ("GROUP", ">STEP", "RANKS"), [(g.model, str(g.step), ranks_text(g)) for g in shown]
+        )
+    output.document(
+        {
+            "pools": [{"path": place.path, "models": documents}],
+            "groups": [group_document(each) for each in groups],
+        }
+    )
+    return code
+
+
+def gc(place: Place, *, dry_run: bool, output: Output) -> int:
+    """Delete the objects that nobody needs any more; the exit code."""
+    documents: list[Json] = []
+    code = 0
+    with mirrors_at(place) as mirrors:
+        for model in mirrors.models():
+            mirror = mirrors.of(model)
+            try:
+                freed = mirror.unneeded()
+                if freed.objects and not dry_run:
+                    freed = retried(partial(_collected, mirror))
+            except PortusError as error:
+                documents.append({"name": model, "error": error_document(error)})
+                output.note(f"portus: {model}: {said(error)}")
+                code = max(code, exit_code(error))
+                continue
+            documents.append({"name": model, "objects": freed.objects, "size": freed.size})
+            would = "would be " if dry_run else ""
+            what = f"{count_text(freed.objects, 'object')}, {size_text(freed.size)}, {would}deleted"
+            output.line(f"{place}: {model}: {what if freed.objects else 'nothing to do'}")
+    if not documents:
+        output.line(f"{place}: no mirrors")
+    output.document({"dry_run": dry_run, "mirrors": documents})
+    return code
+
+
+def _collected(mirror: Mirror) -> Freed:
+    claim(mirror, "gc")
+    return mirror.collect()
+
+
+def retried(act: Callable[[], Result]) -> Result:
+    """What ``act`` gives; again, where a run took the term back meanwhile. Raises ``BusyError``
+    where it does so each time."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(SupersededError):
+            return act()
+    return act()
+
+
+def in_order(state: State) -> list[Added]:
+    """The versions, oldest first."""
+    return sorted(state.versions, key=lambda each: (each.term, each.commit))
+
+
+def term_document(state: State) -> dict[str, Json]:
+    """Who writes a mirror, for machines."""
+    return {"term": state.term, "writer": state.who or None, "passing": state.passing}

@@ -1,0 +1,126 @@
+"""``portus pull MIRROR [DIR]``: the pool and the reference files of a fresh node."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from portus.cli.mirrored import in_order
+from portus.cli.output import Json, Output, count_text, size_text
+from portus.cli.pools import version_document
+from portus.cli.progress import bar
+from portus.client.files.home import FileHome
+from portus.errors import UsageError
+from portus.index.groups import part_of
+from portus.index.place import DEFAULT_DIRECTORY, Place
+from portus.mirror.address import StoreAddress, parse
+from portus.mirror.fetching import fill, missing
+from portus.mirror.mirror import Mirror
+from portus.mirror.mirrors import Mirrors, meant
+from portus.mirror.objects import Referred
+from portus.spec import VersionInfo
+
+_HOW: Final = "portus export takes one version out of a mirror"
+
+
+def run(url: str, directory: str | None, pool: str | None, output: Output) -> int:
+    """Pull; the exit code. pool: where the pools are to be, if not in ``.portus`` below."""
+    address, model = _aimed(url)
+    root = os.path.abspath(os.path.expanduser(directory or "."))
+    if os.path.exists(root) and not os.path.isdir(root):
+        raise UsageError(f"{root} is not a directory; name one, or leave DIR out")
+    place = Place.named(pool or os.path.join(root, DEFAULT_DIRECTORY), "--pool")
+    if place.is_host:
+        raise UsageError(f"--pool {place}: a mirror is pulled into pools of this machine")
+    documents: list[Json] = []
+    with Mirrors(address) as mirrors:
+        models = _models(mirrors, model)
+        if not models:
+            raise UsageError(f"{address}: there is no mirror")
+        if len(models) > 1 and not place.is_directory:
+            raise UsageError(
+                f"--pool {place}: expected a directory for the pools of {len(models)} models"
+            )
+        os.makedirs(root, exist_ok=True)
+        for each in models:
+            documents.append(_pulled(mirrors.of(each), place.pool_of(each), output))
+    output.document({"pulled": documents})
+    return 0
+
+
+def _aimed(url: str) -> tuple[StoreAddress, str | None]:
+    """Where the mirrors are, and which one is meant; None: all."""
+    address = parse(url, "MIRROR")
+    with Mirrors(address) as mirrors:
+        if mirrors.models():
+            return address, None
+    found = meant(url, "MIRROR")
+    if found.step is not None:
+        raise UsageError(
+            f"{url}: a pull takes the newest version, and those that files lead to; {_HOW}"
+        )
+    return found.address, found.model
+
+
+def _models(mirrors: Mirrors, model: str | None) -> list[str]:
+    """What is pulled: all, or one, or the parts of one."""
+    if model is None:
+        return mirrors.models()
+    if mirrors.has(model):
+        return [model]
+    named = [(each, part_of(each)) for each in mirrors.models()]
+    return [each for each, part in named if part is not None and part[0] == model]
+
+
+def _pulled(mirror: Mirror, place: Place, output: Output) -> Json:
+    state = mirror.read()
+    home = FileHome(place, mirror.model, None)
+    made = not home.exists()
+    home.create()
+    writer = home.open()
+    try:
+
+        def infos() -> list[VersionInfo]:
+            found = writer.catalogue().models.get(mirror.model)
+            return [entry.info for entry in found.versions] if found else []
+
+        own = [info for info in infos() if state.version(info.token) is None]
+        if own:
+            raise UsageError(
+                f"{home.path} has versions of {mirror.model!r} that {mirror.name} lacks, the "
+                f"newest of step {own[-1].step}: move that pool away, or name another DIR. "
+                f"{_HOW}"
+            )
+        total, done = sum(each.size for each in missing(state, infos())), 0
+        with bar(f"{mirror.model} from {mirror.name}") as told:
+
+            def advanced(length: int) -> None:
+                nonlocal done
+                done += length
+                told(done, total)
+
+            keeper = home.keeper(writer)
+            before = set(keeper.placed(mirror.model))
+
+            def put_back(said: Referred, info: VersionInfo) -> None:
+                keeper.put_back(said.path, info, said.part)
+
+            fetched = fill(mirror, state, writer, put_back, infos, advanced)
+            files = sorted(set(keeper.placed(mirror.model)) - before)
+    finally:
+        home.close(made=made)
+    size = sum(each.size for each in fetched)
+    output.line(
+        f"{home.path}: {mirror.model}: {count_text(len(fetched), 'version')}, {size_text(size)}, "
+        f"and {count_text(len(files), 'reference file')} from {mirror.name}"
+    )
+    numbers = {each.token: n for n, each in enumerate(in_order(state), 1)}
+    return {
+        "model": mirror.model,
+        "pool": home.path,
+        "versions": [
+            version_document(each.info(mirror.model, numbers[each.token], each.commit))
+            for each in fetched
+        ],
+        "references": list(files),
+    }

@@ -1,0 +1,199 @@
+"""``portus report [RUN]``: where the time of a training went, and what each restart lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from portus.cli import report_page, report_picture
+from portus.cli.output import Json, Output, moment_text
+from portus.cli.training import (
+    WHERE,
+    WHY,
+    Seen,
+    intervals,
+    parts,
+    restart_rows,
+    seconds_text,
+    shared_bytes,
+    state_text,
+    summary,
+    training_of,
+    written_bytes,
+)
+from portus.errors import MediumError
+
+WIDTH: Final = 48
+"""Characters of a bar."""
+
+_BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+_EIGHTHS: Final = " ▏▎▍▌▋▊▉"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """``run``: whose report; None: that of the only run there is. ``page``, ``picture``: files to
+    write besides."""
+
+    run: str | None
+    page: str | None = None
+    picture: str | None = None
+
+
+def run(wish: Wish, pool: str | None, output: Output) -> int:
+    """Report; the exit code."""
+    seen = training_of(wish.run, pool, output)
+    made = document(seen)
+    if wish.page is not None:
+        _write(wish.page, report_page.page(seen, made).encode())
+    if wish.picture is not None:
+        _write(wish.picture, report_picture.picture(seen))
+    _say(seen, output)
+    output.document(made)
+    for path in filter(None, (wish.page, wish.picture)):
+        output.note(f"written: {path}")
+    return 0
+
+
+def document(seen: Seen) -> dict[str, Json]:
+    """The report for machines."""
+    its = seen.account
+    return {
+        "run": seen.name,
+        "journals": [each.path for each in seen.journals],
+        "running": seen.is_running,
+        "begun": moment_text(its.begun_ns),
+        "goodput": its.goodput,
+        "goodput_while_running": its.goodput_up,
+        "overhead": its.overhead,
+        "seconds": {"wall": its.wall_s, **dict(parts(its))},
+        "steps": {
+            "kept": its.steps,
+            "lost": its.lost_steps,
+            "not_saved_yet": its.pending_steps,
+            "seconds_each": its.step_s,
+        },
+        "saves": {
+            "committed": its.committed,
+            "failed": its.failed,
+            "blocked_s": its.blocked_s,
+            "copy_s": its.copy_s,
+            "written_bytes": written_bytes(seen),
+            "shared_bytes": shared_bytes(seen),
+        },
+        "restarts": [
+            {
+                "at": moment_text(each.time_ns),
+                "went_on_from_step": each.resumed_step,
+                "lost_steps": each.lost_steps,
+                "lost_s": each.lost_s,
+                "exact": each.is_exact,
+                "killed": each.killed,
+                "down_s": each.down_s,
+            }
+            for each in its.restarts
+        ],
+        "versions": [
+            {
+                "time_s": each.time_s,
+                "step": each.line.step,
+                "steps_done": each.at,
+                "blocked_s": each.line.blocked_s,
+                "copy_s": each.line.copy_s,
+                "commit_s": each.line.commit_s,
+                "total_s": each.line.total_s,
+                "cost_s": each.line.cost_s,
+                "written_bytes": each.line.copied_bytes,
+                "shared_bytes": each.line.shared_bytes,
+            }
+            for each in its.saves
+        ],
+        "intervals": [
+            {
+                "time_s": each.time_s,
+                "steps_done": each.at,
+                "interval": each.line.interval,
+                "reason": each.line.reason,
+                "overhead": each.line.overhead,
+                "max_overhead": each.line.max_overhead,
+                "step_s": each.line.step_s,
+                "cost_s": each.line.cost_s,
+                "save_s": each.line.save_s,
+                "mtbf_s": each.line.mtbf_s,
+            }
+            for each in its.choices
+        ],
+        "earlier_trainings": its.earlier,
+        "damaged_lines": sum(each.damaged for each in seen.journals),
+    }
+
+
+def _say(seen: Seen, output: Output) -> None:
+    its = seen.account
+    output.line(f"{seen.name}: begun {moment_text(its.begun_ns)}; {state_text(seen)}")
+    output.line()
+    for name, text in summary(seen):
+        output.line(f"{name:8} {text}")
+    output.line()
+    output.table(
+        ("WHERE THE TIME WENT", "", ">SHARE", ">TIME"),
+        [
+            (WHERE[name], bar(value, its.wall_s), _share(value, its.wall_s), seconds_text(value))
+            for name, value in parts(its)
+        ],
+    )
+    steps = [float(each) for _, each in intervals(its)]
+    _say_course("steps between saves", steps, lambda value: f"{value:.0f}", output)
+    blocked = [each.line.blocked_s for each in its.saves]
+    _say_course("blocked by a save", blocked, seconds_text, output)
+    if its.choices:
+        newest = its.choices[-1].line
+        output.line(f"  now {newest.interval}: {WHY.get(newest.reason, newest.reason)}")
+    if its.restarts:
+        output.line()
+        output.table((">RESTART", "AT", "RESUMED FROM", ">LOST", "", ">DOWN"), restart_rows(its))
+
+
+def _say_course(
+    title: str, values: list[float], text: Callable[[float], str], output: Output
+) -> None:
+    if values:
+        output.line()
+        output.line(f"{title}: {text(min(values))} to {text(max(values))}")
+        output.line(f"  {sparks(values)}")
+
+
+def bar(value: float, whole: float) -> str:
+    """A bar as long as the share is."""
+    eighths = round(8 * WIDTH * min(1.0, value / whole)) if whole else 0
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def sparks(values: Iterable[float]) -> str:
+    """Values as heights; where there are many, the highest of each few."""
+    found = list(values)
+    count = min(WIDTH, len(found))
+    few = [
+        max(found[len(found) * n // count : len(found) * (n + 1) // count]) for n in range(count)
+    ]
+    top = max(few) or 1.0
+    return "".join(_BLOCKS[max(1, round(8 * value / top))] for value in few)
+
+
+def _share(value: float, whole: float) -> str:
+    return f"{value / whole:.1%}" if whole else ""
+
+
+def _write(path: str, data: bytes) -> None:
+    """All of it, or what was there before."""
+    fresh = f"{path}.{os.getpid()}.new"
+    try:
+        with open(fresh, "wb") as file:
+            file.write(data)
+        os.replace(fresh, path)
+    except OSError as error:
+        if os.path.exists(fresh):
+            os.unlink(fresh)
+        raise MediumError(error.errno, f"{path}: cannot write it: {error.strerror}") from error

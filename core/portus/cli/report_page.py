@@ -1,0 +1,257 @@
+"""``portus report --html``: one page for a browser, which needs nothing but itself.
+
+Lines are SVG that stretches to the page; all text is HTML, so that it stays readable on a narrow
+one. No script, no font, no address of anything else: the page says so in its own policy.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from portus.cli.output import Json, moment_text, size_text
+from portus.cli.training import (
+    WHERE,
+    WHY,
+    Seen,
+    intervals,
+    parts,
+    restart_rows,
+    seconds_text,
+    state_text,
+    summary,
+)
+from portus.journal.account import Account
+
+POINTS_MAX: Final = 1500
+"""Points of a line; of more, the highest of each few."""
+
+ROWS_MAX: Final = 50
+"""Rows of a table, the newest; all are in the data at the end of the page."""
+
+Point = tuple[float, float]
+
+_WIDTH: Final = 1000.0
+_HEIGHT: Final = 300.0
+
+_STYLE: Final = """
+:root { color-scheme: light dark; --ink: #1c2024; --soft: #626a73; --line: #d5dae0;
+  --paper: #ffffff; --card: #f5f7f9; --kept: #1f8a5b; --lost: #c8372d; --saves: #2f6fd0;
+  --down: #8a6fc0; --other: #b3bac2; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8ebee; --soft: #9aa4ae; --line: #363d45;
+  --paper: #14181c; --card: #1d2328; --kept: #46b881; --lost: #ee6a5f; --saves: #6ea2f2;
+  --down: #b39ae6; --other: #5c6670; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+main { max-width: 72rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
+h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.05rem; margin: 0 0 .5rem; }
+p { margin: .25rem 0; } .soft, th, .axis { color: var(--soft); }
+.goodput { font-size: 3.2rem; line-height: 1.1; font-weight: 650; margin: 1rem 0 0; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 1rem 0; }
+dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
+section { background: var(--card); border-radius: .6rem; padding: 1rem; margin: 1rem 0;
+  min-width: 0; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr));
+  gap: 0 1rem; }
+.bar { display: flex; height: 2rem; border-radius: .35rem; overflow: hidden; gap: 1px; }
+.key { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; margin-top: .6rem; font-size: .9rem; }
+.key i { display: inline-block; width: .8em; height: .8em; border-radius: .2em;
+  margin-right: .4em; }
+.plot { display: grid; grid-template-columns: max-content 1fr; gap: .2rem .5rem; }
+.plot svg { width: 100%; height: 14rem; display: block; border-left: 1px solid var(--line);
+  border-bottom: 1px solid var(--line); overflow: visible; }
+.axis { font-size: .8rem; font-variant-numeric: tabular-nums; display: flex;
+  justify-content: space-between; }
+.up { flex-direction: column; text-align: right; }
+svg * { vector-effect: non-scaling-stroke; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem;
+  font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line);
+  white-space: nowrap; font-weight: 400; }
+.number { text-align: right; }
+"""
+
+_COLOR: Final = {name: f"var(--{name})" for name in WHERE}
+
+
+def page(seen: Seen, made: dict[str, Json]) -> str:
+    """The whole page. ``made``: the document for machines, which is put at its end."""
+    its = seen.account
+    title = html.escape(f"{seen.name}: goodput {its.goodput:.1%}")
+    body = [
+        f"<h1>{html.escape(seen.name)}</h1>",
+        f'<p class="soft">begun {moment_text(its.begun_ns)}; {html.escape(state_text(seen))}</p>',
+        f'<p class="goodput" id="goodput">{its.goodput:.1%}</p>',
+        '<p class="soft">goodput: the share of wall time spent on steps that are kept, as long as '
+        "these take without saves</p>",
+        _facts(seen),
+        _section("Where the time went", _where(its)),
+        _section("Steps over time, and what restarts lost", _course(its)),
+        f'<div class="pair">{_section("What a save took", _saves(its))}'
+        f"{_section('Steps from one save to the next', _steps(its))}</div>",
+    ]
+    if its.restarts:
+        heads = ("", "at", "resumed from", "lost", "", "nothing ran for")
+        body.append(_section("Restarts", _table(heads, restart_rows(its))))
+    if its.choices:
+        body.append(_section("Why the interval is what it is", _reasons(its)))
+    data = json.dumps(made).replace("<", "\\u003c")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'\">"
+        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body><main>"
+        + "\n".join(body)
+        + f'\n</main><script type="application/json" id="report">{data}</script></body></html>\n'
+    )
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{html.escape(title)}</h2>{content}</section>"
+
+
+def _facts(seen: Seen) -> str:
+    rows = [f"<dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd>" for a, b in summary(seen)]
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _where(its: Account) -> str:
+    whole = its.wall_s or 1.0
+    bars, keys = [], []
+    for name, value in parts(its):
+        color = _COLOR[name]
+        bars.append(f'<div style="flex:{value / whole:.6f} 0 0;background:{color}"></div>')
+        text = f"{WHERE[name]}: {value / whole:.1%}, {seconds_text(value)}"
+        keys.append(f'<span><i style="background:{color}"></i>{html.escape(text)}</span>')
+    return f'<div class="bar">{"".join(bars)}</div><div class="key">{"".join(keys)}</div>'
+
+
+def _course(its: Account) -> str:
+    """Steps up as time goes; down again where a restart went on from an older place."""
+    marks, end = [], max(its.wall_s, 1e-9)
+    top = max([1, *(each.end for each in its.spells)])
+    for spell in its.spells:
+        line = [(spell.begin_s, float(spell.base)), (spell.end_s, float(spell.end))]
+        own = [
+            (each.time_s, float(each.at))
+            for each in its.saves
+            if spell.begin_s <= each.time_s <= spell.end_s and spell.base <= each.at <= spell.end
+        ]
+        marks.append(_line(sorted([*line, *_fewer(own)]), end, top, "var(--kept)"))
+    for before, spell in zip(its.spells, its.spells[1:], strict=False):
+        again = [(spell.begin_s, 0.0), (spell.begin_s, float(top))]
+        marks.append(_line(again, end, top, "var(--line)", width=1))
+        if before.end > spell.base:
+            lost = [(before.end_s, float(before.end)), (before.end_s, float(spell.base))]
+            marks.append(_line(lost, end, top, "var(--lost)", width=3))
+        down = [(before.end_s, float(spell.base)), (spell.begin_s, float(spell.base))]
+        marks.append(_line(down, end, top, "var(--down)"))
+    key = _key(
+        (
+            ("var(--kept)", "steps"),
+            ("var(--lost)", "lost"),
+            ("var(--down)", "nothing ran"),
+            ("var(--line)", "a restart"),
+        )
+    )
+    return _plot("".join(marks), end, top, lambda value: f"{value:.0f}") + key
+
+
+def _saves(its: Account) -> str:
+    blocked = _fewer([(each.time_s, each.line.blocked_s) for each in its.saves])
+    copied = _fewer([(each.time_s, each.line.copy_s) for each in its.saves])
+    if not blocked:
+        return '<p class="soft">no version was committed</p>'
+    top = max([*(value for _, value in (*blocked, *copied)), 1e-9])
+    end = max(its.wall_s, 1e-9)
+    marks = _line(copied, end, top, "var(--saves)") + _line(blocked, end, top, "var(--lost)")
+    key = _key((("var(--lost)", "training was blocked"), ("var(--saves)", "copying and hashing")))
+    median = f"{seconds_text(its.median_blocked_s)} blocked, the median"
+    written = [each.line.copied_bytes for each in its.saves]
+    size = f"; {size_text(max(written))} written at most"
+    note = f'<p class="soft">{html.escape(median + size)}</p>'
+    return _plot(marks, end, top, seconds_text) + key + note
+
+
+def _steps(its: Account) -> str:
+    found = intervals(its)
+    if not found:
+        return '<p class="soft">there were fewer than two saves</p>'
+    end, top = max(its.wall_s, 1e-9), max(steps for _, steps in found)
+    line: list[Point] = []
+    for (moment, steps), following in zip(found, [*found[1:], (end, 0)], strict=True):
+        line += [(moment, float(steps)), (following[0], float(steps))]
+    return _plot(_line(line, end, top, "var(--saves)"), end, top, lambda value: f"{value:.0f}")
+
+
+def _reasons(its: Account) -> str:
+    rows = []
+    for each in its.choices[-ROWS_MAX:]:
+        line = each.line
+        rows.append(
+            (
+                seconds_text(each.time_s),
+                str(each.at),
+                str(line.interval),
+                WHY.get(line.reason, line.reason),
+                "" if line.step_s is None else seconds_text(line.step_s),
+                "" if line.cost_s is None else seconds_text(max(0.0, line.cost_s)),
+                f"{line.overhead:.2%} of {line.max_overhead:.2%}",
+            )
+        )
+    heads = ("after", "at step", "interval", "because of", "a step", "a save costs", "overhead")
+    return _table(heads, rows)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(each)}</th>" for each in heads)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _key(entries: Sequence[tuple[str, str]]) -> str:
+    spans = (f'<span><i style="background:{color}"></i>{text}</span>' for color, text in entries)
+    return f'<div class="key">{"".join(spans)}</div>'
+
+
+def _plot(marks: str, end: float, top: float, text: Callable[[float], str]) -> str:
+    """Lines in a frame, with the ends and the middle of both axes in words."""
+    up = "".join(f"<span>{html.escape(text(top * share))}</span>" for share in (1, 0.5, 0))
+    along = "".join(
+        f"<span>{html.escape(seconds_text(end * n / 2) if n else '0')}</span>" for n in range(3)
+    )
+    return (
+        f'<div class="plot"><div class="axis up">{up}</div>'
+        f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" preserveAspectRatio="none">{marks}</svg>'
+        f'<div></div><div class="axis">{along}</div></div>'
+    )
+
+
+def _line(points: Sequence[Point], end: float, top: float, color: str, width: int = 2) -> str:
+    placed = " ".join(
+        f"{_WIDTH * x / end:.1f},{_HEIGHT * (1 - y / top):.1f}"
+        for x, y in points
+        if math.isfinite(x) and math.isfinite(y)
+    )
+    return (
+        f'<polyline points="{placed}" fill="none" stroke="{color}" stroke-width="{width}" '
+        'stroke-linejoin="round" stroke-linecap="round"/>'
+    )
+
+
+def _fewer(points: Sequence[Point]) -> list[Point]:
+    """The highest of each few, if there are too many."""
+    count = min(POINTS_MAX, len(points))
+    groups = (
+        points[len(points) * n // count : len(points) * (n + 1) // count] for n in range(count)
+    )
+    return [max(group, key=lambda point: point[1]) for group in groups]

@@ -1,0 +1,259 @@
+"""How long steps take, and what saves add to them: the clock behind ``Cadence``.
+
+A step ends when an optimizer steps that has stepped since the step before ended, so trainings with
+several optimizers are counted right too. It is touched if a save was in flight in it, from the call
+of save to the commit.
+
+Where parameters are on a CUDA device a step takes what it takes there: between two events on the
+stream of the optimizer. They are looked at when they have come, and nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from portus.cadence.bounded import Costs
+from portus.client.fence import fence
+from portus.pipeline.handle import SaveStats
+
+UNTOUCHED: Final = 64
+"""The newest untouched steps, whose median is what a step takes."""
+
+UNTOUCHED_MIN: Final = 3
+
+FRESH: Final = 5
+"""Untouched steps of an interval by which its own saves are judged, and no older ones."""
+
+TOUCHED_MAX: Final = 1 << 20
+"""Touched steps whose times are kept until somebody asks."""
+
+FOREIGN: Final = 10
+"""A touched step that takes so many medians, and over ``FOREIGN_S`` seconds, besides what the save
+blocked, was long for another reason: a validation, an epoch's end."""
+
+FOREIGN_S: Final = 1.0
+
+
+SAVES_MAX: Final = 64
+"""The newest saves whose statistics are kept until somebody asks."""
+
+
+class Saving(Protocol):
+    """What the clock knows of a save."""
+
+    @property
+    def over(self) -> bool: ...
+
+    @property
+    def stats(self) -> SaveStats: ...
+
+
+class Timeline(Protocol):
+    """Moments of what steps run on."""
+
+    def mark(self) -> Any:
+        """The moment when all that was asked for until now is done; None if nobody will tell."""
+
+    def between(self, first: Any, second: Any) -> float | None:
+        """Seconds from one to the next; None while the second has not come."""
+
+
+class HostTimeline:
+    """Moments of this process. ``now``: seconds, from any moment on."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.mark: Final = now
+
+    def between(self, first: float, second: float) -> float:
+        """See ``Timeline``."""
+        return second - first
+
+
+class DeviceTimeline:
+    """Moments of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device: Final = device
+
+    def mark(self) -> torch.cuda.Event | None:
+        """See ``Timeline``: None while a CUDA graph is captured."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float | None:
+        """See ``Timeline``."""
+        return 1e-3 * first.elapsed_time(second) if second.query() else None
+
+
+class Clock:
+    """Counts steps and times them, from when it is made until it is closed. One thread steps;
+    saves may begin in another. ``now``: seconds, from any moment on; None: those of this process,
+    and of the device that the first optimizer's parameters are on."""
+
+    def __init__(self, now: Callable[[], float] | None = None) -> None:
+        self._now: Final = now or time.perf_counter
+        self._timeline: Timeline = HostTimeline(self._now)
+        self._is_free: Final = now is None
+        self.steps = 0
+        self.medium: str | None = None
+        """What the newest save goes to, once there was one."""
+        self.optimizers = False
+        """True once an optimizer stepped."""
+        self._stepped: set[int] = set()
+        self._last: Any = None
+        self._ignored = False
+        self._pending: deque[tuple[Any, Any, bool, bool]] = deque()
+        """Steps whose ends may not have come yet: from, to, touched, ignored."""
+        self._call: tuple[Any, Any] | None = None
+        self.called_after_s: float | None = None
+        """From the step's end, before its update, to the call of the newest save of which that is
+        known. Of the step after it so much is gone when the copy begins (CheckFreq's Tw)."""
+        self._untouched: deque[float] = deque(maxlen=UNTOUCHED)
+        self._touched: deque[float] = deque(maxlen=TOUCHED_MAX)
+        self._fresh = 0
+        """Of the untouched steps, those since ``take`` was called."""
+        self.steps_min = 1
+        """The shortest interval that has ``FRESH`` untouched steps, as the last one was."""
+        self._flying: tuple[Saving, ...] = ()
+        self._stats: list[SaveStats] = []
+        self._from = 0.0
+        global _clocks
+        with _guard:
+            _clocks = (*_clocks, self)
+        fence.listen(self._before_step)
+
+    def close(self) -> None:
+        """Count no more."""
+        global _clocks
+        fence.unlisten(self._before_step)
+        with _guard:
+            _clocks = tuple(each for each in _clocks if each is not self)
+
+    def tick(self) -> None:
+        """A step ends here, and the next one begins."""
+        mark = self._timeline.mark()
+        last, self._last = self._last, mark
+        self.steps += 1
+        ignored, self._ignored = self._ignored, False
+        if last is None or mark is None:
+            return
+        touched = bool(self._flying)
+        if touched:
+            self._flying = tuple(each for each in self._flying if not each.over)
+        self._pending.append((last, mark, touched, ignored))
+        self._look()
+
+    def _look(self) -> None:
+        """Take the time of the steps that have ended."""
+        between = self._timeline.between
+        while self._pending:
+            first, second, touched, ignored = self._pending[0]
+            took = between(first, second)
+            if took is None:
+                break
+            self._pending.popleft()
+            if touched:
+                self._touched.append(math.inf if ignored else took)
+            elif not ignored:
+                self._untouched.append(took)
+                self._fresh += 1
+        if self._call is not None:
+            after = between(*self._call)
+            if after is not None:
+                self.called_after_s, self._call = after, None
+
+    def ignore(self) -> None:
+        """The time of the step that is under way says nothing: a validation is in it."""
+        self._ignored = True
+
+    def began(self, save: Saving, medium: str) -> None:
+        """A save is about to begin."""
+        self.medium = medium
+        self._flying = (*(each for each in self._flying if not each.over), save)
+        self._stats = [*self._stats[-SAVES_MAX:], save.stats]
+        self._from = self._now()
+        mark = self._timeline.mark()
+        if self._last is not None and mark is not None:
+            self._call = (self._last, mark)
+
+    @property
+    def step_s(self) -> float | None:
+        """The median of the newest untouched steps; None before there are some."""
+        few = len(self._untouched) < UNTOUCHED_MIN
+        return None if few else statistics.median(self._untouched)
+
+    def take(self) -> Costs | None:
+        """What saves cost since this was called last; None if there was none, or if a step that
+        they touched was long for another reason."""
+        self._look()
+        stats, self._stats = self._stats, []
+        touched, self._touched = self._touched, deque(maxlen=TOUCHED_MAX)
+        fresh, self._fresh = self._fresh, 0
+        if not stats or not touched:
+            return None
+        self.steps_min = len(touched) + FRESH
+        step_s = self.step_s
+        if fresh >= FRESH:
+            step_s = statistics.median(list(self._untouched)[-fresh:])
+        elif step_s is None or fresh == 0:
+            # If all steps are touched, the shortest one: then saves seem dearer, not cheaper.
+            step_s = min((*touched, step_s or math.inf))
+        blocked_s = sum(each.blocked_s for each in stats)
+        if max(touched) > blocked_s + max(FOREIGN * step_s, FOREIGN_S):
+            return None
+        cost_s = sum(touched) - len(touched) * step_s
+        # While none is over nobody knows how long it takes: let the next one be later.
+        save_s = max(each.total_s for each in stats) or 2 * (self._now() - self._from)
+        return Costs(step_s=step_s, cost_s=cost_s, save_s=save_s, stall_s=min(blocked_s, save_s))
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if not self.optimizers:  # calls that were taken for steps until now were none
+            self.optimizers, self.steps, self._last = True, 0, None
+            self._untouched.clear()
+            self._fresh = 0
+            self._pending.clear()
+            self._timeline = self._timeline_of(optimizer)
+        number = id(optimizer)
+        if number in self._stepped or not self._stepped:
+            self._stepped = {number}
+            self.tick()
+        else:
+            self._stepped.add(number)
+
+    def _timeline_of(self, optimizer: Optimizer) -> Timeline:
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        device = next((each.device for each in parameters if each.is_cuda), None)
+        return self._timeline if device is None or not self._is_free else DeviceTimeline(device)
+
+
+_guard = threading.RLock()
+_clocks: tuple[Clock, ...] = ()
+
+
+def _forget_in_child() -> None:
+    """Whoever held it is not in a forked child."""
+    global _guard
+    _guard = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def begins(save: Saving, medium: str) -> None:
+    """A save of this process is about to begin. ``medium``: the kind that it goes to."""
+    for clock in _clocks:
+        clock.began(save, medium)

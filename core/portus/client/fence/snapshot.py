@@ -1,0 +1,174 @@
+"""From a state at the call of save to what the pipeline copies."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from portus.client.fence.clock import Saving
+from portus.client.fence.device import Choice, WhereItFits, feeds_of
+from portus.client.fence.placing import Placing
+from portus.client.fence.writers import classify, with_kin
+from portus.client.state.state import FlatState, Flattener
+from portus.index.records import encode_layout
+from portus.media import written
+from portus.pipeline.plan import Column, Flags, Snapshot
+from portus.spec import TensorSpec
+
+
+class SnapshotMode(str, enum.Enum):
+    """When a state is copied. AUTO: what the fence guards is copied late, the rest at once; device
+    memory is copied on the device first where that stalls training less. SYNC: all at once. DEVICE:
+    as AUTO, but device memory is copied on the device first wherever it fits."""
+
+    AUTO = "auto"
+    SYNC = "sync"
+    DEVICE = "device"
+
+
+class Suspects:
+    """Storages that were torn, by their data pointers: they are copied at once for 1, 2, 4... saves
+    and then late again, so that one writer does not end overlap for good (V7). Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock: Final = threading.Lock()
+        self._saves = 0
+        self._span: Final[dict[int, int]] = {}
+        self._until: Final[dict[int, int]] = {}
+
+    def accuse(self, addresses: Collection[int]) -> None:
+        """These were torn: for twice as many saves as the last time they are not copied late."""
+        with self._lock:
+            for address in addresses:
+                self._span[address] = 2 * self._span.get(address, 0) or 1
+                self._until[address] = self._saves + self._span[address]
+
+    def turn(self) -> frozenset[int]:
+        """Those that the save that begins now does not copy late."""
+        with self._lock:
+            self._saves += 1
+            return frozenset(a for a, until in self._until.items() if until >= self._saves)
+
+
+class Snapshots:
+    """Makes snapshots of one model's states; fast for a state that looks like the last one. What
+    is kept of that is for one thread at a time: others wait."""
+
+    def __init__(self, model: str, mode: SnapshotMode) -> None:
+        self.suspects: Final = Suspects()
+        self._turn: Final = threading.Lock()
+        self._model: Final = model
+        self._mode: Final = mode
+        self._flattener: Final = Flattener()
+        self._tensors: tuple[TensorSpec, ...] | None = None
+        self._layout = b""
+        self._has_devices = False
+        self._placing: Placing | None = None
+        self._steady: Flags | None = None
+
+    def flatten(self, state: object) -> FlatState:
+        """Take a state apart. Raises ``UsageError`` naming what cannot be saved."""
+        with self._turn:
+            return self._flattener.flatten(state)
+
+    def take(
+        self,
+        flat: FlatState,
+        step: int,
+        *,
+        synchronous: bool,
+        unchanged: bool,
+        token: bytes | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Snapshot:
+        """A snapshot. ``unchanged``: nothing is known to have been written since the last one."""
+        synchronous = synchronous or self._mode is SnapshotMode.SYNC
+        with self._turn:
+            layout, has_devices = self._layout_of(flat.tensors)
+        choice = None if synchronous else self._choice()
+        feeds, copies = feeds_of(flat.storages, choice) if has_devices else ({}, set())
+        owned = flat.owned | copies
+        guilty = with_kin(self.suspects.turn())
+        late = np.zeros(len(flat.storages), np.bool_)
+        if not synchronous:
+            late = np.frombuffer(classify(flat.storages, owned, guilty), np.bool_)
+        pointers = np.array([storage.data_ptr() for storage in flat.storages], np.int64)
+        length = np.array([storage.nbytes() for storage in flat.storages], np.int64)
+        here = np.ones(len(pointers), np.bool_)
+        here[list(feeds)] = False
+        address = np.where(here & (length > 0), pointers, 0)
+        exposed = written.exposed(address, length)
+        late &= ~exposed
+        guarded = late.copy()
+        guarded[list(owned)] = False
+        return Snapshot(
+            model=self._model,
+            step=step,
+            token=token or os.urandom(16),
+            tree=flat.tree,
+            layout=layout,
+            address=address,
+            length=length,
+            late=late,
+            steady=self._hint(late, unchanged),
+            guarded=frozenset(pointers[guarded].tolist()) - {0},
+            feeds=feeds,
+            changes=functools.partial(_changes, flat),
+            alive=(flat.storages, feeds),
+            owners=flat.storages,
+            exposed=np.flatnonzero(exposed),
+            metrics=metrics or {},
+        )
+
+    def begins(self, save: Saving) -> None:
+        """A save of what ``take`` gave last begins."""
+        if self._placing is not None:
+            self._placing.begins(save)
+
+    def _choice(self) -> Choice | None:
+        """Where memory of devices is copied first, if there is any."""
+        if self._mode is SnapshotMode.DEVICE:
+            return WhereItFits()
+        if self._has_devices and self._placing is None:
+            self._placing = Placing()
+        return self._placing
+
+    def learn(self, steady: Flags) -> None:
+        """What the last save found: which storages equalled those of the version before."""
+        self._steady = steady
+
+    def _layout_of(self, tensors: tuple[TensorSpec, ...]) -> tuple[bytes, bool]:
+        """The layout, and whether any of it is on a device."""
+        if tensors is not self._tensors:
+            self._tensors, self._layout = tensors, encode_layout(tensors)
+            self._has_devices = any(spec.device not in ("cpu", "meta") for spec in tensors)
+            self._steady = None
+        return self._layout, self._has_devices
+
+    def _hint(self, late: Flags, unchanged: bool) -> Flags:
+        """Which storages to hash before anything is copied: those that were the same last time;
+        at first, those that nobody trains."""
+        known = self._steady is not None and len(self._steady) == len(late)
+        hint = self._steady if known and self._steady is not None else ~late
+        return hint | late if unchanged else hint
+
+
+def _changes(flat: FlatState) -> Column:
+    """For each storage, how often torch saw the tensors over it being written."""
+    counts = np.zeros(len(flat.storages), np.int64)
+    for spec, tensor in zip(flat.tensors, flat.live, strict=True):
+        if spec.storage >= 0 and not tensor.is_inference():
+            counts[spec.storage] += tensor._version
+    return counts
+
+
+def name_of(tensors: Sequence[TensorSpec], index: int) -> str:
+    """The key paths of the tensors over a storage, for messages."""
+    names = [spec.name for spec in tensors if spec.storage == index]
+    return " = ".join(names[:3]) or f"storage {index}"

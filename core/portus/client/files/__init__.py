@@ -1,0 +1,1 @@
+"""Reference files, which versions they hold, and where those versions live."""

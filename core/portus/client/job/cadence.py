@@ -1,0 +1,252 @@
+"""``Cadence``: says when a training is to save."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+import torch
+
+from portus.cadence.bounded import Costs, Decision, Rule, Tuner, decide, overhead, shortest
+from portus.cadence.steps import parse_every, parse_seconds
+from portus.client.fence.clock import Clock
+from portus.client.job import journal
+from portus.client.job.exchange import beside, standing, told_by_first
+from portus.client.job.preemption import Preemption
+from portus.errors import UsageError
+
+_log: Final = logging.getLogger("portus")
+
+FIRST_STEPS: Final = 10
+"""Until the first save, where the interval is said as a time, and no step was timed yet."""
+
+
+def checked_cadence(
+    every: str | int = "auto", max_overhead: float = 0.035, mtbf: float | str | None = None
+) -> tuple[Literal["auto"] | int | float, Rule]:
+    """What a user says about when to save, read: "auto", steps (an int) or seconds (a float); and
+    the rule. Raises ``UsageError`` for what makes no sense."""
+    mtbf_s = None if mtbf is None else parse_seconds("mtbf", mtbf)
+    return parse_every(every), Rule(max_overhead=max_overhead, mtbf_s=mtbf_s)
+
+
+class Cadence:
+    """Decides when a training saves, so that the cost of saves stays within a bound.
+
+    ::
+
+        cadence = portus.Cadence(max_overhead=0.035)
+        for batch in loader:
+            ...
+            optimizer.step()
+            if cadence.should_save():
+                checkpointer.save({..., "cadence": cadence.state_dict()}, step)
+
+    Args:
+        every: "auto" follows the cost of saves, up and down. "30s", "5min" or "1h" is a time,
+            rounded to whole steps. A number is that many steps.
+        max_overhead: How much all saves together may add to the time of a training without saves,
+            as a fraction. With a fixed ``every`` this only sets off a warning, which names an
+            interval within the bound.
+        mtbf: Mean time between failures of the whole job: seconds, or a text like "4h". The
+            interval then minimises the expected loss, within the bound. None: as short as the bound
+            allows.
+        process_group: The ranks that save together, with a backend for CPU tensors, such as gloo.
+            None: all ranks, by a gloo group of its own if the job's group is for devices only.
+        preemption: Also asked at each step: a training that has to leave must save first.
+        now: A clock in seconds, for replays and tests. None: the clock of this process, and for
+            steps on a CUDA device its events; nothing waits for them.
+
+    A step is a step of the optimizer (of all of them, if there are several); if none of torch's
+    optimizers steps, it is a call of ``should_save``. All ranks have to take the same steps. Raises
+    ``UsageError`` for a value that is not allowed.
+    """
+
+    UNSEEN: Final = "10min"
+    """What adapters use in place of "auto" when Portus is turned off: other code saves then, and
+    its cost is not visible here."""
+
+    def __init__(
+        self,
+        every: str | int = "auto",
+        *,
+        max_overhead: float = 0.035,
+        mtbf: float | str | None = None,
+        process_group: Any = None,
+        preemption: Preemption | None = None,
+        now: Callable[[], float] | None = None,
+    ) -> None:
+        self.every, self.rule = checked_cadence(every, max_overhead, mtbf)
+        self.decision: Decision | None = None
+        """The newest one, on rank 0."""
+        self._group: Any = process_group
+        self._has_group = process_group is not None
+        self._preemption: Final = preemption
+        self._tuner: Final = Tuner(self.rule)
+        self._clock: Final = Clock(now)
+        self._next = self._first()
+        self._due = 0
+        """The newest step that was one to save at."""
+        self._measured_on: dict[str, str | int] | None = None
+        """Where what was loaded was measured, until a save shows that it was here."""
+        self._said = False
+        weakref.finalize(self, self._clock.close)
+
+    @property
+    def next_step(self) -> int:
+        """The step at which the next save is due, counted from the creation of this object."""
+        return self._next
+
+    def should_save(self) -> bool:
+        """True if the state should be saved now. Call it after each step, on all ranks.
+
+        When it is True, rank 0 broadcasts the step of the next save, which blocks until all ranks
+        have called it. Otherwise it costs less than a microsecond.
+        """
+        if not self._clock.optimizers:
+            self._clock.tick()
+        if self._preemption is not None and self._preemption.should_leave():
+            return True
+        if self._clock.steps < self._next:
+            return False
+        self._due = self._clock.steps
+        self._next = self._due + self._interval()
+        return True
+
+    def ignore_step(self) -> None:
+        """Do not count the time of the current step, because it contains something else, such as a
+        validation."""
+        self._clock.ignore()
+
+    def state_dict(self) -> dict[str, object]:
+        """The measurements, and the number of steps left until the next save. Only rank 0 has the
+        measurements."""
+        return {
+            **self._tuner.state_dict(self._here()),
+            "left": max(1, self._next - self._clock.steps),
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Resume from a saved state: the next save is as many steps away as it was. Measurements
+        from other hardware, another number of ranks or another kind of medium are discarded, and
+        made again. All ranks have to load the same state.
+
+        Raises ``UsageError`` for the state of a newer Portus, and changes nothing then.
+        """
+        here = self._here()
+        saved = state.get("measured_on")
+        on: Mapping[str, object] = saved if isinstance(saved, Mapping) else {}
+        left = state.get("left")
+        if self._clock.medium is None and isinstance(on.get("medium"), str):
+            here["medium"] = str(on["medium"])  # the first save will show
+        counts = self._tuner.load_state_dict(state, here)
+        self._measured_on = here if counts and self._clock.medium is None else None
+        is_whole = isinstance(left, int) and not isinstance(left, bool) and left > 0
+        # The same on all ranks, whatever their hardware is.
+        steps = left if is_whole and on.get("ranks") == here["ranks"] else self._first()
+        assert isinstance(steps, int)
+        self._next = self._clock.steps + (
+            min(steps, self.every) if isinstance(self.every, int) else steps
+        )
+
+    def _first(self) -> int:
+        if self.every == "auto":
+            return self._tuner.decide().steps
+        return self.every if isinstance(self.every, int) else FIRST_STEPS
+
+    def _interval(self) -> int:
+        """Steps from here to the next save, the same on all ranks."""
+        rank, count = standing(self._group)
+        measured = self._clock.take()  # on every rank, so that none keeps them for ever
+        steps = self._decide(measured) if rank == 0 else 0
+        if count == 1 or isinstance(self.every, int):
+            return self.every if isinstance(self.every, int) else steps
+        if not self._has_group:
+            self._group, self._has_group = beside(), True
+        told = told_by_first(steps, self._group)
+        assert isinstance(told, int)
+        return told
+
+    def _decide(self, measured: Costs | None) -> int:
+        self._void_elsewhere()
+        if measured is not None:
+            self._tuner.note(measured)
+        costs = self._tuner.costs
+        if self.every == "auto":
+            decision = self._tuner.decide()
+            if decision.steps < self._clock.steps_min:
+                decision = replace(decision, steps=self._clock.steps_min, reason="steps")
+            self.decision = decision
+            _log.info("step %d: %s", self._due, decision)
+            journal.decided(decision)
+            if costs is not None and self.rule.mtbf_s is not None:
+                self._say_once(self._hopeless(costs))
+            return decision.steps
+        steps = self._own_interval()
+        if costs is not None:
+            share = overhead(costs, steps)
+            _log.info("step %d: a save every %d steps costs %.2f %%", self._due, steps, 100 * share)
+            if share > self.rule.max_overhead:
+                self._say_once(self._too_dear(costs, steps))
+        return steps
+
+    def _own_interval(self) -> int:
+        if isinstance(self.every, int):
+            return self.every
+        assert isinstance(self.every, float)
+        step_s = self._clock.step_s
+        return FIRST_STEPS if step_s is None else max(1, round(self.every / step_s))
+
+    def _too_dear(self, costs: Costs, steps: int) -> str:
+        least, _ = shortest(costs, self.rule.max_overhead)
+        return (
+            f"a save every {steps} steps costs {overhead(costs, steps):.2%} of the time, more "
+            f"than max_overhead={self.rule.max_overhead:g}: a save costs {costs.cost_s:.3g} s, "
+            f"a step takes {costs.step_s:.3g} s. Every {least} steps would stay within it, and "
+            "so does every='auto'"
+        )
+
+    def _hopeless(self, costs: Costs) -> str | None:
+        """What to say if the bound lets failures come faster than saves."""
+        assert self.rule.mtbf_s is not None
+        most = max(1, int(self.rule.mtbf_s / costs.step_s))
+        try:
+            decide(costs, replace(self.rule, steps_max=most))
+        except UsageError as error:
+            return f"{error}. Failures come about every {most} steps"
+        return None
+
+    def _say_once(self, text: str | None) -> None:
+        if text is not None and not self._said:
+            self._said = True
+            _log.warning("%s", text)
+
+    def _void_elsewhere(self) -> None:
+        """Now that a save showed the medium: was what was loaded measured there?"""
+        measured_on, medium = self._measured_on, self._clock.medium
+        if measured_on is None or medium is None:
+            return
+        self._measured_on = None
+        if measured_on["medium"] != medium:
+            self._tuner.forget()
+            _log.info("saves now go to another medium (%s): their cost is measured anew", medium)
+
+    def _here(self) -> dict[str, str | int]:
+        _, count = standing(self._group)
+        return {
+            "hardware": _hardware(),
+            "ranks": count,
+            "medium": self._clock.medium or "",
+        }
+
+
+def _hardware() -> str:
+    processors = f"{os.cpu_count()} processors, {platform.machine()}"
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, {processors}"
+    return processors

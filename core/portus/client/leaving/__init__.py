@@ -1,0 +1,1 @@
+"""Real torch and safetensors files in place of references: the way out of Portus."""

@@ -1,0 +1,1 @@
+"""The parts of a sharded checkpoint: how they are cut, grouped, mirrored and read again."""

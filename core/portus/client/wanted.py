@@ -1,0 +1,79 @@
+"""What the caller of a save asked for, looked at before anything is done."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from portus.errors import UsageError
+from portus.index.keep import checked_metrics
+
+References = Mapping[str, str | None]
+"""Absolute paths of reference files, and the part of the state that each leads to (None: all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedSave:
+    """See ``Checkpointer.save``."""
+
+    step: int
+    references: References
+    synchronous: bool
+    token: bytes | None
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        state: object,
+        step: int,
+        *,
+        reference: str | os.PathLike[str] | Mapping[str, str] | None,
+        synchronous: bool,
+        token: bytes | None,
+        metrics: Mapping[str, float] | None,
+    ) -> WantedSave:
+        """Raises ``UsageError`` for what makes no sense."""
+        files = _references(reference, state)
+        scored = checked_metrics(metrics)
+        return cls(_checked_step(step), files, synchronous, _checked(token), scored)
+
+
+def check_model(model: str) -> None:
+    """Raises ``UsageError`` for what is no name of a model."""
+    if not isinstance(model, str) or not model or len(model.encode()) > 200:
+        raise UsageError(f"model: expected a name of 1 to 200 bytes, found {model!r}")
+
+
+def _checked_step(step: int) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError as error:
+        raise UsageError(f"step: expected an integer, found {step!r:.80}") from error
+    if not -(1 << 63) <= number < 1 << 63:
+        raise UsageError(f"step: expected 64 bits, found {number}")
+    return number
+
+
+def _checked(token: bytes | None) -> bytes | None:
+    if token is not None and len(token) != 16:
+        raise UsageError(f"token: expected 16 bytes, found {len(token)}")
+    return token
+
+
+def _references(
+    reference: str | os.PathLike[str] | Mapping[str, str] | None, state: object
+) -> References:
+    """Absolute paths, and which part of ``state`` each is to lead to."""
+    if reference is None:
+        return {}
+    if not isinstance(reference, Mapping):
+        return {os.path.abspath(os.fspath(reference)): None}
+    for path, part in reference.items():
+        if not isinstance(state, dict) or part not in state:
+            raise UsageError(
+                f"reference: {path} should lead to {part!r}, which is not a key of state"
+            )
+    return {os.path.abspath(path): part for path, part in reference.items()}

@@ -1,0 +1,16 @@
+"""Embedding tables that are their own checkpoint: after each batch, the rows that it changed are
+made durable, and only these rows are written. A part of the public face.
+
+``tables = portus.embedding.protect(model, optimizer, pool="run.portus")``; then train.
+"""
+
+from __future__ import annotations
+
+from portus.embedding.elsewhere import Elsewhere as Elsewhere
+from portus.embedding.elsewhere import fill as fill
+from portus.embedding.protected import Protected as Protected
+from portus.embedding.protected import Resumed as Resumed
+from portus.embedding.protected import protect as protect
+from portus.embedding.rowwise import RowwiseAdagrad as RowwiseAdagrad
+
+__all__ = ["Elsewhere", "Protected", "Resumed", "RowwiseAdagrad", "fill", "protect"]

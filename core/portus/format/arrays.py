@@ -1,0 +1,143 @@
+"""numpy dtypes, arrays and scalars as JSON and bytes. No object arrays, so nothing to unpickle."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from portus.errors import CorruptionError, UsageError
+
+_PLAIN: Final = re.compile(r"[<>|][biufcSUVmM]\d{1,10}(\[\d{0,9}[A-Za-z]{1,7}\])?")
+_NAMES_DEPTH_MAX: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayShape:
+    """All of an array but its bytes. ``fortran``: the first index moves fastest."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    fortran: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes of the array, without gaps."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    @property
+    def order(self) -> Literal["C", "F"]:
+        """numpy's letter for the order of the bytes."""
+        return "F" if self.fortran else "C"
+
+
+def shape_of(array: np.ndarray[Any, Any]) -> ArrayShape:
+    """What to save of ``array`` beside its bytes. Raises ``UsageError`` if it cannot be saved."""
+    dtype_node(array.dtype)
+    if array.dtype.itemsize == 0 and array.size:
+        raise UsageError(f"numpy arrays of {array.dtype} have no bytes to save")
+    flags = array.flags
+    return ArrayShape(array.dtype, array.shape, flags.f_contiguous and not flags.c_contiguous)
+
+
+def copy_bytes(array: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
+    """Fill ``target`` (uint8, as long as the array has bytes) with the bytes of ``array``."""
+    shape = shape_of(array)
+    np.copyto(_over(shape, target.data), array)
+
+
+def array_over(shape: ArrayShape, data: bytearray | memoryview) -> np.ndarray[Any, Any]:
+    """The array whose bytes are ``data``; it uses that memory. Raises ``CorruptionError``."""
+    if len(data) != shape.size:
+        raise CorruptionError(f"array needs {shape.size} bytes, found {len(data)}")
+    return _over(shape, data)
+
+
+def _over(shape: ArrayShape, data: bytearray | memoryview) -> np.ndarray[Any, Any]:
+    over: np.ndarray[Any, Any] = np.ndarray(
+        shape.shape, shape.dtype, buffer=data, order=shape.order
+    )
+    return over
+
+
+def dtype_node(dtype: np.dtype[Any]) -> object:
+    """``dtype`` as JSON: a string, or a list of fields. Raises ``UsageError``."""
+    if dtype.hasobject:
+        raise UsageError(
+            "numpy arrays of Python objects cannot be saved; convert it to a list or to a "
+            "plain dtype"
+        )
+    if dtype.metadata is None:
+        node = _lists(np.lib.format.dtype_to_descr(dtype))
+        try:
+            back = read_dtype(node)
+        except CorruptionError:
+            back = None
+        if back is not None and back == dtype and back.type is dtype.type:
+            return node
+    raise UsageError(f"numpy dtype {dtype} cannot be saved; use a plain one")
+
+
+def read_dtype(node: object) -> np.dtype[Any]:
+    """The opposite of ``dtype_node``. Raises ``CorruptionError``."""
+    try:
+        dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(_description(node, 0))
+    except (TypeError, ValueError, OverflowError, MemoryError) as error:
+        raise CorruptionError(f"not a numpy dtype: {node!r:.80} ({error})") from error
+    if isinstance(node, str) and dtype.str != node:  # numpy 1 lets sizes wrap around
+        raise CorruptionError(f"not a numpy dtype: {node!r:.80}, which is read as {dtype.str!r}")
+    if dtype.hasobject:
+        raise CorruptionError(f"numpy dtype of Python objects: {node!r:.80}")
+    return dtype
+
+
+def _lists(description: object) -> object:
+    if isinstance(description, (list, tuple)):
+        return [_lists(item) for item in description]
+    return description
+
+
+def _description(node: object, depth: int) -> Any:
+    """What numpy takes. Only strings of the plain kind get through to its parser."""
+    if isinstance(node, str) and _PLAIN.fullmatch(node):
+        return node
+    if isinstance(node, list) and depth < _NAMES_DEPTH_MAX:
+        return [_field(field, depth) for field in node]
+    raise CorruptionError(f"not a numpy dtype: {node!r:.80}")
+
+
+def _field(node: object, depth: int) -> tuple[Any, ...]:
+    if not (isinstance(node, list) and 2 <= len(node) <= 3 and isinstance(node[0], str)):
+        raise CorruptionError(f"not a field of a numpy dtype: {node!r:.80}")
+    return (node[0], _description(node[1], depth + 1), *map(tuple, node[2:]))
+
+
+def scalar_bytes(scalar: np.generic) -> bytes:
+    """The bytes of a numpy scalar."""
+    return scalar.tobytes()
+
+
+def read_scalar(dtype: np.dtype[Any], data: bytes) -> object:
+    """The numpy scalar with these bytes. Raises ``CorruptionError``."""
+    if dtype.itemsize != len(data) or not data:
+        raise CorruptionError(f"numpy scalar needs {dtype.itemsize} bytes, found {len(data)}")
+    scalar: object = np.frombuffer(data, dtype, count=1)[0]
+    return scalar
+
+
+def read_shape(dtype: object, shape: Sequence[object], fortran: object) -> ArrayShape:
+    """An ``ArrayShape`` from JSON. Raises ``CorruptionError``."""
+    sizes: tuple[int, ...] = tuple(
+        size for size in shape if type(size) is int and 0 <= size < 1 << 63
+    )
+    if len(sizes) != len(shape) or len(sizes) > 32 or not isinstance(fortran, bool):
+        raise CorruptionError(f"not the shape of an array: {shape!r:.80}, {fortran!r:.20}")
+    read = ArrayShape(read_dtype(dtype), sizes, fortran)
+    count: int = math.prod(read.shape)
+    if read.dtype.itemsize == 0 and count:
+        raise CorruptionError(f"array of {sizes} elements without bytes")
+    return read

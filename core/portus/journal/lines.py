@@ -1,0 +1,313 @@
+"""The lines of a journal: what became of a run, one fact a line.
+
+A line is the crc32 of what follows the space, 8 hex digits, and one JSON object: its ``kind``, and
+fields by name. Lines are only added. What is cut off at the end of a file was being written, and
+is passed over; so are damaged lines, which are counted, and kinds that this Portus does not know.
+A line before each session says the format; a journal with one of a newer format is refused.
+
+Moments ``at_s`` are seconds of the machine's clock since its boot, sleep included: nobody sets that
+clock. ``time_ns`` is the wall clock, read once for each session; it places sessions of different
+boots, and nothing else depends on it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import msgspec
+
+from portus.errors import CorruptionError, UsageError
+
+FORMAT: Final = 1
+
+LINE_MAX: Final = 4096
+"""Bytes; a longer one is damage."""
+
+TEXT_MAX: Final = 240
+"""Characters of a name or a reason that are kept."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True, tag="journal", tag_field="kind"):
+    """Before each session: the format, and which model the journal is of."""
+
+    format: int
+    model: str
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun", tag_field="kind"):
+    """A session: a process that trains, from when it opened the run. ``resumed``: the token of the
+    version that it had loaded by its first step; ``resumed_step``: that version's step."""
+
+    session: str
+    at_s: Seconds
+    time_ns: Count
+    boot: str
+    machine: str
+    process: Count
+    rank: Count = 0
+    ranks: Count = 1
+    medium: str = ""
+    resumed: str | None = None
+    resumed_step: int | None = None
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved", tag_field="kind"):
+    """A version. The last line of a session's ``number`` counts: what a save cost is known a little
+    after its commit. ``step``: as the training calls it. ``steps``: of the optimizer, done in this
+    session at the call; ``work_s``: what these take without saves. ``step_s``: a step without a
+    save, of late; ``cost_s``: what the saves since the line before added to the time of training;
+    None if unknown. Other times and sizes as in ``portus.SaveStats``."""
+
+    session: str
+    number: Count
+    step: int
+    steps: Count
+    asked_s: Seconds
+    at_s: Seconds
+    token: str
+    work_s: Seconds
+    step_s: Seconds | None = None
+    cost_s: float | None = None
+    blocked_s: Seconds = 0.0
+    copy_s: Seconds = 0.0
+    commit_s: Seconds = 0.0
+    total_s: Seconds = 0.0
+    copied_bytes: Count = 0
+    shared_bytes: Count = 0
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
+    """A save that became no version, and why."""
+
+    session: str
+    step: int
+    steps: Count
+    at_s: Seconds
+    why: str
+
+
+class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided", tag_field="kind"):
+    """The interval from here on, in steps, why, and the numbers behind: see ``portus.Cadence``."""
+
+    session: str
+    steps: Count
+    at_s: Seconds
+    interval: Count
+    reason: str
+    overhead: float
+    max_overhead: float
+    step_s: float | None = None
+    cost_s: float | None = None
+    save_s: float | None = None
+    mtbf_s: float | None = None
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """A save that was asked for, whatever became of it."""
+
+    token: str
+    step: int
+    steps: Count
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended", tag_field="kind"):
+    """The end of a session. ``closed``: it let go of the run by itself; else it was killed, and its
+    heartbeat told the rest: ``at_s`` is when its last step ended. ``steps``: done in all;
+    ``work_s``: what they take without saves. ``asked``: the newest saves asked for."""
+
+    session: str
+    closed: bool
+    steps: Count
+    at_s: Seconds
+    work_s: Seconds = 0.0
+    asked: tuple[Asked, ...] = ()
+
+
+class Folded(msgspec.Struct, frozen=True, kw_only=True, tag="folded", tag_field="kind"):
+    """The sums of lines that were taken out, to keep the journal small."""
+
+    session: str
+    saves: Count = 0
+    failed: Count = 0
+    decided: Count = 0
+    cost_s: float = 0.0
+    blocked_s: Seconds = 0.0
+    copy_s: Seconds = 0.0
+    commit_s: Seconds = 0.0
+    copied_bytes: Count = 0
+    shared_bytes: Count = 0
+
+
+Line = Begun | Saved | Failed | Decided | Ended | Folded
+
+_ANY: Final = Head | Line
+_DECODER: Final[msgspec.json.Decoder[Head | Line]] = msgspec.json.Decoder(_ANY)
+
+
+class _Kind(msgspec.Struct):
+    kind: str
+
+
+_KIND: Final = msgspec.json.Decoder(_Kind)
+_KINDS: Final = frozenset(
+    str(each.__struct_config__.tag) for each in (Head, Begun, Saved, Failed, Decided, Ended, Folded)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What a file holds. ``damaged``: lines that were passed over; ``torn``: True if the end was
+    being written, or is cut off."""
+
+    head: Head
+    lines: tuple[Line, ...]
+    damaged: int = 0
+    torn: bool = False
+
+
+def encoded(line: Head | Line) -> bytes:
+    """One line, its end included."""
+    text = msgspec.json.encode(line)
+    made = b"%08x %s\n" % (zlib.crc32(text), text)
+    assert len(made) <= LINE_MAX, f"a line of {len(made)} bytes"
+    return made
+
+
+def decoded(data: bytes, name: str) -> Journal:
+    """What the bytes of a journal hold. ``name``: of the file, for errors.
+
+    Raises ``UsageError`` for a journal of a newer format, and ``CorruptionError`` where no line
+    tells which format it is.
+    """
+    *whole, tail = data.split(b"\n")
+    found = [_decoded(line) for line in whole if line]
+    known = [each for each in found if each is not None]
+    heads = [each for each in known if isinstance(each, Head)]
+    newest = max((each.format for each in heads), default=0)
+    if newest > FORMAT:
+        raise UsageError(
+            f"{name}: a journal of format {newest}, and this Portus knows up to {FORMAT}: "
+            "it was written by a newer one. Upgrade Portus here"
+        )
+    if not heads:
+        raise CorruptionError(f"{name}: expected a journal, found no line that says its format")
+    lines = tuple(each for each in known if not isinstance(each, Head | _Unknown))
+    return Journal(heads[0], lines, damaged=len(found) - len(known), torn=bool(tail))
+
+
+class _Unknown:
+    """A whole line of a kind that a later Portus of this format writes."""
+
+
+_UNKNOWN: Final = _Unknown()
+
+
+def _decoded(line: bytes) -> Head | Line | _Unknown | None:
+    """None for a damaged line."""
+    mark, text = line[:8], line[9:]
+    if len(line) >= LINE_MAX or line[8:9] != b" " or b"%08x" % zlib.crc32(text) != mark:
+        return None
+    try:
+        return _DECODER.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    try:
+        return None if _KIND.decode(text).kind in _KINDS else _UNKNOWN
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def shortened(head: Head, lines: Iterable[Line], size: int) -> bytes:
+    """The same journal in at most ``size`` bytes: of older saves, failures and decisions only the
+    sums stay; those of the newest, of saves that a session resumed from, and of each session's last
+    save are kept. If that is too much, the oldest sessions go.
+    """
+    rest = _newest(lines)
+    weighed = {id(each): len(encoded(each)) for each in rest}
+    total = len(encoded(head)) + sum(weighed.values())
+    resumed = {each.resumed for each in rest if isinstance(each, Begun)}
+    last = {each.session: each for each in rest if isinstance(each, Saved)}
+    folded: dict[str, Folded] = {}
+    gone: set[int] = set()
+    for each in rest:
+        if total <= size:
+            break
+        if isinstance(each, Begun | Ended | Folded) or each is last.get(each.session):
+            continue
+        if isinstance(each, Saved) and each.token in resumed:
+            continue
+        before = folded.get(each.session)
+        if before is None:
+            before = next(
+                (one for one in rest if isinstance(one, Folded) and one.session == each.session),
+                Folded(session=each.session),
+            )
+            total += len(encoded(before)) + _FOLDED_GROWTH - weighed.get(id(before), 0)
+        folded[each.session] = _with(before, each)
+        gone.add(id(each))
+        total -= weighed[id(each)]
+    kept = [
+        each
+        for each in rest
+        if id(each) not in gone and not (isinstance(each, Folded) and each.session in folded)
+    ]
+    kept += folded.values()
+    sessions = list(dict.fromkeys(each.session for each in kept))
+    made = _joined(head, kept)
+    while len(made) > size and len(sessions) > 1:
+        out, sessions = sessions[: len(sessions) // 2], sessions[len(sessions) // 2 :]
+        kept = [each for each in kept if each.session not in out]
+        made = _joined(head, kept)
+    return made
+
+
+_FOLDED_GROWTH: Final = 96
+"""Bytes that the line of sums may get longer by, as numbers get bigger."""
+
+
+def _joined(head: Head, lines: Iterable[Line]) -> bytes:
+    return b"".join(map(encoded, (head, *lines)))
+
+
+def _newest(lines: Iterable[Line]) -> list[Line]:
+    """Without lines that a later one replaces."""
+    found = list(lines)
+    last: dict[tuple[object, ...], int] = {}
+    for position, each in enumerate(found):
+        if isinstance(each, Saved):
+            last[Saved, each.session, each.number] = position
+        elif isinstance(each, Begun | Ended):
+            last[type(each), each.session] = position
+    single = Saved | Begun | Ended
+    stays = set(last.values())
+    return [e for position, e in enumerate(found) if position in stays or not isinstance(e, single)]
+
+
+def _with(sums: Folded, line: Line) -> Folded:
+    """The sums with one line more."""
+    if isinstance(line, Saved):
+        return msgspec.structs.replace(
+            sums,
+            saves=sums.saves + 1,
+            cost_s=sums.cost_s + cost_of(line),
+            blocked_s=sums.blocked_s + line.blocked_s,
+            copy_s=sums.copy_s + line.copy_s,
+            commit_s=sums.commit_s + line.commit_s,
+            copied_bytes=sums.copied_bytes + line.copied_bytes,
+            shared_bytes=sums.shared_bytes + line.shared_bytes,
+        )
+    if isinstance(line, Failed):
+        return msgspec.structs.replace(sums, failed=sums.failed + 1)
+    assert isinstance(line, Decided)
+    return msgspec.structs.replace(sums, decided=sums.decided + 1)
+
+
+def cost_of(save: Saved) -> float:
+    """Seconds that a save added to the time of training: measured, or at least what it blocked."""
+    return save.blocked_s if save.cost_s is None else save.cost_s

@@ -1,0 +1,2 @@
+"""Mirrors: verified copies of committed versions elsewhere. No torch; and the library of object
+stores is imported when one is opened."""

@@ -1,0 +1,439 @@
+"""The mirror of one model in a store: what saves and loads use. See ``docs/decisions/0141``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import numpy as np
+
+from portus.errors import CorruptionError, PortusError, StaleError, printable
+from portus.format.checksum import UNIT, digest
+from portus.format.layout import Kind
+from portus.index.pool import PoolReader
+from portus.index.records import VersionEntry, VersionRecord
+from portus.mirror.image import ABREAST, image
+from portus.mirror.log import Known, Log
+from portus.mirror.objects import (
+    BEHIND_LOG,
+    LOG,
+    PACKS,
+    WHO_SIZE_MAX,
+    WRITER_SIZE,
+    Added,
+    Claimed,
+    Fact,
+    Seal,
+    State,
+    entry_number,
+    model_of,
+    prefix_of,
+)
+from portus.mirror.requests import Create, Delete, Get, GetAll, List, Put, PutAll, Request, Steps
+from portus.mirror.store import Entry, MissingError, Store
+from portus.mirror.units import Key, Mirrored, Pack
+from portus.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
+from portus.pipeline.parts import ranges, shared, sources
+from portus.pipeline.transfer import unchanging
+from portus.transport.abreast import abreast, in_any_order
+from portus.transport.base import Sources, Stop, cut
+from portus.transport.local import fetch
+from portus.transport.rooms import Room, Rooms
+
+_log: Final = logging.getLogger("portus")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What mirroring a version took. ``put_bytes`` of ``packs`` that were put; the rest of the
+    version was there."""
+
+    added: Added
+    packs: int
+    put_bytes: int
+
+
+class Mirror:
+    """See the module. Whoever made the store closes it. One thread at a time, but for ``read`` and
+    ``open``; an object that reads may be another one than the object that writes.
+
+    All raise what the store raises, and ``UsageError`` if the mirror needs a key, or a newer Portus
+    wrote it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        model: str,
+        *,
+        key: bytes | None = None,
+        name: str = "mirror",
+        newest: int | None = None,
+    ) -> None:
+        """Asks nothing. key: ``PORTUS_MIRROR_KEY``. name: of the store, for messages. newest: the
+        number of an entry of the log that is there, if that is known: it saves the list."""
+        self.model: Final = model
+        self.name: Final = name
+        self._store: Final = store
+        self._prefix: Final = prefix_of(model)
+        self._seal: Final = Seal(key)
+        self._newest: Final = newest
+        self._writer: Final = Writer(model, self._seal, newest)
+        self._known: Known | None = None
+        """What the log said when it was read or claimed last."""
+
+    @property
+    def state(self) -> State:
+        """What the log said when this object last claimed, copied, noted or collected."""
+        return self._writer.state
+
+    @property
+    def is_claimed(self) -> bool:
+        """True from a claim until it was found to be superseded."""
+        return self._writer.log.is_claimed
+
+    def read(self) -> State:
+        """What the log says now: one page of a list, and up to 17 small reads; from the second call
+        on a small read, and one for each entry that was appended since. Entries that are damaged
+        are passed over, with an error in the log of Python."""
+        log = Log(self.model, self._seal, self._known, self._newest)
+        state = self._perform(log.read())
+        self._known = log.known
+        return state
+
+    def claim(
+        self, who: str, pool: bytes, commit: int, *, passing: bool = False, at: int | None = None
+    ) -> State:
+        """Take the term; whoever had it is superseded.
+
+        When a run is opened, before its first commit; when its pool has a successor; and again
+        after ``SupersededError`` with ``passing``. who: for messages. pool, commit: the identity of
+        the pool, and its newest commit. passing: to remove and to collect alone. at: the number of
+        the log's newest entry, as the caller read it; raises ``StaleError`` if there are others.
+        """
+        claimed = Claimed(printable(who)[:WHO_SIZE_MAX], pool, commit, passing)
+        writer = os.urandom(WRITER_SIZE)
+        state = self._perform(self._writer.claim(claimed, writer, self._known, time.time_ns(), at))
+        self._known = self._writer.log.known
+        return state
+
+    def copy(
+        self,
+        reader: PoolReader,
+        version: int,
+        stop: Stop,
+        facts: Sequence[Fact] = (),
+        *,
+        damaged: Collection[Key] | None = None,
+    ) -> Copied:
+        """Mirror a version of a pool, by its id, and say ``facts`` with it, all or none. When this
+        returns, it is told.
+
+        damaged: of a version that is there already, the units that are sent again: it is mended
+        so, keeps its place, and what it had before is collected later. Its other units stay where
+        they are; if its manifest cannot be read, all are sent.
+        Pins the version meanwhile. Raises ``SupersededError``, ``StoppedError`` within a request
+        after ``stop`` is set, ``StaleError`` if the version is not in the pool (any more),
+        ``CorruptionError`` if the pool's bytes are not those that were saved, ``UsageError`` for a
+        shelf. Whatever it raises,
+        the same call may be made again; what arrived is not sent again.
+        """
+        with reader.pinned(version) as entry:
+            return self.copy_pinned(reader, entry, stop, facts, damaged=damaged)
+
+    def copy_pinned(
+        self,
+        reader: PoolReader,
+        entry: VersionEntry,
+        stop: Stop,
+        facts: Sequence[Fact] = (),
+        *,
+        damaged: Collection[Key] | None = None,
+    ) -> Copied:
+        """``copy`` of a version that the caller has pinned; it may be retired already."""
+        source = _Source(reader, unchanging(reader.record(entry)), stop)
+        added = self._perform(self._writer.add(source.version(), facts, damaged), source)
+        return Copied(added, source.packs, source.put_bytes)
+
+    def note(self, facts: Sequence[Fact]) -> State:
+        """Say ``facts``, all or none: versions removed, reference files. Raises as ``copy``."""
+        return self._perform(self._writer.note(facts))
+
+    def collect(self, grace_s: float = GRACE_S, stop: Stop | None = None) -> Freed:
+        """Delete what no version needs, nor a reader who began within ``grace_s`` seconds. Raises
+        ``SupersededError``; ``UsageError`` without the right to delete; ``StoppedError`` within a
+        request after ``stop`` is set; and ``CorruptionError``, and deletes nothing, where a
+        manifest cannot be read. Whatever it raises, the next call does the rest."""
+        return self._perform(self._writer.collect(grace_s, time.time_ns()), stop=stop)
+
+    def unneeded(self, grace_s: float = GRACE_S) -> Freed:
+        """What ``collect`` would delete now; takes no term. Raises as it."""
+        return self._perform(self._writer.unneeded(grace_s))
+
+    def has_objects(self) -> bool:
+        """True if there is anything but its log. A page of a list."""
+        return next(self._store.list(self._prefix, self._prefix + BEHIND_LOG), None) is not None
+
+    def manifest(self, added: Added) -> Mirrored:
+        """What is mirrored of a version, and where. Raises ``CorruptionError``, or ``StaleError``
+        if it was removed meanwhile: read the log again."""
+        with self._meanwhile([added]):
+            return self._perform(read_manifest(self._seal, self.model, added.manifest))
+
+    def open(self, versions: Sequence[Added]) -> PoolReader:
+        """A pool of these versions, oldest first, to be loaded, checked or transferred from. Its
+        loads raise as ``manifest``. Whoever asked for it closes it."""
+        mirrored = [self.manifest(each) for each in versions]
+
+        def load(pack: str, start: int, into: memoryview) -> None:
+            with self._meanwhile(versions):
+                self._store.get_range(self._prefix + PACKS + pack, start, into)
+
+        return image(self.name, mirrored, load)
+
+    @contextlib.contextmanager
+    def opened(self, token: bytes) -> Iterator[tuple[PoolReader, VersionEntry]]:
+        """The version of that token, as it is here now, and a pool that has it alone. Raises
+        ``StaleError`` if it is not here, and as ``open``."""
+        added = self.read().version(token)
+        if added is None:
+            raise StaleError(f"{self.name}: it has no version {token.hex()} of {self.model!r}")
+        with self.opened_as(added) as opened:
+            yield opened
+
+    @contextlib.contextmanager
+    def opened_as(self, added: Added) -> Iterator[tuple[PoolReader, VersionEntry]]:
+        """A version, and a pool that has it alone. Raises as ``open``."""
+        with contextlib.closing(self.open([added])) as reader:
+            [entry] = reader.catalogue().entries()
+            yield reader, entry
+
+    def suspects(self) -> list[Added]:
+        """The versions that lack an object, or whose manifest is damaged: by lists, and a read of
+        each manifest. ``damaged`` tells for sure."""
+        return self._perform(self._writer.suspects())
+
+    def damaged(self, added: Added, stop: Stop) -> frozenset[Key]:
+        """The units of a version that are not there as they were sent; for ``copy``. Reads all of
+        it. Raises as ``manifest``, and ``StoppedError``."""
+        mirrored = self.manifest(added)
+        by_pack: dict[str, list[tuple[int, Key]]] = {}
+        for key, place in mirrored.places().items():
+            by_pack.setdefault(place.pack, []).append((place.offset, key))
+
+        def found(pack: str) -> list[Key]:
+            stop.check()
+            return [key for at, key in by_pack[pack] if not self._is_there(pack, at, key)]
+
+        with contextlib.closing(abreast(found, list(by_pack), ABREAST)) as lists:
+            damaged = frozenset(key for keys in lists for key in keys)
+        if damaged:
+            self._require([added])
+        return damaged
+
+    def mend(self, added: Added, reader: PoolReader, version: int, stop: Stop) -> int:
+        """Send again what of a version is not there as it was sent, from a pool that has the same
+        one by its id; how many packs. Raises as ``copy``."""
+        try:
+            damaged = self.damaged(added, stop)
+        except CorruptionError:
+            damaged = frozenset()  # it is the manifest: all of it is sent
+        else:
+            if not damaged:
+                return 0
+        return self.copy(reader, version, stop, damaged=damaged).packs
+
+    def _is_there(self, pack: str, start: int, key: Key) -> bool:
+        room = bytearray(key[1])
+        try:
+            self._store.get_range(self._prefix + PACKS + pack, start, memoryview(room))
+        except (MissingError, CorruptionError):
+            return False
+        return digest(room) == key[0]
+
+    @contextlib.contextmanager
+    def _meanwhile(self, versions: Sequence[Added]) -> Iterator[None]:
+        """What is missing was removed meanwhile, or is lost."""
+        try:
+            yield
+        except (MissingError, CorruptionError) as error:
+            self._require(versions)
+            if isinstance(error, CorruptionError):
+                raise
+            raise CorruptionError(f"{self.name}: {error}, and a version needs it") from error
+
+    def _require(self, versions: Sequence[Added]) -> None:
+        """Raise ``StaleError`` if one of them is there no more."""
+        there = {each.manifest for each in self.read().versions}
+        for each in versions:
+            if each.manifest not in there:
+                raise StaleError(
+                    f"{self.name}: step {each.step} of model {self.model!r} was removed while "
+                    "it was read; load the newest again"
+                )
+
+    def _perform(
+        self, steps: Steps[_T], source: _Source | None = None, stop: Stop | None = None
+    ) -> _T:
+        try:
+            request = next(steps)
+            while True:
+                try:
+                    if stop is not None:
+                        stop.check()
+                    answer = self._answer(request, source)
+                except PortusError as error:
+                    request = steps.throw(error)
+                else:
+                    request = steps.send(answer)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+        finally:
+            steps.close()
+
+    def _answer(self, request: Request, source: _Source | None) -> object:
+        if isinstance(request, Get):
+            return self._store.get(self._prefix + request.name)
+        if isinstance(request, GetAll):
+            return list(abreast(self._get, request.names, ABREAST))
+        if isinstance(request, Create):
+            return self._store.create(self._prefix + request.name, request.data)
+        if isinstance(request, PutAll):
+            self._put_all(request.puts, source)
+            return None
+        if isinstance(request, Delete):
+            self._store.delete([self._prefix + name for name in request.names])
+            return None
+        assert isinstance(request, List)
+        return self._listed(request.prefix)
+
+    def _get(self, name: str) -> bytes | None:
+        try:
+            return self._store.get(self._prefix + name)
+        except MissingError:
+            return None
+
+    def _listed(self, prefix: str) -> Iterator[Entry]:
+        for each in self._store.list(self._prefix + prefix):
+            yield Entry(each.name.removeprefix(self._prefix), each.size, each.modified)
+
+    def _put_all(self, puts: Sequence[Put], source: _Source | None) -> None:
+        def put_one(put: Put) -> None:
+            name = self._prefix + put.name
+            if isinstance(put.content, bytes):
+                self._store.put(name, [put.content])
+            else:
+                assert source is not None
+                source.put(put.content, lambda part: self._store.put(name, [part]))
+            put.done = True
+
+        in_any_order(put_one, puts, ABREAST)
+
+
+def models(store: Store, *, key: bytes | None = None) -> dict[str, int]:
+    """The models that have a mirror in a store, sorted, and the newest entry of the log of each. A
+    list for each of them, since a log comes first in its folder, and one to see that there are no
+    more; of one whose name is long a read, too, which raises ``CorruptionError``, and as
+    ``Mirror``."""
+    found, after = {}, ""
+    while (first := next(store.list("", after), None)) is not None:
+        prefix, slash, name = first.name.partition("/")
+        if slash and name < LOG:  # of somebody else
+            first = next(store.list(f"{prefix}/{LOG}"), first)
+        number = entry_number(first.name.removeprefix(f"{prefix}/"))
+        if number is not None:
+            said = model_of(prefix + "/")
+            found[said or Seal(key).read_entry(number, store.get(first.name)).model] = number
+        after = prefix + _AFTER_SLASH if slash else first.name
+    return dict(sorted(found.items()))
+
+
+_AFTER_SLASH: Final = chr(ord("/") + 1)
+
+
+class _Source:
+    """The bytes of a pinned version, as packs."""
+
+    def __init__(self, reader: PoolReader, record: VersionRecord, stop: Stop) -> None:
+        self._reader: Final = reader
+        self._record: Final = record
+        self._stop: Final = stop
+        layout = reader.payload(record.layout, Kind.LAYOUT)
+        tree = reader.payload(record.tree, Kind.TREE)
+        self._parts_of_blobs: Final = [
+            bytes(blob[start : start + UNIT])
+            for blob in (layout, tree)
+            for start in range(0, max(len(blob), 1), UNIT)
+        ]
+        lengths = record.storages["length"].astype(np.int64)
+        group = shared(record, np.arange(len(lengths)))
+        nowhere = np.zeros(len(lengths), np.int64)
+        self._segments, _ = cut(sources(nowhere, lengths, group.extents))
+        self._digests: Final = group.digests
+        self._lengths: Final = np.append(lengths, [len(layout), len(tree)])
+        self._rooms: Final = Rooms(UNIT)
+        self.packs = 0
+        self.put_bytes = 0
+
+    def version(self) -> Version:
+        """What there is to mirror."""
+        blobs = [np.frombuffer(digest(part), np.uint8) for part in self._parts_of_blobs]
+        digests = np.concatenate([self._digests, np.stack(blobs)])
+        uuid = self._reader.superblock.uuid
+        return Version(self._record.info, uuid, self._lengths, digests)
+
+    def put(self, pack: Pack, put: Callable[[memoryview], None]) -> None:
+        """Gather a pack, have it sent, and see that it did not change meanwhile."""
+        self._stop.check()
+        with self._rooms.lent(pack.length) as room:
+            self._gather(pack, room)
+            put(room.data)
+            for end, length, expected in _parts(pack):
+                found = digest(room.data[end - length : end])
+                if found != expected:
+                    raise self._other("changed while it was sent", expected, found)
+        self.packs += 1
+        self.put_bytes += pack.length
+
+    def _gather(self, pack: Pack, room: Room) -> None:
+        ends, units = np.cumsum(pack.lengths), np.array(pack.units, np.int64)
+        here = units < len(self._digests)
+        for end, unit in zip(ends[~here].tolist(), units[~here].tolist(), strict=True):
+            part = self._parts_of_blobs[unit - len(self._digests)]
+            room[end - len(part) : end] = np.frombuffer(part, np.uint8)
+        rows = self._segments.row
+        first = np.searchsorted(rows, units[here])
+        segments = ranges(first, np.searchsorted(rows, units[here], "right") - first)
+        length = np.array(pack.lengths, np.int64)[here]
+        targets = Sources(
+            address=room.ctypes.data + ends[here] - length,
+            length=length,
+            extent_offset=self._segments.offset[segments],
+            extent_length=self._segments.length[segments],
+        )
+        found, expected = (
+            fetch(self._reader.medium, targets, self._stop),
+            self._digests[units[here]],
+        )
+        for bad in np.flatnonzero(np.any(found != expected, axis=1))[:1].tolist():
+            raise self._other("is damaged", expected[bad].tobytes(), found[bad].tobytes())
+
+    def _other(self, what: str, expected: bytes, found: bytes) -> CorruptionError:
+        info = self._record.info
+        return CorruptionError(
+            f"{self._reader.medium.info.name}: model {info.model!r}, step {info.step}: a unit "
+            f"{what}: expected digest {expected.hex()}, found {found.hex()}; it is not mirrored"
+        )
+
+
+def _parts(pack: Pack) -> Iterator[tuple[int, int, bytes]]:
+    """Where each unit ends in a pack, its length and its digest."""
+    ends = np.cumsum(pack.lengths).tolist()
+    return zip(ends, pack.lengths, pack.digests, strict=True)

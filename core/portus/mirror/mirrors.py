@@ -1,0 +1,133 @@
+"""All mirrors at an address, one for each model; and which version a URL means.
+
+``s3://bucket/runs/gpt@1000`` says where the mirrors are, of which model, and which step. A prefix
+and the name of a model may both have slashes: the mirror that is there decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Final
+
+from portus.errors import UsageError
+from portus.index.groups import part_of
+from portus.mirror.address import StoreAddress, parse
+from portus.mirror.mirror import Mirror, models
+from portus.mirror.objects import LOG, first_parts_prefix, prefix_of
+from portus.mirror.opening import configured_key, open_store
+from portus.mirror.store import Store
+
+_STEP: Final = re.compile(r"(.+)@(-?[0-9]+)", re.DOTALL)
+_SHOWN: Final = 20
+"""Models that an error lists."""
+
+
+class Mirrors:
+    """See the module. Sealed with ``$PORTUS_MIRROR_KEY``, if it is set. Close it."""
+
+    def __init__(self, address: StoreAddress) -> None:
+        """Asks nobody yet. Raises as ``open_store``."""
+        self.address: Final = address
+        self._store: Final[Store] = open_store(address)
+        self._key: Final = configured_key()
+
+    def models(self) -> list[str]:
+        """Of which models there is one. Raises as ``mirror.models``."""
+        return list(models(self._store, key=self._key))
+
+    def of(self, model: str) -> Mirror:
+        """That of a model, which need not be there. It is over when this is closed."""
+        return Mirror(self._store, model, key=self._key, name=str(self.address))
+
+    def has(self, model: str) -> bool:
+        """True if there is one of that model. One request."""
+        return next(self._store.list(prefix_of(model) + LOG), None) is not None
+
+    def has_parts(self, model: str) -> bool:
+        """True if there are mirrors of the parts of a sharded ``model``. One request, or, for a
+        name that is very long, those of ``models``."""
+        start = first_parts_prefix(model)
+        if start is None:
+            return any(part and part[0] == model for part in map(part_of, self.models()))
+        first = next(iter(self._store.list("", start)), None)
+        return first is not None and first.name.startswith(start)
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._store.close()
+
+    def __enter__(self) -> Mirrors:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Meant:
+    """What a URL means: where, of which model, and which step, or None for no one in particular."""
+
+    address: StoreAddress
+    model: str
+    step: int | None
+
+
+def meant(url: str, what: str = "mirror") -> Meant:
+    """What ``<mirror>/<model>`` or ``<mirror>/<model>@<step>`` means; or ``<mirror>`` alone, with
+    or without ``@<step>``, where that has one model. The model may be one of which there are parts
+    alone. Asks the store: a list for each slash, from the last one on. Raises ``UsageError`` if it
+    means none, and what the store raises."""
+    said = _STEP.fullmatch(url)
+    texts = [(url, None)] if said is None else [(said[1], int(said[2])), (url, None)]
+    for text, step in texts:
+        found = _with_model(parse(text, what)) or _of_one(parse(text, what))
+        if found is not None:
+            return Meant(*found, step)
+    raise UsageError(f"{what} {url!r}: {_advice(parse(texts[0][0], what))}")
+
+
+def _with_model(address: StoreAddress) -> tuple[StoreAddress, str] | None:
+    segments = address.prefix.strip("/").split("/") if address.prefix.strip("/") else []
+    root = "/" if address.prefix.startswith("/") else ""
+    for count in range(len(segments) - 1, -1, -1):
+        above = replace(address, prefix=root + "/".join(segments[:count]))
+        model = "/".join(segments[count:])
+        with Mirrors(above) as mirrors:
+            if mirrors.has(model) or mirrors.has_parts(model):
+                return above, model
+    return None
+
+
+def _of_one(address: StoreAddress) -> tuple[StoreAddress, str] | None:
+    with Mirrors(address) as mirrors:
+        there = _runs(mirrors.models())
+    return (address, there[0]) if len(there) == 1 else None
+
+
+def _runs(models: Sequence[str]) -> list[str]:
+    """``models``, with the name of the run for the parts of a sharded one."""
+    return list(dict.fromkeys(part[0] if (part := part_of(each)) else each for each in models))
+
+
+def _advice(address: StoreAddress) -> str:
+    with Mirrors(address) as mirrors:
+        there = _runs(mirrors.models())
+    if there:
+        names = ", ".join(map(repr, there[:_SHOWN]))
+        return f"say which model, {address}/MODEL; it has mirrors of {names}"
+    above = replace(address, prefix=address.prefix.rpartition("/")[0])
+    if not above.prefix:
+        return "there is no mirror"
+    with contextlib.suppress(UsageError), Mirrors(above) as mirrors:
+        there = _runs(mirrors.models())
+    names = f"; {above} has mirrors of {', '.join(map(repr, there[:_SHOWN]))}" if there else ""
+    return f"there is no mirror here, and no mirror of a model of that name{names}"

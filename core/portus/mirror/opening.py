@@ -1,0 +1,53 @@
+"""Which store an address means, and with which key its objects are sealed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Final
+
+from portus.errors import MediumError, TransportError, UsageError
+from portus.mirror.address import Kind, StoreAddress
+from portus.mirror.bucket import Bucket, Patience
+from portus.mirror.folder import Folder
+from portus.mirror.hosted import HostStore
+from portus.mirror.store import Store
+
+KEY_VARIABLE: Final = "PORTUS_MIRROR_KEY"
+
+
+def configured_key() -> bytes | None:
+    """The key of the mirrors of this process: ``$PORTUS_MIRROR_KEY``; None if there is none."""
+    said = os.environ.get(KEY_VARIABLE)
+    return os.fsencode(said) if said else None
+
+
+def open_store(address: StoreAddress, patience: Patience | None = None) -> Store:
+    """The objects below ``address``. Asks nobody yet. Whoever opened it closes it.
+
+    patience: how long a call may take; of a folder the file system says it. Raises ``UsageError``
+    if obstore is missing (``pip install 'portus-checkpoint[mirror]'``), or the environment says
+    what cannot be.
+    """
+    if address.kind is Kind.HOST:
+        return HostStore(address.bucket, address.prefix)
+    if address.kind is Kind.FOLDER:
+        return Folder(address.prefix)
+    return Bucket(address, patience)
+
+
+def check_writable(address: StoreAddress) -> None:
+    """Before a run that is to be mirrored at ``address``. Raises ``UsageError`` for a directory
+    that this process may not write to, or without hard links. A store that does not answer, or is
+    full, may do better later, and of others only a write tells."""
+    if address.kind is not Kind.FOLDER:
+        return
+    try:
+        with contextlib.suppress(TransportError, MediumError):
+            Folder(address.prefix).check_writable()
+    except UsageError as error:
+        raise UsageError(
+            f"{address}: nothing can be mirrored there: {error}. Expected a directory that this "
+            "process may write to, on a file system with hard links: give it that right, name "
+            "another mirror, or say mirror='none'"
+        ) from error

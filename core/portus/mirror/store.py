@@ -1,0 +1,77 @@
+"""What a mirror asks of an object store. Read this before you write one.
+
+1. What ``put`` or ``create`` gave back is there for everybody from then on, whole, and survives, as
+   far as the store can promise.
+2. An object is replaced as a whole or not at all: nobody ever gets a part of one, or a mixture.
+3. Of several ``create`` of one name one alone is told True, whoever they are. Where a store cannot
+   do that, two writers of one mirror are not kept apart, and nothing else is lost.
+4. Nothing else. What raised may have taken effect, may take effect later, or twice: also after its
+   caller was killed, and after whatever he asked for since. A list may lack what is newest.
+
+Names are paths below the prefix that the store was opened for, with slashes, of ASCII letters,
+digits and ``-_.=``. All methods block, may be called from several threads, and raise:
+
+- ``TransportError``: the store could not be asked, or did not answer. Try again later.
+- ``UsageError``: it answered, and refuses: wrong credentials, no such bucket, no right to do this.
+- ``MediumError``: it has no room.
+- ``MissingError``: there is no such object. By ``get`` and ``get_range`` alone.
+
+A message names the cause and the address, and no secret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from portus.errors import PortusError
+
+Buffer = bytes | bytearray | memoryview
+"""Contiguous bytes; a view is of unsigned bytes, in one dimension."""
+
+
+class MissingError(PortusError):
+    """There is no object of that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object as a store lists it. ``size`` in bytes; ``modified``: Unix time in seconds, by the
+    clock of the store."""
+
+    name: str
+    size: int
+    modified: float
+
+
+class Store(Protocol):
+    """See the module. Whoever opened it closes it."""
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Make ``parts``, end to end, the object of that name, whatever it was before. The caller
+        leaves them as they are until this returns or raises."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """The same, if there is no such object yet; False, and nothing changes, if there is one. It
+        may be what an earlier, or a repeated, request of the same caller made. For small ones: what
+        is sent is held in memory."""
+
+    def get(self, name: str) -> bytes:
+        """All of an object."""
+
+    def get_range(self, name: str, start: int, into: memoryview) -> None:
+        """Fill ``into`` (writable, contiguous) with what begins at byte ``start``. Raises
+        ``CorruptionError`` if the object ends before."""
+
+    def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
+        """The objects whose names begin with ``prefix``, whole segments or nothing (``"a/b/"``),
+        and come after ``after``, in the order of their names. Asks for a page at a time, as it is
+        used: who needs the first one alone pays for no more."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects. Those that are not there are no error. If it raises, any of them may be
+        gone, now or later."""
+
+    def close(self) -> None:
+        """Let go of connections. A second call does nothing."""

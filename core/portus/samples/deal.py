@@ -1,0 +1,140 @@
+"""Dealing what is left of an epoch's sequence to ranks, as the stock samplers deal all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from portus.errors import UsageError
+
+
+class Turn(Enum):
+    """What ranks get in turn."""
+
+    SAMPLE = "sample"
+    """One sample each, as torch's ``DistributedSampler`` deals."""
+    BATCH = "batch"
+    """A batch each, as Accelerate deals; split batches too, whose pieces are the batches here."""
+
+
+class Tail(Enum):
+    """What becomes of the last samples, if there is not one for each turn."""
+
+    EVEN = "even"
+    """Samples from the start of the sequence are repeated until each rank has as many."""
+    FULL = "full"
+    """The same until each rank's last batch is full."""
+    CUT = "cut"
+    """They are left out until each rank has as many."""
+    ASIS = "as is"
+    """Ranks may get fewer samples than others, and a batch less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deal:
+    """How the samples of an epoch that are left are dealt.
+
+    Places are those in the epoch's sequence. All ranks get the same number of batches, but with
+    ``Tail.ASIS``. Raises ``UsageError`` for numbers that make no sense.
+    """
+
+    samples: int
+    """How many the whole sequence has."""
+    delivered: int = 0
+    """How many of them, from its start, were delivered."""
+    ranks: int = 1
+    batch: int = 1
+    """Samples that a rank gets in a step."""
+    turn: Turn = Turn.SAMPLE
+    tail: Tail = Tail.EVEN
+    drop_last: bool = False
+    """Whether a rank's last batch is left out unless it is full."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 0), ("delivered", 0), ("ranks", 1), ("batch", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UsageError(f"{name}: expected a number, {least} or more, found {value!r}")
+        if self.delivered > self.samples:
+            raise UsageError(
+                f"delivered: expected at most the {self.samples} samples of the epoch, found "
+                f"{self.delivered}"
+            )
+        if (self.turn, self.tail) in _NOBODYS:
+            raise UsageError(f"no sampler deals by the {self.turn.value} with {self.tail}")
+
+    @property
+    def step(self) -> int:
+        """Samples that all ranks get in a step."""
+        return self.ranks * self.batch
+
+    def batches(self, rank: int) -> int:
+        """How many batches ``rank`` still gets."""
+        dealt = self._dealt_to(rank)
+        return dealt // self.batch if self.drop_last else -(-dealt // self.batch)
+
+    def places(self, rank: int) -> Iterator[list[int]]:
+        """The batches that ``rank`` still gets."""
+        dealt = self._dealt_to(rank)
+        for number in range(self.batches(rank)):
+            first = number * self.batch
+            last = min(first + self.batch, dealt)
+            yield [self._place(rank, each) for each in range(first, last)]
+
+    def after(self, batches: int) -> int:
+        """How many samples of the sequence are delivered once each rank had so many batches."""
+        return min(self.samples, self.delivered + batches * self.step)
+
+    def _dealt_to(self, rank: int) -> int:
+        """How many samples ``rank`` gets, those that are repeated too."""
+        left = self.samples - self.delivered
+        if self.tail is Tail.EVEN:
+            return -(-left // self.ranks)
+        if self.tail is Tail.CUT:
+            return left // self.ranks
+        steps, rest = divmod(left, self.step)
+        if self.drop_last or not rest:
+            return steps * self.batch
+        if self.tail is Tail.FULL:
+            return (steps + 1) * self.batch
+        own = max(0, min(self.batch, rest - rank * self.batch))
+        return steps * self.batch + own
+
+    def _place(self, rank: int, number: int) -> int:
+        """Where in the sequence the sample is that ``rank`` gets as its ``number``-th."""
+        if self.turn is Turn.SAMPLE:
+            place = self.delivered + number * self.ranks + rank
+        else:
+            step, within = divmod(number, self.batch)
+            place = self.delivered + step * self.step + rank * self.batch + within
+        return place if place < self.samples else (place - self.samples) % self.samples
+
+
+_NOBODYS: Final = {
+    (Turn.SAMPLE, Tail.FULL),
+    (Turn.SAMPLE, Tail.ASIS),
+    (Turn.BATCH, Tail.EVEN),
+    (Turn.BATCH, Tail.CUT),
+}
+
+
+def batch_of_ranks(step: int, ranks: int) -> int:
+    """Samples for each rank, if a step has ``step`` samples whatever the number of ranks. Raises
+    ``UsageError`` if they cannot have the same number each."""
+    if step % ranks:
+        fits = [str(count) for count in range(1, step + 1) if step % count == 0]
+        raise UsageError(
+            f"a step of {step} samples cannot be dealt to {ranks} ranks evenly: expected "
+            f"{_listed(fits)} ranks, or let each rank's batch stay as it is"
+        )
+    return step // ranks
+
+
+def _listed(fits: list[str]) -> str:
+    shown = fits if len(fits) <= _FITS_MAX else [*fits[: _FITS_MAX - 1], "...", fits[-1]]
+    return ", ".join(shown[:-1]) + f" or {shown[-1]}" if len(shown) > 1 else shown[0]
+
+
+_FITS_MAX: Final = 8

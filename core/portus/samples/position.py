@@ -1,0 +1,86 @@
+"""Where a run was in an epoch: what a checkpoint says of it, and whether it fits the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Final
+
+from portus.errors import UsageError
+
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """How far an epoch was, and how it was dealt.
+
+    What was delivered to training counts; what a loader fetched ahead does not.
+    """
+
+    batches: int
+    """That each rank was given since the epoch began, over all restarts."""
+    delivered: int
+    """Samples of the epoch's sequence, from its start."""
+    ranks: int
+    batch: int | None
+    """Samples that a rank gets in a step; None if that is not known, or not always the same."""
+    samples: int | None
+    """How many the whole sequence has; None if that is not known."""
+    data: int | None
+    """How many samples the dataset has; None if it does not say."""
+    fingerprint: str | None = None
+    """What the user says the dataset is; None if nothing."""
+    dealt_anew: bool = False
+    """Whether a restart in this epoch dealt its rest anew, to other ranks or in other batches."""
+    is_over: bool = False
+    """Whether training was done with this epoch's batches."""
+
+    def state(self) -> dict[str, object]:
+        """As plain values, with the number of the format."""
+        return {"format": FORMAT, **{each.name: getattr(self, each.name) for each in fields(self)}}
+
+    @classmethod
+    def of(cls, state: Mapping[str, object]) -> Position:
+        """What ``state`` gave. Raises ``UsageError`` for that of a newer Portus, and for what no
+        Portus gave."""
+        found = state.get("format")
+        if isinstance(found, int) and not isinstance(found, bool) and found > FORMAT:
+            raise UsageError(
+                f"the position in the data has format {found}, and this Portus knows {FORMAT}: "
+                "resume with the Portus that saved it, or a newer one"
+            )
+        if found != FORMAT:
+            raise UsageError(
+                f"the position in the data: expected format {FORMAT}, found {found!r}: this "
+                "checkpoint was changed, or not saved by Portus"
+            )
+        values: dict[str, object] = {}
+        for each in fields(cls):
+            value = values[each.name] = state.get(each.name)
+            if not _fits(each.name, value):
+                raise UsageError(f"the position in the data: {each.name} cannot be {value!r}")
+        return cls(**values)  # type: ignore[arg-type]
+
+    def changed(self, data: int | None, fingerprint: str | None) -> str:
+        """What changed of the dataset since; nothing if nothing is known to have."""
+        if self.data is not None and data is not None and self.data != data:
+            return f"the dataset had {self.data} samples, and has {data} now"
+        if self.fingerprint is not None and self.fingerprint != fingerprint:
+            return f"the dataset's fingerprint was {self.fingerprint!r}, and is {fingerprint!r} now"
+        return ""
+
+
+_MAY_BE_NONE: Final = {"batch", "samples", "data", "fingerprint"}
+_FLAGS: Final = {"dealt_anew", "is_over"}
+
+
+def _fits(name: str, value: object) -> bool:
+    if value is None:
+        return name in _MAY_BE_NONE
+    if name == "fingerprint":
+        return isinstance(value, str)
+    if name in _FLAGS:
+        return isinstance(value, bool)
+    least = 1 if name in ("ranks", "batch") else 0
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

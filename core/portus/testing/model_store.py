@@ -1,0 +1,194 @@
+"""An object store as a model: a dict with a clock, and requests that land when they like.
+
+``ModelStore`` is an honest ``Store`` in memory. ``Unsure`` performs requests on one as a store may
+that keeps to the letter of ``portus.mirror.store``: a request takes effect or not, at once or
+later, once or twice, and its answer arrives or does not. What is to land later lands when the test
+says so, in any order.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from portus.errors import TransportError, UsageError
+from portus.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
+from portus.mirror.requests import Create, Delete, Get, GetAll, List, Put, PutAll, Request
+from portus.mirror.store import Buffer, Entry, MissingError
+from portus.mirror.units import Pack
+
+Objects = dict[str, tuple[bytes, float]]
+_WHERE: Final = "a model of a store"
+
+Contents = Callable[[Pack], bytes]
+"""What is in a pack that a writer puts."""
+
+
+class ModelStore:
+    """A ``Store`` in memory. ``now``: its clock, in seconds; a test moves it. ``counts``: how many
+    requests of each kind there were."""
+
+    def __init__(self, objects: Objects | None = None) -> None:
+        """objects: of another one, which has the same from then on."""
+        self.now = 1.8e9
+        self.counts: Final[Counter[str]] = Counter()
+        self.objects: Final[Objects] = {} if objects is None else objects
+        """What there is: bytes, and when they were stored."""
+        self._guard: Final = threading.Lock()
+        self._is_closed = False
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        self._asked("put", name)
+        data = b"".join(bytes_of(part, _WHERE) for part in parts)
+        with self._guard:
+            self.objects[name] = data, self.now
+
+    def create(self, name: str, data: bytes) -> bool:
+        self._asked("create", name)
+        with self._guard:
+            if name in self.objects:
+                return False
+            self.objects[name] = data, self.now
+            return True
+
+    def get(self, name: str) -> bytes:
+        self._asked("get", name)
+        return self._object(name)
+
+    def get_range(self, name: str, start: int, into: memoryview) -> None:
+        self._asked("get_range", name)
+        view = writable_bytes(into, start, _WHERE)
+        found = self._object(name)[start : start + view.nbytes]
+        if len(found) != view.nbytes:
+            raise short(name, start, view.nbytes, len(found))
+        view[:] = found
+
+    def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
+        self._asked("list")
+        checked_prefix(prefix, _WHERE)
+        with self._guard:
+            names = sorted(n for n in self.objects if n.startswith(prefix) and n > after)
+            entries = [Entry(n, len(self.objects[n][0]), self.objects[n][1]) for n in names]
+        return iter(entries)
+
+    def delete(self, names: Sequence[str]) -> None:
+        self._asked("delete", *names)
+        with self._guard:
+            for name in names:
+                self.objects.pop(name, None)
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def _object(self, name: str) -> bytes:
+        found = self.objects.get(name)
+        if found is None:
+            raise MissingError(f"no object {name!r}")
+        return found[0]
+
+    def _asked(self, kind: str, *names: str) -> None:
+        if self._is_closed:
+            raise UsageError(f"{_WHERE} is closed")
+        for name in names:
+            checked_name(name, _WHERE)
+        with self._guard:
+            self.counts[kind] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Odds:
+    """How often what happens to a request, out of one; the rest takes effect once, and is told.
+
+    lost: no effect. unheard: it takes effect, and the answer is lost. late: it takes effect later,
+    and there is no answer. twice: it takes effect, and once more later. stale: a list lacks the
+    newest objects.
+    """
+
+    lost: float = 0.0
+    unheard: float = 0.0
+    late: float = 0.0
+    twice: float = 0.0
+    stale: float = 0.0
+
+
+class Unsure:
+    """Performs requests on a bucket, by chance. ``landed``: called after each change of it."""
+
+    def __init__(
+        self, bucket: ModelStore, chance: random.Random, odds: Odds, landed: Callable[[], None]
+    ) -> None:
+        self.bucket: Final = bucket
+        self.odds = odds
+        self._chance: Final = chance
+        self._landed: Final = landed
+        self._later: Final[list[Callable[[], object]]] = []
+
+    @property
+    def under_way(self) -> int:
+        """Requests that are still to land."""
+        return len(self._later)
+
+    def land(self) -> None:
+        """One of those that are under way takes effect, whichever."""
+        self._later.pop(self._chance.randrange(len(self._later)))()
+        self._landed()
+
+    def perform(self, request: Request, contents: Contents) -> object:
+        """The answer. Raises ``TransportError`` where none arrives, and what the store raises."""
+        if isinstance(request, PutAll):
+            self._put_all(request.puts, contents)
+            return None
+        if isinstance(request, Create):
+            name, data = request.name, request.data
+            made = self._change(lambda: self.bucket.create(name, data))
+            # Repeated below, since its first answer was lost, it met what it made.
+            return bool(made) and not self._happens(self.odds.twice)
+        if isinstance(request, Delete):
+            for each in request.names:  # a store deletes them one by one, and stops anywhere
+                self._delete(each)
+            return None
+        if self._happens(self.odds.lost):
+            raise TransportError("no answer")
+        if isinstance(request, Get):
+            return self.bucket.get(request.name)
+        if isinstance(request, GetAll):
+            there = self.bucket.objects
+            return [there[name][0] if name in there else None for name in request.names]
+        assert isinstance(request, List)
+        entries = list(self.bucket.list(request.prefix))
+        if self._happens(self.odds.stale):
+            entries = entries[self._chance.randrange(3) :]  # of a log, the newest
+        return iter(entries)
+
+    def _put_all(self, puts: Sequence[Put], contents: Contents) -> None:
+        for put in self._chance.sample(list(puts), len(puts)):
+            data = contents(put.content) if isinstance(put.content, Pack) else put.content
+            self._put(put.name, data)
+            put.done = True
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._change(lambda: self.bucket.put(name, [data]))
+
+    def _delete(self, name: str) -> None:
+        self._change(lambda: self.bucket.delete([name]))
+
+    def _change(self, effect: Callable[[], bool | None]) -> bool | None:
+        if self._happens(self.odds.lost):
+            raise TransportError("no answer")
+        if self._happens(self.odds.late):
+            self._later.append(effect)
+            raise TransportError("no answer")
+        result = effect()
+        self._landed()
+        if self._happens(self.odds.twice):
+            self._later.append(effect)
+        if self._happens(self.odds.unheard):
+            raise TransportError("no answer")
+        return result
+
+    def _happens(self, odds: float) -> bool:
+        return self._chance.random() < odds

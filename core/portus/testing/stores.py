@@ -1,0 +1,353 @@
+"""What every ``Store`` of a mirror must do, as tests to inherit; and one that counts requests.
+
+Subclass ``StoreContract``, say how to open yours and how to look at it behind its back, and pytest
+runs the suite on it. Nothing is skipped by capability.
+"""
+
+from __future__ import annotations
+
+import abc
+import array
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import pytest
+
+from portus.errors import CorruptionError, UsageError
+from portus.mirror.store import Buffer, Entry, MissingError, Store
+
+RACERS: Final = 8
+CLOCK_S_MAX: Final = 60.0
+"""Between two moments of one test."""
+
+_REFUSED_NAMES: Final = (
+    *("", "/", "/a", "a/", "a//b", ".", "..", "../a", "a/../b", "a/.b", ".a", "a b", "a%20b"),
+    *("a\\b", "a\nb", "ä", "a?b", "a#b", "a~b", "x" * 2000),
+)
+
+
+class StoreContract(abc.ABC):
+    """Tests of ``Store``. Each test gets its own instance of the subclass, and a place of its own.
+
+    rounds: of races. many: objects of the long list.
+    """
+
+    rounds = 20
+    many = 2100
+
+    @abc.abstractmethod
+    def open(self) -> Store:
+        """The place of this test, empty at first; each call opens it once more. Closed here."""
+
+    @abc.abstractmethod
+    def read_behind(self, name: str) -> bytes | None:
+        """The object of that name, without the store; None if there is none."""
+
+    @abc.abstractmethod
+    def write_behind(self, name: str, data: bytes) -> None:
+        """Make or replace an object, without the store."""
+
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        """The store of this test."""
+        store = self.open()
+        yield store
+        store.close()
+
+    def test_what_was_put_is_there_whole_and_nothing_else(self, store: Store) -> None:
+        data = random.Random(1).randbytes(300_000)
+        store.put("a/b/c", [data])
+        assert self.read_behind("a/b/c") == data
+        assert store.get("a/b/c") == data
+        assert [each.name for each in store.list("")] == ["a/b/c"]
+
+    def test_parts_are_joined_in_their_order(self, store: Store) -> None:
+        numbers = array.array("I", range(1000))
+        parts: list[Buffer] = [
+            *(b"head", bytearray(b"-"), b"", memoryview(numbers).cast("B")),
+            *(memoryview(b"0123456789")[3:5], memoryview(bytearray(b"tail")).toreadonly()),
+        ]
+        store.put("parts", parts)
+        expected = b"head-" + numbers.tobytes() + b"34tail"
+        assert self.read_behind("parts") == store.get("parts") == expected
+
+    def test_nothing_may_be_put_and_got(self, store: Store) -> None:
+        nothing: tuple[list[Buffer], ...] = ([], [b""], [b"", b""])
+        for number, parts in enumerate(nothing):
+            store.put(f"empty/{number}", parts)
+            assert self.read_behind(f"empty/{number}") == store.get(f"empty/{number}") == b""
+            store.get_range(f"empty/{number}", 0, memoryview(bytearray()))
+        assert [each.size for each in store.list("")] == [0, 0, 0]
+
+    def test_a_put_replaces_all_of_an_object(self, store: Store) -> None:
+        store.put("a", [b"long " * 100])
+        store.put("a", [b"short"])
+        assert self.read_behind("a") == store.get("a") == b"short"
+
+    def test_many_bytes_are_put_and_got_as_they_are(self, store: Store) -> None:
+        data = random.Random(2).randbytes((18 << 20) + 1)
+        view = memoryview(data)
+        store.put("big", [view[: 1 << 20], view[1 << 20 :]])
+        assert self.read_behind("big") == data
+        assert store.get("big") == data
+        found = bytearray(len(data))
+        store.get_range("big", 0, memoryview(found))
+        assert found == data
+
+    def test_when_a_put_is_through_its_memory_is_let_go_of(self, store: Store) -> None:
+        memory = bytearray(b"a" * (4 << 20))
+        store.put("a", [memoryview(memory)[: 1 << 20], memoryview(memory)[1 << 20 :]])
+        memory[:] = b"b" * len(memory)
+        memory.extend(b"c")  # raises while anybody holds a view
+        assert self.read_behind("a") == b"a" * (4 << 20)
+
+    def test_what_changed_behind_is_seen(self, store: Store) -> None:
+        store.put("a", [b"before"])
+        self.write_behind("a", b"behind")
+        self.write_behind("b/c", b"new")
+        assert (store.get("a"), store.get("b/c")) == (b"behind", b"new")
+        assert [(each.name, each.size) for each in store.list("")] == [("a", 6), ("b/c", 3)]
+
+    def test_ranges_are_exact(self, store: Store) -> None:
+        data = random.Random(3).randbytes(100_000)
+        store.put("a", [data])
+        edges = (0, 1, 4095, 4096, 65_536, 99_999, 100_000)
+        for start in edges:
+            for end in edges:
+                if start <= end:
+                    found = bytearray(b"x" * (end - start + 2))
+                    store.get_range("a", start, memoryview(found)[1:-1])
+                    assert found == b"x" + data[start:end] + b"x"
+
+    def test_an_object_that_ends_too_soon_is_an_error_with_its_name(self, store: Store) -> None:
+        store.put("short", [b"0123456789"])
+        for start, length in ((0, 11), (9, 2), (10, 1), (100, 5)):
+            with pytest.raises(CorruptionError, match="short"):
+                store.get_range("short", start, memoryview(bytearray(length)))
+
+    def test_what_is_not_there_is_missing(self, store: Store) -> None:
+        store.put("a/b", [b"x"])
+        for name in ("b", "a", "a/c", "a/b/c"):
+            with pytest.raises(MissingError, match=name):
+                store.get(name)
+            with pytest.raises(MissingError, match=name):
+                store.get_range(name, 0, memoryview(bytearray(1)))
+
+    def test_what_is_created_once_stays(self, store: Store) -> None:
+        assert store.create("log/1", b"first") is True
+        assert store.create("log/1", b"second") is False
+        assert store.create("log/1", b"first") is False
+        assert self.read_behind("log/1") == store.get("log/1") == b"first"
+        store.put("log/2", [b"put"])
+        assert store.create("log/2", b"created") is False
+        store.delete(["log/1"])
+        assert store.create("log/1", b"again") is True
+        assert self.read_behind("log/1") == b"again"
+
+    def test_of_those_who_create_one_name_at_once_one_wins(self) -> None:
+        stores = [self.open() for _ in range(RACERS)]
+        with ThreadPoolExecutor(RACERS) as racers:
+            for round_ in range(self.rounds):
+                start = threading.Barrier(RACERS)
+
+                def race(number: int, name: str, start: threading.Barrier = start) -> bool:
+                    start.wait()
+                    return stores[number].create(name, bytes([number]) * 100)
+
+                name = f"race/{round_}"
+                told = list(racers.map(race, range(RACERS), [name] * RACERS))
+                assert told.count(True) == 1
+                assert self.read_behind(name) == bytes([told.index(True)]) * 100
+        for each in stores:
+            each.close()
+
+    def test_a_reader_never_gets_a_part_or_a_mixture(self, store: Store) -> None:
+        size, other = 1 << 20, self.open()
+        store.put("a", [b"0" * size])
+        ended = threading.Event()
+
+        def replace() -> None:
+            for number in range(1, 9):
+                other.put("a", [bytes([48 + number]) * (size // 2)] * 2)
+            ended.set()
+
+        with ThreadPoolExecutor(1) as pool:
+            replaced = pool.submit(replace)
+            seen = 0
+            while not ended.is_set() or not seen:
+                data = store.get("a")
+                assert data == data[:1] * size
+                seen += 1
+            replaced.result()
+        other.close()
+
+    def test_lists_are_whole_and_in_the_order_of_names(self, store: Store) -> None:
+        names = ["a-b/1", "a.b/1", "a/1", "a/b/1", "a/b/2", "a=b/1", "ab/1", "b/1", "A/1", "_/1"]
+        for size, name in enumerate(names):
+            self.write_behind(name, b"x" * size)
+        listed = list(store.list(""))
+        assert [each.name for each in listed] == sorted(names)
+        assert {each.name: each.size for each in listed} == {
+            name: size for size, name in enumerate(names)
+        }
+        assert [each.name for each in store.list("a/")] == ["a/1", "a/b/1", "a/b/2"]
+        assert [each.name for each in store.list("a/b/")] == ["a/b/1", "a/b/2"]
+        assert list(store.list("c/")) == list(store.list("a/b/1/")) == []
+        for after in [*names, "0", "a", "a/", "a/b", "a/b/", "zz"]:
+            expected = sorted(name for name in names if name > after)
+            assert [each.name for each in store.list("", after)] == expected, after
+        assert [each.name for each in store.list("a/", "a/1")] == ["a/b/1", "a/b/2"]
+
+    def test_whole_segments_alone_are_listed(self, store: Store) -> None:
+        for prefix in ("a", "/", "a//", "../"):
+            with pytest.raises(UsageError):
+                list(store.list(prefix))
+
+    def test_times_are_those_of_one_clock(self, store: Store) -> None:
+        store.put("a", [b"1"])
+        store.put("b", [b"2"])
+        first, second = (each.modified for each in store.list(""))
+        assert 0 <= second - first + 1 < CLOCK_S_MAX  # to the second, with some
+        assert first > 1.7e9
+
+    def test_long_lists_come_in_pages_and_whole(self, store: Store) -> None:
+        names = [f"many/{number:06}" for number in range(self.many)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda name: self.write_behind(name, b""), names))
+        assert [each.name for each in store.list("many/")] == names
+        assert [each.name for each in store.list("many/", names[1001])] == names[1002:]
+        assert next(store.list("many/")).name == names[0]
+        store.delete(names[1:])
+        assert [each.name for each in store.list("many/")] == names[:1]
+
+    def test_what_is_deleted_is_gone_and_nothing_else(self, store: Store) -> None:
+        for name in ("a", "b/1", "b/2", "c"):
+            store.put(name, [b"x"])
+        store.delete(["b/1", "missing", "c", "b/none", "b/1"])
+        store.delete(["missing"])
+        store.delete([])
+        assert [each.name for each in store.list("")] == ["a", "b/2"]
+        assert self.read_behind("b/1") is None
+
+    def test_names_that_not_every_store_takes_are_refused(self, store: Store) -> None:
+        for name in _REFUSED_NAMES:
+            with pytest.raises(UsageError):
+                store.put(name, [b"x"])
+            with pytest.raises(UsageError):
+                store.create(name, b"x")
+            with pytest.raises(UsageError):
+                store.get(name)
+            with pytest.raises(UsageError):
+                store.get_range(name, 0, memoryview(bytearray(1)))
+            with pytest.raises(UsageError):
+                store.delete([name])
+        assert list(store.list("")) == []
+
+    def test_memory_with_gaps_or_without_leave_to_write_is_refused(self, store: Store) -> None:
+        store.put("a", [b"0123456789"])
+        gaps = memoryview(bytearray(b"abcdef"))[::2]
+        with pytest.raises(UsageError):
+            store.put("a", [b"x", gaps])
+        for into, start in ((gaps, 0), (memoryview(b"abc"), 0), (memoryview(bytearray(1)), -1)):
+            with pytest.raises(UsageError):
+                store.get_range("a", start, into)
+        assert self.read_behind("a") == b"0123456789"
+
+    def test_several_threads_put_and_get_side_by_side(self, store: Store) -> None:
+        def there_and_back(number: int) -> bool:
+            data = random.Random(number).randbytes(100_000 + number)
+            store.put(f"side/{number}", [data])
+            return store.get(f"side/{number}") == data
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(there_and_back, range(24)))
+
+    def test_a_closed_store_says_so_and_is_closed_again(self) -> None:
+        store = self.open()
+        store.put("a", [b"x"])
+        store.close()
+        store.close()
+        with pytest.raises(UsageError, match="closed"):
+            store.get("a")
+        with pytest.raises(UsageError, match="closed"):
+            store.put("a", [b"y"])
+        assert self.read_behind("a") == b"x"
+
+
+class CountingStore:
+    """Passes all on to ``store``, and counts.
+
+    calls: of each method, by its name, where ``list`` counts pages that were begun, as an S3 server
+    cuts them. sent, received: bytes of objects.
+    """
+
+    def __init__(self, store: Store, page: int = 1000) -> None:
+        self.calls: Final[Counter[str]] = Counter()
+        self.sent = 0
+        self.received = 0
+        self._store: Final = store
+        self._page: Final = page
+        self._guard: Final = threading.Lock()
+
+    @property
+    def puts(self) -> int:
+        """Requests that are charged as PUT: objects that were put or created."""
+        return self.calls["put"] + self.calls["create"]
+
+    @property
+    def gets(self) -> int:
+        """Requests that are charged as GET: of objects, and of ranges of one."""
+        return self.calls["get"] + self.calls["get_range"]
+
+    @property
+    def lists(self) -> int:
+        """Requests that are charged as LIST."""
+        return self.calls["list"]
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        with self._guard:
+            self.calls.clear()
+            self.sent = self.received = 0
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        self._count("put", sent=sum(memoryview(part).nbytes for part in parts))
+        self._store.put(name, parts)
+
+    def create(self, name: str, data: bytes) -> bool:
+        self._count("create", sent=len(data))
+        return self._store.create(name, data)
+
+    def get(self, name: str) -> bytes:
+        self._count("get")
+        data = self._store.get(name)
+        self._count("get", 0, received=len(data))
+        return data
+
+    def get_range(self, name: str, start: int, into: memoryview) -> None:
+        self._count("get_range", received=into.nbytes)
+        self._store.get_range(name, start, into)
+
+    def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
+        self._count("list")
+        for number, each in enumerate(self._store.list(prefix, after)):
+            if number and number % self._page == 0:
+                self._count("list")
+            yield each
+
+    def delete(self, names: Sequence[str]) -> None:
+        self._count("delete")
+        self._store.delete(names)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _count(self, call: str, count: int = 1, *, sent: int = 0, received: int = 0) -> None:
+        with self._guard:
+            self.calls[call] += count
+            self.sent += sent
+            self.received += received

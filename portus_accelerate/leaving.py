@@ -1,0 +1,156 @@
+"""A job under ``transformers.Trainer`` is told to go: it saves and leaves, by Trainer's own ways.
+
+Trainer ends a training after any step, if a callback says so, and saves there. With
+``enable_jit_checkpoint`` it has a handler for SIGTERM, which sets a flag after some seconds, on
+that process alone, and saves before a step, with the random numbers of a batch that is not trained
+yet. Where that is on, its handler is used, and our flag is set in place of its own.
+
+An evaluation that is due at that step, or under way, is left out; the resumed training begins with
+it. There is no way for a callback to end one, so an exception does, which ``training`` catches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+import portus
+
+
+class EvaluationLeft(BaseException):
+    """The step before the evaluation is saved: leave."""
+
+
+class PreemptionCallback(TrainerCallback, ExportableState):
+    """Asks after each step. ``is_due``: an evaluation of the step that is saved was left out."""
+
+    def __init__(self, trainer: Any, preemption: portus.Preemption) -> None:
+        self._trainer: Final = trainer
+        self._preemption: Final = preemption
+        self._generators: torch.Tensor | None = None
+        self.is_due = False
+        self._is_news = False
+        self._saved: int | None = None
+        """The step that was saved, to leave after it."""
+
+    def state(self) -> dict[str, Any]:
+        """For ``trainer_state.json``."""
+        return {"args": {}, "attributes": {"is_due": self.is_due}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """What the checkpoint says, if there is one."""
+        mine = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        self.is_due = bool(mine.get("attributes", {}).get("is_due"))
+        if self.is_due:
+            self._evaluate_once_random_numbers_are_back()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """An evaluation that was left out comes before the next step, at the latest."""
+        self._evaluate_if_due()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        """Save and leave, if it is time; Trainer does."""
+        if self._preemption.should_leave():
+            self._is_news = control.should_evaluate and not self.is_due
+            self._leave(control)
+            self._saved = state.global_step
+        self._generators = self._generators_now() if control.should_evaluate else None
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        """The same; a step that was saved is saved again only if it is due to be evaluated."""
+        saved = self._saved == state.global_step
+        control = self.on_step_end(args, state, control)
+        if saved and not self._is_news:
+            control.should_save = False
+        return control
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """In an evaluation, between two batches."""
+        if self._trainer.is_in_train and self._preemption.should_leave_validation():
+            self._leave_evaluation()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        """At its end."""
+        if self._trainer.is_in_train and self._preemption.validation_ends():
+            control.should_save = control.should_training_stop = True
+        return control
+
+    def _leave(self, control: Any) -> None:
+        self.is_due = self.is_due or control.should_evaluate
+        control.should_evaluate = False
+        control.should_save = control.should_training_stop = True
+
+    def _leave_evaluation(self) -> None:
+        trainer = self._trainer
+        self.is_due = True
+        if self._generators is not None:  # those that it began with
+            portus.restore_randomness(self._generators, trainer.args.device)
+        trainer._save_checkpoint(trainer.model, trial=None)
+        raise EvaluationLeft
+
+    def _evaluate_once_random_numbers_are_back(self) -> None:
+        """Where an epoch begins, its order is drawn right after."""
+        trainer = self._trainer
+
+        def load(checkpoint: Any) -> None:
+            del trainer._load_rng_state
+            trainer._load_rng_state(checkpoint)
+            self._evaluate_if_due()
+
+        trainer._load_rng_state = load
+
+    def _evaluate_if_due(self) -> None:
+        if self.is_due:
+            self._generators = self._generators_now()
+            self._trainer._evaluate(None, None)
+            self.is_due = False
+
+    def _generators_now(self) -> torch.Tensor:
+        return portus.capture_randomness(self._trainer.args.device)
+
+
+@contextlib.contextmanager
+def heard(trainer: Any, preempt_within: float | str) -> Iterator[None]:
+    """``trainer`` trains, and signals are heard; none if ``preempt_within`` is "none"."""
+    if preempt_within == "none":
+        yield
+        return
+    manager = _manager_of(trainer)
+    theirs = [] if manager is None else [signal.SIGTERM]
+    own = [number for number in portus.Preemption.SIGNALS if number not in theirs]
+    with portus.Preemption(preempt_within, signals=own) as preemption:
+        if manager is not None:
+            preemption.expect(signal.SIGTERM)
+            manager._enable_checkpoint = lambda: preemption.note(signal.SIGTERM)
+        callback = PreemptionCallback(trainer, preemption)
+        trainer.callback_handler.callbacks.append(callback)  # who comes later has the last word
+        try:
+            yield
+        finally:
+            trainer.callback_handler.remove_callback(callback)
+            if manager is not None:
+                del manager._enable_checkpoint
+
+
+def left(trainer: Any) -> Any:
+    """What ``train`` returns, and does, where an evaluation was left."""
+    utils: Any = sys.modules["transformers.trainer_utils"]
+    trainer.is_in_train = False
+    trainer.control = trainer.callback_handler.on_train_end(
+        trainer.args, trainer.state, trainer.control
+    )
+    done = max(1, trainer.state.global_step)
+    return utils.TrainOutput(trainer.state.global_step, trainer._total_loss_scalar / done, {})
+
+
+def _manager_of(trainer: Any) -> Any:
+    """What has Trainer's handler for SIGTERM, if there is one."""
+    managers = (getattr(each, "jit_manager", None) for each in trainer.callback_handler.callbacks)
+    return next((each for each in managers if hasattr(each, "_enable_checkpoint")), None)

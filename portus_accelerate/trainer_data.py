@@ -1,0 +1,231 @@
+"""Where the training data of a ``transformers.Trainer`` is: saved with its random states, and gone
+on with.
+
+Trainer counts in steps: it takes the newest one for so many epochs of as many steps as one has now,
+and passes over the rest by ``skip_first_batches``. That holds while the number of processes, and
+with it the length of an epoch, stays. Where it does not, Trainer is told here in which epoch it is,
+how many batches were given, and how long this epoch and all of the training are; an epoch that goes
+on with other processes has as many batches as were given and as are left.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import portus
+from portus_accelerate import data
+
+KEY: Final = "portus_data"
+"""Where it is in a file of random states: {"format": 1, "epoch": how many are done, "processes":
+how many saved, "plain": see ``data``}."""
+
+_FORMAT: Final = 1
+_OWN: Final = "_portus_training_data"
+
+
+@dataclass
+class _Training:
+    """The training loader of one ``train``."""
+
+    plain: data.PlainLoader
+    epoch: int = 0
+    """The one that runs, or is to be gone on with; those before it are done."""
+    delivered: int = 0
+    """Batches of it that were trained before."""
+    goes_on: bool = False
+    """Whether a checkpoint said so, and Trainer's own count does not."""
+    step: int = 0
+    """The global step as it began, in this run."""
+    batches: int = 0
+    """How many it has."""
+
+
+METHODS: Final = (
+    "_inner_training_loop",
+    "set_initial_training_values",
+    "_init_training_state",
+    "_run_epoch",
+)
+"""Of ``Trainer``: those that others are put in the place of."""
+
+
+def changes(trainer: Any, saver_of: Callable[[Any], Any]) -> list[tuple[Any, str, Any]]:
+    """What is put in the place of methods of the class ``Trainer``; nothing for one that does not
+    have them, which counts by itself. saver_of: who saves for a Trainer, if anybody does."""
+    if not all(hasattr(trainer, name) for name in METHODS):
+        return []
+    loop, values, state, epoch = (getattr(trainer, name) for name in METHODS)
+    changed = (_loop(loop), _values(values, saver_of), _initial_state(state), _epoch(epoch))
+    return [(trainer, name, each) for name, each in zip(METHODS, changed, strict=True)]
+
+
+def add_to(states: dict[str, Any], trainer: Any) -> None:
+    """Add where the data is to the random states that this process saves."""
+    training = _of(trainer)
+    if training is None:
+        return
+    per_step = trainer.args.gradient_accumulation_steps
+    done = training.delivered + (trainer.state.global_step - training.step) * per_step
+    done = min(done, training.batches)
+    is_over = done == training.batches
+    states[KEY] = {
+        "format": _FORMAT,
+        "processes": trainer.args.world_size,
+        "epoch": training.epoch + is_over,
+        "plain": training.plain.state_dict(done),
+    }
+
+
+def _loop(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Remembers the checkpoint that is resumed from, until its data is known."""
+
+    @functools.wraps(stock)
+    def loop(
+        self: Any,
+        batch_size: Any = None,
+        args: Any = None,
+        resume_from_checkpoint: Any = None,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        vars(self)[_OWN] = resume_from_checkpoint
+        try:
+            return stock(self, batch_size, args, resume_from_checkpoint, *more, **named)
+        finally:
+            vars(self).pop(_OWN, None)
+
+    return loop
+
+
+def _values(stock: Callable[..., Any], saver_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """How many steps there are: the epochs, and all."""
+
+    @functools.wraps(stock)
+    def values(self: Any, args: Any, dataloader: Any) -> Any:
+        found = stock(self, args, dataloader)
+        plain = data.of(dataloader) if saver_of(self) is not None and _OWN in vars(self) else None
+        epochs, _, *more, batches, all_steps = found
+        if plain is None or plain.whole != batches:
+            return found
+        training, checkpoint = _Training(plain, batches=batches), vars(self)[_OWN]
+        vars(self)[_OWN] = training
+        saved = None if args.ignore_data_skip else _saved_in(checkpoint, args, plain.is_dispatched)
+        step, per_step = _step_of(checkpoint), args.gradient_accumulation_steps
+        steps = _steps(batches, per_step)
+        counted = (step // steps, step % steps * per_step, batches, batches)
+        if saved is None or not _go_on(training, saved, self):
+            return found
+        if (training.epoch, training.delivered, len(dataloader), plain.whole) == counted:
+            return found  # so Trainer finds itself
+        training.goes_on = True
+        steps = _steps(plain.whole, per_step)
+        done = training.epoch
+        if training.delivered:
+            training.batches = len(dataloader)
+            step += _steps(training.batches, per_step) - training.delivered // per_step
+            done += 1
+        if args.max_steps > 0:
+            epochs = done + max(0, math.ceil((all_steps - step) / steps))
+        else:
+            all_steps = step + math.ceil(max(0, args.num_train_epochs - done) * steps)
+        return (epochs, steps, *more, plain.whole, all_steps)
+
+    return values
+
+
+def _initial_state(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Where it begins."""
+
+    @functools.wraps(stock)
+    def initial_state(self: Any, *positional: Any, **named: Any) -> Any:
+        found = stock(self, *positional, **named)
+        training = _of(self)
+        if training is None or not training.goes_on:
+            return found
+        return training.epoch, training.delivered
+
+    return initial_state
+
+
+def _epoch(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """One epoch."""
+
+    @functools.wraps(stock)
+    def run_epoch(self: Any, *positional: Any, **named: Any) -> Any:
+        training = _of(self)
+        if training is None or positional:
+            return stock(self, *positional, **named)
+        per_step = self.args.gradient_accumulation_steps
+        begins_within = named["epoch"] == named["epochs_trained"] and not self.args.ignore_data_skip
+        training.step = self.state.global_step
+        if begins_within and training.goes_on and training.delivered:
+            named["steps_in_epoch"] = training.batches
+            named["num_update_steps_per_epoch"] = _steps(training.batches, per_step)
+        training.epoch, training.batches = named["epoch"], named["steps_in_epoch"]
+        training.delivered = named["steps_trained_in_current_epoch"] if begins_within else 0
+        return stock(self, **named)
+
+    return run_epoch
+
+
+def _of(trainer: Any) -> _Training | None:
+    found = vars(trainer).get(_OWN)
+    return found if isinstance(found, _Training) else None
+
+
+def _go_on(training: _Training, saved: Mapping[str, Any], trainer: Any) -> bool:
+    """Let the loader go on; False if it cannot."""
+    told = training.plain.load_state_dict(saved["plain"])
+    if told:
+        if trainer.is_world_process_zero():
+            data.tell(told)
+        return False
+    position = saved["plain"]["cursor"]["position"]
+    training.epoch = saved["epoch"]
+    training.delivered = 0 if position["is_over"] else position["batches"]
+    return True
+
+
+def _saved_in(checkpoint: Any, args: Any, is_of_main: bool) -> dict[str, Any] | None:
+    """What this process saved, or the main one if there were others or ``is_of_main``; None if
+    nothing was. Raises ``UsageError`` for what a newer Portus saved."""
+    if checkpoint is None:
+        return None
+    of_main = _states(checkpoint, "rng_state_0.pth") or _states(checkpoint, "rng_state.pth")
+    found = of_main
+    if found is not None and found["processes"] == args.world_size > 1 and not is_of_main:
+        found = _states(checkpoint, f"rng_state_{args.process_index}.pth") or found
+    if found is not None and found["format"] != _FORMAT:
+        raise portus.UsageError(
+            f"{checkpoint}: the position in the training data has format {found['format']}, "
+            f"and this Portus knows {_FORMAT}: upgrade Portus here, or set PORTUS_DISABLE=1, "
+            "and the run continues with other data"
+        )
+    return found
+
+
+def _states(checkpoint: Any, name: str) -> dict[str, Any] | None:
+    path = os.path.join(checkpoint, name)
+    if not os.path.isfile(path):
+        return None
+    module: Any = sys.modules["transformers.trainer"]
+    with module.safe_globals():
+        found: Any = module.torch.load(path, weights_only=True)
+    own = found.get(KEY)
+    return own if isinstance(own, dict) else None
+
+
+def _step_of(checkpoint: Any) -> int:
+    module: Any = sys.modules["transformers.trainer"]
+    path = os.path.join(checkpoint or "", module.TRAINER_STATE_NAME)
+    return int(module.TrainerState.load_from_json(path).global_step) if checkpoint else 0
+
+
+def _steps(batches: int, per_step: int) -> int:
+    return max(1, -(-batches // per_step))

@@ -1,0 +1,262 @@
+"""A job under Lightning is told to go: it saves and leaves, by Lightning's own exit.
+
+Lightning has a handler for SIGTERM, and looks for what it noted at three places: after a batch, in
+a validation, after an epoch. There it raises ``SIGTERMException``. All of that is used, but for
+one part: in a job of several processes its handler calls a collective, wherever the main thread is
+just then, and of the others only rank 0 is listened to. So while a fit runs the notice goes to
+``portus.Preemption``, and once all ranks know, Lightning is told on all of them at the same batch.
+
+What is saved then, in ``on_exception``, is what stock Lightning goes on from as it should:
+
+after a batch           what every hook of that batch left behind. If a validation is due, it is not
+                        begun, and counts as one that was cut off.
+in a validation         the same: Lightning runs such a one anew, from its first batch, with the
+                        generators that it began with.
+after an epoch's hooks  what ``ModelCheckpoint`` saves at the end of an epoch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import signal
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Final
+
+import torch
+
+import portus
+
+_log: Final = logging.getLogger("portus_lightning")
+
+_VALIDATION: Final = "epoch_loop.val_loop.batch_progress"
+_EPOCHS: Final = "epoch_progress"
+
+
+class Leaving:
+    """One fit that may be told to go. The companion calls this from its hooks."""
+
+    def __init__(self, trainer: Any, preempt_within: float | str) -> None:
+        self._trainer: Final = trainer
+        self._connector: Final = trainer._signal_connector
+        self._preemption: Final = portus.Preemption(preempt_within, signals=())
+        self._generators: torch.Tensor | None = None
+        """Those that the validation under way began with, or the next one will."""
+        self.is_saving = False
+
+    @classmethod
+    def of(cls, trainer: Any, preempt_within: float | str) -> Leaving | None:
+        """From when a fit is set up until Lightning gives signals back. None where Lightning has
+        no such handler, or nothing is to be saved."""
+        connector: Any = getattr(trainer, "_signal_connector", None)
+        names = ("_sigterm_notifier_fn", "register_signal_handlers", "teardown")
+        if trainer.fast_dev_run or not all(hasattr(connector, name) for name in names):
+            return None
+        leaving = cls(trainer, preempt_within)
+        connector.register_signal_handlers = leaving._register
+        # Lightning asks for these right after: when it sets its handlers, and when it gives back.
+        connector._sigterm_notifier_fn = leaving._told
+        connector.teardown = leaving._give_back
+        leaving._val_loop.run = leaving._validate
+        return leaving
+
+    @property
+    def _val_loop(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop.val_loop
+
+    @property
+    def leaves(self) -> bool:
+        """True once all ranks leave."""
+        return self._preemption.leaving
+
+    def train_starts(self) -> None:
+        """It may begin with a validation that was cut off."""
+        self._generators = self._generators_now()
+
+    def batch_ended(self) -> None:
+        """Have Lightning leave after this batch, if it is time; not while gradients of a step are
+        accumulated, which no checkpoint holds."""
+        fit_loop = self._trainer.fit_loop
+        if self._preemption.should_leave():
+            self._connector.received_sigterm = not fit_loop.epoch_loop._should_accumulate()
+        validates = fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+        # Lightning draws from them before it says that it begins.
+        self._generators = self._generators_now() if validates else None
+
+    def epoch_ended(self) -> None:
+        """Have Lightning leave after the hooks of the epoch's end, if it is time."""
+        if self._preemption.should_leave():
+            self._connector.received_sigterm = True
+
+    def validation_starts(self) -> None:
+        """Raises Lightning's ``SIGTERMException`` if it is time to leave."""
+        if self.leaves:
+            self._exit()
+        if self._generators is None:
+            self._generators = self._generators_now()
+
+    def validation_goes_on(self) -> None:
+        """The same, after a batch. At the last one all ranks meet: what follows they do together,
+        and who leaves saves with all of them."""
+        if self._swaps():
+            return
+        loop = self._trainer._active_loop
+        if loop.batch_progress.is_last_batch:
+            leaves = self._preemption.validation_ends()
+        else:
+            leaves = self._preemption.should_leave_validation()
+        if leaves:
+            self._exit()
+
+    def validation_ended(self) -> None:
+        """It is over: a signal from now on is one between two steps."""
+        self._generators = None
+
+    def _validate(self) -> Any:
+        """In place of the validation loop's ``run``: a rank that has no batches for it, where
+        Lightning calls no hooks, meets those that do, as they do at their last one."""
+        del self._val_loop.run
+        try:
+            if not self._val_loop.skip:
+                return self._val_loop.run()
+            self.validation_starts()
+            found = self._val_loop.run()
+            if not self._swaps() and self._preemption.validation_ends():
+                self._exit()
+            self.validation_ended()
+            return found
+        finally:
+            self._val_loop.run = self._validate
+
+    def takes(self, error: BaseException) -> bool:
+        """True if it is ours: what Lightning raises once all ranks leave."""
+        return self.leaves and isinstance(error, _exception_of(self._trainer))
+
+    def save(self, wait: Callable[[], None]) -> None:
+        """Save what the run goes on from, where it is looked for, and wait until it is there. What
+        fails is logged: the newest committed checkpoint counts then."""
+        trainer = self._trainer
+        callback = _saver_among(trainer.checkpoint_callbacks)
+        if trainer.sanity_checking or callback is None:
+            why = "before the first step" if callback else "and there is no ModelCheckpoint"
+            _log.warning("Portus: got the signal to leave, %s: nothing is saved", why)
+            return
+        self.is_saving = True
+        try:
+            _save_last(callback, trainer)
+            wait()
+        except portus.PortusError as error:
+            _log.error(
+                "Portus: got the signal to leave, and the save before leaving failed: %s", error
+            )
+        else:
+            if trainer.is_global_zero:
+                _log.info(
+                    "Portus: step %d is saved, to resume from: %s",
+                    trainer.global_step,
+                    callback.last_model_path,
+                )
+        finally:
+            self.is_saving = False
+
+    def amend(self, checkpoint: dict[str, Any]) -> None:
+        """Of what is saved when leaving: count as Lightning does where it goes on from."""
+        loops = checkpoint.get("loops", {}).get("fit_loop", {})
+        if self._trainer.validating and _VALIDATION in loops:
+            loops[_VALIDATION] = _cut_off(loops[_VALIDATION])
+        elif _EPOCHS in loops:
+            loops[_EPOCHS] = _at_epoch_end(loops[_EPOCHS])
+
+    def generators_of(self, now: torch.Tensor) -> torch.Tensor:
+        """This rank's generators to go on with: ``now``, but in a validation."""
+        found = self._generators
+        return now if found is None or not self._trainer.validating else found
+
+    def _generators_now(self) -> torch.Tensor:
+        return portus.capture_randomness(self._trainer.strategy.root_device)
+
+    def _told(self, number: int, frame: FrameType | None = None) -> None:
+        """In place of what Lightning's handler calls: on this rank, and those that it started."""
+        launcher = self._trainer.strategy.launcher
+        if self._preemption.told is None and launcher is not None:
+            launcher.kill(number)
+        self._preemption.note(number)
+
+    def _register(self) -> None:
+        """Lightning sets its handlers: time runs from a signal on, since one that came before was
+        not for it. Hear SIGUSR1 too, if nobody else does."""
+        del self._connector.register_signal_handlers
+        self._preemption.start()
+        self._connector.register_signal_handlers()
+        self._preemption.expect(signal.SIGTERM)
+        if signal.getsignal(signal.SIGUSR1) in (None, signal.SIG_DFL):
+            self._preemption.hear(signal.SIGUSR1)
+
+    def _give_back(self) -> None:
+        self._connector.__dict__.pop("register_signal_handlers", None)
+        del self._connector._sigterm_notifier_fn, self._connector.teardown
+        vars(self._val_loop).pop("run", None)
+        self._connector.teardown()
+        self._preemption.close()
+
+    def _exit(self) -> None:
+        self._connector.received_sigterm = True
+        raise _exception_of(self._trainer)
+
+    def _swaps(self) -> bool:
+        """True while a callback may have put other weights into the model."""
+        kinds = (kind for each in self._trainer.callbacks for kind in type(each).__mro__)
+        return any(kind.__name__ == "WeightAveraging" for kind in kinds)
+
+
+def _exception_of(trainer: Any) -> type[BaseException]:
+    """``SIGTERMException`` of the copy of Lightning that this Trainer is of."""
+    copy = type(trainer.fit_loop).__module__.partition(".loops")[0]
+    kind: type[BaseException] = importlib.import_module(
+        f"{copy}.utilities.exceptions"
+    ).SIGTERMException
+    return kind
+
+
+def _saver_among(callbacks: Iterable[Any]) -> Any:
+    """The ``ModelCheckpoint`` whose directory is looked into by ``ckpt_path="last"``: one that has
+    a last one already, or else the first."""
+    found = [each for each in callbacks if hasattr(each, "_save_last_checkpoint") and each.dirpath]
+    return next((each for each in found if each.save_last), found[0] if found else None)
+
+
+def _save_last(callback: Any, trainer: Any) -> None:
+    """Have it save its last checkpoint, and all of it, whatever it was told; as when Lightning
+    saves on an exception, where that was asked for, or its last one is a link."""
+    said = callback.save_last, callback.save_weights_only
+    callback.save_last, callback.save_weights_only = said[0] or True, False
+    try:
+        found = callback._monitor_candidates(trainer)
+        if callback.save_last == "link" or getattr(callback, "save_on_exception", False):
+            callback._save_checkpoint(trainer, callback.format_checkpoint_name(found))
+        callback._save_last_checkpoint(trainer, found)
+    finally:
+        callback.save_last, callback.save_weights_only = said
+
+
+def _cut_off(progress: dict[str, Any]) -> dict[str, Any]:
+    """Of a validation: none of its batches is done, and the first one was begun."""
+    done = progress["total"]["completed"] - progress["current"]["completed"]
+    return {**progress, "is_last_batch": False, "total": _begun(done), "current": _begun(0)}
+
+
+def _begun(done: int) -> dict[str, int]:
+    return {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
+
+
+def _at_epoch_end(progress: dict[str, Any]) -> dict[str, Any]:
+    """Of epochs: where Lightning has counted the one that just ended, as it stood in the hooks of
+    its end; as it is within an epoch."""
+    total = progress["total"]
+    if total["completed"] != total["ready"]:
+        return progress
+    return {
+        which: {**progress[which], "completed": progress[which]["completed"] - 1}
+        for which in ("total", "current")
+    }

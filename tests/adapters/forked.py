@@ -1,0 +1,69 @@
+"""Ordinary scripts in forks of a warm process: programs of their own, less what imports cost.
+
+For runs without Portus, with which others are compared. What a flag or a launcher does is tried
+on processes that are started as users start them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+from portus.testing.nursery import Say, nursery
+
+
+def script(path: Path, root: Path, *arguments: object, processes: int = 1) -> None:
+    """The script in ``root``, on so many processes, to its end."""
+    root.mkdir(exist_ok=True)
+    children = nursery(__name__)
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank, environment in enumerate(_environments(stack, processes)):
+            errors = root / f"errors-{rank}.txt"
+            wanted = ("run", str(path), str(root), [*map(str, arguments)], environment, str(errors))
+            started.append((stack.enter_context(children.start(*wanted)), errors))
+        for child, errors in started:
+            assert child.wait() == 0, errors.read_text()
+
+
+def _environments(stack: contextlib.ExitStack, processes: int) -> list[dict[str, str]]:
+    """What ``torchrun`` would tell each of several processes."""
+    if processes == 1:
+        return [{}]
+    meet = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stack.callback(lambda: meet)  # it is there until they have ended
+    every = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(meet.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }
+    ranks = map(str, range(processes))
+    return [{**every, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
+
+
+# In the nursery.
+
+
+def warm_up() -> None:
+    """What the scripts import. No thread stays, and nothing of Portus."""
+    import accelerate  # noqa: F401
+    import torch.distributed.fsdp  # noqa: F401
+
+
+def run(
+    _: Say, path: str, root: str, arguments: list[str], environment: dict[str, str], errors: str
+) -> None:
+    os.environ.update(environment)
+    os.chdir(root)
+    with open(errors, "wb") as file:
+        os.dup2(file.fileno(), 2)
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")

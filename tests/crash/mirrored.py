@@ -1,0 +1,408 @@
+"""Histories of one mirror: several writers and readers on a store whose requests land when they
+like, by a seed. An oracle that sees every object holds them to what was told.
+
+No byte is moved: a pack's content here says which unit is at which offset.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+import msgspec
+import numpy as np
+
+from portus.errors import CorruptionError, PortusError, TransportError
+from portus.format.checksum import digest
+from portus.mirror.log import Known, Log, SupersededError, folded
+from portus.mirror.objects import (
+    LOG,
+    MANIFESTS,
+    PACKS,
+    Added,
+    Claimed,
+    Removed,
+    Seal,
+    State,
+    entry_number,
+)
+from portus.mirror.requests import Get, Steps
+from portus.mirror.store import MissingError
+from portus.mirror.units import Mirrored, Pack, unit_lengths
+from portus.mirror.writer import GRACE_S, Version, Writer, read_manifest
+from portus.spec import VersionInfo
+from portus.testing.model_store import ModelStore, Odds, Unsure
+from portus.transport.base import owners
+
+MODEL = "gpt"
+SEAL = Seal()
+LENGTHS = np.array([20 << 20, 5 << 20, 3 << 20, 1000, 0, 2000, 300, 400], np.int64)
+UNITS = list(zip(owners(LENGTHS).tolist(), unit_lengths(LENGTHS).tolist(), strict=True))
+MakeWriter = Callable[[str, Seal], Writer]
+
+
+class BrokenError(AssertionError):
+    """What was promised does not hold."""
+
+
+def contents(pack: Pack) -> bytes:
+    ends = np.cumsum(pack.lengths).tolist()
+    rows = zip(ends, pack.lengths, pack.digests, strict=True)
+    return msgspec.msgpack.encode({end - length: found for end, length, found in rows})
+
+
+@dataclass
+class Pool:
+    """A pool that is trained on: its commits, and what each holds."""
+
+    uuid: bytes
+    values: list[int]
+    commit: int = 0
+    versions: list[Version] = field(default_factory=list)
+
+    def save(self, chance: random.Random) -> Version:
+        for index in chance.sample(range(len(LENGTHS)), chance.randrange(1, 4)):
+            self.values[index] = chance.randrange(2)
+        self.commit += 1
+        rows = [
+            np.frombuffer(digest(b"%d %d %d" % (owner, self.values[owner], length)), np.uint8)
+            for owner, length in UNITS
+        ]
+        token = chance.randbytes(16)
+        step, size = chance.randrange(100), int(LENGTHS[:-2].sum())
+        info = VersionInfo(MODEL, self.commit, self.commit, step, token, 0, size)
+        self.versions.append(Version(info, self.uuid, LENGTHS, np.stack(rows)))
+        return self.versions[-1]
+
+
+class Oracle:
+    """Sees each change of the bucket, and knows what was told."""
+
+    def __init__(self, bucket: ModelStore) -> None:
+        self.bucket = bucket
+        self.state = State()
+        self.told: dict[bytes, Version] = {}
+        self.may_be_removed: set[bytes] = set()
+        self.truth: dict[bytes, Version] = {}
+        self._needed: dict[str, set[str]] = {}
+        self._gone: dict[str, float] = {}
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    def look(self) -> None:
+        """After each request that had an effect."""
+        there, before = self.bucket.objects, self._seen
+        added = sorted((n for n in there.keys() - before.keys() if n.startswith(LOG)), reverse=True)
+        changed = [n for n in before if n in there and there[n][0] != before[n][0]]
+        lost = before.keys() - there.keys()
+        self._seen = dict(there)
+        if changed or any(name.startswith(LOG) for name in lost):
+            raise BrokenError(f"changed: {changed}, lost: {lost}")
+        for name in lost:
+            self._is_not_needed(name)
+        for name in added:
+            self._take_in(name, there[name][0])
+        self.hold()
+
+    def hold(self) -> None:
+        """What was told is there."""
+        there = {each.token for each in self.state.versions}
+        for token in self.told.keys() - there - self.may_be_removed:
+            raise BrokenError(f"step {self.told[token].info.step} was told, and is not there")
+
+    def _is_not_needed(self, name: str) -> None:
+        for manifest, objects in self._needed.items():
+            gone = self._gone.get(manifest)
+            if name in objects and (gone is None or gone + GRACE_S > self.bucket.now):
+                raise BrokenError(f"{name} was deleted, and {manifest} names it")
+
+    def _take_in(self, name: str, data: bytes) -> None:
+        number = entry_number(name)
+        assert number == self.state.number + 1
+        before, entry = self.state, SEAL.read_entry(number, data, MODEL)
+        self.state = folded(before, number, entry)
+        for fact in entry.facts:
+            if isinstance(fact, Added) and fact in self.state.versions:
+                self._is_whole(fact)
+        kept = {each.manifest for each in self.state.versions}
+        for manifest in self._needed.keys() - kept:
+            self._gone.setdefault(manifest, self.bucket.now)
+        self._newest_goes_on(before)
+
+    def _is_whole(self, added: Added) -> None:
+        mirrored = loaded(self.bucket, added, self.truth)
+        names = {PACKS + name for name in mirrored.manifest.packs}
+        self._needed[added.manifest] = {MANIFESTS + added.manifest, *names}
+
+    def _newest_goes_on(self, before: State) -> None:
+        tokens = {each.token for each in self.state.versions}
+        then, now = before.newest, self.state.newest
+        if now is not None:
+            truly = [self.truth[token] for token in tokens]
+            newest = self.truth[now.token]
+            if any(v.pool == newest.pool and v.info.commit > newest.info.commit for v in truly):
+                raise BrokenError("the newest version is not that of the last commit")
+        if then is None or then.token not in tokens:
+            return
+        assert now is not None
+        if (now.term, now.commit) < (then.term, then.commit):
+            raise BrokenError("the newest version went back")
+
+
+def loaded(bucket: ModelStore, added: Added, truth: dict[bytes, Version]) -> Mirrored:
+    """A version, as a reader who meets no trouble finds it."""
+    data, _ = bucket.objects.get(MANIFESTS + added.manifest, (b"", 0))
+    if not data:
+        raise BrokenError(f"the manifest of step {added.step} is not there")
+    mirrored = Mirrored.of(SEAL.read_manifest(added.manifest, data, MODEL))
+    for name in mirrored.manifest.packs:
+        if PACKS + name not in bucket.objects:
+            raise BrokenError(f"{name} is not there, and step {added.step} needs it")
+        in_pack(mirrored, name, bucket.objects[PACKS + name][0])
+    same(mirrored, truth[added.token])
+    return mirrored
+
+
+def in_pack(mirrored: Mirrored, name: str, data: bytes) -> None:
+    units = msgspec.msgpack.decode(data, type=dict[int, bytes])
+    for key, place in mirrored.places().items():
+        if place.pack == name and units.get(place.offset) != key[0]:
+            raise BrokenError(f"{name} has another unit at {place.offset}")
+
+
+def same(mirrored: Mirrored, version: Version) -> None:
+    if mirrored.manifest.digests != version.digests.tobytes():
+        raise BrokenError(f"step {version.info.step} is mirrored with other bytes")
+
+
+class Session:
+    """A process that trains and mirrors, until it is killed or superseded."""
+
+    def __init__(self, history: History, pool: Pool, *, passing: bool = False) -> None:
+        self._history = history
+        self._pool = pool
+        self._passing = passing
+        self._writer = history.make(MODEL, SEAL)
+        self._work: Iterator[object] | None = None
+        self.over = False
+
+    @property
+    def pool(self) -> Pool:
+        return self._pool
+
+    def step(self) -> None:
+        """One request, and what follows from its answer."""
+        if self._work is None:
+            self._work = self._next()
+        try:
+            next(self._work)
+        except StopIteration:
+            self._work = None
+        except SupersededError as error:
+            self._work = None
+            self.over = self._passing or not error.passing
+        except (TransportError, MissingError):
+            self._work = None
+
+    def _next(self) -> Iterator[object]:
+        chance, writer = self._history.chance, self._writer
+        if not writer.log.is_claimed:
+            who = Claimed("a", self._pool.uuid, self._pool.commit, self._passing)
+            return self._do(writer.claim(who, chance.randbytes(8)))
+        what = chance.random()
+        if self._passing:
+            if what < 0.5:
+                return self._remove()
+            self.over = what > 0.9
+            return self._collect()
+        if what < 0.2:
+            return self._collect()
+        if what < 0.4:
+            return self._remove()
+        if what < 0.8 or not self._pool.versions:
+            version = self._pool.save(chance)
+            self._history.oracle.truth[version.info.token] = version
+            return self._mirror(version)
+        return self._mirror(chance.choice(self._pool.versions[-4:]))
+
+    def _collect(self) -> Iterator[object]:
+        """To its end, or until the run has ended; what it does later it begins anew."""
+        work = self._do(self._writer.collect())
+        stopped = self._history.chance.random() < 0.2
+        return islice(work, self._history.chance.randrange(20)) if stopped else work
+
+    def _mirror(self, version: Version) -> Iterator[object]:
+        token = version.info.token
+        if self._writer.state.version(token) or token in self._history.oracle.may_be_removed:
+            return
+        yield from self._do(self._writer.add(version))
+        self._history.tell(version, self._writer)
+
+    def _remove(self) -> Iterator[object]:
+        versions = self._writer.state.versions
+        if len(versions) > 1:
+            old = self._history.chance.choice(versions)
+            self._history.oracle.may_be_removed.add(old.token)
+            yield from self._do(self._writer.note([Removed(old.token)]))
+
+    def _do(self, steps: Steps[object]) -> Iterator[object]:
+        yield from self._history.perform(steps)
+
+
+class Reader:
+    """A fresh node that loads the newest version."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._steps = self._load()
+        self._began = 0.0
+
+    def step(self) -> bool:
+        """True when it is through."""
+        try:
+            next(self._steps)
+        except StopIteration:
+            return True
+        except TransportError:
+            self._steps = self._load()
+        return False
+
+    def _load(self) -> Iterator[object]:
+        history = self._history
+        log = Log(MODEL, SEAL, history.known if history.loads % 2 else None)
+        floor = history.oracle.state.newest
+        self._began = history.bucket.now
+        yield from history.perform(log.read())
+        history.known = log.known
+        newest = log.state.newest
+        if newest is None:
+            return
+        if floor is not None and floor.token not in history.oracle.may_be_removed:
+            assert (newest.term, newest.commit) >= (floor.term, floor.commit), "it went back"
+        found: list[Mirrored] = []
+        try:
+            yield from history.perform(_keeping(read_manifest(SEAL, MODEL, newest.manifest), found))
+            for name in found[0].manifest.packs:
+                packs: list[bytes] = []
+                yield from history.perform(_keeping(_read(PACKS + name), packs))
+                in_pack(found[0], name, packs[0])
+        except (MissingError, CorruptionError) as error:
+            gone = newest.token in history.oracle.may_be_removed
+            if not gone or history.bucket.now < self._began + GRACE_S:
+                raise BrokenError(f"a reader does not find what it needs: {error}") from error
+            return  # it starts over
+        same(found[0], history.oracle.truth[newest.token])
+        history.loads += 1
+
+
+def _read(name: str) -> Steps[bytes]:
+    found = yield Get(name)
+    assert isinstance(found, bytes)
+    return found
+
+
+def _keeping(steps: Steps[object], kept: list) -> Steps[None]:  # type: ignore[type-arg]
+    kept.append((yield from steps))
+
+
+class History:
+    """One history, by a seed. ``make``: the writer of each session."""
+
+    def __init__(self, seed: int, make: MakeWriter = Writer) -> None:
+        self.chance = random.Random(seed)
+        self.make = make
+        self.bucket = ModelStore()
+        self.oracle = Oracle(self.bucket)
+        odds = self.chance.choice([Odds(), Odds(*[0.03] * 5), Odds(*[0.15] * 5), Odds(twice=0.4)])
+        self.store = Unsure(self.bucket, self.chance, odds, self.oracle.look)
+        self.loads = 0
+        """Versions that readers loaded whole."""
+        self.known: Known | None = None
+        """What a reader read of the log last: every other one reads on from there."""
+        self._sessions: list[Session] = []
+        self._readers: list[Reader] = []
+        self._pools: list[Pool] = []
+
+    def run(self, events: int) -> None:
+        for _ in range(events):
+            self._event()
+        self._end()
+
+    @property
+    def deleted(self) -> int:
+        """Requests to delete an object that reached the store."""
+        return self.bucket.counts["delete"]
+
+    def perform(self, steps: Steps[object]) -> Iterator[object]:
+        """One request at each turn; others have theirs between."""
+        try:
+            request = next(steps)
+            while True:
+                yield None
+                try:
+                    answer = self.store.perform(request, contents)
+                except PortusError as error:
+                    request = steps.throw(error)
+                else:
+                    request = steps.send(answer)
+        except StopIteration:
+            return
+
+    def tell(self, version: Version, writer: Writer) -> None:
+        """The user is told that it is mirrored."""
+        self.oracle.told[version.info.token] = version
+        self.oracle.hold()
+
+    def _event(self) -> None:
+        chance = self.chance
+        what = chance.random()
+        if what < 0.01 or not self._sessions:
+            self._begin()
+        elif what < 0.02:
+            self._sessions.append(Session(self, self._new_pool(), passing=True))
+        elif what < 0.03:
+            self._sessions.pop(chance.randrange(len(self._sessions)))  # killed
+        elif what < 0.05:
+            self._readers.append(Reader(self))
+        elif what < 0.15:
+            self.bucket.now += chance.choice([1.0, 50_000.0, 90_000.0])
+        elif what < 0.18 and self.store.under_way:
+            self.store.land()
+        elif what < 0.5 and self._readers:
+            reader = chance.choice(self._readers)
+            if reader.step():
+                self._readers.remove(reader)
+        else:
+            session = chance.choice(self._sessions)
+            session.step()
+            if session.over:
+                self._sessions.remove(session)
+
+    def _begin(self) -> None:
+        """A fresh node; or the process of before, which is dead, again."""
+        if not self._pools or self.chance.random() < 0.3:
+            pool = self._new_pool()
+        else:
+            pool = self.chance.choice(self._pools)
+            self._sessions = [each for each in self._sessions if each.pool is not pool]
+        if pool not in self._pools:
+            self._pools.append(pool)
+        self._sessions.append(Session(self, pool))
+
+    def _new_pool(self) -> Pool:
+        return Pool(self.chance.randbytes(16), [0] * len(LENGTHS))
+
+    def _end(self) -> None:
+        """All that was under way lands; then what was told loads, by the reader's own way."""
+        while self.store.under_way:
+            self.store.land()
+        self.store.odds = Odds()
+        log = Log(MODEL, SEAL)
+        for _ in self.perform(log.read()):
+            pass
+        if log.state != self.oracle.state:
+            raise BrokenError("a reader sees another state than there is")
+        there = {each.token: each for each in log.state.versions}
+        for token in self.oracle.told.keys() - self.oracle.may_be_removed:
+            loaded(self.bucket, there[token], self.oracle.truth)

@@ -1,0 +1,219 @@
+"""Mirrors on a store whose requests are lost, land late, twice, and out of order."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import pytest
+
+from portus.mirror.log import Known, Log, folded
+from portus.mirror.objects import (
+    MANIFESTS,
+    Added,
+    Claimed,
+    Collected,
+    Fact,
+    LogEntry,
+    Seal,
+    State,
+    entry_name,
+)
+from portus.mirror.requests import Delete, Put, PutAll, Steps, create, get
+from portus.mirror.units import Key, keys_of, planned
+from portus.mirror.writer import Freed, Version, Writer, _manifest
+from tests.crash.mirrored import BrokenError, History
+
+EVENTS = 300
+
+
+class ManifestFirst(Writer):
+    """Asks for its entry before its packs are there."""
+
+    def add(
+        self, version: Version, facts: Sequence[Fact] = (), damaged: Collection[Key] | None = None
+    ) -> Steps[Added]:
+        keys = keys_of(version.lengths, version.digests)
+        plan = planned(keys, self._known, self._writer, self._epoch)
+        name, data = self._seal.manifest(_manifest(version, plan), self._writer, self._epoch)
+        yield PutAll([Put(MANIFESTS + name, data)])
+        info = version.info
+        term = self.state.term_of(version.pool, info.commit)
+        added = Added(
+            info.token, info.step, term, info.commit, info.time_ns, info.size, info.inexact, name
+        )
+        yield from self.log.append((added, *facts))
+        yield from self._put_packs(plan)
+        return added
+
+
+class CollectsWithoutTerm(Writer):
+    """Deletes by what it knows, and does not look whether it still counts."""
+
+    def collect(self, grace_s: float = 0.0, time_ns: int = 0) -> Steps[Freed]:
+        self.log.require()
+        now, _ = yield from self._times(grace_s)
+        entries = yield from self._listed_before(now - grace_s)
+        self._known, self._epoch = {}, self._epoch + 1
+        named = yield from self._named(self.state)
+        yield Delete([each.name for each in entries if each.name not in named])
+        return Freed(0, 0)
+
+
+class ListsLast(Writer):
+    """Proves its term, and then looks what there is to delete."""
+
+    def collect(self, grace_s: float = 0.0, time_ns: int = 0) -> Steps[Freed]:
+        self._known, self._epoch = {}, self._epoch + 1
+        now, number = yield from self._times(86400.0)
+        old = tuple(each.manifest for each in self.state.gone if each.number <= number)
+        state = yield from self.log.append((Collected(old),))
+        named = yield from self._named(state)
+        entries = yield from self._listed_before(now + 1e6)
+        yield Delete([each.name for each in entries if each.name not in named])
+        return Freed(0, 0)
+
+
+class RemembersWhatItDeleted(Writer):
+    """Relies, after it collected, on what it put before."""
+
+    def _rely_on(self, state: State) -> Steps[None]:
+        before = dict(self._known)
+        yield from super()._rely_on(state)
+        self._known = {**before, **self._known}
+
+
+class Assumes(Writer):
+    """Takes what it put in a term before for there."""
+
+    def claim(
+        self,
+        claimed: Claimed,
+        writer: bytes,
+        known: Known | None = None,
+        time_ns: int = 0,
+        at: int | None = None,
+    ) -> Steps[State]:
+        before = dict(self._known)
+        state = yield from super().claim(claimed, writer, known, time_ns, at)
+        self._known = {**before, **self._known}
+        return state
+
+
+class OneEpoch(Writer):
+    """Gives a unit that comes back the name that it had before it was deleted."""
+
+    @property
+    def _epoch(self) -> int:
+        return 0
+
+    @_epoch.setter
+    def _epoch(self, epoch: int) -> None:
+        pass
+
+
+class TrustsItsClock(Writer):
+    """Takes the time from its machine, which is two days ahead."""
+
+    def _times(self, grace_s: float) -> Steps[tuple[float, int]]:
+        now, number = yield from super()._times(0.0)
+        return now + 2 * 86400.0, number
+
+
+class TakesTheirsForItsOwn(Log):
+    """Believes that an entry which is there already is the one that it sent."""
+
+    def _put(self, entry: LogEntry) -> Steps[bool]:
+        number = self.state.number + 1
+        mine = yield from create(entry_name(number), self._seal.entry(number, entry))
+        if not mine:
+            there = yield from get(entry_name(number))
+            self.state = self._folded(number, there)
+        else:
+            self.state = self._folded(number, self._seal.entry(number, entry))
+        return True
+
+    def _folded(self, number: int, data: bytes | None) -> State:
+        assert data is not None
+        return folded(self.state, number, self._seal.read_entry(number, data, self._model))
+
+
+class WithItsOwnLog(Writer):
+    """See ``TakesTheirsForItsOwn``."""
+
+    def __init__(self, model: str, seal: Seal) -> None:
+        super().__init__(model, seal)
+        self.log = TakesTheirsForItsOwn(model, seal)
+
+
+class NewestIsLast(Writer):
+    """Gives an old version that is mirrored late a place after all others."""
+
+    def add(
+        self, version: Version, facts: Sequence[Fact] = (), damaged: Collection[Key] | None = None
+    ) -> Steps[Added]:
+        late = replace(version.info, commit=self.state.number)
+        return (yield from super().add(replace(version, info=late), facts))
+
+
+MISTAKES: dict[type[Writer], int] = {
+    ManifestFirst: 0,
+    CollectsWithoutTerm: 2,
+    ListsLast: 64,
+    RemembersWhatItDeleted: 215,
+    Assumes: 158,
+    OneEpoch: 550,
+    TrustsItsClock: 2,
+    WithItsOwnLog: 0,
+    NewestIsLast: 0,
+}
+"""And the seed of a history in which it is found."""
+
+
+def test_what_was_told_loads_in_every_history(seed: int) -> None:
+    assert explored(seed, 200) == 200
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_what_was_told_loads_in_thousands_of_histories(seed: int) -> None:
+    count = int(os.environ.get("PORTUS_TEST_HISTORIES", "4000"))
+    assert explored(seed, count) == count
+
+
+def explored(seed: int, count: int) -> int:
+    """How many histories there were; in each of them all that was told was there."""
+    much: Counter[str] = Counter()
+    for number in range(count):
+        history = History(seed + number)
+        history.run(EVENTS)
+        much["histories"] += 1
+        much["told"] += len(history.oracle.told)
+        much["loads"] += history.loads
+        much["deleted"] += history.deleted
+    assert much["told"] > 4 * count, much
+    assert much["loads"] > count, much
+    assert much["deleted"] > 2 * count, much
+    return much["histories"]
+
+
+def is_found(mistaken: type[Writer], seed: int) -> bool:
+    try:
+        History(seed, mistaken).run(EVENTS)
+    except BrokenError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mistaken", MISTAKES)
+def test_a_writer_that_makes_a_mistake_is_found(mistaken: type[Writer]) -> None:
+    assert is_found(mistaken, MISTAKES[mistaken])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mistaken", MISTAKES)
+def test_a_mistake_is_found_whatever_the_seed(mistaken: type[Writer], seed: int) -> None:
+    assert any(is_found(mistaken, seed + number) for number in range(6000))

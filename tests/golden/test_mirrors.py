@@ -1,0 +1,54 @@
+"""Mirrors of every released format are read for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from portus.client.loading import restore
+from portus.index.check import check
+from portus.mirror.mirror import Mirror, models
+from portus.mirror.objects import FORMAT_VERSION
+from portus.testing.model_store import ModelStore
+from tests.golden.describe import Describer
+from tests.golden.mirrors import KEY, MODEL
+
+HERE = Path(__file__).resolve().parent
+GOLDEN = sorted(HERE.glob("mirror-*.json.xz"))
+
+
+def content(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(lzma.decompress(path.read_bytes()))
+    return found
+
+
+def test_the_format_of_the_day_has_a_golden_mirror() -> None:
+    assert HERE / f"mirror-{FORMAT_VERSION}.json.xz" in GOLDEN
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.name)
+@pytest.mark.parametrize("kind", ["plain", "keyed"])
+def test_a_golden_mirror_holds_what_was_mirrored(path: Path, kind: str) -> None:
+    golden, bucket = content(path), ModelStore()
+    for name, data in golden["objects"][kind].items():
+        bucket.put(name, [bytes.fromhex(data)])
+    key = KEY if kind == "keyed" else None
+    assert list(models(bucket, key=key)) == [MODEL]
+    mirror = Mirror(bucket, MODEL, key=key)
+    state = mirror.read()
+    assert (state.term, state.who, len(state.gone)) == (1, "golden", 1)
+    assert [each.path for each in state.references] == ["2.ckpt", "last.ckpt"]
+    assert {each.part for each in state.references} == {"model", None}
+    assert [str(each.step) for each in state.versions] == list(golden["states"])
+    assert [each.metrics for each in state.versions] == [{"loss": 0.5}]
+    with contextlib.closing(mirror.open(state.versions)) as pool:
+        assert check(pool) == []
+        for entry in pool.catalogue().entries():
+            found = Describer().describe(restore.load(pool, entry))
+            assert found == golden["states"][str(entry.info.step)]
+            assert entry.info.metrics == {"loss": 1.0 / entry.info.step}

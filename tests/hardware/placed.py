@@ -1,0 +1,183 @@
+"""``python -m tests.hardware.placed PATH...``: verifies tables in place, then goes on with them.
+
+Says ``found N STEP`` of the tables in pool N, whose bytes all follow from their step, and ``saved N
+STEP`` when that batch was committed. Every few steps it takes a mark, which has to stay as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+import portus
+from portus.format.checksum import DIGEST_SIZE, digest
+from portus.index.check import check
+from portus.index.directory import WRITERS, create_pool, has_pool
+from portus.index.findings import Severity
+from portus.index.in_place import InPlace
+from portus.index.log import logged
+from portus.index.records import encode_layout
+from portus.media.local import LocalFiles
+from portus.spec import PAGE, TensorSpec
+
+# The face of portus.embedding imports torch, which takes a minute in a guest; the engine does not.
+_engine = types.ModuleType("portus.embedding")
+_engine.__path__ = [f"{portus.__path__[0]}/embedding"]
+sys.modules.setdefault("portus.embedding", _engine)
+
+from portus.embedding.placed import NO_ROWS, Place, PlacedMoment, PlacedStore  # noqa: E402
+
+Bytes = npt.NDArray[np.uint8]
+
+SHAPES: Final = ((400, 384), (5000, 12))
+"""Rows, and bytes of one: a row with several cells, and several rows within a line."""
+
+TOUCHED: Final = 40
+"""Rows of each table that a batch changes; some are those of the batch before."""
+
+DENSE: Final = 5000
+LOG: Final = 48 * PAGE
+MARKED_EVERY: Final = 7
+
+_STORAGES: Final = [*(rows * row for rows, row in SHAPES), DENSE, DIGEST_SIZE, DIGEST_SIZE]
+_LAYOUT: Final = encode_layout(
+    [
+        *(
+            TensorSpec(f"table{i}", "uint8", each, (each[1], 1), i, 0)
+            for i, each in enumerate(SHAPES)
+        ),
+        TensorSpec("dense", "uint8", (DENSE,), (1,), 2, 0),
+        *(TensorSpec(f"digests{i}", "uint8", (DIGEST_SIZE,), (1,), 3 + i, 0) for i in range(2)),
+    ]
+)
+
+
+def touched(step: int, table: int) -> npt.NDArray[np.int64]:
+    """The rows that a batch changes: half are drawn from a few, and so come again and again."""
+    chance, rows = np.random.default_rng([step, table]), SHAPES[table][0]
+    again = chance.integers(rows // 10, size=TOUCHED // 2)
+    return np.unique(np.append(again, chance.integers(rows, size=TOUCHED // 2)))
+
+
+def values(step: int, table: int) -> Bytes:
+    """What a batch writes there."""
+    chance = np.random.default_rng([step, table, 1])
+    return chance.integers(256, size=(len(touched(step, table)), SHAPES[table][1]), dtype=np.uint8)
+
+
+def content(step: int) -> list[Bytes]:
+    """The tables, and the dense part, after that batch."""
+    tables = [np.zeros(each, np.uint8) for each in SHAPES]
+    for before in range(1, step + 1):
+        for number, table in enumerate(tables):
+            table[touched(before, number)] = values(before, number)
+    dense = np.full(DENSE, step % 251, np.uint8)
+    dense[:8] = np.frombuffer(step.to_bytes(8, "little"), np.uint8)
+    return [*tables, dense]
+
+
+class Training:
+    """Tables in a pool that this process changes."""
+
+    def __init__(self, path: str) -> None:
+        if not has_pool(path):
+            create_pool(path, LocalFiles())
+        self.pool: Final = WRITERS.open(path)
+        self.store: Final = PlacedStore(self.pool, LOG)
+        self.step = 0
+        self.is_new = self.store.newest is None
+        if self.is_new:
+            self.places = [self._placed(rows * row, row) for rows, row in SHAPES]
+        else:
+            self.places = [self.store.places[number] for number in range(len(SHAPES))]
+
+    def _placed(self, length: int, row: int) -> Place:
+        place = self.store.place(length, row)
+        self.pool.medium.store(place.extent.offset, bytes(length))
+        return place
+
+    def verified(self) -> int:
+        """The step; every byte, every mark and every rule is looked at."""
+        errors = [each for each in check(self.pool) if each.severity is Severity.ERROR]
+        assert not errors, "; ".join(map(str, errors))
+        newest = self.store.newest
+        if newest is None:
+            return 0
+        record = self.pool.record(newest)
+        there = InPlace(self.pool.medium, record, logged(self.pool.medium, record))
+        dense = there.content(2)
+        self.step = self.store.batch = int.from_bytes(dense[:8], "little")
+        found = [b"".join(map(bytes, there.units(number))) for number in range(len(SHAPES))]
+        self._compare("the tables", [*found, dense], self.step)
+        for mark in self.store.marks():
+            self._verify(mark.info.step)
+        return self.step
+
+    def _verify(self, step: int) -> None:
+        [mark] = [each for each in self.store.marks() if each.info.step == step]
+        record = self.pool.record(mark)
+        found = []
+        for index in range(len(SHAPES) + 1):
+            data, start = bytearray(_STORAGES[index]), 0
+            for extent in record.storage_extents(index):
+                self.pool.medium.load(
+                    extent.offset, memoryview(data)[start : start + extent.length]
+                )
+                start += extent.length
+            assert bytes(record.units[index]["digest"]) == digest(data)
+            found.append(bytes(data))
+        self._compare(f"the mark of {step}", found, step)
+
+    @staticmethod
+    def _compare(what: str, found: list[bytes], step: int) -> None:
+        for index, (each, expected) in enumerate(zip(found, content(step), strict=True)):
+            assert each == expected.tobytes(), f"{what}: storage {index} is not that of step {step}"
+
+    def advance(self) -> int:
+        """One batch; its step."""
+        step = self.step + 1
+        rows = [(place, touched(step, number)) for number, place in enumerate(self.places)]
+        self.store.log(rows)
+        for number, (place, numbers) in enumerate(rows):
+            for row, data in zip(numbers.tolist(), values(step, number), strict=True):
+                self.pool.medium.store(place.extent.offset + row * place.row, data.data)
+        self.store.commit(self._moment(step))
+        self.step, self.is_new = step, False
+        if step % MARKED_EVERY == 0:
+            gone = [each.info.id for each in self.store.marks()]
+            self.store.mark(step, step.to_bytes(16, "little"), gone)
+        return step
+
+    def _moment(self, step: int) -> PlacedMoment:
+        dense = np.full(DENSE, step % 251, np.uint8)
+        dense[:8] = np.frombuffer(step.to_bytes(8, "little"), np.uint8)
+        memory = [dense, np.empty(DIGEST_SIZE, np.uint8), np.empty(DIGEST_SIZE, np.uint8)]
+        held = ",".join(f'{{"$tensor":{number}}}' for number in range(len(_STORAGES)))
+        return PlacedMoment(
+            batch=step,
+            layout=_LAYOUT,
+            tree=f'{{"tensors":[{held}]}}'.encode(),
+            address=np.array([0, 0, *(each.ctypes.data for each in memory)], np.int64),
+            length=np.array(_STORAGES, np.int64),
+            rows=None if self.is_new else dict.fromkeys(range(len(SHAPES)), NO_ROWS),
+            alive=memory,
+            placed=dict(enumerate(self.places)),
+            digests={number: 3 + number for number in range(len(SHAPES))},
+        )
+
+
+def main(paths: list[str]) -> None:
+    trainings = [Training(path) for path in paths]
+    for number, each in enumerate(trainings):
+        print(f"found {number} {each.verified()}", flush=True)
+    while True:
+        for number, each in enumerate(trainings):
+            print(f"saved {number} {each.advance()}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Mutants of the core, and which tests kill them: ``make mutants``."""

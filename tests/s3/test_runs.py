@@ -1,0 +1,101 @@
+"""Trainings with a mirror on a real S3 server: lost machines, and requests that fail."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+import portus
+from portus.errors import UsageError
+from portus.mirror.address import parse
+from portus.mirror.mirror import Mirror
+from portus.mirror.opening import open_store
+from portus.testing.proxy import Cut, Fault, RequestProxy
+from tests.crash.saver import Training
+from tests.s3.conftest import STRANGER
+from tests.unit.client.same import assert_same
+
+pytestmark = pytest.mark.s3
+
+FAULTS = {
+    "500": Fault(status=500, code="InternalError"),
+    "503": Fault(status=503, code="SlowDown"),
+    "403": Fault(status=403, code="AccessDenied"),
+    "404": Fault(status=404, code="NoSuchBucket"),
+    "cut before": Fault(cut=Cut.BEFORE),
+    "cut within": Fault(cut=Cut.WITHIN),
+    "cut after": Fault(cut=Cut.AFTER),
+    "cut answer": Fault(cut=Cut.ANSWER),
+}
+
+
+def started(run: Path, url: str) -> portus.Checkpointer:
+    return portus.Checkpointer(run / ".portus", "net", mirror=url, mirror_wait=60)
+
+
+def train(run: Path, url: str, steps: int) -> None:
+    """From where the run is, as many steps more."""
+    with started(run, url) as saver:
+        training = Training(max(saver.steps(), default=0))
+        for _ in range(steps):
+            training.advance()
+            path = run / "ckpt" / "last.ckpt"
+            saver.save(training.state(), training.step, reference=path).wait()
+
+
+def counted(url: str) -> list[int]:
+    store = open_store(parse(url))
+    try:
+        state = Mirror(store, "net").read()
+    finally:
+        store.close()
+    return sorted(each.step for each in state.versions)
+
+
+def test_a_run_goes_on_from_a_bucket_alone(tmp_path: Path, url: str) -> None:
+    for machine in range(3):
+        run = tmp_path / f"machine {machine}"
+        train(run, url, 3)
+        shutil.rmtree(run)
+    with started(tmp_path / "last", url) as saver:
+        assert saver.steps() == [9]
+        assert_same(saver.load(), Training(9).state())
+        last = tmp_path / "last" / "ckpt" / "last.ckpt"
+        assert_same(portus.load_reference(last), Training(9).state())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_request_that_fails_ends_no_training_and_the_mirror_catches_up(
+    tmp_path: Path,
+    url: str,
+    proxy: RequestProxy,
+    fault: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("portus.mirror.copier._PAUSE_MIN_S", 0.05)
+    with caplog.at_level(logging.WARNING, "portus"):
+        train(tmp_path, url, 1)
+        proxy.fail(FAULTS[fault], method="PUT", times=2)
+        train(tmp_path, url, 2)
+    assert counted(url)[-1] == 3
+    shutil.rmtree(tmp_path / ".portus")
+    with started(tmp_path, url) as saver:
+        assert_same(saver.load(), Training(3).state())
+    if fault in ("403", "404"):
+        assert "is behind; retrying" in caplog.text
+
+
+def test_wrong_credentials_at_the_start_are_an_error_at_once(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, url, 1)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", STRANGER[0])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", STRANGER[1])
+    with pytest.raises(UsageError, match="denied") as raised:
+        train(tmp_path, url, 1)
+    for text in (str(raised.value), caplog.text):
+        assert STRANGER[1] not in text

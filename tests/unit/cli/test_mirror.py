@@ -1,0 +1,486 @@
+"""Commands on mirrors: what they say, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import portus as face
+from portus.cli import mirrored
+from portus.client.checkpointer import Checkpointer
+from portus.client.dcp import PortusStorageWriter, groups
+from portus.client.loading.resolve import load_reference
+from portus.dcp import PortusStorageReader
+from portus.dcp import load as dcp_load
+from portus.errors import CorruptionError, TransportError, UsageError
+from portus.index.directory import open_reader
+from portus.index.groups import part_model
+from portus.index.place import Place
+from portus.mirror.address import parse
+from portus.mirror.mirror import Mirror
+from portus.mirror.objects import Referred, State
+from portus.mirror.opening import open_store
+from portus.transport.base import Stop
+from tests.unit.cli.scene import portus, portus_json, state
+from tests.unit.cli.test_groups import rows, save_group
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A run, ``net`` with steps 10, 20 and 30, of which 20 and 30 have files, and its mirror."""
+
+    run: Path
+    url: str
+
+    @property
+    def pool(self) -> Path:
+        return self.run / ".portus"
+
+    def trainer(self, **more: Any) -> Checkpointer:
+        return Checkpointer(self.pool, "net", mirror=self.url, **({"keep": None} | more))
+
+    def state(self) -> State:
+        return Mirror(open_store(parse(self.url)), "net").read()
+
+    def steps(self) -> list[int]:
+        return sorted(each.step for each in self.state().versions)
+
+    def objects(self, kind: str) -> list[Path]:
+        return sorted((Path(parse(self.url).prefix) / "net" / kind).iterdir())
+
+    def lose(self) -> None:
+        for each in self.run.iterdir():
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    made = Scene(tmp_path / "run", f"file://{tmp_path}/bucket/runs")
+    made.run.mkdir()
+    monkeypatch.chdir(made.run)
+    with made.trainer() as run:
+        run.save(state(10), 10).wait()
+        run.save(state(20), 20, reference=made.run / "best.ckpt").wait()
+        run.save(state(30), 30, reference=made.run / "ckpt" / "last.ckpt").wait()
+    return made
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    return bool(left == right)
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_ls_lists_what_a_mirror_has_and_what_leads_there(scene: Scene) -> None:
+    said = portus("ls", scene.url)
+    assert said.code == 0
+    assert f"{scene.url}: 3 versions" in said.out
+    assert "best.ckpt" in said.out
+    document = portus_json("ls", "--pool", scene.url)
+    [model] = document["pools"][0]["models"]
+    assert model["name"] == "net"
+    assert [each["step"] for each in model["versions"]] == [10, 20, 30]
+    assert model["versions"][1]["references"] == [{"path": "best.ckpt", "state": "mirrored"}]
+    assert model["term"] == 1
+
+
+def test_show_and_export_read_a_version_of_a_mirror_as_of_a_pool(scene: Scene) -> None:
+    assert [each["step"] for each in portus_json("show", f"{scene.url}/net")["versions"]] == [
+        10,
+        20,
+        30,
+    ]
+    [here] = portus_json("show", "net@20", "--pool", scene.pool)["versions"]
+    [there] = portus_json("show", f"{scene.url}/net@20")["versions"]
+    for each in (here, there):
+        for tensor in each["tensors"]:
+            tensor.pop("born")
+    for name in ("model", "step", "token", "size", "tensors", "leaves", "metrics"):
+        assert there[name] == here[name], name
+    scene.lose()
+    assert portus("export", f"{scene.url}/net@20", "out.pt").code == 0
+    assert same(torch.load("out.pt"), state(20))
+    assert (
+        portus("export", f"{scene.url}/net", "new.safetensors", "--names", "model.weight").code == 0
+    )
+    assert portus("show", "net@11", "--pool", scene.url).code == 2
+    assert "model 'net' has steps 10, 20, 30" in portus("show", "net@11", "--pool", scene.url).err
+    assert "it holds the models 'net'" in portus("show", "other", "--pool", scene.url).err
+
+
+def test_load_takes_a_version_straight_out_of_a_mirror(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.lose()
+    assert same(face.load(f"{scene.url}/net@20"), state(20))
+    assert same(face.load(f"{scene.url}/net"), state(30))
+    assert same(face.load(scene.url), state(30)), "it has one model"
+    weight = face.load(f"{scene.url}@10", names="model.weight")
+    assert same(weight, {"model": {"weight": state(10)["model"]["weight"]}})
+    assert os.listdir(scene.run) == []
+    with pytest.raises(UsageError, match=r"has no step 11, but \[10, 20, 30\]"):
+        face.load(f"{scene.url}/net@11")
+    with pytest.raises(UsageError, match="has mirrors of 'net'"):
+        face.load(f"{scene.url}/others")
+    with pytest.raises(UsageError, match=r"portus\.open reads a pool"):
+        face.load("run/.portus")
+    with pytest.raises(UsageError, match="a user or a password") as told:
+        face.load("s3://me:secret@bucket/x")
+    assert "secret" not in str(told.value)
+    newest = scene.state().newest
+    assert newest is not None
+    damage(next(each for each in scene.objects("manifests") if each.name == newest.manifest))
+    with caplog.at_level(logging.ERROR, "portus"):
+        assert same(face.load(f"{scene.url}/net"), state(20))
+    assert "FALLING BACK to step 20" in caplog.text
+    with pytest.raises(CorruptionError, match="manifests"):
+        face.load(f"{scene.url}/net@30")
+
+
+def test_a_model_whose_name_has_slashes_is_found_behind_a_prefix_that_has_some(
+    tmp_path: Path,
+) -> None:
+    url = f"file://{tmp_path}/a/b"
+    for model in ("c/d", "e"):
+        with Checkpointer(tmp_path / "pool", model, mirror=url) as run:
+            run.save({"n": model}, 1).wait()
+    assert face.load(f"{url}/c/d@1") == {"n": "c/d"}
+    assert face.load(f"{url}/e") == {"n": "e"}
+    with pytest.raises(UsageError, match=r"say which model.*'c/d', 'e'"):
+        face.load(url)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("name", ["big/run", f"big/{'r' * 150}"])
+def test_a_sharded_run_is_found_behind_the_address_of_its_mirror(
+    scene: Scene, tmp_path: Path, name: str
+) -> None:
+    with contextlib.closing(
+        PortusStorageWriter(tmp_path / "pools", name, mirror=scene.url)
+    ) as writer:
+        writer.prepare(1)
+        writer.save({"w": torch.arange(9)}, step=5).wait()
+    url = f"{scene.url}/{name}"
+    assert f"{name}@5: 1 of 1, complete" in portus("show", f"{url}@5").out
+    assert portus("export", f"{url}@5", "big.safetensors").code == 0
+    assert portus("pull", url, "fresh").code == 0
+    [pool] = (scene.run / "fresh" / ".portus").glob("*.portus")
+    if name == "big/run":
+        assert pool.name == "big%2Frun%2Frank-0-of-1.portus"
+    with pytest.raises(UsageError, match="no mirror of a model of that name"):
+        face.load(f"{scene.url}/small/run@5")
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The mirror of a run of two ranks: steps 1, 2 and 3 are complete, and of 4 one part is there.
+    Nothing else is left of it."""
+
+    url: str
+    root: Path
+
+    def part(self, rank: int) -> Mirror:
+        return Mirror(open_store(parse(self.url)), part_model("run", rank, 2))
+
+    def steps(self) -> list[list[int]]:
+        """Of each rank."""
+        states = [self.part(rank).read() for rank in range(2)]
+        return [sorted(each.step for each in state.versions) for state in states]
+
+
+@pytest.fixture
+def sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sharded:
+    made = Sharded(f"file://{tmp_path}/bucket/runs", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    whole = torch.arange(12.0).reshape(4, 3)
+    for step in (1, 2, 3, 4):
+        save_group(tmp_path / "pools", step, {"w": (whole + step, rows(4, 3, 2))}, 2)
+    for rank in range(2):
+        mirror = made.part(rank)
+        path = Place.named(tmp_path / "pools").pool_of(mirror.model).path
+        mirror.claim("a test", bytes(16), 0)
+        with contextlib.closing(open_reader(path)) as reader:
+            for entry in reader.catalogue().entries():
+                if (rank, entry.info.step) != (1, 4):
+                    mirror.copy(reader, entry.info.id, Stop())
+    return made
+
+
+def test_rm_takes_all_parts_of_a_group_and_the_newest_complete_one_by_force_alone(
+    sharded: Sharded,
+) -> None:
+    assert sharded.steps() == [[1, 2, 3, 4], [1, 2, 3]]
+    terms = [sharded.part(rank).read().term for rank in range(2)]
+    url = f"{sharded.url}/run"
+    said = portus("rm", f"{url}@3")
+    assert said.code == 2
+    assert "run@3 is the newest complete group of run" in said.err
+    assert "begin with step 2" in said.err
+    said = portus("rm", f"{url}@9")
+    assert (said.code, "model 'run' has steps 1, 2, 3, 4" in said.err) == (2, True), said.err
+    for more in (("--keep", "1"), ()):
+        said = portus("rm", url, *more)
+        assert said.code == 2
+        assert "run is sharded" in said.err or "use --yes for all of run" in said.err
+    assert sharded.steps() == [[1, 2, 3, 4], [1, 2, 3]], "refused, and nothing is touched"
+    assert [sharded.part(rank).read().term for rank in range(2)] == terms
+    said = portus("rm", "run@1", "--pool", sharded.url)
+    assert (said.code, sharded.steps()) == (0, [[2, 3, 4], [2, 3]]), said.err
+    assert "removed run@1: 2 of 2, complete\n2 versions removed" in said.out
+    assert all(sharded.part(rank).read().term > terms[rank] for rank in range(2))
+    assert len(portus_json("rm", f"{url}@4")["removed"]) == 1, "what never was complete may go"
+    assert portus("rm", f"{url}@3", "--force").code == 0
+    assert portus("export", url, "out.safetensors").code == 0, "of step 2"
+    assert portus("rm", url, "--yes").code == 0
+    assert sharded.steps() == [[], []]
+
+
+def test_rm_of_a_group_that_a_file_leads_to_needs_force(sharded: Sharded) -> None:
+    part = sharded.part(1)
+    state = part.claim("a test", bytes(16), 0)
+    [token] = (each.token for each in state.versions if each.step == 1)
+    part.note([Referred("best/rank-1-of-2.shard", token)])
+    said = portus("rm", f"{sharded.url}/run@1")
+    assert (said.code, sharded.steps()[0]) == (2, [1, 2, 3, 4])
+    assert "run/rank-1-of-2@1 is held by best/rank-1-of-2.shard" in said.err
+    assert portus("rm", f"{sharded.url}/run@1", "--force").code == 0
+    assert sharded.steps() == [[2, 3, 4], [2, 3]]
+
+
+def test_rm_of_a_group_that_was_cut_off_is_found_again(
+    sharded: Sharded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = mirrored._let_go
+
+    def cut_off(mirror: Mirror, tokens: Any, force: bool) -> None:
+        stock(mirror, tokens, force)
+        raise TransportError("the store does not answer any more")
+
+    with monkeypatch.context() as changes:
+        changes.setattr(mirrored, "_let_go", cut_off)
+        assert portus("rm", f"{sharded.url}/run@1").code != 0
+    assert sharded.steps() == [[1, 2, 3, 4], [2, 3]], "the first rank's part goes last"
+    assert portus("rm", f"{sharded.url}/run@1").code == 0
+    assert sharded.steps() == [[2, 3, 4], [2, 3]]
+
+
+def test_rm_of_a_group_in_pools_takes_the_parts_of_all_ranks(sharded: Sharded) -> None:
+    pools = sharded.root / "pools"
+    assert portus("rm", "run@3", "--pool", pools).code == 0, "4 is newer, and complete here"
+    left = [(each.step, each.is_complete) for each in groups(pools)]
+    assert left == [(1, True), (2, True), (4, True)]
+    assert "begin with step 2" in portus("rm", "run@4", "--pool", pools).err
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_load_of_a_sharded_run_names_what_loads_it(sharded: Sharded) -> None:
+    for url, step in ((f"{sharded.url}/run@2", 2), (f"{sharded.url}/run", 4), (sharded.url, 4)):
+        with pytest.raises(UsageError) as told:
+            face.load(url)
+        said = str(told.value)
+        assert f"model 'run' is sharded, its newest save here is step {step} of 2 ranks" in said
+        asked, at = ("step=2, ", "@2") if step == 2 else ("", "")
+        reader = f"PortusStorageReader(model='run', {asked}mirror='{sharded.url}')"
+        assert f"portus.dcp.load(state, portus.dcp.{reader})" in said
+        assert f"portus export {sharded.url}/run{at} OUT.safetensors" in said
+        assert f"portus pull {sharded.url}/run" in said
+    target = {"w": torch.zeros(4, 3)}
+    shutil.rmtree(sharded.root / "pools")
+    from_mirror = PortusStorageReader(model="run", step=2, mirror=sharded.url)
+    assert dcp_load(target, from_mirror).step == 2
+    assert torch.equal(target["w"], torch.arange(12.0).reshape(4, 3) + 2)
+    with pytest.raises(UsageError, match=r"sharded model 'run' has no step 9, but \[1, 2, 3, 4\]"):
+        face.load(f"{sharded.url}/run@9")
+
+
+def test_verify_reads_every_byte_of_a_mirror_and_names_what_is_damaged(scene: Scene) -> None:
+    said = portus("verify", scene.url)
+    assert (said.code, said.out.count("healthy")) == (0, 3)
+    damage(scene.objects("manifests")[0])
+    damage(scene.objects("packs")[-1])
+    document = portus_json("verify", "--pool", scene.url, code=1)
+    assert not document["healthy"]
+    assert not all(each["healthy"] for each in document["pools"])
+    assert any(each["error"] for each in document["pools"])
+    assert portus("scrub", "--pool", scene.url).code == 2
+
+
+def test_rm_takes_the_term_and_the_run_that_mirrors_there_goes_on(scene: Scene) -> None:
+    assert "held by best.ckpt" in portus("rm", f"{scene.url}/net@20").err
+    with scene.trainer() as run:
+        run.save(state(40), 40).wait()
+        run.wait()
+        removed = portus_json("rm", f"{scene.url}/net@10")["removed"]
+        assert [each["step"] for each in removed] == [10]
+        run.save(state(50), 50).wait()
+    assert scene.steps() == [10, 20, 30, 40, 50], "what the pool has is mirrored again"
+    shutil.rmtree(scene.pool)
+    said = portus("rm", "net@10", "--pool", scene.url)
+    assert (said.code, scene.steps()) == (0, [20, 30, 40, 50]), said.err
+    assert "deletes the objects a day later" in said.out
+    assert portus("rm", f"{scene.url}/net@20", "--force").code == 0
+    assert [each.path for each in scene.state().references] == ["ckpt/last.ckpt"]
+    assert portus("rm", f"{scene.url}/net", "--keep", "1").code == 0
+    assert scene.steps() == [30, 50], "a file leads to 30"
+    assert portus("rm", f"{scene.url}/net").code == 2, "use --yes"
+
+
+def test_gc_deletes_a_day_later_and_disturbs_nobody_for_nothing(scene: Scene) -> None:
+    shutil.rmtree(scene.pool)
+    before = scene.state().term
+    assert "net: nothing to do" in portus("gc", scene.url).out
+    assert scene.state().term == before
+    portus("rm", f"{scene.url}/net@10")
+    for path in Path(parse(scene.url).prefix).rglob("*"):
+        if path.is_file():
+            os.utime(path, (path.stat().st_mtime - 90_000,) * 2)
+    assert portus_json("gc", scene.url, "--dry-run")["mirrors"][0]["objects"] == 0, (
+        "the clock of the store: its newest object is of then"
+    )
+    portus("rm", f"{scene.url}/net@20", "--force")
+    count = len(scene.objects("manifests"))
+    would = portus_json("gc", scene.url, "--dry-run")
+    assert would["dry_run"]
+    assert would["mirrors"][0]["objects"] == 2, "its manifest, and what it alone had"
+    assert len(scene.objects("manifests")) == count
+    assert portus_json("gc", scene.url)["mirrors"] == would["mirrors"]
+    assert len(scene.objects("manifests")) == count - 1
+    assert same(face.load(f"{scene.url}/net"), state(30))
+    assert portus("gc", scene.url, "--missing").code == 2
+
+
+def test_pull_makes_the_pool_and_the_files_of_a_fresh_node(scene: Scene, tmp_path: Path) -> None:
+    scene.lose()
+    said = portus("pull", scene.url)
+    assert said.code == 0, said.err
+    assert "net: 2 versions" in said.out
+    assert "2 reference files" in said.out
+    assert same(load_reference("best.ckpt"), state(20))
+    assert same(load_reference("ckpt/last.ckpt"), state(30))
+    assert portus_json("pull", scene.url)["pulled"][0]["versions"] == [], "it is all there"
+    with scene.trainer() as run:
+        assert run.steps() == [20, 30]
+        run.save(state(40), 40).wait()
+    assert scene.steps() == [10, 20, 30, 40]
+    other = tmp_path / "new" / "other"
+    document = portus_json("pull", f"{scene.url}/net", other)["pulled"][0]
+    assert document["pool"] == str(other / ".portus" / "net.portus")
+    assert [each["step"] for each in document["versions"]] == [20, 30, 40]
+    assert sorted(document["references"]) == ["best.ckpt", "ckpt/last.ckpt"]
+    with Checkpointer(other / ".portus", "net", keep=None) as run:
+        run.save(state(50), 50).wait()
+    said = portus("pull", scene.url, other)
+    assert said.code == 2
+    assert "lacks, the newest of step 50" in said.err
+
+
+def test_a_pull_that_fails_leaves_nothing_and_one_that_was_cut_off_goes_on(scene: Scene) -> None:
+    scene.lose()
+    names = {each.step: each.manifest for each in scene.state().versions}
+    [newest] = [each for each in scene.objects("manifests") if each.name == names[30]]
+    whole = newest.read_bytes()
+    damage(newest)
+    said = portus("pull", scene.url)
+    assert said.code == 1
+    with face.open(".portus") as pool:
+        assert pool.steps("net") == [20]
+    newest.write_bytes(whole)
+    assert [each["step"] for each in portus_json("pull", scene.url)["pulled"][0]["versions"]] == [
+        30
+    ]
+    for each in scene.objects("manifests"):
+        damage(each)
+    scene.lose()
+    assert portus("pull", scene.url).code == 1
+    assert not list(scene.run.rglob("*.portus"))
+    assert portus("pull", f"{scene.url}/nothing/here", "elsewhere").code == 2
+    assert not Path("elsewhere").exists()
+    Path("a-file").touch()
+    assert "not a directory" in portus("pull", scene.url, "a-file").err
+
+
+def test_status_says_what_of_the_pool_is_not_mirrored(scene: Scene) -> None:
+    assert "everything is mirrored" in portus("mirror", "status", scene.url).out
+    with Checkpointer(scene.pool, "net", keep=None) as run:
+        run.save(state(40), 40).wait()
+    said = portus("mirror", "status", scene.url)
+    assert "1 version not mirrored, the newest of step 40" in said.out
+    document = portus_json("mirror", "status", scene.url)
+    [model] = document["models"]
+    assert (model["newest"], model["not_mirrored"], model["versions"]) == (30, [40], 3)
+    assert portus("mirror", "status").code == 2
+    assert portus("mirror", "status", "somewhere").code == 2
+
+
+def test_repair_mends_from_the_pool_and_names_what_it_cannot(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORTUS_MIRROR", scene.url)
+    assert {each["result"] for each in portus_json("mirror", "repair")["versions"]} == {"whole"}
+    packs = scene.objects("packs")
+    damage(max(packs, key=lambda each: each.stat().st_size))
+    scene.objects("manifests")[0].unlink()
+    before = {(each.token, each.term, each.commit) for each in scene.state().versions}
+    said = portus("mirror", "repair")
+    assert said.code == 0, said
+    assert "is repaired from the pool" in said.out
+    assert portus("verify", scene.url).code == 0
+    assert {(each.token, each.term, each.commit) for each in scene.state().versions} == before
+    newest = scene.state().newest
+    assert newest is not None
+    damage(next(each for each in scene.objects("manifests") if each.name == newest.manifest))
+    scene.lose()
+    said = portus("mirror", "repair")
+    assert said.code == 1
+    assert "net@30 is DAMAGED, and the pool has no intact copy" in said.out
+
+
+def test_every_command_needs_the_key_that_a_mirror_was_made_with(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/keyed"
+    monkeypatch.setenv("PORTUS_MIRROR_KEY", "a secret of some length")
+    with Checkpointer(scene.pool, "net", mirror=url, keep=None) as run:
+        assert run.steps() == [10, 20, 30]
+    assert same(face.load(f"{url}/net"), state(30))
+    commands = (
+        *(("ls", url), ("show", f"{url}/net"), ("verify", url), ("rm", f"{url}/net@10")),
+        *(("gc", url), ("pull", url), ("mirror", "status", url), ("mirror", "repair", url)),
+        ("export", f"{url}/net", "out.pt"),
+    )
+    objects = {path: path.read_bytes() for path in (tmp_path / "keyed").rglob("*-*-*-*")}
+    for key, message in ((None, "it is keyed"), ("another", "none of the")):
+        monkeypatch.delenv("PORTUS_MIRROR_KEY")
+        if key:
+            monkeypatch.setenv("PORTUS_MIRROR_KEY", key)
+        for command in commands:
+            said = portus(*command)
+            assert said.code == 2, (command, said)
+            assert message in said.err
+            assert "PORTUS_MIRROR_KEY" in said.err
+            assert "a secret" not in said.err
+        with pytest.raises(UsageError, match="PORTUS_MIRROR_KEY"):
+            face.load(f"{url}/net")
+        with pytest.raises(UsageError, match="PORTUS_MIRROR_KEY"):
+            Checkpointer(scene.pool, "net", mirror=url)
+        monkeypatch.setenv("PORTUS_MIRROR_KEY", "")
+    assert all(path.read_bytes() == data for path, data in objects.items())
+    monkeypatch.setenv("PORTUS_MIRROR_KEY", "a secret of some length")
+    assert portus("verify", url).code == 0
+    assert portus("verify", scene.url).code == 2, "it was made without one"

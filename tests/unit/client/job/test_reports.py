@@ -1,0 +1,137 @@
+"""Each failure is told once, to who calls next, and as ``on_error`` says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from portus.client.job.reports import Reports
+from portus.errors import AbandonedError, MediumError, PortusError
+from portus.pipeline.handle import RefusedSave, SaveStats
+from portus.spec import TensorSpec
+
+WARNED = "a save failed; training continues"
+
+
+def failed(error: PortusError) -> RefusedSave:
+    return RefusedSave(error, SaveStats())
+
+
+def full() -> MediumError:
+    return MediumError(28, "no space")
+
+
+def nothing() -> None:
+    pass
+
+
+def saved(reports: Reports, wait: Callable[[], None] = nothing) -> None:
+    reports.tell(wait, is_save=True, is_heard_of=False)
+
+
+def waited(reports: Reports) -> None:
+    reports.tell(nothing, is_save=False, is_heard_of=False)
+
+
+def test_before_a_first_commit_a_failure_is_raised_and_after_it_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reports, error = Reports("warn"), full()
+    reports.failed(failed(error))
+    with pytest.raises(MediumError) as found:
+        saved(reports)
+    assert found.value is error
+    saved(reports)  # once
+    reports.committed()
+    reports.failed(failed(full()))
+    saved(reports)
+    assert caplog.text.count(WARNED) == 1
+
+
+def test_a_first_save_in_flight_is_waited_for_before_a_failure_is_raised(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reports = Reports("warn")
+    reports.failed(failed(full()))
+    saved(reports, wait=reports.committed)
+    assert WARNED in caplog.text
+
+
+def test_nobody_is_waited_for_once_a_save_was_committed() -> None:
+    reports = Reports("warn")
+    reports.committed()
+    reports.failed(failed(full()))
+
+    def fails() -> None:
+        raise AssertionError
+
+    saved(reports, wait=fails)
+
+
+def test_raise_raises_the_first_failure_and_leaves_the_next_one_to_the_next_call() -> None:
+    reports, errors = Reports("raise"), [full(), full()]
+    reports.committed()
+    for error in errors:
+        reports.failed(failed(error))
+    for error in errors:
+        with pytest.raises(MediumError) as found:
+            waited(reports)
+        assert found.value is error
+    waited(reports)
+
+
+def test_what_its_caller_heard_of_is_not_told_again() -> None:
+    reports, save = Reports("raise"), failed(full())
+    reports.failed(save)
+    with pytest.raises(MediumError):
+        save.result(None)
+    waited(reports)
+
+
+def test_a_first_save_that_was_given_up_is_only_logged_by_saves_and_raised_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reports, error = Reports("warn"), AbandonedError("too late")
+    reports.failed(failed(error))
+    saved(reports)
+    assert WARNED in caplog.text
+    saved(reports)
+    with pytest.raises(AbandonedError) as found:
+        waited(reports)
+    assert found.value is error
+    waited(reports)
+
+
+def test_a_save_that_was_given_up_is_forgiven_once_one_was_committed() -> None:
+    reports = Reports("warn")
+    reports.failed(failed(AbandonedError("too late")))
+    saved(reports)
+    reports.committed()
+    waited(reports)
+
+
+def test_a_failure_that_all_ranks_hear_of_is_left_for_who_tells_them() -> None:
+    reports = Reports("raise")
+    reports.failed(failed(full()))
+    reports.tell(nothing, is_save=True, is_heard_of=True)
+    with pytest.raises(MediumError):
+        waited(reports)
+
+
+def test_of_writes_by_another_process_a_run_is_warned_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    specs = [
+        TensorSpec(f"model.{name}", "int8", (1,), (1,), storage, 0)
+        for storage, name in enumerate("ab")
+    ]
+    reports = Reports("warn")
+    with caplog.at_level(logging.WARNING, "portus"):
+        reports.inexact(3, specs, [1, 0])
+        reports.inexact(4, specs, [0])
+    assert len(caplog.records) == 1
+    assert "step 3" in caplog.text
+    assert "model.b" in caplog.text
+    assert "and 1 more" in caplog.text

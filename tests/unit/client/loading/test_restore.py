@@ -1,0 +1,376 @@
+"""Nothing unverified is handed out, and a state that cannot be restored is left as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import portus
+from portus.client.loading import restore
+from portus.client.loading.overlap import overlapping
+from portus.client.loading.restore import Patterns, Rename, Restored
+from portus.errors import CorruptionError, StaleError, UsageError
+from portus.format.layout import Kind
+from portus.index.directory import open_reader
+from portus.index.pool import PoolReader
+from portus.index.records import VersionEntry, decode_layout
+from tests.unit.client.loading.test_fallback import flip
+
+
+def state(step: int) -> dict[str, Any]:
+    """Each tensor in a storage of its own, but for the two that are tied."""
+    tied = torch.full((50,), float(step))
+    return {
+        "model": {"w": torch.full((40, 30), float(step)), "b": torch.arange(30.0) + step},
+        "head": {"w": tied, "tied": tied},
+        "array": np.arange(5000) + step,
+        "step": step,
+    }
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(right, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in right)
+    if isinstance(right, torch.Tensor):
+        return bool(torch.equal(left, right))
+    return bool(np.array_equal(left, right))
+
+
+class Saved:
+    """A pool of versions of steps 1, 2 and 3, open for reading."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / "net.portus"
+        with portus.Checkpointer(self.path, "net", keep=None, journal=False) as run:
+            for step in (1, 2, 3):
+                run.save(state(step), step).wait()
+        self.pool = open_reader(str(self.path))
+
+    def entry(self, step: int) -> VersionEntry:
+        [found] = [e for e in self.pool.catalogue().entries() if e.info.step == step]
+        return found
+
+    def all(self) -> list[tuple[PoolReader, VersionEntry]]:
+        return [(self.pool, self.entry(step)) for step in (1, 2, 3)]
+
+    def damage(self, step: int, name: str) -> None:
+        """Flip a bit of a tensor or array."""
+        record = self.pool.record(self.entry(step))
+        specs = decode_layout(self.pool.payload(record.layout, Kind.LAYOUT))
+        [storage] = {spec.storage for spec in specs if spec.name == name}
+        flip(self.path, record.storage_extents(storage)[0].offset + 5)
+
+    def restored(
+        self, into: object, step: int = 3, *, strict: bool = True,
+        names: Patterns = None, rename: Rename = None,
+    ) -> Restored:  # fmt: skip
+        return restore.restore_into(
+            self.pool, self.entry(step), into, strict=strict, names=names, rename=rename
+        )
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[Saved]:
+    made = Saved(tmp_path)
+    with closing(made.pool):
+        yield made
+
+
+def of_step(pool: PoolReader, entry: VersionEntry) -> object:
+    return restore.load(pool, entry)
+
+
+# Loads.
+
+
+def test_a_version_comes_back_as_it_was_and_ties_stay_tied(saved: Saved) -> None:
+    loaded: Any = restore.load(saved.pool, saved.entry(2))
+    assert same(loaded, state(2))
+    assert loaded["head"]["w"].data_ptr() == loaded["head"]["tied"].data_ptr()
+
+
+def test_damage_is_told_with_model_step_tensors_and_where(saved: Saved) -> None:
+    saved.damage(2, "head.w")
+    with pytest.raises(CorruptionError, match=r"step 2.*head\.tied = head\.w|step 2.*head\.w"):
+        restore.load(saved.pool, saved.entry(2))
+
+
+def test_only_who_gives_up_checksums_is_handed_damaged_bytes(saved: Saved) -> None:
+    saved.damage(2, "model.w")
+    for load in (restore.load_part, restore.load):
+        with pytest.raises(CorruptionError, match=r"model\.w is damaged"):
+            load(saved.pool, saved.entry(2), None)
+    found = restore.load(saved.pool, saved.entry(2), verify=False)
+    assert not same(found, state(2))
+
+
+def test_of_a_part_no_more_is_read(saved: Saved) -> None:
+    saved.damage(3, "model.w")
+    assert same(restore.load_part(saved.pool, saved.entry(3), "head"), state(3)["head"])
+    assert same(
+        restore.load(saved.pool, saved.entry(3), ["head", "step"]),
+        {"head": state(3)["head"], "step": 3},
+    )
+
+
+def test_a_part_that_is_not_there_is_a_damaged_reference(saved: Saved) -> None:
+    with pytest.raises(CorruptionError, match="no part 'optimizer'"):
+        restore.load_part(saved.pool, saved.entry(3), "optimizer")
+
+
+def test_a_pattern_that_matches_nothing_is_told_with_what_is_near(saved: Saved) -> None:
+    with pytest.raises(UsageError, match=r"'modle\.\*'; near it are model"):
+        restore.load(saved.pool, saved.entry(3), ["head.*", "modle.*"])
+
+
+@pytest.mark.parametrize("names", [5, ["model", 5], [b"model"], b"model"])
+def test_what_is_no_pattern_is_refused(saved: Saved, names: Any) -> None:
+    with pytest.raises(UsageError, match="names: expected a pattern"):
+        saved.restored(state(7), names=names)
+
+
+def test_on_meta_no_byte_of_a_tensor_is_read(saved: Saved) -> None:
+    saved.damage(3, "model.w")
+    found: Any = restore.load_on_meta(saved.pool, saved.entry(3))
+    assert found["model"]["w"].shape == (40, 30)
+    assert found["model"]["w"].is_meta
+    assert np.array_equal(found["array"], state(3)["array"])
+    saved.damage(3, "array")
+    with pytest.raises(CorruptionError):
+        restore.load_on_meta(saved.pool, saved.entry(3))
+
+
+def test_verify_counts_each_byte_once_and_sees_each_storage(saved: Saved) -> None:
+    told: list[int] = []
+    size = restore.verify(saved.pool, saved.entry(3), told.append)
+    assert size == sum(told) == saved.entry(3).info.size
+    for name in ("array", "head.w", "model.b", "model.w"):
+        saved.damage(3, name)
+        with pytest.raises(CorruptionError):
+            restore.verify(saved.pool, saved.entry(3))
+        saved.damage(3, name)  # and back
+    assert restore.verify(saved.pool, saved.entry(3)) == size
+
+
+# Which version.
+
+
+def test_the_newest_that_verifies_is_taken_and_it_is_said(
+    saved: Saved, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (3, 2):
+        saved.damage(step, "model.w")
+    assert same(restore.newest_first(saved.all(), of_step), state(1))
+    assert [line for line in (2, 1) if f"FALLING BACK to step {line}" in caplog.text] == [2, 1]
+    saved.damage(1, "model.w")
+    with pytest.raises(CorruptionError, match="step 3"):
+        restore.newest_first(saved.all(), of_step)
+
+
+def test_another_copy_of_a_damaged_version_comes_before_an_older_one(saved: Saved) -> None:
+    saved.damage(3, "model.w")
+    told = []
+
+    def elsewhere(entry: VersionEntry, error: CorruptionError) -> object:
+        told.append((entry.info.step, "model.w" in str(error)))
+        return "a copy"
+
+    assert restore.newest_first(saved.all(), of_step, elsewhere) == "a copy"
+    assert told == [(3, True)]
+
+
+@pytest.mark.parametrize("first", ["damaged", "gone"])
+def test_all_gone_is_asked_again_but_damage_is_told_first(saved: Saved, first: str) -> None:
+    def use(pool: PoolReader, entry: VersionEntry) -> object:
+        if (entry.info.step == 3) == (first == "damaged"):
+            raise CorruptionError("damaged")
+        raise StaleError("gone")
+
+    def gone(pool: PoolReader, entry: VersionEntry) -> object:
+        raise StaleError("gone")
+
+    with pytest.raises(CorruptionError, match="damaged"):
+        restore.newest_first(saved.all(), use)
+    with pytest.raises(StaleError):
+        restore.newest_first(saved.all(), gone)
+
+
+# In place.
+
+
+@pytest.mark.parametrize("name", ["array", "head.w", "model.b", "model.w"])
+def test_a_state_is_untouched_whichever_storage_is_damaged(saved: Saved, name: str) -> None:
+    saved.damage(3, name)
+    into = state(7)
+    with pytest.raises(CorruptionError):
+        saved.restored(into)
+    assert same(into, state(7))
+
+
+def test_tensors_are_filled_where_they_are(saved: Saved) -> None:
+    into = state(7)
+    places = {key: into["model"][key].data_ptr() for key in "wb"}
+    before = into["model"]["w"]._version
+    saved.restored(into)
+    assert same(into, state(3))
+    assert {key: into["model"][key].data_ptr() for key in "wb"} == places
+    assert into["head"]["w"].data_ptr() == into["head"]["tied"].data_ptr()
+    assert before <= into["model"]["w"]._version
+
+
+def wrong_shape(into: dict[str, Any]) -> None:
+    into["model"]["w"] = torch.zeros(30, 40)
+
+
+def one_missing(into: dict[str, Any]) -> None:
+    into["model"]["extra"] = torch.zeros(3)
+
+
+def one_unexpected(into: dict[str, Any]) -> None:
+    del into["model"]["b"]
+
+
+def expanded(into: dict[str, Any]) -> None:
+    into["model"]["b"] = torch.zeros(1).expand(30)
+
+
+def integers(into: dict[str, Any]) -> None:
+    into["model"]["b"] = torch.zeros(30, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (integers, r"dtype mismatch for model\.b: the version has float32.* int64"),
+        (wrong_shape, r"size mismatch for model\.w: the version has \[40, 30\]"),
+        (one_missing, r"missing in the version: model\.extra"),
+        (one_unexpected, r"unexpected, not in the state: model\.b"),
+        (expanded, r"model\.b is expanded in the state"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_told_why_and_left_as_it_was(
+    saved: Saved, change: Callable[[dict[str, Any]], None], told: str
+) -> None:
+    into = state(7)
+    change(into)
+    before = {name: tensor.clone() for name, tensor in into["model"].items()}
+    with pytest.raises(UsageError, match=told):
+        saved.restored(into)
+    assert same(into["model"], before)
+    assert into["step"] == 7
+
+
+@pytest.mark.parametrize(
+    ("target", "of", "taken"),
+    [
+        ("bfloat16", "float64", True),
+        ("float32", "int64", True),
+        ("int64", "uint8", True),
+        ("uint8", "int64", False),
+        ("int64", "uint64", False),
+        ("float32", "complex64", False),
+        ("bool", "float32", False),
+        ("bool", "uint8", False),
+    ],
+)
+def test_a_dtype_that_would_drop_a_part_is_refused(target: str, of: str, taken: bool) -> None:
+    assert restore._takes(target, of) is taken
+
+
+def test_what_is_missing_or_unexpected_is_listed_where_that_is_allowed(saved: Saved) -> None:
+    into = state(7)
+    one_missing(into)
+    one_unexpected(into)
+    found = saved.restored(into, strict=False)
+    assert (found.missing, found.unexpected) == (("model.extra",), ("model.b",))
+    assert torch.equal(into["model"]["w"], state(3)["model"]["w"])
+    assert not into["model"]["extra"].any()
+
+
+@pytest.mark.parametrize("rename", [{"head.w": "neck.w"}, lambda name: f"neck.{name[5:]}"])
+def test_a_tensor_goes_where_it_is_renamed_to(saved: Saved, rename: Rename) -> None:
+    into = {"neck": {"w": torch.zeros(50)}}
+    saved.restored(into, strict=False, names="head.w", rename=rename)
+    assert torch.equal(into["neck"]["w"], state(3)["head"]["w"])
+
+
+def test_targets_of_any_layout_get_the_values(saved: Saved) -> None:
+    whole = torch.zeros(31)
+    into = {
+        "model": {
+            "w": torch.zeros(30, 40).t(),
+            "b": whole[1:].to(torch.float32),
+        }
+    }
+    saved.restored(into, strict=False, names="model")
+    assert torch.equal(into["model"]["w"], state(3)["model"]["w"])
+    assert torch.equal(whole, torch.cat([torch.zeros(1), state(3)["model"]["b"]]))
+
+
+def test_lazy_bits_of_a_target_are_written_through(tmp_path: Path) -> None:
+    numbers = torch.randn(9, dtype=torch.complex64)
+    pool = tmp_path / "c.portus"
+    with portus.Checkpointer(pool, "net", journal=False) as run:
+        run.save({"plain": numbers, "lazy": numbers.clone().conj()}, 1).wait()
+    with closing(open_reader(str(pool))) as reader:
+        [entry] = reader.catalogue().entries()
+        for conjugate in (False, True):
+            into = {name: torch.zeros(9, dtype=torch.complex64) for name in ("plain", "lazy")}
+            if conjugate:
+                into = {name: each.conj() for name, each in into.items()}
+            restore.restore_into(reader, entry, into, strict=True, names=None, rename=None)
+            assert torch.equal(into["plain"].resolve_conj(), numbers)
+            assert torch.equal(into["lazy"].resolve_conj(), numbers.conj().resolve_conj())
+
+
+def test_only_plain_blocks_are_filled_straight_and_autograd_hears_of_them(saved: Saved) -> None:
+    targets = {
+        "model.w": torch.zeros(30, 40).t(),  # to be spread out
+        "model.b": torch.zeros(30),
+        "head.w": torch.zeros(50, dtype=torch.float64),  # to be converted
+    }
+    before = targets["model.b"]._version
+    assert restore.fill_where(saved.pool, saved.entry(3), targets) == {"model.b"}
+    assert torch.equal(targets["model.b"], state(3)["model"]["b"])
+    assert targets["model.b"]._version > before
+    assert not targets["model.w"].any()
+    assert not targets["head.w"].any()
+
+
+def test_shards_are_checked_and_small_ones_handed_out_at_once(saved: Saved) -> None:
+    def of_model(name: str) -> bool:
+        return name.startswith("model.")
+
+    size = 4 * (40 * 30 + 30)
+    assert restore.check_where(saved.pool, saved.entry(3), of_model, size - 1) is None
+    found: Any = restore.check_where(saved.pool, saved.entry(3), of_model, 1 << 20)
+    assert same(found["model"], state(3)["model"])
+    saved.damage(3, "model.b")
+    with pytest.raises(CorruptionError, match=r"model\.b"):
+        restore.check_where(saved.pool, saved.entry(3), of_model)
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_blocks_overlap_as_their_bytes_do(least: int) -> None:
+    """An empty one, inside of another, may make that count as one that overlaps."""
+    chance = random.Random(3)
+    for _ in range(300):
+        count = chance.randrange(1, 7)
+        address = np.array([chance.randrange(12) for _ in range(count)], np.int64)
+        length = np.array([chance.randrange(least, 5) for _ in range(count)], np.int64)
+        blocks = zip(address.tolist(), length.tolist(), strict=True)
+        held = [set(range(start, start + size)) for start, size in blocks]
+        shared = [
+            any(mine & other for at, other in enumerate(held) if at != index)
+            for index, mine in enumerate(held)
+        ]
+        found = overlapping(address, length).tolist()
+        assert found == shared or not least
+        assert all(seen or not real for seen, real in zip(found, shared, strict=True))

@@ -1,0 +1,66 @@
+"""What makes no sense in a call of save is refused before anything is done."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from portus.client.wanted import WantedSave, check_model
+from portus.errors import UsageError
+
+
+def wanted(state: object = None, step: Any = 1, **given: Any) -> WantedSave:
+    defaults = {"reference": None, "synchronous": False, "token": None, "metrics": None}
+    return WantedSave.of(state, step, **(defaults | given))
+
+
+def test_paths_are_absolute_whatever_the_directory_is_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = wanted(reference="a.ckpt")
+    several = wanted({"model": 1}, reference={"b/c.ckpt": "model"})
+    os.chdir("/")
+    assert one.references == {str(tmp_path / "a.ckpt"): None}
+    assert several.references == {str(tmp_path / "b" / "c.ckpt"): "model"}
+
+
+def test_whatever_is_an_integer_is_a_step() -> None:
+    assert wanted(step=np.int64(7)).step == 7
+    assert wanted(step=-(1 << 63)).step == -(1 << 63)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"step": 1.5}, "step: expected an integer, found 1.5"),
+        ({"step": "3"}, "step: expected an integer, found '3'"),
+        ({"step": 1 << 63}, "step: expected 64 bits"),
+        ({"token": b"short"}, "token: expected 16 bytes, found 5"),
+        (
+            {"reference": {"a": "model"}, "state": {}},
+            "a should lead to 'model', which is not a key",
+        ),
+        (
+            {"reference": {"a": "model"}, "state": [1]},
+            "a should lead to 'model', which is not a key",
+        ),
+        ({"metrics": {"loss": "low"}}, "loss"),
+    ],
+)
+def test_nonsense_in_a_save_is_refused_with_what_was_found(
+    given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(told)):
+        wanted(**given)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, "ä" * 101, None, 7])
+def test_no_name_of_a_model_is_refused(name: Any) -> None:
+    with pytest.raises(UsageError, match="1 to 200 bytes"):
+        check_model(name)

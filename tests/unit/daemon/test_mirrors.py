@@ -1,0 +1,249 @@
+"""``portus serve POOL --mirror URL``: what a storage host has outlives its machine."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import portus
+from portus.daemon import mirrors as mirrors_of_hosts
+from portus.daemon.main import Wish, prepared
+from portus.daemon.mirrors import Mirrors
+from portus.errors import MediumError, TransportError, UsageError
+from portus.mirror.address import StoreAddress, parse
+from portus.mirror.mirror import Mirror
+from portus.mirror.opening import open_store
+from portus.mirror.store import Store
+from portus.testing.hosting import serving, url
+from portus.testing.stores import CountingStore
+from tests.hosts import Host
+from tests.unit.client.same import assert_same
+from tests.unit.client.stuck import until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"frozen": torch.arange(1000), "model": torch.full((64,), float(step)), "step": step}
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> StoreAddress:
+    return parse(f"file://{tmp_path}/bucket")
+
+
+def steps(bucket: StoreAddress, model: str = "net", tenant: str = "default") -> list[int]:
+    below = parse(f"{bucket}/{tenant}")
+    return sorted(each.step for each in Mirror(open_store(below), model).read().versions)
+
+
+def save(pools: Path, bucket: StoreAddress | None, *wanted: int) -> None:
+    """Save these steps to a host, and end it."""
+    mirrors = None if bucket is None else Mirrors(bucket)
+    with (
+        serving(pools, mirrors=mirrors) as server,
+        portus.Checkpointer(url(server), "net") as saver,
+    ):
+        for step in wanted:
+            saver.save(state(step), step).wait()
+
+
+@pytest.mark.parametrize("place", ["directory", "memory:64M"])
+def test_a_fresh_host_hands_out_what_the_mirror_of_the_one_before_has(
+    tmp_path: Path, bucket: StoreAddress, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer has its reference files, and the address is the same."""
+    monkeypatch.chdir(tmp_path)
+    where = [place if ":" in place else str(tmp_path / f"{place} {n}") for n in range(2)]
+    with serving(where[0], mirrors=Mirrors(bucket)) as server:
+        with portus.Checkpointer(url(server), "net", keep=2) as saver:
+            for step in (1, 2, 3):
+                saver.save(state(step), step, reference=tmp_path / f"{step % 2}.ckpt").wait()
+        with portus.Checkpointer(url(server), "other") as saver:
+            saver.save(state(7), 7).wait()
+        with portus.open(url(server)) as pool:
+            expected = pool.steps("net")
+    assert steps(bucket) == expected == [2, 3]
+    assert steps(bucket, "other") == [7]
+    with serving(where[1], mirrors=Mirrors(bucket)) as server:
+        portus.allow(url(server))
+        assert_same(portus.load_reference(tmp_path / "1.ckpt"), state(3))
+        assert_same(portus.load_reference(tmp_path / "0.ckpt"), state(2))
+        hosted = server.house.pools.of("default")
+        paths = {each.written_path for each in hosted.holds.references()}
+        assert paths == {str(tmp_path / "1.ckpt"), str(tmp_path / "0.ckpt")}
+        with portus.Checkpointer(url(server), "net", keep=2) as saver:
+            assert_same(saver.load(), state(3))
+            saver.save(state(4), 4).wait()
+        with portus.Checkpointer(url(server), "other") as saver:
+            assert_same(saver.load(), state(7))
+    assert steps(bucket)[-1] == 4
+
+
+def test_a_start_of_a_host_lists_each_model_once_and_once_more(
+    tmp_path: Path, bucket: StoreAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To know which models and tenants there are takes a list for each, and one that finds the
+    end."""
+    names = ["net", "other", "third"]
+    with (
+        serving(tmp_path / "pools", mirrors=Mirrors(bucket)) as server,
+        portus.Checkpointer(url(server), "net") as saver,
+    ):
+        saver.save(state(1), 1).wait()
+        for name in names[1:]:
+            with portus.Checkpointer(url(server), name) as other:
+                other.save(state(1), 1).wait()
+    counts: list[CountingStore] = []
+
+    def counted(address: StoreAddress) -> Store:
+        counts.append(CountingStore(open_store(address)))
+        return counts[-1]
+
+    monkeypatch.setattr(mirrors_of_hosts, "open_store", counted)
+    for pools in ("pools", "elsewhere"):
+        with serving(tmp_path / pools, mirrors=Mirrors(bucket)) as server:
+            portus.Checkpointer(url(server), "net").close()
+        assert sum(each.lists for each in counts) in (
+            len(names) + 1,
+            len(names) + 1 + len(["default"]) + 1,
+        ), pools
+        counts.clear()
+
+
+class Away:
+    """A store that does not answer, while it is told so."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, call: str) -> Any:
+        if is_away and call != "close":
+            raise TransportError("the store does not answer")
+        return getattr(self._store, call)
+
+
+is_away: list[bool] = []
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Not empty: no store answers a host."""
+    is_away.clear()
+    monkeypatch.setattr(mirrors_of_hosts, "open_store", lambda address: Away(open_store(address)))
+    monkeypatch.setattr("portus.mirror.copier._PAUSE_MIN_S", 0.01)
+    return is_away
+
+
+def test_a_host_without_an_answer_of_its_mirror_serves_what_it_has_and_starts_no_new_pool(
+    tmp_path: Path, bucket: StoreAddress, away: list[bool]
+) -> None:
+    pools = tmp_path / "pools"
+    away.append(True)
+    with (
+        pytest.raises(TransportError, match="does not answer"),
+        serving(pools, mirrors=Mirrors(bucket)),
+    ):
+        raise AssertionError
+    away.clear()
+    save(pools, bucket, 1)
+    away.append(True)
+    with serving(pools, mirrors=Mirrors(bucket)) as server:
+        hosted = server.house.pools.of("default")
+        with portus.Checkpointer(url(server), "net") as saver:
+            assert_same(saver.load(), state(1))
+            saver.save(state(2), 2).wait()
+        assert hosted.mirror is not None
+        assert [info.step for info in hosted.mirror.missing()] == [1, 2]
+        assert hosted.mirror.lag_s > 0
+        mirror = hosted.mirror
+        until(lambda: "does not answer" in mirror.failure)
+        away.clear()
+        until(lambda: not mirror.missing())
+        until(lambda: not mirror.failure)
+        assert mirror.lag_s == 0
+    assert steps(bucket) == [1, 2]
+
+
+def test_a_model_whose_history_went_on_elsewhere_is_named_and_the_others_are_served(
+    tmp_path: Path, bucket: StoreAddress, caplog: pytest.LogCaptureFixture
+) -> None:
+    behind, pools = tmp_path / "behind", tmp_path / "pools"
+    with serving(behind, mirrors=Mirrors(bucket)) as server:
+        for model in ("net", "other"):
+            with portus.Checkpointer(url(server), model) as saver:
+                saver.save(state(1), 1).wait()
+    shutil.copytree(behind, tmp_path / "copy")
+    save(pools, bucket, 2, 3, 4)
+    save(tmp_path / "copy", None, 9)
+    expected = steps(bucket)
+    with (
+        caplog.at_level(logging.ERROR),
+        serving(tmp_path / "copy", mirrors=Mirrors(bucket)) as server,
+    ):
+        with pytest.raises(UsageError, match="'net' went on elsewhere"):
+            portus.Checkpointer(url(server), "net")
+        with portus.Checkpointer(url(server), "other") as saver:
+            assert_same(saver.load(), state(1))
+    assert "went on elsewhere" in caplog.text
+    assert steps(bucket) == expected
+
+
+def test_tenants_have_mirrors_apart(tmp_path: Path, bucket: StoreAddress) -> None:
+    with serving(tmp_path / "pools", mirrors=Mirrors(bucket)) as server:
+        for number, tenant in enumerate(("anna", "ben")):
+            with portus.Checkpointer(url(server, tenant), "net") as saver:
+                saver.save(state(number), number).wait()
+    assert (steps(bucket, tenant="anna"), steps(bucket, tenant="ben")) == ([0], [1])
+    with serving("memory:64M", mirrors=Mirrors(bucket)) as server:
+        assert {each.tenant for each in server.house.pools.all()} == {"anna", "ben"}
+        with portus.Checkpointer(url(server, "ben"), "net") as saver:
+            assert_same(saver.load(), state(1))
+
+
+def test_the_memory_of_another_host_is_a_mirror_of_all_tenants(tmp_path: Path) -> None:
+    with serving("memory:64M") as other:
+        mirror = parse(url(other))
+        save(tmp_path / "pools", mirror, 1, 2)
+        with serving("memory:64M", mirrors=Mirrors(mirror)) as server:
+            with portus.Checkpointer(url(server), "net") as saver:
+                assert_same(saver.load(), state(2))
+            assert len(server.house.pools.of("default").writer.catalogue().ids()) == 2
+        assert other.house.pools.of("default").objects.size > 0
+        assert not other.house.pools.of("default").writer.catalogue().ids(), "a mirror, no pool"
+
+
+def test_what_is_mirrored_to_a_host_counts_against_the_quota(tmp_path: Path) -> None:
+    with serving("memory:64M", quota=1 << 20) as other:
+        objects = other.house.pools.of("default").objects
+        objects.put("net/packs/a", bytes(1 << 19), fresh=False)
+        with pytest.raises(MediumError, match="the quota leaves"):
+            objects.put("net/packs/b", bytes(1 << 20), fresh=False)
+        objects.put("net/packs/a", bytes(1 << 18), fresh=False)
+        objects.delete(["net/packs/a"])
+        assert objects.size == 0
+
+
+@pytest.mark.long
+def test_portus_serve_waits_for_its_mirror_at_sigterm_and_begins_with_it(
+    tmp_path: Path, bucket: StoreAddress
+) -> None:
+    for number in range(2):
+        with Host(tmp_path / f"pools {number}", "--mirror", str(bucket)) as host:
+            with portus.Checkpointer(host.url, "net") as saver:
+                if number:
+                    assert_same(saver.load(), state(1))
+                saver.save(state(number + 1), number + 1).wait()
+            assert host.stop() == 0
+        assert steps(bucket) == list(range(1, number + 2))
+
+
+def test_wrong_words_end_the_start(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--mirror 's3//bucket': expected s3://"):
+        prepared(Wish(place=str(tmp_path), listen=["127.0.0.1:0"], mirror="s3//bucket"))

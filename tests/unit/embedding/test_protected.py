@@ -1,0 +1,1016 @@
+"""Tables that are protected: what is durable when, what others save, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import portus
+from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, early, fill, fold, protect
+from portus.embedding import protected as module
+from portus.embedding.fold import Fold
+from portus.embedding.moment import Moment
+from portus.embedding.slices import Slices
+from portus.embedding.store import MARKS, MODEL, Store
+from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
+from portus.index.check import check
+from portus.index.log import LogWriter
+from portus.spec import PAGE, Extent
+from portus.testing.nursery import nursery
+from portus.transport.base import Stop
+from tests.crash.embedded import Training, same
+from tests.unit.client.stuck import until
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+ROWS = 50
+
+
+class Small:
+    """One table, and a number for each batch."""
+
+    def __init__(self, optimizer: Callable[..., Any] = torch.optim.SGD, **settings: Any) -> None:
+        self.model = torch.nn.ModuleDict({"table": torch.nn.Embedding(ROWS, 4, sparse=True)})
+        torch.nn.init.zeros_(self.weight)
+        self.optimizer = optimizer([self.weight], lr=1.0, **settings)
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        found = self.model["table"].weight
+        assert isinstance(found, torch.nn.Parameter)
+        return found
+
+    def protect(self, path: Path, **settings: Any) -> Protected:
+        return protect(self.model, self.optimizer, pool=path, log_bytes=20 * PAGE, **settings)
+
+    def step(self, *ids: int) -> None:
+        self.optimizer.zero_grad()
+        self.model["table"](torch.tensor(ids)).sum().backward()
+        self.optimizer.step()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tables.portus"
+
+
+def durable(path: Path) -> torch.Tensor:
+    """The table as the pool has it, by loading it as anything is loaded."""
+    with portus.open(path) as view:
+        state: Any = view.load(MODEL)
+    found: torch.Tensor = state["model"]["table.weight"]
+    return found
+
+
+# --- durable ------------------------------------------------------------------------------------
+
+
+def test_an_update_begins_when_the_batch_before_it_is_durable(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    waits, begins = threading.Event(), threading.Event()
+    commit, wait = Store.commit, module._Worker.wait
+
+    def slow(self: Store, moment: Moment) -> None:
+        if moment.batch == 1:
+            begins.wait()  # that the next update waits, or is over
+        commit(self, moment)
+        order.append(f"durable {moment.batch}")
+
+    def waiting(self: module._Worker) -> None:
+        waits.set()
+        wait(self)
+
+    monkeypatch.setattr(Store, "commit", slow)
+    small = Small()
+    with small.protect(path) as tables:
+        small.step(1)
+        monkeypatch.setattr(module._Worker, "wait", waiting)
+        small.optimizer.register_step_pre_hook(lambda *_: order.append("update"))
+
+        def second() -> None:
+            small.step(2)
+            waits.set()
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        waits.wait()
+        begins.set()
+        thread.join()
+        tables.wait()
+    assert order == ["durable 1", "update", "durable 2"]
+
+
+def test_the_closure_of_a_step_runs_while_the_batch_before_is_made_durable(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, commit = threading.Event(), Store.commit
+
+    def slow(self: Store, moment: Moment) -> None:
+        if moment.batch == 1:
+            assert computed.wait(60)
+        commit(self, moment)
+
+    monkeypatch.setattr(Store, "commit", slow)
+    small = Small()
+
+    def closure() -> float:
+        small.optimizer.zero_grad()
+        small.model["table"](torch.tensor([3])).sum().backward()
+        computed.set()
+        return 0.0
+
+    with small.protect(path):
+        small.step(1)
+        small.optimizer.step(closure)
+    assert durable(path)[3].tolist() == [-1.0] * 4
+
+
+def test_each_batch_is_in_the_log_at_the_price_of_its_rows(path: Path) -> None:
+    training = Training()
+    with training.protected(str(path)) as tables:
+        for number in range(1, 4):
+            with tables.batch():
+                training.step(number)
+        tables.wait()
+        log = tables._store._log
+        assert log is not None
+        before = log.used.length
+        with tables.batch():
+            training.step(4)
+        tables.wait()
+        assert 0 < log.used.length - before < 60_000 < training.model.bags.weight.nbytes * 3
+
+
+@pytest.mark.long
+def test_training_goes_on_with_the_same_bits_over_folding_in(path: Path) -> None:
+    whole = Training()
+    for number in range(1, 30):
+        whole.step(number)
+    first = Training()
+    with first.protected(str(path)) as tables:
+        assert tables.load() is None
+        for number in range(1, 20):
+            with tables.batch():
+                first.step(number)
+    second = Training()
+    with second.protected(str(path)) as tables:
+        assert second.load(tables) == 19
+        for number in range(20, 30):
+            with tables.batch():
+                second.step(number)
+        assert tables.batches == 29
+    assert same(second.state(), whole.state())
+    assert check(path) == []
+
+
+def test_a_batch_waits_for_one_piece_of_folding_in_and_not_for_all(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    go_on, commit, small = Fold.go_on, Store.commit, Small()
+
+    def slow(self: Fold, stop: Stop) -> None:
+        if not self.done and order:  # the first image is awaited
+            until(lambda: tables._worker._moment is not None)
+        go_on(self, stop)
+        order.append("piece")
+
+    def told(self: Store, moment: Moment) -> None:
+        commit(self, moment)
+        order.append("durable")
+        if moment.batch == 1:
+            order[:] = ["begun"]
+
+    monkeypatch.setattr(fold, "PIECE", 1)
+    monkeypatch.setattr(Fold, "go_on", slow)
+    monkeypatch.setattr(Store, "commit", told)
+    monkeypatch.setattr(Store, "is_behind", False)
+    with small.protect(path) as tables:
+        while "piece" not in order:
+            small.step(tables.batches % ROWS)
+        tables.wait()
+        first = order.index("piece")
+        assert order[first - 1 : first + 2] == ["durable", "piece", "durable"]
+        wanted = small.weight.detach().clone()
+    assert torch.equal(durable(path), wanted)
+
+
+def test_no_batch_waits_for_a_whole_image_also_if_batches_leave_no_time(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing: list[bool] = []
+    version, small = Fold.version, Small(torch.optim.Adagrad)
+
+    def told(self: Fold, *rest: Any) -> Any:
+        missing.append(not self.is_whole)
+        return version(self, *rest)
+
+    monkeypatch.setattr(fold, "PIECE", 1)
+    monkeypatch.setattr(Fold, "version", told)
+    monkeypatch.setattr(Store, "has_more", False)
+    with small.protect(path) as tables:
+        while len(missing) < 4:
+            small.step(tables.batches % ROWS, 7)
+        wanted = small.weight.detach().clone()
+    assert missing == [True, False, False, False]
+    assert torch.equal(durable(path), wanted)
+    assert check(path) == []
+
+
+def test_a_load_gives_up_what_was_folded_in_of_an_update_that_is_not_gone_on_with(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Store, "has_more", False)
+    monkeypatch.setattr(Store, "is_behind", False)
+    small = Small()
+    with small.protect(path) as tables:
+        while tables._store._fold is None:
+            small.step(1)
+            tables.wait()
+        with pytest.raises(RuntimeError, match="later"):
+            broken_off(tables, small)
+        assert small.weight[2].any()
+        while not tables._store._fold.is_whole:
+            tables._store.go_on(Stop())
+        tables.load()
+        small.step(1)
+        wanted = small.weight.detach().clone()
+    assert torch.equal(durable(path), wanted)
+    assert not wanted[2].any()
+
+
+def test_what_something_else_wrote_to_a_table_is_durable(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = Small()
+    with small.protect(path):
+        small.step(1)
+        with torch.no_grad():
+            small.weight.add_(5)
+        with caplog.at_level(logging.WARNING):
+            small.step(2)
+    assert "table changed outside of an update" in caplog.text
+    assert torch.equal(durable(path), small.weight.detach())
+
+
+def test_what_something_else_wrote_within_a_batch_is_durable_with_it(path: Path) -> None:
+    small = Small()
+    with small.protect(path) as tables:
+        small.step(1)
+        for number in (2, 3):
+            with tables.batch():
+                small.step(number)
+                with torch.no_grad():
+                    small.weight[7] += 5
+                if number == 3:  # also before another update of the same batch
+                    small.step(4)
+            tables.wait()
+            assert torch.equal(durable(path), small.weight.detach())
+
+
+def test_optimizers_that_do_not_step_in_each_batch_end_it_when_one_steps_again(
+    path: Path,
+) -> None:
+    small, rest = Small(), torch.nn.Linear(1, 1)
+    other = torch.optim.Adam(rest.parameters())
+    with protect(small.model, [small.optimizer, other], pool=path) as tables:
+        small.step(1)
+        assert tables.batches == 0
+        small.step(2)
+        assert tables.batches == 1
+        other.step()
+        assert tables.batches == 2
+    assert torch.equal(durable(path), small.weight.detach())
+
+
+def test_a_block_that_raises_leaves_its_rows_to_the_next_batch(path: Path) -> None:
+    small = Small()
+    with small.protect(path) as tables:
+        with tables.batch():
+            small.step(1)
+        with pytest.raises(RuntimeError, match="later"):
+            broken_off(tables, small)
+        assert tables.batches == 1
+        with tables.batch():
+            small.step(3)
+    assert torch.equal(durable(path), small.weight.detach())
+
+
+def test_relaxed_the_dense_part_is_of_some_batches_before_and_a_load_says_of_which(
+    path: Path,
+) -> None:
+    training, dense = Training(), {}
+    with protect(
+        training.model, training.optimizers, pool=path, mode="relaxed", gap=4, log_bytes=80 * PAGE
+    ) as tables:
+        for number in range(1, 24):
+            with tables.batch():
+                training.step(number)
+            dense[number] = training.model.top.weight.detach().clone()
+            tables.wait()
+            state = state_of(path)
+            found = int(state["dense_batch"])
+            assert int(state["batch"]) == number
+            assert number - 4 < found <= number
+            assert torch.equal(state["model"]["top.weight"], dense[found])
+            rows = training.model.items.weight.detach()
+            assert torch.equal(state["model"]["items.weight"], rows)
+    again = Training()
+    with again.protected(str(path)) as tables:
+        before = again.model.top.weight.detach().clone()
+        if found < 23:
+            with pytest.raises(UsageError, match=f"at most 0 batches older .* found {23 - found}"):
+                tables.load()
+            assert torch.equal(again.model.top.weight.detach(), before)
+        resumed = tables.load(gap_max=3)
+        assert resumed is not None
+        assert (resumed.batch, resumed.dense_batch) == (23, found)
+        assert torch.equal(again.model.top.weight.detach(), dense[found])
+
+
+GAP = 8
+
+
+def relaxed(training: Training, path: Path) -> Protected:
+    return protect(
+        training.model, training.optimizers, pool=path, extra=training.extra, mode="relaxed",
+        gap=GAP, log_bytes=400 * PAGE,
+    )  # fmt: skip
+
+
+def test_a_dense_part_is_written_in_slices_and_a_crash_anywhere_is_within_the_gap(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[int, int]] = []
+    store_slice = Slices._store
+
+    def noted(self: Slices, room: int | None) -> Iterator[Extent]:
+        stored = list(store_slice(self, room))
+        written.append((self.batch, sum(each.length for each in stored)))
+        return iter(stored)
+
+    monkeypatch.setattr(Slices, "_store", noted)
+    monkeypatch.setattr(Store, "has_more", False)  # as late as may be
+    training = Training()
+    gaps = trained(training, path, tmp_path, range(1, 2 * GAP + 2))
+    assert max(gaps) == GAP - 1, "never as old as allowed: is the bound too strict, or all in one?"
+    first = [size for batch, size in written if batch == written[0][0]]
+    assert len(first) == GAP // 4, "not one slice for each batch"
+    assert max(first) - min(first) < len(first)
+    # Whoever goes on from the oldest dense part stays within the gap as well.
+    worst = tmp_path / f"{1 + gaps.index(max(gaps))}.portus"
+    trained(Training(), worst, tmp_path, range(100, 102 + GAP))
+
+
+def trained(training: Training, path: Path, place: Path, numbers: range) -> list[int]:
+    """The gap after each batch, of which the pool is copied then, as a crash leaves it."""
+    gaps, dense = [], {}
+    with relaxed(training, path) as tables:
+        resumed = tables.load()
+        if resumed is not None:
+            dense[resumed.dense_batch] = training.model.top.weight.detach().clone()
+        for number in numbers:
+            with tables.batch():
+                training.step(number)
+            dense[tables.batches] = training.model.top.weight.detach().clone()
+            tables.wait()
+            copied = shutil.copy(path, place / f"{number}.portus")
+            state = state_of(Path(copied))
+            assert int(state["batch"]) == tables.batches
+            assert torch.equal(state["model"]["top.weight"], dense[int(state["dense_batch"])])
+            rows = training.model.items.weight.detach()
+            assert torch.equal(state["model"]["items.weight"], rows)
+            gaps.append(tables.batches - int(state["dense_batch"]))
+    assert max(gaps) < GAP
+    return gaps
+
+
+def broken_off(tables: Protected, small: Small) -> None:
+    with tables.batch():
+        small.step(2)
+        raise RuntimeError("later")
+
+
+def test_rowwise_adagrad_is_what_its_source_says() -> None:
+    torch.manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(6, 3))
+    rows, total = weight.detach().double().clone(), torch.zeros(6, dtype=torch.float64)
+    optimizer = RowwiseAdagrad([weight], lr=0.1, eps=1e-3)
+    for ids in ([1, 1, 4], [4, 0, 5]):
+        optimizer.zero_grad()
+        bag = torch.nn.functional.embedding(torch.tensor(ids), weight, sparse=True)
+        (bag * torch.arange(9.0).reshape(3, 3)).sum().backward()
+        gradient = torch.zeros(6, 3, dtype=torch.float64)
+        gradient.index_add_(0, torch.tensor(ids), torch.arange(9.0).reshape(3, 3).double())
+        optimizer.step()
+        for row in set(ids):
+            total[row] += (gradient[row] ** 2).mean()
+            rows[row] -= 0.1 * gradient[row] / (total[row].sqrt() + 1e-3)
+    assert torch.allclose(weight.detach().double(), rows, atol=1e-6)
+
+
+def test_ids_of_is_asked_one_batch_ahead_and_wrong_ids_come_when_it_is_their_turn(
+    path: Path,
+) -> None:
+    small, order = Small(), list[object]()
+
+    def ids_of(batch: list[int]) -> dict[str, torch.Tensor]:
+        order.append(batch)
+        return {"table": torch.tensor(batch)}
+
+    with small.protect(path, ids_of=ids_of) as tables:
+
+        def train() -> None:
+            for batch in tables.ahead([[1], [2, 2], [3], [50], [4]]):
+                small.step(*batch)
+                order.append(tables.batches)
+
+        with pytest.raises(UsageError, match="table: expected ids from 0 to 49, found 50"):
+            train()
+        assert order == [[1], [2, 2], 1, [3], 2, [50], 3]
+        assert list(tables.ahead(iter([]))) == []
+    assert durable(path)[:, 0].nonzero().flatten().tolist() == [1, 2, 3]
+
+
+class Bags(torch.nn.Module):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.bag = torch.nn.EmbeddingBag(ROWS, 4, sparse=True, **{"mode": "sum", **settings})
+        self.top = torch.nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.top(self.bag(ids)).square().mean()
+        return found
+
+
+def looked_up(path: Path, optimizer: Callable[..., Any], *, is_early: bool) -> list[torch.Tensor]:
+    """What a model has after some batches, many of whose rows repeat; and its losses."""
+    torch.manual_seed(3)
+    model, losses = Bags(), list[torch.Tensor]()
+    both = [optimizer(model.bag.parameters(), lr=0.3), torch.optim.SGD(model.top.parameters(), 0.1)]
+    batches = torch.randint(0, ROWS, (9, 16, 5))
+    ids_of = lambda ids: {"bag": ids}  # noqa: E731
+    with protect(
+        model, both, pool=path, log_bytes=90 * PAGE, ids_of=ids_of, early_lookup=is_early
+    ) as tables:
+        for number, ids in enumerate(tables.ahead(batches)):
+            if number == 5:
+                with torch.no_grad():
+                    model.bag.weight[3] += 1  # what was looked up before is of no use
+            loss = model(ids)
+            losses.append(loss.detach())
+            for each in both:
+                each.zero_grad()
+            loss.backward()
+            for each in both:
+                each.step()
+    return [*(each.detach() for each in model.parameters()), *losses]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, RowwiseAdagrad])
+def test_a_lookup_that_is_made_early_and_made_good_is_close(
+    optimizer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = looked_up(tmp_path / "plain.portus", optimizer, is_early=False)
+    used, sums = [], early._Lookup.sums
+
+    def noted(self: early._Lookup) -> torch.Tensor:
+        used.append(len(self.changes))
+        return sums(self)
+
+    monkeypatch.setattr(early._Lookup, "sums", noted)
+    found = looked_up(tmp_path / "early.portus", optimizer, is_early=True)
+    # The first has no update before it; 5 and 6 were looked up before the table was written to.
+    assert used == [0, 1, 1, 1, 1, 1, 1]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"mode": "mean"}, "bag: .* EmbeddingBag with mode='sum', found EmbeddingBag with mode='m"),
+        ({"padding_idx": 0}, "bag: early_lookup takes no padding_idx"),
+    ],
+)
+def test_an_early_lookup_of_what_is_no_sum_is_refused(
+    settings: dict[str, Any], reason: str, path: Path
+) -> None:
+    model = Bags(**settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(UsageError, match=reason):
+        protect(model, optimizer, pool=path, ids_of=lambda ids: {"bag": ids}, early_lookup=True)
+    with pytest.raises(UsageError, match=r"table: .* mode='sum', found Embedding$"):
+        Small().protect(path, ids_of=lambda ids: {"table": ids}, early_lookup=True)
+    plain = Bags()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+    with pytest.raises(UsageError, match="early_lookup: expected a function ids_of"):
+        protect(plain, optimizer, pool=path, early_lookup=True)
+    assert not path.exists()
+
+
+def test_what_a_loader_raises_loses_no_batch_before_it(path: Path) -> None:
+    small = Small()
+
+    def loader() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise RuntimeError("the disk of the data is gone")
+
+    with small.protect(path, ids_of=lambda batch: {"table": torch.tensor([batch])}) as tables:
+
+        def train() -> None:
+            for batch in tables.ahead(loader()):
+                small.step(batch)
+
+        with pytest.raises(RuntimeError, match="disk of the data"):
+            train()
+        assert tables.batches == 2
+
+
+def test_ids_of_a_table_that_is_not_there_are_named(path: Path) -> None:
+    small = Small()
+    with (
+        small.protect(path, ids_of=lambda batch: {"tabel": torch.tensor(batch)}) as tables,
+        pytest.raises(UsageError, match="names of tables, such as table, found 'tabel'"),
+    ):
+        list(tables.ahead([[1]]))
+    with (
+        small.protect(path) as tables,
+        pytest.raises(UsageError, match="ahead: expected a function ids_of"),
+    ):
+        tables.ahead([[1]])
+
+
+# --- what others save ---------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_others_save_a_state_without_the_tables_and_load_them_at_that_batch(
+    path: Path, tmp_path: Path
+) -> None:
+    training = Training()
+    kept: dict[int, Any] = {}
+    with portus.Checkpointer(tmp_path / "run.portus", keep=None) as run:
+        with training.protected(str(path)) as tables:
+            for number in range(1, 25):  # over several logs
+                with tables.batch():
+                    training.step(number)
+                if number in (3, 4, 21):
+                    tables.wait()
+                    kept[number] = state_of(path)
+                    state: Any = {
+                        "model": training.model.state_dict(),
+                        "optimizers": [each.state_dict() for each in training.optimizers],
+                    }
+                    info = run.save(state, number).wait()
+                    assert isinstance(state["model"]["bags.weight"], Elsewhere)
+                    assert info.size < 6000
+        for number, before in kept.items():
+            loaded: Any = run.load(number)
+            filled: Any = fill(loaded)
+            assert same(filled["model"], before["model"])
+            assert same(filled["optimizers"], before["optimizers"])
+            again = Training()
+            with again.protected(str(path)) as tables:
+                again.model.load_state_dict(loaded["model"])
+                for optimizer, each in zip(again.optimizers, loaded["optimizers"], strict=True):
+                    optimizer.load_state_dict(each)
+                assert tables.batches == number
+            assert same(dict(again.model.state_dict()), dict(before["model"]))
+    assert check(path) == []
+
+
+def state_of(path: Path) -> Any:
+    """What the pool has now. It is open in this process: by a reader of another."""
+    with portus.open(path) as view:
+        return view.load(MODEL)
+
+
+def test_a_training_goes_on_from_an_older_batch(path: Path, tmp_path: Path) -> None:
+    small = Small()
+    with small.protect(path):
+        small.step(1)
+        file = tmp_path / "one.pt"
+        torch.save(small.model.state_dict(), file)
+        small.step(2)
+    again = Small()
+    with again.protect(path) as tables:
+        again.model.load_state_dict(torch.load(file, weights_only=True))
+        assert tables.batches == 1
+        again.step(3)
+    changed = durable(path)[:, 0].nonzero().flatten().tolist()
+    assert changed == [1, 3]
+
+
+def test_so_many_marks_are_kept_and_others_are_named_when_they_are_asked_for(path: Path) -> None:
+    small = Small()
+    with small.protect(path, keep=2):
+        states = []
+        for number in range(4):
+            small.step(number)
+            states.append(small.model.state_dict())
+            assert states[-1]["table.weight"] == small.model.state_dict()["table.weight"]
+    with pytest.raises(StaleError, match="expected the tables of batch 2"):
+        fill(states[1])
+    filled: Any = fill(states[2])
+    assert filled["table.weight"][:, 0].nonzero().flatten().tolist() == [0, 1, 2]
+    with portus.open(path) as view:
+        assert len([info for info in view.versions() if info.model == MARKS]) == 2
+
+
+def test_a_state_that_is_asked_for_within_a_batch_is_of_what_it_did_so_far(path: Path) -> None:
+    small = Small()
+    with small.protect(path) as tables:
+        assert small.model.state_dict()["table.weight"].batch == 0
+        with tables.batch():
+            small.step(1)
+            state = small.model.state_dict()
+            small.step(2)
+        assert tables.batches == 1
+        assert state["table.weight"].batch == 1
+    filled: Any = fill(state)
+    assert filled["table.weight"][:, 0].nonzero().flatten().tolist() == [1]
+    assert durable(path)[:, 0].nonzero().flatten().tolist() == [1, 2]
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def model_with(**settings: Any) -> tuple[torch.nn.ModuleDict, torch.nn.Parameter]:
+    model = torch.nn.ModuleDict({"table": torch.nn.Embedding(ROWS, 4, **settings)})
+    weight = model["table"].weight
+    assert isinstance(weight, torch.nn.Parameter)
+    return model, weight
+
+
+SPARSE = {"sparse": True}
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
+    "momentum": (
+        SPARSE,
+        lambda weight: torch.optim.SGD([weight], momentum=0.9),
+        "table: SGD with momentum=0.9 changes rows that a batch did not look up",
+    ),
+    "weight decay": (
+        SPARSE,
+        lambda weight: torch.optim.Adagrad([weight], weight_decay=0.1),
+        "Adagrad with weight_decay=0.1 changes rows",
+    ),
+    "Adam": (SPARSE, lambda weight: torch.optim.Adam([weight]), "table: Adam may change rows"),
+    "max_norm": (
+        {**SPARSE, "max_norm": 1.0},
+        lambda weight: torch.optim.SGD([weight]),
+        "max_norm changes rows in the forward pass",
+    ),
+    "a dense table": (
+        {},
+        lambda weight: torch.optim.SGD([weight]),
+        "no Embedding or EmbeddingBag with sparse=True",
+    ),
+    "no optimizer": (
+        SPARSE,
+        lambda weight: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]),
+        "expected it in exactly one of the optimizers, found it in 0",
+    ),
+    "two optimizers": (
+        SPARSE,
+        lambda weight: [torch.optim.SGD([weight]), torch.optim.Adagrad([weight])],
+        "found it in 2; pass every optimizer that steps in a batch, each once",
+    ),
+    "what is no optimizer": (
+        SPARSE,
+        lambda weight: weight,
+        "optimizer: expected an optimizer of torch, or a list of them, found a Parameter",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_table_that_cannot_be_protected_is_named_with_the_reason(name: str, path: Path) -> None:
+    settings, optimizer, said = REFUSED[name]
+    model, weight = model_with(**settings)
+    with pytest.raises(UsageError, match=said):
+        protect(model, optimizer(weight), pool=path)
+    assert not path.exists()
+
+
+def momentum_now(small: Small) -> None:
+    small.optimizer.param_groups[0]["momentum"] = 0.5
+    small.step(1)
+
+
+def another_dtype(small: Small) -> None:
+    small.model.half()
+    small.step(1)
+
+
+def another_optimizer(small: Small) -> None:
+    small.optimizer = torch.optim.SGD([small.weight], lr=1.0)
+    small.step(1)
+
+
+def a_dense_gradient(small: Small) -> None:
+    small.weight.sum().backward()
+    small.optimizer.step()
+
+
+def ids_out_of_range(small: Small) -> None:
+    small.step(ROWS)
+
+
+def negative_ids(small: Small) -> None:
+    small.step(-1)
+
+
+MISUSED: dict[str, tuple[Callable[[Small], None], str]] = {
+    "momentum": (momentum_now, "table: SGD with momentum=0.5"),
+    "dtype": (another_dtype, r"expected a table of torch.float32 \(50, 4\).*found torch.float16"),
+    "optimizer": (another_optimizer, "table: a SGD is about to update it that was not passed"),
+    "dense": (a_dense_gradient, "table: expected a sparse gradient, found a dense one"),
+    "ids": (ids_out_of_range, "table: expected ids from 0 to 49, found 50"),
+    "negative ids": (negative_ids, "table: expected ids from 0 to 49, found -1"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSED)
+def test_misuse_is_named_before_anything_is_changed(name: str, path: Path) -> None:
+    misuse, said = MISUSED[name]
+    small = Small()
+    with small.protect(path):
+        small.step(7)
+        before = small.weight.detach().clone()
+        with pytest.raises(UsageError, match=said):
+            misuse(small)
+        assert torch.equal(small.weight.detach().float(), before)
+    assert torch.equal(durable(path), before)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_bytes": 0}, {"timeout_s": -1}, {"in_place": 1}, {"extra": 3}, {"ids_of": {}}],
+)
+def test_a_setting_that_makes_no_sense_is_named_and_makes_no_pool(
+    wrong: dict[str, Any], path: Path
+) -> None:
+    (name,) = wrong
+    with pytest.raises(UsageError, match=rf"^{name}: expected (bytes|seconds|True|a function)"):
+        Small().protect(path, **wrong)
+    assert not path.exists()
+
+
+def test_a_training_in_the_pool_is_not_written_over(path: Path) -> None:
+    small = Small()
+    with small.protect(path):
+        small.step(7)
+    again = Small()
+    with again.protect(path):
+        assert isinstance(again.model.state_dict()["table.weight"], torch.Tensor)
+        with pytest.raises(
+            UsageError, match="the pool already holds a training; call `load` before"
+        ):
+            again.step(1)
+    assert torch.equal(durable(path), small.weight.detach())
+
+
+def test_what_does_not_fit_the_model_is_named(path: Path) -> None:
+    small = Small()
+    with small.protect(path):
+        small.step(7)
+    model, weight = model_with(sparse=True)
+    model["more"] = torch.nn.Linear(2, 2)
+    with (
+        protect(model, torch.optim.SGD([weight]), pool=path) as tables,
+        pytest.raises(UsageError, match=r"(?s)does not fit this model.*more\.weight"),
+    ):
+        tables.load()
+
+
+def test_a_pool_that_is_too_small_stops_training_and_loses_nothing(path: Path) -> None:
+    training = Training()
+    tables = protect(
+        training.model,
+        training.optimizers,
+        pool=path,
+        extra=training.extra,
+        log_bytes=20 * PAGE,
+        max_bytes=70 * PAGE,
+    )
+    with pytest.raises(MediumError, match="max_bytes is"):
+        train_on(training, tables)
+    done = tables.batches
+    with pytest.raises(MediumError, match="max_bytes is"):
+        tables.close()
+    again = Training()
+    with again.protected(str(path)) as tables:
+        assert again.load(tables) == done - 1
+    assert check(path) == []
+
+
+def train_on(training: Training, tables: Protected) -> None:
+    while True:
+        with tables.batch():
+            training.step(tables.batches + 1)
+
+
+def test_a_device_that_fails_stops_training_and_loses_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Small()
+    tables = small.protect(path)
+    small.step(1)
+    small.step(2)
+    tables.wait()
+
+    def broken(self: LogWriter, *rest: Any) -> None:
+        raise MediumError(5, "the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LogWriter, "append", broken)
+        small.step(3)
+        before = small.weight.detach().clone()
+        with pytest.raises(MediumError, match="the disk is gone"):
+            small.step(4)
+        assert torch.equal(small.weight.detach(), before)
+    with pytest.raises(MediumError, match="the disk is gone"):
+        tables.close()
+    assert durable(path)[:, 0].nonzero().flatten().tolist() == [1, 2]
+
+
+def test_a_checkpointer_and_a_shelf_do_not_take_the_place_of_tables(path: Path) -> None:
+    small = Small()
+    with small.protect(path):
+        small.step(7)
+    with pytest.raises(UsageError, match="expected a shelf"):
+        portus.Shelf(path)
+    with (
+        pytest.raises(UsageError, match=r"or embedding tables \(portus.embedding.protect\)"),
+        portus.Checkpointer(path, model=MODEL) as run,
+    ):
+        run.save({"a": torch.ones(1)}, 1).wait()
+    with portus.Checkpointer(path.with_name("run.portus")) as run:
+        run.save({"a": torch.ones(1)}, 1).wait()
+    with pytest.raises(UsageError, match="expected tables of a training, found checkpoints"):
+        small.protect(path.with_name("run.portus"))
+
+
+@pytest.mark.long
+def test_a_flipped_byte_of_tables_is_found_or_does_no_harm(path: Path, seed: int) -> None:
+    small = Small(torch.optim.Adagrad)
+    with small.protect(path) as tables:
+        for number in range(6):
+            small.step(number, number + 9)
+            if number == 3:
+                small.model.state_dict()
+        wanted = small.weight.detach().clone()
+        assert tables.batches == 6
+    whole = path.read_bytes()
+    used = np.flatnonzero(np.frombuffer(whole, np.uint8))  # most of a small pool is empty
+    places = np.random.default_rng(seed).choice(used, 2000)
+    found = 0
+    for place in places.tolist():
+        data = bytearray(whole)
+        data[place] ^= 16
+        path.write_bytes(data)
+        try:
+            assert torch.equal(durable(path), wanted)
+        except (CorruptionError, UsageError):
+            found += 1
+    assert found > 200
+    assert os.path.getsize(path) == len(whole)
+
+
+@pytest.mark.long
+def test_rows_that_only_another_rank_looked_up_are_durable(path: Path, tmp_path: Path) -> None:
+    ranks = nursery("tests.unit.embedding.ranks")
+    wish = (str(tmp_path / "store"), str(path))
+    with ranks.start("rank", 0, *wish) as first, ranks.start("rank", 1, *wish) as second:
+        weights = [bytes.fromhex(child.line()) for child in (first, second)]
+        assert [child.wait() for child in (first, second)] == [0, 0]
+    assert weights[0] == weights[1]
+    with portus.open(path) as view:
+        state: Any = view.load(MODEL)
+    assert state["model"]["0.weight"].numpy().tobytes() == weights[0]
+
+
+def with_table(rows: int, width: int, dtype: torch.dtype = torch.float32) -> Callable[[], Small]:
+    def make() -> Small:
+        small = Small()
+        small.model["table"] = torch.nn.Embedding(rows, width, sparse=True, dtype=dtype)
+        small.optimizer = torch.optim.SGD([small.weight], lr=1.0)
+        return small
+
+    return make
+
+
+def under(optimizer: Callable[..., Any]) -> Callable[[], Small]:
+    return lambda: Small(optimizer)
+
+
+SGD, ADAGRAD, SPARSE_ADAM = torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam
+OF_ANOTHER_RUN: dict[str, tuple[Callable[[], Small], Callable[[], Small], str]] = {
+    "grown": (Small, with_table(60, 4), r"\(60, 4\), found one of torch.float32 \(50, 4\) in"),
+    "wider": (Small, with_table(50, 8), r"\(50, 8\), found .* nothing was loaded: make the table"),
+    "dtype": (Small, with_table(50, 4, torch.float64), r"found one of torch.float32"),
+    "Adagrad": (Small, under(ADAGRAD), "table: expected SGD as its optimizer.*found Adagrad"),
+    "SGD": (under(ADAGRAD), Small, "expected Adagrad as its optimizer.*take Adagrad, or a new"),
+    "rows": (under(ADAGRAD), under(RowwiseAdagrad), "expected Adagrad .* found RowwiseAdagrad"),
+    "moments": (under(SPARSE_ADAM), under(RowwiseAdagrad), "SparseAdam .* found RowwiseAdagrad"),
+    "none": (under(RowwiseAdagrad), under(SPARSE_ADAM), "RowwiseAdagrad .* found SparseAdam"),
+}
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER_RUN)
+def test_what_is_of_another_kind_than_saved_is_named_and_the_run_can_go_on(
+    name: str, path: Path
+) -> None:
+    before, after, said = OF_ANOTHER_RUN[name]
+    small = before()
+    with small.protect(path):
+        small.step(1)
+    other = after()
+    shown = other.weight.detach().clone()
+    with other.protect(path) as tables:
+        with pytest.raises(UsageError, match=said):
+            tables.load()
+        with pytest.raises(UsageError, match="call `load` before the first update"):
+            other.step(2)
+        assert torch.equal(other.weight.detach(), shown)
+    assert torch.equal(durable(path), small.weight.detach())
+    again = before()
+    with again.protect(path) as tables:
+        assert tables.load() is not None
+        again.step(2)
+        assert tables.batches == 2
+    assert torch.equal(durable(path), again.weight.detach())
+
+
+def test_another_kind_of_dense_optimizer_is_named(path: Path) -> None:
+    for dense, said in ((torch.optim.Adam, ""), (torch.optim.SGD, "none of SGD's")):
+        small = Small()
+        small.model["top"] = torch.nn.Linear(4, 1)
+        both = [small.optimizer, dense(small.model["top"].parameters(), lr=0.1)]
+        with protect(small.model, both, pool=path) as tables:
+            if said:
+                with pytest.raises(UsageError, match=f"does not fit this model .*{said}"):
+                    tables.load()
+            else:
+                with tables.batch():
+                    small.step(1)
+    assert durable(path)[1, 0] == -1
+
+
+def test_optimizers_in_another_order_are_named(path: Path) -> None:
+    for order in (1, -1):
+        model = torch.nn.ModuleDict(
+            {name: torch.nn.Embedding(rows, 4, sparse=True) for name, rows in (("a", 5), ("b", 6))}
+        )
+        both = [torch.optim.Adagrad([each]) for each in model.parameters()][::order]
+        with protect(model, both, pool=path) as tables:
+            if order < 0:
+                with pytest.raises(
+                    UsageError, match=r"a: expected 'sum' of \(5, 4\) .*in the order"
+                ):
+                    tables.load()
+            else:
+                with tables.batch():
+                    model["a"](torch.tensor([1])).sum().backward()
+                    both[0].step()
+
+
+def test_a_scheduler_that_was_not_there_before_is_no_other_optimizer(path: Path) -> None:
+    for batch in range(2):
+        small = Small()
+        if batch:
+            torch.optim.lr_scheduler.StepLR(small.optimizer, 1)
+        with small.protect(path) as tables:
+            assert (tables.load() is not None) == bool(batch)
+            small.step(1)
+    assert durable(path)[1, 0] == -2
+
+
+def test_tables_are_protected_by_one_at_a_time(path: Path) -> None:
+    small = Small()
+    with small.protect(path):
+        for pool in (path, path.with_name("other.portus")):
+            with pytest.raises(
+                UsageError, match=f"table: it is protected already, in {path}; call"
+            ):
+                small.protect(pool)
+        with pytest.raises(BusyError, match=f"another writer has held it.* pid {os.getpid()} "):
+            Small().protect(path, timeout_s=0)
+        small.step(1)
+    assert not path.with_name("other.portus").exists()
+    with small.protect(path.with_name("other.portus")):  # closed, it is free again
+        small.step(2)
+    assert durable(path)[:3, 0].tolist() == [0, -1, 0]

@@ -1,0 +1,70 @@
+"""Memory that is changed in place: what the kernel tells, and what is compared, misses nothing."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from portus.media import private
+from portus.media.private import Private, Tells
+from portus.spec import PAGE
+
+
+def committed(size: int, rng: np.random.Generator) -> Private:
+    """Memory whose view is what was committed: all of it was written to once."""
+    memory = Private(size)
+    memory.view[:size] = rng.integers(0, 255, size, np.uint8)
+    for start, end in memory.changed():
+        memory.commit(start, memory.taken(start, end))
+    assert np.array_equal(memory.view, memory.committed)
+    return memory
+
+
+@pytest.mark.parametrize("way", Tells)
+@pytest.mark.parametrize("size", [1, 700, 60_001, 300_001, (3 << 20) + 5])
+def test_every_changed_byte_is_in_a_run_and_runs_are_in_order(
+    monkeypatch: pytest.MonkeyPatch, way: Tells, size: int
+) -> None:
+    if way is not Tells.NOTHING and private.tells() is Tells.NOTHING:
+        pytest.skip("this kernel tells nothing")
+    monkeypatch.setattr(private, "tells", lambda: way)
+    rng = np.random.default_rng(size)
+    memory = committed(size, rng)
+    assert not memory.changed()
+    for count in (1, 3, size // 2):
+        places = rng.integers(0, size, count)
+        memory.view[places] += 1
+        runs = memory.changed()
+        inside = np.zeros(size, bool)
+        for start, end in runs:
+            inside[start:end] = True
+        assert inside[places].all()
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(runs))
+        assert all(0 <= start < end <= size for start, end in runs)
+        memory.revert()
+        assert np.array_equal(memory.view, memory.committed)
+        assert not memory.changed()
+
+
+def test_of_a_large_array_the_pages_that_changed_are_told_and_no_more() -> None:
+    rng = np.random.default_rng(3)
+    memory = committed(400 * PAGE, rng)
+    memory.view[7 * PAGE + 4000] += 1  # not in the line that is compared first
+    memory.view[8 * PAGE] += 1
+    memory.view[300 * PAGE - 1] += 1
+    assert list(memory.changed()) == [(7 * PAGE, 9 * PAGE), (299 * PAGE, 300 * PAGE)]
+    memory.view[: 300 * PAGE : PAGE] += 1
+    memory.view[350 * PAGE - 9] += 1
+    assert list(memory.changed()) == [(0, 300 * PAGE), (349 * PAGE, 350 * PAGE)]
+
+
+def test_what_was_taken_stays_as_it_was() -> None:
+    memory = Private(5000)
+    memory.view[:] = 1
+    data = memory.taken(10, 20)
+    memory.view[:] = 2
+    assert bytes(data) == b"\1" * 10
+    memory.commit(10, data)
+    assert memory.committed[9:21].tolist() == [0, *[1] * 10, 0]

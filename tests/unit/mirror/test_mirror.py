@@ -1,0 +1,564 @@
+"""A mirror of real versions, in a store in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import portus
+from portus.client.loading import restore
+from portus.errors import CorruptionError, MediumError, StaleError, TransportError, UsageError
+from portus.format.checksum import UNIT
+from portus.format.layout import DATA_START
+from portus.index.directory import open_reader
+from portus.index.pool import PoolWriter, format_pool
+from portus.index.records import VersionEntry
+from portus.media.lock import ProcessLocks
+from portus.media.memory import Memory
+from portus.mirror.log import SupersededError
+from portus.mirror.mirror import Mirror, models
+from portus.mirror.objects import GONE_MAX, STRIDE, Added, Referred, Removed
+from portus.mirror.store import Buffer, Entry
+from portus.mirror.units import ALONE
+from portus.pipeline.transfer import transferred
+from portus.spec import PAGE
+from portus.testing.model_store import ModelStore
+from portus.transport.base import Stop, StoppedError
+
+MODEL = "gpt/rank-0-of-4"
+POOL = bytes(16)
+
+
+BIG = 4_300_000
+"""Elements: more than one unit."""
+
+SHARING = 3 << 18
+"""Elements of what shares a pack with others."""
+
+
+def state_of(step: int, size: int = 1_200_000) -> dict[str, object]:
+    """95 % of it stays as it is."""
+    frozen = torch.Generator().manual_seed(1)
+    fresh = torch.Generator().manual_seed(step)
+    return {
+        "frozen": torch.rand(size, generator=frozen),
+        "head": torch.rand(10_000, generator=fresh),
+        "empty": torch.empty(0),
+        "small": [torch.rand(n, generator=fresh if n % 5 == 0 else frozen) for n in range(50)],
+        "step": step,
+    }
+
+
+def same(left: object, right: object) -> bool:
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and torch.equal(left, right)
+    if isinstance(left, dict):
+        return isinstance(right, dict) and all(same(left[k], right[k]) for k in left | right)
+    if isinstance(left, list):
+        return isinstance(right, list) and all(map(same, left, right))
+    return left == right
+
+
+class Run:
+    """A pool with some versions, and the store that they are mirrored to."""
+
+    def __init__(self, path: Path, states: Sequence[dict[str, object]]) -> None:
+        with portus.Checkpointer(path / "run.portus", model=MODEL, keep=None) as saver:
+            for step, state in enumerate(states, 1):
+                saver.save(state, step=step, metrics={"loss": step / 2}).wait()
+        self.bucket = ModelStore()
+        self.reader = open_reader(str(path / "run.portus"))
+        self.mirror = Mirror(self.bucket, MODEL)
+
+    @property
+    def entries(self) -> list[VersionEntry]:
+        return list(self.reader.catalogue().entries())
+
+    def claim(self) -> None:
+        self.mirror.claim("a test", self.reader.superblock.uuid, 0)
+
+    def copy(self, index: int) -> Added:
+        return self.mirror.copy(self.reader, self.entries[index].info.id, Stop()).added
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path, [state_of(step) for step in (1, 2, 3)])
+    with contextlib.closing(made.reader):
+        yield made
+
+
+def test_what_is_mirrored_loads_by_whatever_reads_a_pool(tmp_path: Path) -> None:
+    states: list[dict[str, object]] = [state_of(1, BIG), state_of(2, 100), {"step": 3}, {}]
+    run = Run(tmp_path, states)
+    run.claim()
+    for index in range(len(states)):
+        run.copy(index)
+    other = Mirror(run.bucket, MODEL)
+    versions = other.read().versions
+    assert [each.step for each in versions] == [1, 2, 3, 4]
+    with contextlib.closing(other.open(versions)) as pool:
+        assert portus.check(pool) == []
+        for entry, state in zip(pool.catalogue().entries(), states, strict=True):
+            assert same(restore.load(pool, entry), state)
+    run.reader.close()
+
+
+def test_a_fresh_node_s_own_pool_is_filled_from_the_mirror_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path, [state_of(1, BIG), state_of(2, BIG)])
+    run.claim()
+    added = run.copy(1)
+    run.reader.close()
+    writer = new_pool()
+    with contextlib.closing(Mirror(run.bucket, MODEL).open([added])) as pool:
+        record = transferred(pool, 1, writer, Stop())
+    assert record.info.token == added.token
+    [entry] = writer.catalogue().entries()
+    assert same(restore.load(writer, entry), state_of(2, BIG))
+    assert entry.info.metrics == {"loss": 1.0}
+    assert portus.check(writer) == []
+    writer.close()
+
+
+def test_units_arrive_while_the_pool_grows_and_each_range_once(tmp_path: Path) -> None:
+    mixed = {f"layer {n}": torch.rand(SHARING if n % 2 else ALONE // 2) for n in range(5)}
+    zeros = {f"zero {n}": torch.zeros(UNIT // 4) for n in range(2)}  # one place in the mirror
+    state: dict[str, object] = {**mixed, **zeros}
+    run = Run(tmp_path, [state])
+    run.claim()
+    added = run.copy(0)
+    run.reader.close()
+    arrived = threading.Event()
+    arrived.set()
+
+    class Told(ModelStore):
+        def get_range(self, name: str, start: int, into: memoryview) -> None:
+            super().get_range(name, start, into)
+            arrived.set()
+
+    class Growing(Memory):
+        def grow(self, size: int) -> None:
+            assert arrived.wait(60), "nothing is fetched before the pool has grown"
+            super().grow(size)
+
+    writer, store = new_pool(Growing(DATA_START)), Told(run.bucket.objects)
+    advanced: list[int] = []
+    with contextlib.closing(Mirror(store, MODEL).open([added])) as pool:
+        arrived.clear()
+        store.counts.clear()
+        transferred(pool, 1, writer, Stop(), advanced.append)
+    packs = len(bucket_packs(run.bucket))
+    assert store.counts["get_range"] == packs + 1, "a pack was asked for more than once"
+    assert sum(advanced) == added.size
+    [entry] = writer.catalogue().entries()
+    assert same(restore.load(writer, entry), state)
+    writer.close()
+
+
+def test_a_unit_goes_to_several_places_where_a_pool_has_no_room_in_one(run: Run) -> None:
+    run.claim()
+    added = run.copy(0)
+    writer = new_pool()
+    writer.ensure(16 << 20)
+    taken = [writer.reserve(100 * PAGE, contiguous=True) for _ in range(40)]
+    for extents in taken[::2]:
+        writer.release(extents)
+    size = writer.medium.size
+    with contextlib.closing(Mirror(run.bucket, MODEL).open([added])) as pool:
+        record = transferred(pool, 1, writer, Stop())
+    assert len(record.extents) > int((record.storages["length"] > 0).sum()), "nothing is split"
+    assert writer.medium.size == size
+    [entry] = writer.catalogue().entries()
+    assert same(restore.load(writer, entry), state_of(1))
+    writer.close()
+
+
+def test_a_damaged_unit_is_not_stored_and_nothing_is_committed(run: Run) -> None:
+    run.claim()
+    added = run.copy(0)
+    for name in bucket_packs(run.bucket):
+        data, modified = run.bucket.objects[name]
+        damaged = bytes([data[0] ^ 1]) + data[1:]
+        run.bucket.objects[name] = damaged, modified
+        writer = new_pool()
+        pool = Mirror(run.bucket, MODEL).open([added])
+        with contextlib.closing(pool), pytest.raises(CorruptionError, match="a unit is damaged"):
+            transferred(pool, 1, writer, Stop())
+        assert not list(writer.catalogue().entries())
+        whole = bytearray(writer.medium.size)
+        writer.medium.load(0, memoryview(whole))
+        assert damaged[:400] not in whole
+        assert writer.free_bytes() == writer.medium.size - DATA_START, "room is still held"
+        writer.close()
+        run.bucket.objects[name] = data, modified
+
+
+def test_a_pool_that_cannot_grow_ends_the_fetching(run: Run) -> None:
+    run.claim()
+    added = run.copy(0)
+    writer = new_pool()
+    writer.max_bytes = writer.medium.size
+    pool = Mirror(run.bucket, MODEL).open([added])
+    with contextlib.closing(pool), pytest.raises(MediumError) as raised:
+        transferred(pool, 1, writer, Stop())
+    assert raised.value.errno == errno.ENOSPC
+    assert not list(writer.catalogue().entries())
+    writer.close()
+
+
+def new_pool(medium: Memory | None = None) -> PoolWriter:
+    medium = medium or Memory(DATA_START)
+    format_pool(medium)
+    return PoolWriter(medium, ProcessLocks())
+
+
+def test_what_is_there_is_not_sent_again(run: Run) -> None:
+    run.claim()
+    whole = run.mirror.copy(run.reader, run.entries[0].info.id, Stop())
+    run.bucket.counts.clear()
+    copied = run.mirror.copy(run.reader, run.entries[1].info.id, Stop())
+    assert copied.put_bytes < 0.06 * whole.put_bytes
+    assert run.bucket.counts == {"put": copied.packs + 1, "create": 1}, "no list, and no read"
+    assert copied.packs == 1
+    again = Mirror(run.bucket, MODEL)
+    run.bucket.counts.clear()
+    again.claim("the next one", POOL, 0)
+    assert again.copy(run.reader, run.entries[2].info.id, Stop()).put_bytes <= copied.put_bytes
+    assert run.bucket.counts["list"] == 1
+
+
+def test_what_arrived_before_a_failure_is_not_sent_again(run: Run) -> None:
+    class Failing(ModelStore):
+        puts_left = 1
+
+        def put(self, name: str, parts: Sequence[Buffer]) -> None:
+            if not self.puts_left:
+                raise TransportError("the line is dead")
+            self.puts_left -= 1
+            super().put(name, parts)
+
+    bucket = Failing()
+    mirror = Mirror(bucket, MODEL)
+    mirror.claim("a test", POOL, 0)
+    version = run.entries[0].info.id
+    with pytest.raises(TransportError):
+        mirror.copy(run.reader, version, Stop())
+    assert mirror.read().versions == ()
+    bucket.puts_left = 100
+    copied = mirror.copy(run.reader, version, Stop())
+    assert copied.packs == len(bucket_packs(bucket)) - 1 == 1
+
+
+def bucket_packs(bucket: ModelStore) -> list[str]:
+    return [name for name in bucket.objects if "/packs/" in name]
+
+
+def test_a_damaged_unit_of_the_pool_is_not_mirrored(run: Run, tmp_path: Path) -> None:
+    run.claim()
+    entry = run.entries[0]
+    offset = run.reader.record(entry).storage_extents(0)[0].offset
+    with open(tmp_path / "run.portus", "r+b") as file:
+        file.seek(offset + 5)
+        file.write(b"\xff\xfe")
+    with pytest.raises(CorruptionError, match=r"step 1: a unit is damaged.*not mirrored"):
+        run.copy(0)
+    assert run.mirror.read().versions == ()
+
+
+def test_bytes_that_change_while_they_are_sent_are_not_told_to_be_mirrored(run: Run) -> None:
+    class Meddling(ModelStore):
+        def put(self, name: str, parts: Sequence[Buffer]) -> None:
+            super().put(name, parts)
+            if "/packs/" in name:
+                memoryview(parts[0])[7:8] = b"x"
+
+    bucket = Meddling()
+    mirror = Mirror(bucket, MODEL)
+    mirror.claim("a test", POOL, 0)
+    with pytest.raises(CorruptionError, match="changed while it was sent"):
+        mirror.copy(run.reader, run.entries[0].info.id, Stop())
+    names = set(bucket_packs(bucket))
+    with pytest.raises(CorruptionError):
+        mirror.copy(run.reader, run.entries[0].info.id, Stop())
+    assert not names & (set(bucket_packs(bucket)) - names), "their names are not used again"
+    assert mirror.read().versions == ()
+
+
+def test_a_flipped_byte_of_any_object_is_never_handed_out(run: Run, seed: int) -> None:
+    rng = random.Random(seed)
+    run.claim()
+    for index in range(2):
+        run.copy(index)
+    whole = dict(run.bucket.objects)
+    outcomes = []
+    for name in rng.choices(sorted(whole), k=40):
+        data, modified = whole[name]
+        at = rng.randrange(len(data))
+        damaged = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+        run.bucket.objects[name] = damaged, modified
+        outcomes.append(outcome(run))
+        run.bucket.objects[name] = data, modified
+    assert outcomes.count("bit-identical") > 5
+    assert outcomes.count("an error") > 5
+    assert outcome(run) == "bit-identical"
+
+
+def outcome(run: Run) -> str:
+    """Of a load of the newest version."""
+    mirror = Mirror(run.bucket, MODEL)
+    try:
+        newest = mirror.read().newest
+        if newest is None:
+            return "an error"
+        with contextlib.closing(mirror.open([newest])) as pool:
+            [entry] = pool.catalogue().entries()
+            found = restore.load(pool, entry)
+    except (CorruptionError, UsageError):
+        return "an error"
+    assert same(found, state_of(newest.step))
+    return "bit-identical"
+
+
+def test_only_the_ranges_of_what_is_asked_for_are_read(run: Run) -> None:
+    run.claim()
+    added = run.copy(0)
+    with contextlib.closing(run.mirror.open([added])) as pool:
+        run.bucket.counts.clear()
+        [entry] = pool.catalogue().entries()
+        found = restore.load_part(pool, entry, "small")
+    assert same(found, state_of(1)["small"])
+    assert run.bucket.counts == {"get_range": 1}
+
+
+def test_a_key_is_needed_where_one_was_used_and_nothing_else_passes(run: Run) -> None:
+    keyed = Mirror(run.bucket, MODEL, key=b"a secret")
+    keyed.claim("a test", POOL, 0)
+    added = keyed.copy(run.reader, run.entries[0].info.id, Stop()).added
+    assert Mirror(run.bucket, MODEL, key=b"a secret").read().newest == added
+    with pytest.raises(UsageError, match="PORTUS_MIRROR_KEY"):
+        Mirror(run.bucket, MODEL).read()
+    for key in (b"another", b""):
+        with pytest.raises(UsageError, match=r"none of the 2 entries .* PORTUS_MIRROR_KEY"):
+            Mirror(run.bucket, MODEL, key=key).claim("with a wrong key", POOL, 0)
+    unkeyed = ModelStore()
+    Mirror(unkeyed, MODEL).claim("without", POOL, 0)
+    with pytest.raises(UsageError, match=r"none of the 1 entries .* unset it"):
+        Mirror(unkeyed, MODEL, key=b"a secret").read()
+
+
+def test_who_is_superseded_is_told_by_whom_and_may_go_on_after_who_was_passing(run: Run) -> None:
+    run.claim()
+    run.copy(0)
+    passing = Mirror(run.bucket, MODEL)
+    passing.claim("portus rm on another machine", POOL, 0, passing=True)
+    with pytest.raises(SupersededError, match="portus rm on another machine was passing") as told:
+        run.copy(1)
+    assert told.value.passing
+    assert not run.mirror.is_claimed
+    run.claim()
+    run.copy(1)
+    Mirror(run.bucket, MODEL).claim("job 17 on node 3", POOL, 0)
+    with pytest.raises(SupersededError, match="term 4: job 17 on node 3 goes on with it") as told:
+        run.mirror.note([Removed(bytes(16))])
+    assert not told.value.passing
+
+
+def test_what_is_removed_is_deleted_a_day_later_and_what_is_shared_stays(run: Run) -> None:
+    run.claim()
+    first, second = run.copy(0), run.copy(1)
+    run.mirror.note([Removed(first.token), Referred("last.ckpt", second.token)])
+    assert run.mirror.collect().objects == 0
+    with contextlib.closing(run.mirror.open([second])):
+        assert same(loaded_by(run, first), state_of(1)), "who began before finds it"
+    run.bucket.now += 90_000
+    run.mirror.note([Referred("last.ckpt", second.token)])
+    assert run.mirror.collect().objects == 2  # its manifest, and what the second version had anew
+    assert same(loaded_by(run, second), state_of(2))
+    with pytest.raises(StaleError, match=r"step 1 of model .* was removed"):
+        loaded_by(run, first)
+    run.bucket.counts.clear()
+    assert run.mirror.copy(run.reader, run.entries[2].info.id, Stop()).packs == 1
+
+
+def test_a_collection_that_fails_before_it_deletes_has_nothing_sent_again(run: Run) -> None:
+    class Failing(ModelStore):
+        fails = False
+
+        def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
+            if self.fails:
+                raise TransportError("the line is dead")
+            return super().list(prefix, after)
+
+    bucket = Failing()
+    mirror = Mirror(bucket, MODEL)
+    mirror.claim("a test", POOL, 0)
+    mirror.copy(run.reader, run.entries[0].info.id, Stop())
+    bucket.fails = True
+    with pytest.raises(TransportError):
+        mirror.collect()
+    stop = Stop()
+    stop.set()
+    with pytest.raises(StoppedError):
+        mirror.collect(stop=stop)
+    assert mirror.copy(run.reader, run.entries[1].info.id, Stop()).packs == 1
+
+
+def test_of_what_is_gone_a_log_says_no_more_than_the_format_allows(run: Run) -> None:
+    run.claim()
+    first = [
+        Added(n.to_bytes(16, "big"), n, 1, n, 0, 0, False, f"{n:032x}-1-{n:016x}-0")
+        for n in range(1, GONE_MAX + 3)
+    ]
+    run.mirror.note(first)
+    run.mirror.note([Removed(each.token) for each in first])
+    gone = Mirror(run.bucket, MODEL).read().gone
+    assert [each.manifest for each in gone] == [each.manifest for each in first[2:]]
+    run.bucket.now += 90_000
+    run.mirror.note([Removed(bytes(16))])
+    assert run.mirror.unneeded().objects == run.mirror.collect().objects == 0
+    assert not Mirror(run.bucket, MODEL).read().gone
+
+
+def test_what_is_mended_from_a_fresh_node_s_pool_keeps_its_place_in_the_history(
+    run: Run,
+) -> None:
+    run.claim()
+    added = [run.copy(index) for index in range(3)]
+    writer = new_pool()
+    other = Mirror(run.bucket, MODEL)
+    with contextlib.closing(other.open([added[2]])) as pool:
+        transferred(pool, 1, writer, Stop())
+    for name in list(run.bucket.objects):
+        if added[2].manifest in name:
+            del run.bucket.objects[name]
+    assert [each.step for each in other.suspects()] == [3]
+    other.claim("a repair", bytes(16), 0, passing=True)
+    [entry] = writer.catalogue().entries()
+    assert other.mend(added[2], writer, entry.info.id, Stop())
+    assert not other.suspects()
+    found = other.read().newest
+    assert found is not None
+    assert (found.token, found.term, found.commit) == (added[2].token, 1, 3)
+    assert same(loaded_by(run, found), state_of(3))
+    writer.close()
+
+
+def loaded_by(run: Run, added: Added) -> object:
+    with contextlib.closing(run.mirror.open([added])) as pool:
+        [entry] = pool.catalogue().entries()
+        return restore.load(pool, entry)
+
+
+def test_an_old_version_that_is_mirrored_late_is_not_the_newest(run: Run) -> None:
+    run.claim()
+    newest = run.copy(2)
+    assert run.copy(0).commit == 1
+    assert run.mirror.read().newest == newest
+    other = Mirror(run.bucket, MODEL)
+    other.claim("the same pool, later", run.reader.superblock.uuid, 3)
+    other.copy(run.reader, run.entries[1].info.id, Stop())
+    assert other.state.newest == newest
+
+
+def test_ten_thousand_versions_are_resumed_from_with_a_few_reads(run: Run) -> None:
+    run.claim()
+    run.copy(0)
+    facts = [
+        Added(n.to_bytes(16, "big"), n, 1, n, 0, 0, False, f"{n:032x}-1-{n:016x}-0")
+        for n in range(2, 10_000 - 4 * STRIDE)
+    ]
+    run.mirror.note(facts)
+    for n in range(10_000 - 4 * STRIDE, 10_000 + STRIDE - 1):
+        run.mirror.note(
+            [Added(n.to_bytes(16, "big"), n, 1, n, 0, 0, False, f"{n:032x}-1-{n:016x}-0")]
+        )
+    run.bucket.counts.clear()
+    other = Mirror(run.bucket, MODEL)
+    other.claim("a fresh node", POOL, 0, passing=True)
+    assert len(other.state.versions) >= 10_000
+    assert other.state.newest is not None
+    assert run.bucket.counts["list"] == 1
+    assert run.bucket.counts["get"] <= STRIDE + 1
+
+
+def test_the_models_of_a_store_are_found_by_a_list_each_and_a_long_name_by_a_read(run: Run) -> None:
+    names = ["a", "a-b", "a.b", "a/rank-0-of-2", "a/rank-1-of-2", "b" * 200, "z"]
+    for name in names:
+        Mirror(run.bucket, name).claim("a test", POOL, 0)
+        run.bucket.put(f"{name[0]}.txt", [b"somebody else's"])
+        run.bucket.put(f"{name[0]}/of-another/program", [b""])
+    run.claim()
+    run.copy(0)
+    run.bucket.counts.clear()
+    assert list(models(run.bucket)) == sorted([*names, MODEL])
+    theirs = 4  # a.txt, b.txt, z.txt, and what is in b/
+    assert run.bucket.counts["list"] == len(names) + 1 + theirs + 1, "the last one finds the end"
+    assert run.bucket.counts["get"] == 1
+
+
+def test_what_a_training_goes_on_from_is_the_pool_unless_its_history_was_left_behind(
+    run: Run,
+) -> None:
+    old, new = bytes(16), b"\1" * 16
+    versions = [entry.info for entry in run.entries]
+    assert not run.mirror.read().is_ahead_of(old, []), "nothing is mirrored"
+    run.mirror.claim("a test", run.reader.superblock.uuid, 0)
+    run.copy(1)
+    state = run.mirror.read()
+    uuid = run.reader.superblock.uuid
+    assert not state.is_ahead_of(uuid, versions), "the pool has one that is newer"
+    assert not state.is_ahead_of(uuid, versions[:2]), "it is the same one"
+    assert state.is_ahead_of(uuid, versions[:1])
+    assert state.is_ahead_of(new, [])
+    assert state.is_ahead_of(new, versions[2:]), "of a history that nobody claimed"
+    Mirror(run.bucket, MODEL).claim("a fresh node", new, 0)
+    other = Mirror(run.bucket, MODEL)
+    other.claim("a fresh node", new, 0)
+    other.copy(run.reader, run.entries[0].info.id, Stop())  # as if it were of the fresh node's pool
+    assert not other.read().is_ahead_of(new, versions[2:])
+
+
+def test_a_shelf_which_changes_in_place_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.portus"
+    with portus.Shelf(path) as shelf:
+        shelf.numbers = np.arange(10)
+    with contextlib.closing(open_reader(str(path))) as reader:
+        [entry] = reader.catalogue().entries()
+        mirror = Mirror(ModelStore(), entry.info.model)
+        mirror.claim("a test", POOL, 0)
+        with pytest.raises(UsageError, match=r"changes in place \(a shelf\)"):
+            mirror.copy(reader, entry.info.id, Stop())
+        writer = new_pool()
+        with pytest.raises(UsageError, match=r"changes in place \(a shelf\)"):
+            transferred(reader, entry.info.id, writer, Stop())
+        writer.close()
+
+
+def test_what_is_damaged_is_found_and_sent_again_and_nothing_else(run: Run) -> None:
+    run.claim()
+    added = run.copy(0)
+    assert run.mirror.damaged(added, Stop()) == frozenset()
+    names = bucket_packs(run.bucket)
+    big = max(names, key=lambda name: len(run.bucket.objects[name][0]))
+    small = min(names, key=lambda name: len(run.bucket.objects[name][0]))
+    del run.bucket.objects[big]
+    data, modified = run.bucket.objects[small]
+    run.bucket.objects[small] = data[:-1] + bytes([data[-1] ^ 1]), modified
+    damaged = run.mirror.damaged(added, Stop())
+    assert len(damaged) == 2
+    with pytest.raises(CorruptionError):
+        loaded_by(run, added)
+    version = run.entries[0].info.id
+    mended = run.mirror.copy(run.reader, version, Stop(), damaged=damaged)
+    assert mended.put_bytes == sum(length for _, length in damaged)
+    assert run.mirror.damaged(mended.added, Stop()) == frozenset()
+    assert same(loaded_by(run, mended.added), state_of(1))
+    assert run.mirror.read().versions == (mended.added,)

@@ -1,0 +1,72 @@
+"""Several things at once, in any order."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from portus.transport.abreast import NAME, in_any_order
+from portus.transport.rooms import Rooms
+
+WAIT_S = 30.0
+
+
+def test_a_slow_item_holds_up_none_behind_it() -> None:
+    last_is_through = threading.Event()
+    through: list[int] = []
+
+    def work(item: int) -> None:
+        if item == 0:
+            assert last_is_through.wait(WAIT_S)
+        through.append(item)
+        if item == 9:
+            last_is_through.set()
+
+    in_any_order(work, range(10), 2)
+    assert through == [*range(1, 10), 0]
+
+
+def test_no_more_than_the_count_are_under_way() -> None:
+    under_way, most, guard = 0, 0, threading.Lock()
+    all_there = threading.Barrier(3)
+
+    def work(_: int) -> None:
+        nonlocal under_way, most
+        with guard:
+            under_way += 1
+            most = max(most, under_way)
+        all_there.wait(WAIT_S)
+        with guard:
+            under_way -= 1
+
+    in_any_order(work, range(12), 3)
+    assert most == 3
+
+
+def test_after_an_error_none_is_begun_and_no_thread_is_left() -> None:
+    begun: list[int] = []
+
+    def work(item: int) -> None:
+        begun.append(item)
+        if item == 2:
+            raise ValueError("the third")
+
+    with pytest.raises(ValueError, match="the third"):
+        in_any_order(work, range(10), 1)
+    assert begun == [0, 1, 2]
+    assert not [each for each in threading.enumerate() if each.name.startswith(NAME)]
+
+
+def test_a_room_that_came_back_is_lent_again_and_one_of_an_error_is_not() -> None:
+    rooms = Rooms(1 << 20)
+    with rooms.lent(10) as first, rooms.lent(20) as second:
+        assert (len(first), len(second)) == (10, 20)
+        places = {first.ctypes.data, second.ctypes.data}
+        assert len(places) == 2
+    with rooms.lent(1 << 20) as third, rooms.lent(1) as fourth:
+        assert {third.ctypes.data, fourth.ctypes.data} == places
+    with pytest.raises(ValueError, match="failed"), rooms.lent(1) as failed:
+        raise ValueError("failed")
+    with rooms.lent(1) as fifth, rooms.lent(1) as sixth:
+        assert failed.ctypes.data not in {fifth.ctypes.data, sixth.ctypes.data}
