@@ -36,7 +36,7 @@ from portus.mirror.opening import open_store
 from portus.mirror.store import Store
 from portus.testing.nursery import nursery
 from portus.testing.stores import CountingStore
-from tests.unit.client.stuck import until
+from tests.unit.client.stuck import is_in, until
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -218,6 +218,7 @@ def test_who_interrupts_the_wait_at_the_end_leaves_no_lock_and_no_half_of_an_obj
         if call == "put":
             tries.extend([name] * closing.is_set())
             if len(tries) == 2:
+                until(lambda: is_in(threading.main_thread(), "_wait_for"))
                 os.kill(os.getpid(), signal.SIGINT)
             raise TransportError("the store does not answer")
 
