@@ -99,6 +99,7 @@ def assert_same(found: list[str], expected: list[str]) -> None:
     assert set(found) == set(expected)
 
 
+@pytest.mark.long
 def test_losses_and_final_state_are_the_same_bits(
     stock: list[str], tmp_path: Path, installed: Path
 ) -> None:

@@ -30,7 +30,8 @@ def trained(root: Path, epochs: int, mirror: str, path: Any = None) -> dict[str,
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("named", [False, True])
 def test_a_run_whose_machine_was_lost_goes_on_from_the_mirror_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:

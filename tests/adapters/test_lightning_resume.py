@@ -137,12 +137,13 @@ class Augmented(Numbers):
         return super().__getitem__(index) + torch.tensor(noise)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "loading",
     [
-        pytest.param({"num_workers": 2}),
-        pytest.param({"num_workers": 2, "persistent_workers": True}, marks=pytest.mark.long),
-        pytest.param({}, marks=pytest.mark.long),
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True},
+        {},
     ],
     ids=str,
 )
@@ -170,15 +171,14 @@ class Unsized(Sampler[int]):
         return iter(torch.randperm(24).tolist())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "of_second", "count"),
     [
         ("max_size", {}, 3),
-        pytest.param("max_size_cycle", {}, 3, marks=pytest.mark.long),
-        pytest.param("min_size", {}, 1, marks=pytest.mark.long),
-        pytest.param(
-            "min_size", {"shuffle": False, "sampler": Unsized()}, 1, marks=pytest.mark.long
-        ),
+        ("max_size_cycle", {}, 3),
+        ("min_size", {}, 1),
+        ("min_size", {"shuffle": False, "sampler": Unsized()}, 1),
     ],
 )
 def test_several_loaders_resume_exactly_within_an_epoch(

@@ -73,6 +73,7 @@ def test_a_run_that_died_before_its_first_commit_starts_anew(tmp_path: Path) -> 
     assert torch.load(tmp_path / "ckpt" / "step=1.ckpt")["global_step"] == 1
 
 
+@pytest.mark.long
 def test_each_file_of_a_run_that_was_killed_and_resumed_leads_to_its_own_step(
     tmp_path: Path,
 ) -> None:

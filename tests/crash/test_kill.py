@@ -71,6 +71,7 @@ def opened_at_once(
     assert not errors, f"{len(errors)} broken rules, first {errors[0]}"
 
 
+@pytest.mark.long
 def test_a_saving_process_may_be_killed_at_any_moment(
     folder: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:

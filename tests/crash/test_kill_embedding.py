@@ -29,7 +29,8 @@ DELAY_S_MAX = 0.02
 DEVICE = 64 << 20
 
 
-@pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("in_place", [False, True])
 def test_a_killed_training_goes_on_from_its_last_batch_bit_for_bit(
     tmp_path: Path, seed: int, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

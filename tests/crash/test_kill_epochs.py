@@ -193,12 +193,13 @@ def test_a_killed_training_gets_each_sample_once_and_ends_with_the_same_bits(
     assert made == kills
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
         ("stateful", 0),
-        pytest.param("stateful", 2, marks=pytest.mark.long),
-        pytest.param("part", 0, marks=pytest.mark.long),
+        ("stateful", 2),
+        ("part", 0),
     ],
 )
 def test_loaders_with_a_state_go_on_in_two_processes_within_an_epoch_and_from_its_end(

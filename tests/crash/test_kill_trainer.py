@@ -24,20 +24,21 @@ from portus.testing.nursery import nursery
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 
+KILLS = 30
 DELAY_S_MAX = 0.05
 LINES_MAX = 10
 FILES_MAX = 6
 """Checkpoints that one run may leave: the best three, two in flight, the one it resumed from."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.long)])
 def test_a_killed_trainer_resumes_at_once_from_the_newest_reported_checkpoint(
-    kills: int, tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     random_ = random.Random(seed)
     step, lived, unreported = 0, 0, 0
-    for number in range(kills):
+    for number in range(KILLS):
         newest, workers = killed(tmp_path, step, random_)
         try:
             with opened_at_once(tmp_path, caplog) as checkpointer:
@@ -56,7 +57,7 @@ def test_a_killed_trainer_resumes_at_once_from_the_newest_reported_checkpoint(
             assert is_right(state)
         tidy(tmp_path, step)
     print(
-        f"{kills} kills, {step} steps; workers outlived the trainer {lived} times; "
+        f"{KILLS} kills, {step} steps; workers outlived the trainer {lived} times; "
         f"{unreported} times more was committed than reported"
     )
     assert step

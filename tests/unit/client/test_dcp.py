@@ -136,7 +136,8 @@ def test_an_asynchronous_save_in_a_process_of_its_own_is_committed_when_its_futu
     assert [(group.step, group.is_complete) for group in found] == [(1, True), (2, True)]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_killed_in_a_save_costs_that_save_and_nothing_else(
     tmp_path: Path, ranks: int
 ) -> None:

@@ -154,7 +154,8 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     return place, shard
 
 
-@pytest.mark.parametrize("ranks", [(2, 3), pytest.param((4, 2, 3), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [(2, 3), (4, 2, 3)])
 def test_big_shards_are_bit_equal_at_other_numbers_of_ranks(
     ranks: Sequence[int], tmp_path: Path
 ) -> None:

@@ -118,7 +118,8 @@ def test_restarts_from_new_directories_and_then_gc_leave_what_is_kept(
         assert steps(server) == [count]
 
 
-@pytest.mark.parametrize("by", ["rm", pytest.param("gc", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("by", ["rm", "gc"])
 def test_a_file_whose_version_was_retired_by_hand_elsewhere_keeps_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:

@@ -228,6 +228,7 @@ def test_ctrl_c_at_any_moment_of_a_save_leaves_no_lock(path: Path, seed: int) ->
     assert pressed > PRESSES // 4
 
 
+@pytest.mark.long
 def test_sigterm_in_the_middle_of_saves_ends_the_process_and_leaves_a_whole_pool(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -145,7 +145,8 @@ def test_keep_counts_the_versions_of_both(pool: Path, gate: Gate) -> None:
             assert checkpointer.steps()[-len(expected) :] == expected
 
 
-@pytest.mark.parametrize("committed", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("committed", [False, True])
 def test_a_process_killed_around_the_first_commit_to_a_successor_loses_nothing(
     pool: Path, committed: bool
 ) -> None:

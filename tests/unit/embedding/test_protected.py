@@ -349,6 +349,7 @@ def relaxed(training: Training, path: Path) -> Protected:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_dense_part_is_written_in_slices_and_a_crash_anywhere_is_within_the_gap(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
