@@ -12,7 +12,7 @@ from typing import Final
 
 from portus.cadence.bounded import overhead
 from portus.cli.output import Output
-from portus.cli.report import Wish, run
+from portus.cli.report import ReportOptions, run
 from portus.journal.lines import Begun, Decided, Ended, Head, Line, Saved, encoded
 from tests.bench.cadence import (
     BOUND,
@@ -123,7 +123,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         place = example(Path(name))
         picture = str(DOCS / "report.png") if arguments.write else None
-        run(Wish(str(place), picture=picture), None, Output(as_json=False))
+        run(ReportOptions(str(place), picture=picture), None, Output(as_json=False))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from portus.client.shards.mirrored_groups import Found, GroupMirror
+from portus.client.shards.mirrored_groups import GroupMirror, MirroredRun
 from portus.mirror.address import parse
 from portus.testing.nursery import Child, nursery
 
@@ -34,7 +34,7 @@ class Jobs:
         """The newest step of all that were saved."""
         return max(self.saved, default=0)
 
-    def mirrored(self) -> Found:
+    def mirrored(self) -> MirroredRun:
         return GroupMirror(parse(self._address), "run").look()
 
     @contextlib.contextmanager

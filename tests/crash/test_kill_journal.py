@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.index.journals import Found, journals_in, read
+from portus.index.journals import FoundJournal, journals_in, read
 from portus.journal.account import Account, account
 from portus.testing.nursery import nursery
 
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def journal_of(root: Path) -> tuple[Found, Account]:
+def journal_of(root: Path) -> tuple[FoundJournal, Account]:
     (path,) = journals_in(str(root / ".portus" / "run.journal"))
     found = read(path)
     seen = account(found.lines)

@@ -53,7 +53,6 @@ RECURRING = {
     "Failed": "in a journal, and of a call to a store: the fact that it failed",
     "Fault": "whose fault a refusal is; what a test does to a request: no code has both",
     "FileSystem": "each module's own, smaller part of what `media` gives",
-    "Found": "what a search of that module gives",
     "Get": "a host's store is asked in the words of stores",
     "Held": "what is on record to hold versions: told to a client, and known to a mirror",
     "Holds": "the question of a client, and what the host has on record for it",
@@ -68,14 +67,12 @@ RECURRING = {
     "Mirrors": "of all tenants of a host, and at an address",
     "Patience": "how long it is waited for the other side: a client, a store",
     "Place": "of a connection on a host; where a pool is",
-    "Placed": "where a thing was put, of the module's own things",
     "Put": "a host's store is asked in the words of stores",
     "ReadOnly": "a tenant that may not write, a medium that may not",
     "Refused": "the answer of a host, and of its operator's socket",
     "Regions": "the two ends' tables of what is registered",
     "Room": "bytes that are needed: in a pool, on a device",
     "Save": "in flight, and as the journal tells of it later",
-    "Seen": "what was found of one thing that is listed",
     "Session": "of a training, in the table of words; of a connection, as the daemon has it",
     "Shared": "the answer that bytes are shared; items that several threads share",
     "Standing": "how it is now: a host, a pool, what roots reach",
@@ -83,7 +80,6 @@ RECURRING = {
     "Store": "keeps what its package changes: objects, a shelf, tables",
     "Turn": "when who waits may go on: of saves, of ranks",
     "Way": "which of several ways it is done: no code has two of them",
-    "Wish": "what the user of a command asked for; a command has one",
 }
 
 # Who may unpickle or write a pickle, and why. Nothing read from a pool ever is (V6).

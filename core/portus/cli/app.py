@@ -110,7 +110,7 @@ def report(
     with reported(as_json) as output:
         from portus.cli import report as command
 
-        output.code = command.run(command.Wish(run, page=html, picture=png), pool, output)
+        output.code = command.run(command.ReportOptions(run, page=html, picture=png), pool, output)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -166,7 +166,9 @@ def rescue(
     with reported(as_json) as output:
         from portus.cli import rescue as command
 
-        output.code = command.run(place, command.Wish(into=into, in_place=in_place), output)
+        output.code = command.run(
+            place, command.RescueOptions(into=into, in_place=in_place), output
+        )
 
 
 @app.command(epilog=EXIT_CODES)
@@ -207,7 +209,7 @@ def export(
     with reported(as_json) as output:
         from portus.cli import export
 
-        wish = export.Wish(
+        wish = export.ExportOptions(
             target=target,
             out=out,
             names=names or (),
@@ -376,7 +378,7 @@ def gc(
     with reported(as_json) as output:
         from portus.cli import gc
 
-        wish = gc.Wish(missing=missing, empty=empty, dry_run=dry_run, links=links)
+        wish = gc.GcOptions(missing=missing, empty=empty, dry_run=dry_run, links=links)
         output.code = gc.run(place or pool, wish, output)
 
 
@@ -503,9 +505,9 @@ def serve(
     """
     with reported(False) as output:
         from portus.cli import serve
-        from portus.daemon.main import Wish
+        from portus.daemon.main import ServeOptions
 
-        wish = Wish(
+        wish = ServeOptions(
             place=place,
             listen=listen or (),
             secret_path=secret_file,

@@ -18,10 +18,10 @@ from math import prod
 from typing import Final
 
 from portus.cli.boxes import Target, write_box
-from portus.cli.pools import Found
+from portus.cli.pools import FoundVersion
 from portus.cli.progress import Progress
 from portus.client.leaving import safetensors
-from portus.client.leaving.safetensors import Placed
+from portus.client.leaving.safetensors import PlacedTensor
 from portus.client.loading.contents import Storages, tensor_bytes
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.dtypes import ITEM_SIZES
@@ -52,8 +52,10 @@ class Part:
     """What one pool file contributes: pinned, and opened only while it is read."""
 
     label: str
-    found: Found
-    boxes: Callable[[Found], contextlib.AbstractContextManager[tuple[VersionRecord, list[Box]]]]
+    found: FoundVersion
+    boxes: Callable[
+        [FoundVersion], contextlib.AbstractContextManager[tuple[VersionRecord, list[Box]]]
+    ]
 
 
 def whole_spec(name: str, dtype: str, shape: tuple[int, ...], index: int) -> TensorSpec:
@@ -62,9 +64,9 @@ def whole_spec(name: str, dtype: str, shape: tuple[int, ...], index: int) -> Ten
     return TensorSpec(name, dtype, shape, strides, index, 0)
 
 
-def split(placed: Sequence[Placed], limit: int) -> list[list[Placed]]:
+def split(placed: Sequence[PlacedTensor], limit: int) -> list[list[PlacedTensor]]:
     """Tensors over files of at most ``limit`` bytes each; a tensor that is longer has its own."""
-    files: list[list[Placed]] = [[]]
+    files: list[list[PlacedTensor]] = [[]]
     size = 0
     for each in placed:
         if files[-1] and size + each.size > limit:
@@ -110,7 +112,7 @@ def write_directory(
 
 
 def write_files(
-    files: Sequence[tuple[str, Sequence[Placed]]],
+    files: Sequence[tuple[str, Sequence[PlacedTensor]]],
     parts: Sequence[Part],
     metadata: Mapping[str, str],
     advanced: Progress,

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from portus.cli import loopback
-from portus.cli.machine import Found, Machine
+from portus.cli.machine import Machine, MachineFinding
 from portus.cli.output import Json, Output, count_text, said, size_text
 from portus.cli.pools import PlacePools, find_pool, holders
 from portus.errors import PortusError, UsageError
@@ -140,28 +140,30 @@ def _opened(place: str, size: int) -> Iterator[Medium]:
         yield made
 
 
-def adapters(points: Iterable[EntryPoint]) -> Iterator[Found]:
+def adapters(points: Iterable[EntryPoint]) -> Iterator[MachineFinding]:
     """What adapters say of themselves. Each point is a function that returns triples of name, text
     and advice."""
     for point in points:
         try:
-            found = [Found(point.name, *each) for each in point.load()()]
+            found = [MachineFinding(point.name, *each) for each in point.load()()]
         except Exception as error:  # an adapter that is broken is something to tell
             advice = "install portus-checkpoint again"
-            found = [Found(point.name, "-", f"cannot be queried: {error!r}", advice)]
+            found = [MachineFinding(point.name, "-", f"cannot be queried: {error!r}", advice)]
         yield from found
 
 
-def pools_here() -> Iterator[Found]:
+def pools_here() -> Iterator[MachineFinding]:
     """The pools that commands mean here: the space that saves have, how many checkpoints of the
     newest one's size that is, and whether the checkpoint files are on their file system."""
     try:
         place = find_pool(None)
     except UsageError:
-        yield Found("pool", "-", "none here yet")
+        yield MachineFinding("pool", "-", "none here yet")
         return
     if place.is_host:
-        yield Found("pool", place.path, "on a storage host, which has its own `portus doctor`")
+        yield MachineFinding(
+            "pool", place.path, "on a storage host, which has its own `portus doctor`"
+        )
         return
     try:
         with PlacePools(place) as pools:
@@ -169,12 +171,12 @@ def pools_here() -> Iterator[Found]:
                 yield _pool_text(pool, reader, catalogue)
             for pool, error in pools.failed.items():
                 advice = f"portus verify --pool {pool}"
-                yield Found("pool", pool.path, f"cannot be read: {said(error)}", advice)
+                yield MachineFinding("pool", pool.path, f"cannot be read: {said(error)}", advice)
     except PortusError as error:
-        yield Found("pool", place.path, f"cannot be looked at: {said(error)}")
+        yield MachineFinding("pool", place.path, f"cannot be looked at: {said(error)}")
 
 
-def _pool_text(pool: Place, reader: PoolReader, catalogue: Catalogue) -> Found:
+def _pool_text(pool: Place, reader: PoolReader, catalogue: Catalogue) -> MachineFinding:
     inside = max(0, reader.medium.size - reader.kept_bytes())
     is_device = pool.kind is PlaceKind.DEVICE
     outside = 0 if is_device else _free_on_disk(pool.path)
@@ -183,7 +185,7 @@ def _pool_text(pool: Place, reader: PoolReader, catalogue: Catalogue) -> Found:
         text += f", {size_text(outside)} on its file system"
     infos = [entry.info for entry in catalogue.entries()]
     if not infos:
-        return Found("pool", pool.path, f"empty; {text}")
+        return MachineFinding("pool", pool.path, f"empty; {text}")
     size = max(infos, key=lambda info: info.commit).size
     fit = (inside + outside) // max(1, size)
     text += f": space for {fit} more checkpoints of {size_text(size)}, the size of the newest"
@@ -194,8 +196,8 @@ def _pool_text(pool: Place, reader: PoolReader, catalogue: Catalogue) -> Found:
             if fit >= 2
             else "free space, or keep fewer checkpoints: saves need space for two more"
         )
-        return Found("pool", pool.path, text, advice)
-    return Found(
+        return MachineFinding("pool", pool.path, text, advice)
+    return MachineFinding(
         "pool",
         pool.path,
         f"{text}; {count_text(len(apart), 'checkpoint file')} on other file systems, as {apart[0]}",
@@ -244,7 +246,7 @@ def _speed_text(speeds: Speeds) -> str:
     )
 
 
-def _advice(found: Sequence[Found]) -> list[str]:
+def _advice(found: Sequence[MachineFinding]) -> list[str]:
     return [f"{each.topic} {each.name}: {each.advice}" for each in found if each.advice]
 
 
@@ -255,7 +257,10 @@ def _advice_of(speeds: Speeds) -> list[str]:
 
 
 def _document(
-    found: Sequence[Found], measured: Sequence[Speeds], failed: dict[str, str], advice: list[str]
+    found: Sequence[MachineFinding],
+    measured: Sequence[Speeds],
+    failed: dict[str, str],
+    advice: list[str],
 ) -> dict[str, Json]:
     return {
         "found": [dict(asdict(each)) for each in found],

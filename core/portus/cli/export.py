@@ -24,7 +24,7 @@ from portus.cli.consolidate import (
 )
 from portus.cli.grouped import FoundGroup, cuts_of, find_groups, newest_complete, opened_part
 from portus.cli.output import Json, Output, count_text, size_text
-from portus.cli.pools import Found, aimed, newest, open_pools, version_document
+from portus.cli.pools import FoundVersion, aimed, newest, open_pools, version_document
 from portus.cli.progress import bar
 from portus.client.leaving import safetensors
 from portus.client.state.tree import decode, distinct, leaf_nodes, tensor_index
@@ -45,7 +45,7 @@ _NAMED_MAX: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class ExportOptions:
     """What to export. ``names``: shell patterns of key paths; none means all. ``strip``: taken off
     the front of names (safetensors only). ``force``: put it in place of what is at ``out``.
     ``limit``: bytes of the tensors of a file, where ``out`` is a directory."""
@@ -87,7 +87,7 @@ class Job:
     done: Done
 
 
-def run(wish: Wish, pool: str | None, output: Output) -> int:
+def run(wish: ExportOptions, pool: str | None, output: Output) -> int:
     """Export; the exit code."""
     local_path(wish.out, "OUT")  # raises for a URL
     suffix = os.path.splitext(wish.out)[1].lower()
@@ -132,7 +132,7 @@ def size_of(text: str) -> int:
     return int(match[1]) * int(base ** ("kmgt".index(match[2].lower()) + 1 if match[2] else 0))
 
 
-def _run_torch(found: Found, wish: Wish, output: Output) -> int:
+def _run_torch(found: FoundVersion, wish: ExportOptions, output: Output) -> int:
     with _kept(wish, _title(found)), _in_place(wish.out) as temporary:
         done = _write_torch(found, wish, temporary)
     _say(_title(found), wish, done, output)
@@ -152,7 +152,7 @@ def _run_torch(found: Found, wish: Wish, output: Output) -> int:
 
 
 @contextlib.contextmanager
-def _kept(wish: Wish, title: str) -> Iterator[None]:
+def _kept(wish: ExportOptions, title: str) -> Iterator[None]:
     try:
         yield
     except CorruptionError as error:
@@ -161,11 +161,11 @@ def _kept(wish: Wish, title: str) -> Iterator[None]:
         ) from error
 
 
-def _title(found: Found) -> str:
+def _title(found: FoundVersion) -> str:
     return f"{found.info.model}@{found.info.step}"
 
 
-def _write(job: Job, wish: Wish) -> None:
+def _write(job: Job, wish: ExportOptions) -> None:
     """The tensors, streamed: neither they nor the files are in memory at once."""
     out = wish.out.rstrip(os.sep)
     placed = safetensors.place(job.tensors)
@@ -183,14 +183,14 @@ def _write(job: Job, wish: Wish) -> None:
                 job.done.size = write_files(files, job.parts, job.metadata, advanced)
 
 
-def _version_job(found: Found, wish: Wish) -> Job:
+def _version_job(found: FoundVersion, wish: ExportOptions) -> Job:
     with found.reader.pinned(found.entry.info.id) as entry:
         record = found.reader.record(entry)
         tensors, left_out = _tensors(found, record, wish)
     tensors, no_weights = _weights(tensors, wish)
 
     @contextlib.contextmanager
-    def boxes(part: Found) -> Iterator[tuple[VersionRecord, list[Box]]]:
+    def boxes(part: FoundVersion) -> Iterator[tuple[VersionRecord, list[Box]]]:
         with part.reader.pinned(part.entry.info.id) as entry:
             yield (
                 part.reader.record(entry),
@@ -207,7 +207,7 @@ def _version_job(found: Found, wish: Wish) -> Job:
     )
 
 
-def _group_job(found: FoundGroup, wish: Wish) -> Job:
+def _group_job(found: FoundGroup, wish: ExportOptions) -> Job:
     group = found.group
     if os.path.splitext(wish.out)[1].lower() in TORCH_SUFFIXES and not wish.is_directory:
         raise UsageError(
@@ -229,7 +229,7 @@ def _group_job(found: FoundGroup, wish: Wish) -> Job:
     tensors, no_weights = _weights(tensors, wish)
 
     @contextlib.contextmanager
-    def boxes(part: Found) -> Iterator[tuple[VersionRecord, list[Box]]]:
+    def boxes(part: FoundVersion) -> Iterator[tuple[VersionRecord, list[Box]]]:
         rank = next(rank for rank, each in found.parts.items() if each is part)
         with opened_part(part) as (record, shards):
             yield record, list(_boxes(rank, tensors, cuts, shards))
@@ -263,7 +263,9 @@ def _boxes(
             yield Box(name, piece.offsets, piece.sizes, spec)
 
 
-def _weights(tensors: dict[str, TensorSpec], wish: Wish) -> tuple[dict[str, TensorSpec], list[str]]:
+def _weights(
+    tensors: dict[str, TensorSpec], wish: ExportOptions
+) -> tuple[dict[str, TensorSpec], list[str]]:
     """For a directory of which nobody said more: the weights, by the names that a model has for
     them; and the names of the rest."""
     if not wish.is_directory or wish.names or wish.strip:
@@ -273,7 +275,7 @@ def _weights(tensors: dict[str, TensorSpec], wish: Wish) -> tuple[dict[str, Tens
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}, rest
 
 
-def _say(title: str, wish: Wish, done: Done, output: Output) -> None:
+def _say(title: str, wish: ExportOptions, done: Done, output: Output) -> None:
     for names in done.shared:
         listed = _listed(names)
         output.note(
@@ -319,7 +321,7 @@ def _in_place(out: str) -> Iterator[str]:
             os.unlink(temporary)
 
 
-def _write_torch(found: Found, wish: Wish, temporary: str) -> Done:
+def _write_torch(found: FoundVersion, wish: ExportOptions, temporary: str) -> Done:
     """The state, as ``torch.save`` writes it. What of it is no tensor is in memory."""
     from portus.client.leaving import torch_file
     from portus.client.loading.restore import matcher
@@ -348,7 +350,7 @@ def _write_torch(found: Found, wish: Wish, temporary: str) -> Done:
 
 
 def _tensors(
-    found: Found, record: VersionRecord, wish: Wish
+    found: FoundVersion, record: VersionRecord, wish: ExportOptions
 ) -> tuple[dict[str, TensorSpec], list[str]]:
     """The tensors to write by the name they get, and the key paths of what is left out."""
     specs = _layout(found, record)
@@ -373,7 +375,7 @@ def _tensors(
     return tensors, left_out
 
 
-def _layout(found: Found, record: VersionRecord) -> tuple[TensorSpec, ...]:
+def _layout(found: FoundVersion, record: VersionRecord) -> tuple[TensorSpec, ...]:
     return decode_layout(found.reader.payload(record.layout, Kind.LAYOUT))
 
 
@@ -384,7 +386,7 @@ def _is_wanted(path: str, names: Sequence[str]) -> bool:
     )
 
 
-def _metadata(found: Found) -> dict[str, str]:
+def _metadata(found: FoundVersion) -> dict[str, str]:
     info = found.info
     about = {"model": info.model, "step": info.step, "token": info.token.hex()}
     return {"format": "pt", "portus": json.dumps(about)}

@@ -38,7 +38,7 @@ YOUNG_S: Final = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class GcOptions:
     """``missing``: count as deleted what is gone and may have been moved. ``empty``: remove pool
     files without versions. ``dry_run``: change nothing. ``links``: the directory where trainers
     have their links for a host; None looks for it."""
@@ -54,7 +54,7 @@ class Wish:
         return frozenset({Fate.DELETED, Fate.UNKNOWN} if self.missing else {Fate.DELETED})
 
 
-def run(pool: str | None, wish: Wish, output: Output) -> int:
+def run(pool: str | None, wish: GcOptions, output: Output) -> int:
     """Collect; the exit code."""
     documents: list[Json] = []
     code = 0
@@ -85,13 +85,13 @@ _Collected = tuple[list[VersionInfo], bool, int]
 """The versions let go of, or that would be; whether the pool file went too, and bytes freed."""
 
 
-def _collected(pool: Place, wish: Wish) -> _Collected:
+def _collected(pool: Place, wish: GcOptions) -> _Collected:
     if pool.is_host:
         return _collect_from_host(pool, wish)
     return (_look if wish.dry_run else _collect)(pool, wish)
 
 
-def _look(pool: Place, wish: Wish) -> _Collected:
+def _look(pool: Place, wish: GcOptions) -> _Collected:
     """Changes nothing."""
     reader = open_reader(pool.path)
     try:
@@ -105,7 +105,7 @@ def _look(pool: Place, wish: Wish) -> _Collected:
     return infos, wish.empty and len(gone) == len(catalogue.ids()) and not is_device, 0
 
 
-def _collect(pool: Place, wish: Wish) -> _Collected:
+def _collect(pool: Place, wish: GcOptions) -> _Collected:
     taken = on_disk(pool.path)
     with writing(pool.path) as (writer, keeper):
         before = {entry.info.id: entry.info for entry in writer.catalogue().entries()}
@@ -118,7 +118,7 @@ def _collect(pool: Place, wish: Wish) -> _Collected:
     return [before[version] for version in sorted(gone)], removed, freed
 
 
-def _collect_from_host(place: Place, wish: Wish) -> _Collected:
+def _collect_from_host(place: Place, wish: GcOptions) -> _Collected:
     """By the links that trainers of this machine keep, which may be at work: nothing of theirs is
     changed, and a reference file that is young may be about to get its name. What the host knows
     besides was written elsewhere: whether it is there is not known here."""
@@ -173,7 +173,7 @@ def _written_elsewhere(reference: Reference) -> FileLink:
 
 
 def _say(
-    path: str, infos: list[VersionInfo], removed: bool, freed: int, wish: Wish, output: Output
+    path: str, infos: list[VersionInfo], removed: bool, freed: int, wish: GcOptions, output: Output
 ) -> None:
     would = "would be " if wish.dry_run else ""
     for info in infos:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from portus.cli.output import Json
-from portus.cli.pools import Found, PlacePools
+from portus.cli.pools import FoundVersion, PlacePools
 from portus.errors import CorruptionError, UsageError
 from portus.format.layout import Kind
 from portus.index.groups import Group, groups_of
@@ -26,7 +26,7 @@ class FoundGroup:
     """A group, and the parts of its ranks that are there."""
 
     group: Group
-    parts: dict[int, Found]
+    parts: dict[int, FoundVersion]
 
 
 def find_groups(pools: PlacePools, target: str) -> list[FoundGroup]:
@@ -94,7 +94,7 @@ def cuts_of(found: FoundGroup) -> tuple[dict[str, Cut], list[str]]:
 
 
 @contextlib.contextmanager
-def opened_part(found: Found) -> Iterator[tuple[VersionRecord, dict[str, TensorSpec]]]:
+def opened_part(found: FoundVersion) -> Iterator[tuple[VersionRecord, dict[str, TensorSpec]]]:
     """A part, pinned: its record, and its shards by key."""
     with found.reader.pinned(found.entry.info.id) as entry:
         record = found.reader.record(entry)

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from portus.cli.machine import Found
+from portus.cli.machine import MachineFinding
 from portus.cli.output import size_text
 from portus.errors import TransportError
 from portus.spec import PAGE
@@ -34,7 +34,7 @@ _WAIT_S_MAX: Final = 60.0
 _ON_DEMAND: Final = "with on-demand paging"
 
 
-def found() -> Iterator[Found]:
+def found() -> Iterator[MachineFinding]:
     """What each active port can, and whether its bytes arrive. Nothing without any."""
     active = ports()
     if not active:
@@ -42,15 +42,15 @@ def found() -> Iterator[Found]:
     try:
         verbs = load()
     except TransportError as error:
-        yield Found(TOPIC, "-", f"cannot be tried: {error}")
+        yield MachineFinding(TOPIC, "-", f"cannot be tried: {error}")
         return
-    yield Found("RDMA device", "pyverbs", f"loaded, with {verbs.constants.__name__}")
+    yield MachineFinding("RDMA device", "pyverbs", f"loaded, with {verbs.constants.__name__}")
     for port in active:
         try:
             yield from _of(port)
         except TransportError as error:
             advice = "trainers reach this host over sockets until that is fixed"
-            yield Found(TOPIC, port.device, f"cannot be tried: {error}", advice)
+            yield MachineFinding(TOPIC, port.device, f"cannot be tried: {error}", advice)
 
 
 def misplaced(pair: Pair, near: Region, far: Region, *, writes: bool) -> int:
@@ -75,27 +75,29 @@ def misplaced(pair: Pair, near: Region, far: Region, *, writes: bool) -> int:
     return wrong
 
 
-def _of(port: Port) -> Iterator[Found]:
+def _of(port: Port) -> Iterator[MachineFinding]:
     domain = Domain(port)
     try:
         limits = domain.limits
         text = f"port {port.number} has {_address(port.gid)}; at most {limits.regions} regions, of "
-        yield Found("RDMA limits", port.device, f"{text}{size_text(limits.region_size)} each")
+        yield MachineFinding(
+            "RDMA limits", port.device, f"{text}{size_text(limits.region_size)} each"
+        )
         wrong = _tried(domain, on_demand=False)
         text = f"{2 * len(PLACES) - sum(wrong)} of {2 * len(PLACES)} transfers arrived whole"
         bad = "do not use this device: PORTUS_TRANSPORT=tcp, portus serve --transport tcp"
-        yield Found(TOPIC, port.device, text, bad if any(wrong) else "")
+        yield MachineFinding(TOPIC, port.device, text, bad if any(wrong) else "")
         if not limits.on_demand:
-            yield Found(TOPIC, port.device, f"{_ON_DEMAND}: not offered, and not needed")
+            yield MachineFinding(TOPIC, port.device, f"{_ON_DEMAND}: not offered, and not needed")
             return
         writes, reads = _tried(domain, on_demand=True)
         if writes or reads:
             text = f"{_ON_DEMAND} {writes} of {len(PLACES)} writes and {reads} of {len(PLACES)} "
             text += "reads go to the wrong place, and report success. Portus never uses it"
             advice = "let no other program use on-demand paging there; a newer kernel may be right"
-            yield Found(TOPIC, port.device, text, advice)
+            yield MachineFinding(TOPIC, port.device, text, advice)
         else:
-            yield Found(TOPIC, port.device, f"{_ON_DEMAND}: right, and not used by Portus")
+            yield MachineFinding(TOPIC, port.device, f"{_ON_DEMAND}: right, and not used by Portus")
     finally:
         domain.close()
 

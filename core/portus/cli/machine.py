@@ -26,7 +26,7 @@ _FLUSHES: Final = ("clwb", "clflushopt", "clflush")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MachineFinding:
     """One thing. ``advice``: what to do about it; empty if nothing."""
 
     topic: str
@@ -42,7 +42,7 @@ class Machine:
     root: Path = Path("/")
     cuda: Callable[[], Driver] = driver
 
-    def found(self) -> Iterator[Found]:
+    def found(self) -> Iterator[MachineFinding]:
         """Everything, topic by topic."""
         yield from self.dax_devices()
         yield from self.namespaces()
@@ -52,7 +52,7 @@ class Machine:
         yield self.helper()
         yield self.shelves()
 
-    def dax_devices(self) -> Iterator[Found]:
+    def dax_devices(self) -> Iterator[MachineFinding]:
         """Each DAX device, whether a driver serves it or not."""
         places = _entries(self.root / "sys/bus/dax/devices")
         for place in places:
@@ -60,16 +60,16 @@ class Machine:
             if not (place / "driver").exists():
                 text = f"{_number(place / 'size')} bytes, served by no driver"
                 advice = f"daxctl reconfigure-device --mode=devdax {place.name}"
-                yield Found("DAX device", path, text, advice)
+                yield MachineFinding("DAX device", path, text, advice)
                 continue
             facts = device_facts(path)
             if facts is not None:
-                yield Found("DAX device", path, *_device_text(facts))
+                yield MachineFinding("DAX device", path, *_device_text(facts))
         if not places:
             text = "none: pools are in files"
-            yield Found("DAX device", "-", text)
+            yield MachineFinding("DAX device", "-", text)
 
-    def namespaces(self) -> Iterator[Found]:
+    def namespaces(self) -> Iterator[MachineFinding]:
         """Each NVDIMM namespace with something in it, and how far a store is safe."""
         for region in _entries(self.root / "sys/bus/nd/devices", "region"):
             domain = _text(region / "persistence_domain") or "unknown"
@@ -82,11 +82,11 @@ class Machine:
                         f"ndctl create-namespace -f -e {place.name} -m devdax -M mem (all of it "
                         "for one pool), or -m fsdax (for a file system with -o dax)"
                     )
-                    yield Found("NVDIMM namespace", place.name, text, advice)
+                    yield MachineFinding("NVDIMM namespace", place.name, text, advice)
                 elif size:
-                    yield Found("NVDIMM namespace", place.name, text)
+                    yield MachineFinding("NVDIMM namespace", place.name, text)
 
-    def libpmem(self) -> Found:
+    def libpmem(self) -> MachineFinding:
         """Whether caches can be written back, and how."""
         flags = _cpu_flags(self.root)
         how = next((each for each in _FLUSHES if each in flags), "no flush that we know of")
@@ -94,10 +94,10 @@ class Machine:
             processor()
         except MediumError as error:
             advice = "apt-get install libpmem1, or dnf install libpmem; only for persistent memory"
-            return Found("libpmem", "-", f"not usable: {error.strerror}", advice)
-        return Found("libpmem", "libpmem.so.1", f"loaded; this processor has {how}")
+            return MachineFinding("libpmem", "-", f"not usable: {error.strerror}", advice)
+        return MachineFinding("libpmem", "libpmem.so.1", f"loaded; this processor has {how}")
 
-    def rdma(self) -> Iterator[Found]:
+    def rdma(self) -> Iterator[MachineFinding]:
         """Each RDMA device, and whether this process could use it."""
         places = _entries(self.root / "sys/class/infiniband")
         for place in places:
@@ -107,41 +107,45 @@ class Machine:
                 soft = ", in software (Soft-RoCE)" if _is_soft(place) else ""
                 text = f"port {port.name} {state}, {link}, {rate}{soft}"
                 advice = "" if state == "ACTIVE" else f"bring the link of {place.name} up"
-                yield Found("RDMA device", place.name, text, advice)
+                yield MachineFinding("RDMA device", place.name, text, advice)
         if not places:
-            yield Found("RDMA device", "-", "none: storage hosts are reached over sockets")
+            yield MachineFinding("RDMA device", "-", "none: storage hosts are reached over sockets")
             return
         if importlib.util.find_spec("pyverbs") is None:
             yield _no_pyverbs()
         yield _memlock()
 
-    def gpus(self) -> Iterator[Found]:
+    def gpus(self) -> Iterator[MachineFinding]:
         """NVIDIA devices, and whether a network card can read their memory."""
         entries = _entries(self.root / "dev", "nvidia")
         devices = [each for each in entries if each.name.removeprefix("nvidia").isdigit()]
         for device in devices:
-            yield Found("GPU", f"/dev/{device.name}", _driver(self.root))
+            yield MachineFinding("GPU", f"/dev/{device.name}", _driver(self.root))
         if not devices:
-            yield Found("GPU", "-", "none that a driver of NVIDIA serves")
+            yield MachineFinding("GPU", "-", "none that a driver of NVIDIA serves")
             return
         why_no_dmabuf = _why_no_dmabuf(self.cuda)
         peer = (self.root / "sys/module/nvidia_peermem").exists()
-        yield Found("GPU", "memory", *_device_memory_text(why_no_dmabuf, peer=peer))
+        yield MachineFinding("GPU", "memory", *_device_memory_text(why_no_dmabuf, peer=peer))
 
-    def helper(self) -> Found:
+    def helper(self) -> MachineFinding:
         """The compiled helper that copies and hashes without Python's lock."""
         if native.helper() is not None:
-            return Found("copy helper", "_native.so", "in use")
+            return MachineFinding("copy helper", "_native.so", "in use")
         text = "not in use: copies are made by Python, and slow small-step training more"
-        return Found("copy helper", "-", text, "install a C compiler, and portus-checkpoint again")
+        return MachineFinding(
+            "copy helper", "-", text, "install a C compiler, and portus-checkpoint again"
+        )
 
-    def shelves(self) -> Found:
+    def shelves(self) -> MachineFinding:
         """How a shelf finds what was changed in its views."""
         how = tells()
         if how is not Tells.NOTHING:
-            return Found("shelf", how.value, "reports which pages of an array were changed")
+            return MachineFinding(
+                "shelf", how.value, "reports which pages of an array were changed"
+            )
         text = "this system does not report which pages were changed: each commit compares all"
-        return Found("shelf", "-", text)
+        return MachineFinding("shelf", "-", text)
 
 
 def _device_text(facts: DeviceFacts) -> tuple[str, str]:
@@ -163,22 +167,22 @@ def _device_text(facts: DeviceFacts) -> tuple[str, str]:
         medium.close()
 
 
-def _no_pyverbs() -> Found:
+def _no_pyverbs() -> MachineFinding:
     advice = (
         "apt-get install python3-pyverbs, and put a folder on PYTHONPATH that holds a link "
         "`pyverbs` to /usr/lib/python3/dist-packages/pyverbs (Python of the system's version)"
     )
-    return Found("RDMA device", "pyverbs", "is not installed", advice)
+    return MachineFinding("RDMA device", "pyverbs", "is not installed", advice)
 
 
-def _memlock() -> Found:
+def _memlock() -> MachineFinding:
     import resource  # not on every platform, as RDMA is not
 
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Found("RDMA device", "locked memory", "unlimited")
+        return MachineFinding("RDMA device", "locked memory", "unlimited")
     advice = "ulimit -l unlimited (LimitMEMLOCK=infinity for a service): tensors are registered"
-    return Found("RDMA device", "locked memory", f"limited to {soft} bytes", advice)
+    return MachineFinding("RDMA device", "locked memory", f"limited to {soft} bytes", advice)
 
 
 def _is_soft(place: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Final
 
 from portus.cli.mirrored import claim, in_order, mirrors_at, retried, term_document
 from portus.cli.output import FOUND, Json, Output, age_text, count_text, size_text
-from portus.cli.pools import Found, PlacePools, find_pool, nearest
+from portus.cli.pools import FoundVersion, PlacePools, find_pool, nearest
 from portus.cli.progress import bar
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.index.place import Place
@@ -19,7 +19,7 @@ from portus.mirror.mirror import Mirror
 from portus.mirror.objects import Added, State
 from portus.transport.base import Stop
 
-_Versions = dict[bytes, Found]
+_Versions = dict[bytes, FoundVersion]
 """Those of the pools of this machine, by their tokens."""
 
 
@@ -108,7 +108,7 @@ def _repaired(mirror: Mirror, added: Added, local: _Versions) -> str:
     return "mended"
 
 
-def _mend(mirror: Mirror, added: Added, found: Found) -> None:
+def _mend(mirror: Mirror, added: Added, found: FoundVersion) -> None:
     claim(mirror, "mirror repair")
     mirror.mend(added, found.reader, found.entry.info.id, Stop())
 

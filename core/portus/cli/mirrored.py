@@ -20,7 +20,7 @@ from portus.cli.output import (
     said,
     size_text,
 )
-from portus.cli.pools import Found, link_document, link_text, version_document
+from portus.cli.pools import FoundVersion, link_document, link_text, version_document
 from portus.errors import PortusError, StaleError
 from portus.index.groups import groups_of
 from portus.index.place import Place
@@ -53,7 +53,7 @@ def claim(mirror: Mirror, command: str) -> State:
     return mirror.claim(who, _NOBODY, 0, passing=True)
 
 
-def let_go(place: Place, found: Sequence[Found], *, force: bool) -> None:
+def let_go(place: Place, found: Sequence[FoundVersion], *, force: bool) -> None:
     """Remove versions from the mirrors at ``place``, with their reference files there. Raises
     ``StaleError`` if a file came to lead to one meanwhile, unless ``force``, and
     ``SupersededError``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from portus.cli.grouped import find_groups
 from portus.cli.output import Output, count_text
-from portus.cli.pools import Found, PlacePools, open_pools, version_document
+from portus.cli.pools import FoundVersion, PlacePools, open_pools, version_document
 from portus.client.files.pins import pin, unpin
 from portus.errors import UsageError
 
@@ -25,7 +25,7 @@ def run(target: str, pool: str | None, *, pinned: bool, output: Output) -> int:
     return 0
 
 
-def _selected(pools: PlacePools, target: str) -> list[Found]:
+def _selected(pools: PlacePools, target: str) -> list[FoundVersion]:
     """The versions of a step; of a sharded save, the parts of all ranks."""
     parts = [part for group in find_groups(pools, target) for part in group.parts.values()]
     found = parts or pools.select(target)

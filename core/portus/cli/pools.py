@@ -121,7 +121,7 @@ Holder = FileLink | Referred
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class FoundVersion:
     """A version, and the pool that holds it, or its mirror. ``open``: gives a reader, and the
     version there; that of a mirror is opened by the first use, and has an id of its own."""
 
@@ -170,7 +170,7 @@ class PlacePools:
             except PortusError as error:
                 self.failed[pool] = error
 
-    def versions(self) -> list[Found]:
+    def versions(self) -> list[FoundVersion]:
         """All versions; by pool file, oldest commit first."""
         if self._mirrored is not None:
             return self._mirrored.found()
@@ -185,7 +185,7 @@ class PlacePools:
         """True if the pool is among them that a reference file leads to."""
         return any(each.superblock.uuid.hex() == reference.pool for each in self._readers.values())
 
-    def select(self, target: str) -> list[Found]:
+    def select(self, target: str) -> list[FoundVersion]:
         """The versions that ``target`` means: ``MODEL``, ``MODEL@STEP`` or a reference file.
 
         A step may have several, after a rollback. Raises ``UsageError`` if there are none; if a
@@ -239,11 +239,11 @@ class PlacePools:
         self.close()
 
 
-def _found(pool: Place, reader: PoolReader, entry: VersionEntry) -> Found:
+def _found(pool: Place, reader: PoolReader, entry: VersionEntry) -> FoundVersion:
     def held() -> Sequence[Holder]:
         return holders(pool, reader.catalogue(), reader).get(entry.info.token, [])
 
-    return Found(pool, entry.info, lambda: (reader, entry), held)
+    return FoundVersion(pool, entry.info, lambda: (reader, entry), held)
 
 
 def _is_mirror(place: Place) -> bool:
@@ -270,15 +270,15 @@ class MirroredVersions:
         """Of which models there is a mirror."""
         return self._mirrors.models()
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[FoundVersion]:
         """All of them."""
-        made: list[Found] = []
+        made: list[FoundVersion] = []
         for model, state in self.states().items():
             for added in sorted(state.versions, key=lambda each: (each.term, each.commit)):
                 links = [each for each in state.references if each.token == added.token]
                 info = added.info(model, len(made) + 1, added.commit)
                 opener = self._opener(model, added)
-                made.append(Found(self._place, info, opener, partial(list, links)))
+                made.append(FoundVersion(self._place, info, opener, partial(list, links)))
         return made
 
     def _opener(
@@ -325,7 +325,7 @@ def open_pools(pool: str | None, target: str | None = None, *, mirrors: bool = F
     return PlacePools(_led_to(target))
 
 
-def newest(found: list[Found]) -> Found:
+def newest(found: list[FoundVersion]) -> FoundVersion:
     """The one committed last; across pool files, by time."""
     last = {each.path: each for each in found}  # of each file the last in order of commits
     return max(last.values(), key=lambda each: each.info.time_ns)
@@ -340,7 +340,7 @@ def _is_step(text: str) -> bool:
     return text.removeprefix("-").isdecimal() and text.isascii()
 
 
-def _choices(target: str, versions: list[Found], models: list[str] | None = None) -> str:
+def _choices(target: str, versions: list[FoundVersion], models: list[str] | None = None) -> str:
     model = target.rpartition("@")[0]
     steps = [str(each.info.step) for each in versions if each.info.model in (target, model)]
     steps = steps or [str(step) for step in _steps_of_groups(model, versions)]
@@ -354,7 +354,7 @@ def _choices(target: str, versions: list[Found], models: list[str] | None = None
     return f"it holds the models {', '.join(map(repr, models[:_STEPS_MAX]))}"
 
 
-def _steps_of_groups(model: str, versions: list[Found]) -> list[int]:
+def _steps_of_groups(model: str, versions: list[FoundVersion]) -> list[int]:
     named = [(part_of(each.info.model), each.info.step) for each in versions]
     return sorted({step for part, step in named if part is not None and part[0] == model})
 

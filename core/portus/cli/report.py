@@ -12,7 +12,7 @@ from portus.cli.output import Json, Output, moment_text
 from portus.cli.training import (
     WHERE,
     WHY,
-    Seen,
+    JournaledRun,
     intervals,
     parts,
     restart_rows,
@@ -33,7 +33,7 @@ _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ReportOptions:
     """``run``: whose report; None: that of the only run there is. ``page``, ``picture``: files to
     write besides."""
 
@@ -42,7 +42,7 @@ class Wish:
     picture: str | None = None
 
 
-def run(wish: Wish, pool: str | None, output: Output) -> int:
+def run(wish: ReportOptions, pool: str | None, output: Output) -> int:
     """Report; the exit code."""
     seen = training_of(wish.run, pool, output)
     made = document(seen)
@@ -57,7 +57,7 @@ def run(wish: Wish, pool: str | None, output: Output) -> int:
     return 0
 
 
-def document(seen: Seen) -> dict[str, Json]:
+def document(seen: JournaledRun) -> dict[str, Json]:
     """The report for machines."""
     its = seen.account
     return {
@@ -130,7 +130,7 @@ def document(seen: Seen) -> dict[str, Json]:
     }
 
 
-def _say(seen: Seen, output: Output) -> None:
+def _say(seen: JournaledRun, output: Output) -> None:
     its = seen.account
     output.line(f"{seen.name}: begun {moment_text(its.begun_ns)}; {state_text(seen)}")
     output.line()

@@ -16,7 +16,7 @@ from portus.cli.output import Json, moment_text, size_text
 from portus.cli.training import (
     WHERE,
     WHY,
-    Seen,
+    JournaledRun,
     intervals,
     parts,
     restart_rows,
@@ -80,7 +80,7 @@ th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px soli
 _COLOR: Final = {name: f"var(--{name})" for name in WHERE}
 
 
-def page(seen: Seen, made: dict[str, Json]) -> str:
+def page(seen: JournaledRun, made: dict[str, Json]) -> str:
     """The whole page. ``made``: the document for machines, which is put at its end."""
     its = seen.account
     title = html.escape(f"{seen.name}: goodput {its.goodput:.1%}")
@@ -117,7 +117,7 @@ def _section(title: str, content: str) -> str:
     return f"<section><h2>{html.escape(title)}</h2>{content}</section>"
 
 
-def _facts(seen: Seen) -> str:
+def _facts(seen: JournaledRun) -> str:
     rows = [f"<dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd>" for a, b in summary(seen)]
     return f"<dl>{''.join(rows)}</dl>"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Final
 
-from portus.cli.training import WHERE, Seen, intervals, parts, seconds_text
+from portus.cli.training import WHERE, JournaledRun, intervals, parts, seconds_text
 
 _COLORS: Final = dict(
     zip(WHERE, ("#1f8a5b", "#c8372d", "#2f6fd0", "#8a6fc0", "#b3bac2"), strict=True)
@@ -14,7 +14,7 @@ _COLORS: Final = dict(
 _UNITS: Final = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
-def picture(seen: Seen) -> bytes:
+def picture(seen: JournaledRun) -> bytes:
     """A PNG. Raises ``ModuleNotFoundError`` without matplotlib."""
     import matplotlib
 

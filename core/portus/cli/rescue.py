@@ -15,7 +15,7 @@ from portus.index.directory import WRITERS, pools_at
 from portus.index.place import Place, local_path
 from portus.index.pool import PoolReader, read_holder
 from portus.index.rebuild import chosen, copy_versions, rebuild
-from portus.index.rescue import Found, find_versions, is_whole
+from portus.index.rescue import RecoverableVersion, find_versions, is_whole
 from portus.media.base import Medium
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
@@ -24,7 +24,7 @@ _FILES = LocalFiles()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class RescueOptions:
     """``into``: the new pool file to make; ``in_place``: mend the file itself. Neither: look."""
 
     into: str | None = None
@@ -35,12 +35,12 @@ class Wish:
 class _Seen:
     """A version that was found. ``listed``: a root leads to it."""
 
-    found: Found
+    found: RecoverableVersion
     whole: bool
     listed: bool
 
 
-def run(place: str, wish: Wish, output: Output) -> int:
+def run(place: str, wish: RescueOptions, output: Output) -> int:
     """Look, and make what is wished for; the exit code."""
     if wish.into is not None and wish.in_place:
         raise UsageError("--into or --in-place: choose one of them")
@@ -116,14 +116,14 @@ def _say(path: str, seen: list[_Seen], output: Output) -> None:
     output.line(f"{path}: {count_text(len(seen), 'version')} found, {whole} whole")
 
 
-def _some(path: str, medium: Medium, whole: list[Found]) -> list[Found]:
+def _some(path: str, medium: Medium, whole: list[RecoverableVersion]) -> list[RecoverableVersion]:
     versions = chosen(medium, whole)
     if not versions:
         raise CorruptionError(f"{path}: no version is whole; there is nothing to make a pool of")
     return versions
 
 
-def _into(path: str, medium: Medium, versions: list[Found], into: str) -> str:
+def _into(path: str, medium: Medium, versions: list[RecoverableVersion], into: str) -> str:
     target = local_path(into, "--into")
     made = _FILES.create(target, medium.size)
     try:
@@ -144,7 +144,7 @@ def _into(path: str, medium: Medium, versions: list[Found], into: str) -> str:
     return target
 
 
-def _in_place(path: str, whole: list[Found]) -> str:
+def _in_place(path: str, whole: list[RecoverableVersion]) -> str:
     """By its writer, if it can be opened: that puts a slot or a superblock right."""
     try:
         WRITERS.close(WRITERS.open(path))

@@ -10,7 +10,7 @@ from portus.cli import mirrored
 from portus.cli.grouped import FoundGroup, find_groups, ranks_text
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import (
-    Found,
+    FoundVersion,
     PlacePools,
     aimed,
     link_text,
@@ -145,7 +145,7 @@ def _remove_versions(
     return removed
 
 
-def _selected(pools: PlacePools, target: str) -> tuple[list[Found], list[FoundGroup]]:
+def _selected(pools: PlacePools, target: str) -> tuple[list[FoundVersion], list[FoundGroup]]:
     """The versions that go, and the groups if they are parts: then the first rank's come last, by
     which a run finds the others, if this is cut off. Raises ``UsageError``."""
     try:
@@ -180,8 +180,8 @@ def _check_groups(
 
 
 def _beyond(
-    found: list[Found], model: str, keep: Keep, *, force: bool, output: Output
-) -> list[Found]:
+    found: list[FoundVersion], model: str, keep: Keep, *, force: bool, output: Output
+) -> list[FoundVersion]:
     """All but what ``keep`` says, and but what files hold, which is said."""
     if any(each.info.model != model for each in found):
         raise UsageError(f"--keep is for a model, and {model} names a step")
@@ -195,7 +195,7 @@ def _beyond(
     return [each for each in beyond if each not in held]
 
 
-def _in_order(found: list[Found]) -> list[Found]:
+def _in_order(found: list[FoundVersion]) -> list[FoundVersion]:
     """Those of one pool file in the order of their commits, also if its clock went back; those of
     several, which come file by file, by time."""
     latest: dict[str, int] = {}
@@ -206,7 +206,7 @@ def _in_order(found: list[Found]) -> list[Found]:
     return [each for _, _, each in sorted(timed, key=lambda row: row[:2])]
 
 
-def _is_held(found: Found, *, force: bool) -> bool:
+def _is_held(found: FoundVersion, *, force: bool) -> bool:
     try:
         (_check_unpinned if force else _check_unheld)([found])
     except UsageError:
@@ -214,13 +214,13 @@ def _is_held(found: Found, *, force: bool) -> bool:
     return False
 
 
-def _check_unpinned(found: list[Found]) -> None:
+def _check_unpinned(found: list[FoundVersion]) -> None:
     for each in found:
         if each.pool.kind is not PlaceKind.MIRROR:
             check_unpinned(each.pool, each.reader, [each.info])
 
 
-def _check_unheld(found: list[Found]) -> None:
+def _check_unheld(found: list[FoundVersion]) -> None:
     _check_unpinned(found)
     for each in found:
         if each.pool.is_host:

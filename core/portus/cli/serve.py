@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from portus.cli.output import Output
 from portus.daemon.events import log_to_stderr
-from portus.daemon.main import Wish, serve
+from portus.daemon.main import ServeOptions, serve
 
 
-def run(wish: Wish, output: Output) -> int:
+def run(wish: ServeOptions, output: Output) -> int:
     """Serve until told to end; the exit code."""
     log_to_stderr()
     return 0 if serve(wish) else 3

@@ -12,7 +12,7 @@ import msgspec
 from portus.cli.grouped import FoundGroup, cuts_of, find_groups, group_document, ranks_text
 from portus.cli.output import Json, Output, age_text, count_text, moment_text, size_text
 from portus.cli.pools import (
-    Found,
+    FoundVersion,
     Holder,
     aimed,
     link_document,
@@ -108,7 +108,7 @@ def _say_group(found: FoundGroup, document: dict[str, Json], output: Output) -> 
     document["others"] = list(others)
 
 
-def _show_model(model: str, found: list[Found], output: Output) -> None:
+def _show_model(model: str, found: list[FoundVersion], output: Output) -> None:
     held = [each.held() for each in found]
     unique = _unique(found)
     rows = [
@@ -137,7 +137,7 @@ def _show_model(model: str, found: list[Found], output: Output) -> None:
     output.document({"model": model, "versions": versions})
 
 
-def _unique(found: list[Found]) -> dict[Found, int]:
+def _unique(found: list[FoundVersion]) -> dict[FoundVersion, int]:
     """Bytes that only one version reaches. Of a mirror it is not known."""
     here = [each for each in found if each.pool.kind is not PlaceKind.MIRROR]
     readers = {each.path: each.reader for each in here}
@@ -145,7 +145,7 @@ def _unique(found: list[Found]) -> dict[Found, int]:
     return {each: sizes[each.path].get(each.info.id, 0) for each in here}
 
 
-def _show_version(found: Found, output: Output) -> dict[str, Json]:
+def _show_version(found: FoundVersion, output: Output) -> dict[str, Json]:
     reader = found.reader
     with reader.pinned(found.entry.info.id) as entry:
         record = reader.record(entry)
@@ -191,7 +191,7 @@ def _show_version(found: Found, output: Output) -> dict[str, Json]:
     }
 
 
-def _identity(found: Found) -> dict[str, Json]:
+def _identity(found: FoundVersion) -> dict[str, Json]:
     return {**version_document(found.info), "pool": found.path}
 
 
@@ -215,7 +215,7 @@ def _leaves(root: object) -> tuple[list[str], list[object]]:
 
 
 def _say_head(
-    found: Found,
+    found: FoundVersion,
     record: VersionRecord,
     links: Sequence[Holder],
     unique: int | None,

@@ -13,7 +13,7 @@ from portus.client.files.home import host_journals
 from portus.errors import PortusError, UsageError
 from portus.index.directory import JOURNAL_SUFFIX, first_generation, journal_directory
 from portus.index.groups import part_of
-from portus.index.journals import Found, journals_in, names_in, read
+from portus.index.journals import FoundJournal, journals_in, names_in, read
 from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind
 from portus.journal.account import Account, account
 from portus.journal.lines import Line
@@ -41,12 +41,12 @@ WHY: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class JournaledRun:
     """A run and what its journals say. ``journals``: of all its ranks; the account is of the first
     one's time, with the bytes of all."""
 
     name: str
-    journals: tuple[Found, ...]
+    journals: tuple[FoundJournal, ...]
     account: Account
 
     @property
@@ -56,11 +56,11 @@ class Seen:
         return any(newest in each.running for each in self.journals)
 
 
-def training_of(run: str | None, pool: str | None, output: Output) -> Seen:
+def training_of(run: str | None, pool: str | None, output: Output) -> JournaledRun:
     """The training that ``run`` means; None: the only one there is. What cannot be read beside it
     is said. Raises ``UsageError`` if there is none, or several, and what reading raises."""
     directories, name, where = _directories(run, pool)
-    found: dict[str, list[Found]] = {}
+    found: dict[str, list[FoundJournal]] = {}
     failed: list[PortusError] = []
     for directory in directories:
         for path in journals_in(directory):
@@ -93,7 +93,7 @@ def training_of(run: str | None, pool: str | None, output: Output) -> Seen:
     return _accounted(name, journals, where)
 
 
-def _accounted(name: str, journals: Sequence[Found], where: str) -> Seen:
+def _accounted(name: str, journals: Sequence[FoundJournal], where: str) -> JournaledRun:
     """Ranks step together: the account is of the first one's, under all numbers of ranks."""
     ranks = [(part[1] if (part := part_of(each.model)) else 0, each) for each in journals]
     least = min(rank for rank, _ in ranks)
@@ -101,7 +101,7 @@ def _accounted(name: str, journals: Sequence[Found], where: str) -> Seen:
     made = account(lines)
     if made is None:
         raise UsageError(f"{where}: the journal of {name!r} has no session that can be read")
-    return Seen(name, tuple(journals), made)
+    return JournaledRun(name, tuple(journals), made)
 
 
 def _run_of(model: str) -> str:
@@ -161,17 +161,17 @@ def parts(its: Account) -> list[tuple[str, float]]:
     return list(zip(WHERE, values, strict=True))
 
 
-def written_bytes(seen: Seen) -> int:
+def written_bytes(seen: JournaledRun) -> int:
     """What all ranks stored in their pools."""
     return _of_all(seen, lambda each: each.copied_bytes)
 
 
-def shared_bytes(seen: Seen) -> int:
+def shared_bytes(seen: JournaledRun) -> int:
     """What all ranks found in an older version."""
     return _of_all(seen, lambda each: each.shared_bytes)
 
 
-def _of_all(seen: Seen, size: Callable[[Account], int]) -> int:
+def _of_all(seen: JournaledRun, size: Callable[[Account], int]) -> int:
     accounts = [account(each.lines) for each in seen.journals]
     return sum(size(each) for each in accounts if each is not None)
 
@@ -198,7 +198,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 3600:.3g} h" if seconds < 172_800 else f"{seconds / 86_400:.3g} days"
 
 
-def state_text(seen: Seen) -> str:
+def state_text(seen: JournaledRun) -> str:
     """Whether it runs, and when it was seen last."""
     its = seen.account
     last = its.sessions[-1]
@@ -210,7 +210,7 @@ def state_text(seen: Seen) -> str:
     return f"{how} {age_text(time_ns)}, at step {its.steps}"
 
 
-def summary(seen: Seen) -> list[tuple[str, str]]:
+def summary(seen: JournaledRun) -> list[tuple[str, str]]:
     """What there is to say in a line each."""
     its = seen.account
     copied, shared = written_bytes(seen), shared_bytes(seen)

@@ -73,7 +73,7 @@ from portus.client.shards.cuts import (
     ITEMS,
     KEYS,
     METADATA,
-    Placed,
+    ItemLocation,
     encode,
 )
 from portus.client.shards.dcp_reader import reason_of
@@ -470,7 +470,7 @@ class PortusStorageWriter(StorageWriter):
         results = []
         for item, (key, value) in zip(plan.items, parts.items(), strict=True):
             size = value.nbytes if isinstance(value, torch.Tensor) else 0
-            results.append(WriteResult(item.index, size, Placed(self._rank, key)))
+            results.append(WriteResult(item.index, size, ItemLocation(self._rank, key)))
         if not self._is_coordinator:
             self._save({FORMAT_KEY: FORMAT, ITEMS: parts})
         future: Future[list[WriteResult]] = Future()

@@ -48,7 +48,7 @@ _ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class ServeOptions:
     """What to serve and how. ``listen``: HOST[:PORT], unix:PATH, or addresses; ``metrics``:
     [HOST:]PORT; ``quota``: a size, ``quota_path``: of a file of them; ``transport``: auto, tcp or
     verbs; ``scrub``: a size, of what is read again in a second; ``memory``: a size, of what clients
@@ -74,7 +74,7 @@ class Wish:
     mirror_wait: float = WAIT_S
 
 
-def serve(wish: Wish) -> bool:
+def serve(wish: ServeOptions) -> bool:
     """Serve until SIGTERM or SIGINT; False if the end was not clean.
 
     Raises what keeps it from starting: ``UsageError``, ``MediumError``, ``BusyError``,
@@ -136,7 +136,7 @@ def _give_back_what_is_freed() -> None:
         library.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
-def _desk(wish: Wish, server: Server) -> Desk | None:
+def _desk(wish: ServeOptions, server: Server) -> Desk | None:
     """Where the operator is heard. One that nobody asked for is done without, if it cannot be."""
     path = wish.admin_path or desk_path(server)
     if path is None:
@@ -177,7 +177,7 @@ class _Read:
     context: ssl.SSLContext | None
 
     @classmethod
-    def of(cls, wish: Wish) -> _Read:
+    def of(cls, wish: ServeOptions) -> _Read:
         if (wish.cert_path is None) != (wish.key_path is None):
             raise UsageError("--tls-cert and --tls-key go together")
         context = None
@@ -187,7 +187,7 @@ class _Read:
         return cls(read_secrets(wish.secret_path), quotas, context)
 
 
-def reload(wish: Wish, server: Server) -> None:
+def reload(wish: ServeOptions, server: Server) -> None:
     """Read secrets, quotas and certificates again. They count for who comes from now on, quotas
     for all: connections stay, and saves go on.
 
@@ -207,7 +207,7 @@ def reload(wish: Wish, server: Server) -> None:
     tell(logging.INFO, "reloaded", "secrets, quotas and certificates were read again")
 
 
-def prepared(wish: Wish) -> Server:
+def prepared(wish: ServeOptions) -> Server:
     """A server that listens, and has not started."""
     read = _Read.of(wish)
     context = read.context
@@ -255,7 +255,9 @@ def prepared(wish: Wish) -> Server:
     return server
 
 
-def _other(wish: Wish, text: str, addresses: Sequence[Address], secrets: Secrets) -> OtherHost:
+def _other(
+    wish: ServeOptions, text: str, addresses: Sequence[Address], secrets: Secrets
+) -> OtherHost:
     """The host that goes on if this one is lost. Raises ``UsageError`` if it cannot."""
     if wish.mirror:
         raise UsageError("--mirror and --replica: what is saved is copied to one of them")

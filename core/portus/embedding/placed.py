@@ -42,7 +42,7 @@ from portus.index.in_place import (
 )
 from portus.index.log import Bunch, LogWriter, entry_size, logged, pending
 from portus.index.pool import NewVersion, PoolWriter
-from portus.index.records import Log, Placed, VersionRecord, decode_layout
+from portus.index.records import InPlaceStorage, Log, VersionRecord, decode_layout
 from portus.media.base import MappedMedium
 from portus.pipeline.parts import StorageRows, exact, rows_of
 from portus.spec import PAGE, Extent
@@ -287,7 +287,7 @@ class PlacedStore(Store):
             held.append([area])
             storages, extents, units = rows_of(groups, moment.length)
             in_place = tuple(
-                Placed(index, place.cell, moment.digests[index])
+                InPlaceStorage(index, place.cell, moment.digests[index])
                 for index, place in sorted(moment.placed.items())
             )
             record = self.pool.commit(

@@ -26,7 +26,7 @@ from portus.index.check_catalogue import (
     load_slots,
 )
 from portus.index.check_reach import check_reach
-from portus.index.check_version import BATCH, Bytes, Flags, Seen, Versions
+from portus.index.check_version import BATCH, Bytes, CheckedVersion, Flags, Versions
 from portus.index.directory import pools_at
 from portus.index.findings import RULES, Finding, Findings, Severity
 from portus.index.place import Place
@@ -161,7 +161,7 @@ def _look(
     standing: Standing,
     pins: _Pins,
     only: Only,
-) -> list[Seen]:
+) -> list[CheckedVersion]:
     versions, found = Versions(subject, standing), []
     for entry in standing.entries.values():
         if only(entry.info):
@@ -172,10 +172,10 @@ def _look(
     return found
 
 
-def _read_bytes(subject: Subject, seen: list[Seen], pins: _Pins, look: Look) -> None:
+def _read_bytes(subject: Subject, seen: list[CheckedVersion], pins: _Pins, look: Look) -> None:
     verifier, progress = Bytes(subject, look.batch, look.reading), look.progress
     verifier.note(seen)
-    todo: list[tuple[Seen, Flags, int]] = []
+    todo: list[tuple[CheckedVersion, Flags, int]] = []
     for each in seen:
         some = verifier.unknown(each)
         todo.append((each, some, int(each.record.storages["length"][some].sum())))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from portus.index.check_catalogue import Reached
-from portus.index.check_version import Seen, owners
+from portus.index.check_version import CheckedVersion, owners
 from portus.index.findings import Findings
 from portus.index.space import Runs, runs_of
 from portus.spec import PAGE
@@ -20,7 +20,9 @@ NAMED_MAX: Final = 20
 Column = npt.NDArray[np.int64]
 
 
-def check_reach(seen: Iterable[Seen], records: Iterable[Reached], findings: Findings) -> None:
+def check_reach(
+    seen: Iterable[CheckedVersion], records: Iterable[Reached], findings: Findings
+) -> None:
     """All of them were reached at one moment, by either root."""
     reach = _Reach(list(seen), list(records))
     _check_overlaps(reach, findings)
@@ -31,7 +33,7 @@ class _Reach:
     """Every run of bytes that is reached: columns ``start``, ``end`` and ``commit``, each run
     once for everybody who reaches it."""
 
-    def __init__(self, seen: list[Seen], records: list[Reached]) -> None:
+    def __init__(self, seen: list[CheckedVersion], records: list[Reached]) -> None:
         listed = [*records, *(each for version in seen for each in version.records)]
         rows = [np.array([(r.offset, r.length, r.commit) for r in listed], np.int64).reshape(-1, 3)]
         self._listed: Final = listed
@@ -70,14 +72,14 @@ class _Reach:
         return int(np.flatnonzero(inside & (self.commit == commit))[0])
 
 
-def _good(version: Seen) -> npt.NDArray[np.bool_]:
+def _good(version: CheckedVersion) -> npt.NDArray[np.bool_]:
     """Of each extent, whether it is of a sound storage, and not empty."""
     storages, extents = version.record.storages, version.record.extents
     good: npt.NDArray[np.bool_] = version.sound[owners(storages["extents"])]
     return good & (extents["length"] > 0)
 
 
-def _rows(version: Seen) -> npt.NDArray[np.int64]:
+def _rows(version: CheckedVersion) -> npt.NDArray[np.int64]:
     storages, extents = version.record.storages, version.record.extents
     born = np.repeat(storages["born"].astype(np.int64), storages["extents"].astype(np.int64))
     columns = (extents["offset"].astype(np.int64), extents["length"].astype(np.int64), born)

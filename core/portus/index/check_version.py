@@ -48,7 +48,7 @@ DAMAGED_MAX: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class CheckedVersion:
     """A version whose record could be read.
 
     ``tensors``: none if its layout is lost. ``records``: its own, its layout, its tree. ``sound``:
@@ -86,7 +86,7 @@ class Versions:
         self._layouts: Final[dict[Pointer, tuple[Framed, Layout | None] | None]] = {}
         self._trees: Final[dict[Pointer, tuple[Framed, Counter[int] | None] | None]] = {}
 
-    def look(self, entry: VersionEntry) -> Seen | None:
+    def look(self, entry: VersionEntry) -> CheckedVersion | None:
         """Everything but the bytes of a pinned version. None if its record is lost."""
         info = entry.info
         where = f"version {info.id} of {info.model!r}"
@@ -108,7 +108,7 @@ class Versions:
         reached += self._check_log(where, record, bounds.size)
         layout = self._layouts.get(record.layout)
         tensors = layout[1].tensors if layout is not None and layout[1] is not None else ()
-        return Seen(entry, record, tensors, tuple(reached), sound)
+        return CheckedVersion(entry, record, tensors, tuple(reached), sound)
 
     def _check_head(
         self, where: str, entry: VersionEntry, record: VersionRecord, found: Framed
@@ -336,7 +336,7 @@ class Bytes:
         self._holders: Final[dict[int, int]] = {}
         """By the place of a storage that is changed in place, the newest version that has it."""
 
-    def note(self, versions: Iterable[Seen]) -> None:
+    def note(self, versions: Iterable[CheckedVersion]) -> None:
         """Say which versions there are, before any is read: of those that have a storage that is
         changed in place, the newest one alone can be read, and the others are gone with it."""
         for each in versions:
@@ -344,7 +344,7 @@ class Bytes:
                 before = self._holders.get(offset, 0)
                 self._holders[offset] = max(before, each.record.info.id)
 
-    def verify_log(self, seen: Seen) -> None:
+    def verify_log(self, seen: CheckedVersion) -> None:
         """Read the entries of a pinned version's log. They are in order, and each is for bytes of
         the pool that were some storage's."""
         log = seen.record.log
@@ -367,14 +367,14 @@ class Bytes:
         except (CorruptionError, MediumError) as error:
             self._findings.error("V4", where, "the entries that were committed", str(error))
 
-    def unknown(self, seen: Seen) -> Flags:
+    def unknown(self, seen: CheckedVersion) -> Flags:
         """Which storages no version before had, and could be read; from now on they are known."""
         keys = _keys(seen.record)
         unknown = _flags(key not in self._known for key in keys) & seen.sound
         self._known.update(keys)
         return unknown
 
-    def verify(self, seen: Seen, some: Flags, advanced: Callable[[int], None]) -> None:
+    def verify(self, seen: CheckedVersion, some: Flags, advanced: Callable[[int], None]) -> None:
         """Read the storages ``some`` of a pinned version, and those that were damaged in others;
         ``advanced`` is told bytes done of ``some``."""
         keys = _keys(seen.record)
@@ -402,7 +402,7 @@ class Bytes:
             advanced(size)
         return damaged
 
-    def _read_in_place(self, seen: Seen, storages: list[int]) -> list[Damage]:
+    def _read_in_place(self, seen: CheckedVersion, storages: list[int]) -> list[Damage]:
         """Read storages that are changed in place, by the log."""
         damaged: list[Damage] = []
         for index in storages:
@@ -452,7 +452,7 @@ def _flags(values: Iterable[bool]) -> Flags:
 class _Stream:
     """The units of some storages of a version, end to end."""
 
-    def __init__(self, seen: Seen, some: Flags) -> None:
+    def __init__(self, seen: CheckedVersion, some: Flags) -> None:
         record, storages = seen.record, seen.record.storages
         self._tensors: Final = seen.tensors
         length = storages["length"].astype(np.int64)

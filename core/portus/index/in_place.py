@@ -27,7 +27,7 @@ import xxhash
 from portus.errors import BusyError, CorruptionError
 from portus.format.checksum import DIGEST_SIZE, UNIT, digest
 from portus.index.log import Bytes, Column, Logged, entries
-from portus.index.records import CELLS, Placed, VersionRecord
+from portus.index.records import CELLS, InPlaceStorage, VersionRecord
 from portus.media.base import Loads
 
 _MODULUS: Final = 1 << 8 * DIGEST_SIZE
@@ -97,7 +97,7 @@ class InPlace:
         self._record: Final = record
         self._logged: Final = logged
         placed = () if record.log is None else record.log.in_place
-        self._placed: Final[dict[int, Placed]] = {each.storage: each for each in placed}
+        self._placed: Final[dict[int, InPlaceStorage]] = {each.storage: each for each in placed}
         self._sums: Final[dict[int, list[int]]] = {}
 
     def __contains__(self, storage: int) -> bool:

@@ -40,7 +40,7 @@ _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundJournal:
     """A journal, with what the heartbeats beside it say. ``running``: sessions of this machine that
     run now; ``read_s``: when it was read, by this machine's clock."""
 
@@ -72,7 +72,7 @@ def names_in(directory: str) -> list[str]:
         raise MediumError(error.errno, f"{directory}: cannot list it: {error.strerror}") from error
 
 
-def read(path: str) -> Found:
+def read(path: str) -> FoundJournal:
     """The journal at ``path``. Raises ``MediumError`` if it cannot be read, ``UsageError`` if it is
     of a newer format, ``CorruptionError`` if it is none."""
     try:
@@ -99,7 +99,7 @@ def read(path: str) -> Found:
         lines.append(ended)
         if is_alive(begun, each):
             running.add(begun.session)
-    return Found(
+    return FoundJournal(
         path, journal.head.model, tuple(lines), frozenset(running), journal.damaged, now_ns() / 1e9
     )
 

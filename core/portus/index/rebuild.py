@@ -23,14 +23,14 @@ from portus.format.layout import (
 from portus.index.catalogue import version_runs
 from portus.index.check_catalogue import load
 from portus.index.records import Pointer, encode_index, encode_table, frame, point
-from portus.index.rescue import CHUNK, Found
+from portus.index.rescue import CHUNK, RecoverableVersion
 from portus.index.roots import Root, Superblock, store_root, store_superblock
 from portus.index.space import EMPTY, Runs, extents_runs, merged, page_count, runs_of
 from portus.media.base import Medium
 from portus.spec import PAGE, Extent
 
 
-def chosen(medium: Medium, found: Sequence[Found]) -> list[Found]:
+def chosen(medium: Medium, found: Sequence[RecoverableVersion]) -> list[RecoverableVersion]:
     """Those of some whole versions that can be in one pool: of the same pool as most, each id and
     token once, no page of two commits. Of two that exclude each other the newer stays: the other
     was retired, or given up.
@@ -41,7 +41,7 @@ def chosen(medium: Medium, found: Sequence[Found]) -> list[Found]:
     uuid = max(uuids, key=uuids.count, default=b"")
     ids, tokens = set[int](), set[bytes]()
     taken: dict[int, Runs] = {}
-    kept: list[Found] = []
+    kept: list[RecoverableVersion] = []
     own = [each for each in found if each.uuid == uuid]
     for each in sorted(own, key=lambda each: each.record.info.time_ns, reverse=True):
         info, pages = each.record.info, _pages_by_commit(medium, each)
@@ -56,7 +56,10 @@ def chosen(medium: Medium, found: Sequence[Found]) -> list[Found]:
 
 
 def copy_versions(
-    source: Medium, target: Medium, versions: Sequence[Found], advanced: Callable[[int], None]
+    source: Medium,
+    target: Medium,
+    versions: Sequence[RecoverableVersion],
+    advanced: Callable[[int], None],
 ) -> None:
     """Copy all pages of ``versions`` to the same places of ``target``, which is as long.
 
@@ -70,7 +73,7 @@ def copy_versions(
             advanced(len(data))
 
 
-def rebuild(medium: Medium, versions: Sequence[Found]) -> None:
+def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:
     """Write what leads to ``versions``, whose bytes and records ``medium`` has: indices, table,
     both roots and the superblock. Durable on return; whatever else there was is free space.
 
@@ -79,7 +82,7 @@ def rebuild(medium: Medium, versions: Sequence[Found]) -> None:
     """
     uuid = versions[0].uuid
     sequence = max(each.record.info.commit for each in versions) + 1
-    models: dict[str, list[Found]] = {}
+    models: dict[str, list[RecoverableVersion]] = {}
     for each in versions:
         models.setdefault(each.record.info.model, []).append(each)
     place = medium.size + -medium.size % PAGE
@@ -112,11 +115,11 @@ def rebuild(medium: Medium, versions: Sequence[Found]) -> None:
     medium.persist([Extent(0, DATA_START)])
 
 
-def _reach(found: Found) -> Runs:
+def _reach(found: RecoverableVersion) -> Runs:
     return version_runs(found.entry, found.record)
 
 
-def _pages_by_commit(medium: Medium, found: Found) -> dict[int, Runs]:
+def _pages_by_commit(medium: Medium, found: RecoverableVersion) -> dict[int, Runs]:
     """The pages that a version reaches, by the commit that wrote them."""
     record = found.record
     parts: list[tuple[int, Runs]] = []

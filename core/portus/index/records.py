@@ -86,7 +86,7 @@ class VersionEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class InPlaceStorage:
     """A storage that is changed in place. ``cell``: bytes that are changed, logged and hashed
     together. ``digests``: the storage that has the digests of its units; see ``in_place``."""
 
@@ -108,7 +108,7 @@ class Log:
     name: bytes
     born: int
     entries: int
-    in_place: tuple[Placed, ...] = ()
+    in_place: tuple[InPlaceStorage, ...] = ()
 
     @property
     def size(self) -> int:
@@ -391,7 +391,8 @@ def _decode_log(payload: memoryview, offset: int) -> Log | None:
         raise CorruptionError(f"a log is not in whole pages: {extent}")
     rows = [PLACED.unpack(payload, offset + LOG.size + i * PLACED.size) for i in range(count)]
     placed = tuple(
-        Placed(_int(each, "storage"), _int(each, "cell"), _int(each, "digests")) for each in rows
+        InPlaceStorage(_int(each, "storage"), _int(each, "cell"), _int(each, "digests"))
+        for each in rows
     )
     return Log(extent, _bytes(row, "name"), _int(row, "born"), _int(row, "entries"), placed)
 

@@ -26,7 +26,7 @@ from portus.format.layout import (
 )
 from portus.index.catalogue import Catalogue, read_catalogue, read_version, version_runs
 from portus.index.check_catalogue import Subject, load
-from portus.index.check_version import Bytes, Seen
+from portus.index.check_version import Bytes, CheckedVersion
 from portus.index.findings import Findings
 from portus.index.records import (
     NOWHERE,
@@ -51,7 +51,7 @@ _ALIGNMENT: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RecoverableVersion:
     """A version whose record is whole. ``uuid``: of the pool that it says to be of."""
 
     entry: VersionEntry
@@ -59,7 +59,7 @@ class Found:
     uuid: bytes
 
 
-def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[Found]:
+def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[RecoverableVersion]:
     """Every version record that is whole, oldest commit first. Reads the whole medium once.
 
     chunk: bytes that are looked at at once, a multiple of 8.
@@ -71,7 +71,7 @@ def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[Found]:
         uuid = read_superblock(medium).uuid
     except CorruptionError:
         uuid = None
-    found: list[Found] = []
+    found: list[RecoverableVersion] = []
     everything = [Extent(DATA_START, max(0, medium.size - DATA_START))]
     for pointer, _ in _pointers(medium, uuid, Kind.VERSION, everything, chunk):
         try:
@@ -80,7 +80,7 @@ def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[Found]:
         except (CorruptionError, UsageError):
             continue  # it looks like a record, and is none
         owner = cast(bytes, HEADER.unpack(whole)["uuid"])
-        found.append(Found(VersionEntry(record.info, pointer), record, owner))
+        found.append(RecoverableVersion(VersionEntry(record.info, pointer), record, owner))
     return sorted(found, key=lambda each: (each.record.info.commit, each.record.info.id))
 
 
@@ -96,7 +96,7 @@ def is_whole(medium: Medium, record: VersionRecord) -> bool:
         return False
     findings = Findings()
     every = np.ones(len(record.storages), np.bool_)
-    seen = Seen(VersionEntry(record.info, NOWHERE), record, (), (), every)
+    seen = CheckedVersion(VersionEntry(record.info, NOWHERE), record, (), (), every)
     if record.log is not None and record.log.extent.end > medium.size:
         return False
     bytes_of = Bytes(Subject(medium, b"", findings))

@@ -28,7 +28,7 @@ Key = tuple[bytes, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class UnitLocation:
     """Where a unit is: in which pack, from which byte."""
 
     pack: str
@@ -56,7 +56,7 @@ class Plan:
     """Where all units of a version are, by their keys, once ``packs`` are put."""
 
     keys: tuple[Key, ...]
-    places: Mapping[Key, Placed]
+    places: Mapping[Key, UnitLocation]
     packs: tuple[Pack, ...]
 
     def columns(self) -> tuple[Column, Column, tuple[str, ...]]:
@@ -87,7 +87,9 @@ def keys_of(lengths: Column, digests: Digests) -> tuple[Key, ...]:
     return tuple(zip(cut, unit_lengths(lengths).tolist(), strict=True))
 
 
-def planned(keys: Sequence[Key], known: Mapping[Key, Placed], writer: bytes, epoch: int) -> Plan:
+def planned(
+    keys: Sequence[Key], known: Mapping[Key, UnitLocation], writer: bytes, epoch: int
+) -> Plan:
     """Where units go. known: what may be relied on to be there."""
     wanted = {key: index for index, key in enumerate(keys) if key[1]}
     places = {key: known[key] for key in wanted if key in known}
@@ -100,11 +102,11 @@ def planned(keys: Sequence[Key], known: Mapping[Key, Placed], writer: bytes, epo
         packs.append(Pack(name, tuple(wanted[key] for key in group), lengths, digests))
         ends = np.cumsum(lengths)
         for key, end in zip(group, ends.tolist(), strict=True):
-            places[key] = Placed(name, end - key[1])
+            places[key] = UnitLocation(name, end - key[1])
     return Plan(tuple(keys), places, tuple(packs))
 
 
-def _leave_sparse(places: dict[Key, Placed]) -> None:
+def _leave_sparse(places: dict[Key, UnitLocation]) -> None:
     """Take what is in packs of which less than half is needed out of ``places``."""
     used: dict[str, int] = {}
     for key, place in places.items():
@@ -162,11 +164,11 @@ class Mirrored:
         _check_places(manifest, unit_lengths(lengths), pack, offset, where)
         return cls(manifest, lengths, keys_of(lengths, digests), pack, offset)
 
-    def places(self) -> dict[Key, Placed]:
+    def places(self) -> dict[Key, UnitLocation]:
         """Where its units are."""
         names = self.manifest.packs
         rows = zip(self.keys, self.pack.tolist(), self.offset.tolist(), strict=True)
-        return {key: Placed(names[pack], offset) for key, pack, offset in rows if key[1]}
+        return {key: UnitLocation(names[pack], offset) for key, pack, offset in rows if key[1]}
 
 
 def _check_places(

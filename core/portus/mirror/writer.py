@@ -36,7 +36,7 @@ from portus.mirror.objects import (
 )
 from portus.mirror.requests import Delete, Put, PutAll, Steps, get, get_all, listed
 from portus.mirror.store import Entry
-from portus.mirror.units import Key, Mirrored, Placed, Plan, keys_of, planned
+from portus.mirror.units import Key, Mirrored, Plan, UnitLocation, keys_of, planned
 from portus.spec import VersionInfo
 from portus.transport.base import Column, Digests
 
@@ -82,9 +82,9 @@ class Writer:
         self._seal: Final = seal
         self._writer = b""
         self._epoch = 0
-        self._known: dict[Key, Placed] = {}
+        self._known: dict[Key, UnitLocation] = {}
         """Where units are that may be relied on (M2)."""
-        self._last: tuple[str, Mapping[Key, Placed]] = "", {}
+        self._last: tuple[str, Mapping[Key, UnitLocation]] = "", {}
         """A manifest that was there in this term, and what it names."""
 
     @property
@@ -124,7 +124,7 @@ class Writer:
         info = version.info
         keys = keys_of(version.lengths, version.digests)
         before = None if damaged is None else self.state.version(info.token)
-        known: Mapping[Key, Placed] = self._known
+        known: Mapping[Key, UnitLocation] = self._known
         if before is not None and damaged is not None:
             places = yield from self._places_of(before)
             known = {key: place for key, place in places.items() if key not in damaged}
@@ -226,7 +226,7 @@ class Writer:
                 self._last = state.newest.manifest, places
         self._known = dict(self._last[1])
 
-    def _places_of(self, added: Added) -> Steps[Mapping[Key, Placed]]:
+    def _places_of(self, added: Added) -> Steps[Mapping[Key, UnitLocation]]:
         """Where the units of a version are; nothing if its manifest is damaged."""
         try:
             found = yield from read_manifest(self._seal, self._model, added.manifest)

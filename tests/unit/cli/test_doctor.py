@@ -19,7 +19,7 @@ import torch
 from portus.cli import doctor, loopback
 from portus.cli.doctor import adapters, measure
 from portus.cli.loopback import PLACES, SIZE, misplaced
-from portus.cli.machine import Found, Machine
+from portus.cli.machine import Machine, MachineFinding
 from portus.client.checkpointer import Checkpointer
 from portus.errors import UsageError
 from portus.spec import PAGE
@@ -42,7 +42,7 @@ def tell(machine: Machine, **files: str) -> None:
         path.write_text(text + "\n") if text else path.mkdir(exist_ok=True)
 
 
-def topics(found: list[Found], topic: str) -> dict[str, Found]:
+def topics(found: list[MachineFinding], topic: str) -> dict[str, MachineFinding]:
     return {each.name: each for each in found if each.topic == topic}
 
 
@@ -245,7 +245,7 @@ def test_it_names_checkpoint_files_on_another_file_system(run: Run) -> None:
 
 def test_where_no_pool_is_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
-    assert list(doctor.pools_here()) == [Found("pool", "-", "none here yet")]
+    assert list(doctor.pools_here()) == [MachineFinding("pool", "-", "none here yet")]
 
 
 def test_an_adapter_that_is_broken_is_a_finding() -> None:
@@ -256,7 +256,7 @@ def test_an_adapter_that_is_broken_is_a_finding() -> None:
     broken, found = adapters(points)
     assert "No module named 'not_there'" in broken.text
     assert broken.advice
-    assert found == Found("Whole", "flag", "is on")
+    assert found == MachineFinding("Whole", "flag", "is on")
 
 
 def whole() -> list[tuple[str, str, str]]:

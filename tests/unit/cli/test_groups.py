@@ -27,7 +27,7 @@ from portus.cli import consolidate
 from portus.cli.boxes import Target, runs, write_box
 from portus.client.checkpointer import Checkpointer
 from portus.client.leaving import safetensors as files
-from portus.client.shards.cuts import Placed, encode
+from portus.client.shards.cuts import ItemLocation, encode
 from portus.errors import CorruptionError, MediumError
 from portus.index.groups import new_id, part_model, part_token
 from tests.unit.cli.scene import portus, portus_json
@@ -43,13 +43,13 @@ def save_group(
     """What the ranks of a job save, in this process: box i of each tensor is with rank i."""
     parts: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     entries: dict[str, Any] = {}
-    placed: dict[MetadataIndex, Placed] = {}
+    placed: dict[MetadataIndex, ItemLocation] = {}
     for name, (whole, boxes) in cuts.items():
         for rank, (offsets, sizes) in enumerate(boxes):
             key = f"i{len(parts[rank])}"
             window = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
             parts[rank][key] = whole[window].clone()
-            placed[MetadataIndex(name, torch.Size(offsets))] = Placed(rank, key)
+            placed[MetadataIndex(name, torch.Size(offsets))] = ItemLocation(rank, key)
         chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes]
         properties = TensorProperties(dtype=whole.dtype)
         entries[name] = TensorStorageMetadata(properties, whole.shape, chunks)

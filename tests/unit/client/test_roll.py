@@ -24,7 +24,7 @@ from portus.client.checkpointer import Checkpointer
 from portus.client.files import reference
 from portus.client.loading.view import PoolFile
 from portus.client.shards import grouped
-from portus.client.shards.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, Placed, encode
+from portus.client.shards.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, ItemLocation, encode
 from portus.client.shards.grouped import census, glance
 from portus.dcp import PortusStorageReader, groups, load
 from portus.index import roll
@@ -48,7 +48,7 @@ def described(count: int) -> bytes:
         whole = torch.Size([SIZE])
         chunk = ChunkStorageMetadata(torch.Size([0]), whole)
         entries[f"t{rank}"] = TensorStorageMetadata(TensorProperties(), whole, [chunk])
-        placed[MetadataIndex(f"t{rank}", chunk.offsets)] = Placed(rank, "i0")
+        placed[MetadataIndex(f"t{rank}", chunk.offsets)] = ItemLocation(rank, "i0")
     return encode(Metadata(entries), placed)
 
 

@@ -19,7 +19,7 @@ import torch
 
 import portus
 from portus.daemon.admin import Desk, Kick, Look, ask
-from portus.daemon.main import Wish, prepared, reload
+from portus.daemon.main import ServeOptions, prepared, reload
 from portus.daemon.metrics import application
 from portus.daemon.server import Server
 from portus.errors import BusyError, MediumError, TransportError, UsageError
@@ -34,7 +34,7 @@ STATE = {"x": torch.arange(100_000)}
 
 
 @contextlib.contextmanager
-def started(wish: Wish, path: str) -> Iterator[Server]:
+def started(wish: ServeOptions, path: str) -> Iterator[Server]:
     server = prepared(wish)
     desk = Desk(path, server, lambda: reload(wish, server))
     server.start()
@@ -55,7 +55,7 @@ def desk(tmp_path: Path) -> str:
 def server(tmp_path: Path, desk: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     connect_again_at_once(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    wish = Wish(place=str(tmp_path / "pools"), listen=["127.0.0.1:0"], quota="64M")
+    wish = ServeOptions(place=str(tmp_path / "pools"), listen=["127.0.0.1:0"], quota="64M")
     with started(wish, desk) as made:
         yield made
 
@@ -177,7 +177,7 @@ def test_after_an_error_of_the_disk_a_pool_is_read_in_full_and_opened_again(
 ) -> None:
     connect_again_at_once(monkeypatch)
     place = tmp_path / "pools"
-    wish = Wish(place=str(place), listen=["127.0.0.1:0"])
+    wish = ServeOptions(place=str(place), listen=["127.0.0.1:0"])
     ill = ("503 Service Unavailable", "default: accepts no more writes\n")
 
     def fails(number: int) -> None:

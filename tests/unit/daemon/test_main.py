@@ -22,7 +22,7 @@ import torch
 
 import portus
 from portus.daemon.counters import TIMED
-from portus.daemon.main import Wish, heard, prepared
+from portus.daemon.main import ServeOptions, heard, prepared
 from portus.daemon.pools import parse_size
 from portus.daemon.server import _answers, open_door
 from portus.errors import BusyError, MediumError, UsageError
@@ -98,9 +98,9 @@ def test_a_second_host_of_one_directory_is_told_of_the_first_at_once(tmp_path: P
     with Host(place) as host:
         match = f"process {host.process.pid} of this machine already serves it"
         with pytest.raises(BusyError, match=match):
-            prepared(Wish(place=str(place), listen=["127.0.0.1:0"]))
+            prepared(ServeOptions(place=str(place), listen=["127.0.0.1:0"]))
         host.kill()
-        server = prepared(Wish(place=str(place), listen=["127.0.0.1:0"]))
+        server = prepared(ServeOptions(place=str(place), listen=["127.0.0.1:0"]))
         assert server.stop()
 
 
@@ -134,8 +134,8 @@ def test_one_pool_file_has_one_tenant(tmp_path: Path) -> None:
 def test_a_host_needs_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from portus.daemon.main import Wish, prepared\n"
-        "server = prepared(Wish(place=sys.argv[1], listen=['127.0.0.1:0']))\n"
+        "from portus.daemon.main import ServeOptions, prepared\n"
+        "server = prepared(ServeOptions(place=sys.argv[1], listen=['127.0.0.1:0']))\n"
         "server.start(); server._house.pools.of('default'); assert server.stop()\n"
         "import portus.cli.main, portus.cli.app, portus.cli.serve\n"
     )
@@ -149,7 +149,7 @@ def test_a_pool_that_somebody_writes_is_not_served(
     with portus.Checkpointer(tmp_path / "one.portus") as checkpointer:
         checkpointer.save(STATE, 1).wait()
         with pytest.raises(BusyError, match="another writer has held it"):
-            prepared(Wish(place=str(tmp_path / "one.portus"), listen=["127.0.0.1:0"]))
+            prepared(ServeOptions(place=str(tmp_path / "one.portus"), listen=["127.0.0.1:0"]))
 
 
 def test_systemd_is_told_when_it_is_ready_and_when_it_ends(
@@ -391,7 +391,7 @@ def test_who_begins_no_tls_is_ended_in_time(
 ) -> None:
     monkeypatch.setattr("portus.daemon.server.GREETING_S", 0.2)
     cert, key = certificate(tmp_path)
-    wish = Wish(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
+    wish = ServeOptions(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
     server = prepared(wish)
     server.start()
     try:
@@ -448,7 +448,7 @@ def test_where_to_listen_is_said_in_short_or_in_full(text: str, address: Address
 def test_a_senseless_wish_is_refused_and_nothing_listens(
     tmp_path: Path, wish: dict[str, object], match: str
 ) -> None:
-    made = Wish(
+    made = ServeOptions(
         place=str(wish.get("place", tmp_path / "pools")),
         listen=wish.get("listen", ["127.0.0.1:0"]),  # type: ignore[arg-type]
         cert_path=wish.get("tls"),  # type: ignore[arg-type]
@@ -464,7 +464,7 @@ def test_an_address_in_use_is_said(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(MediumError, match=f"portus://127.0.0.1:{port}: cannot listen"):
-            prepared(Wish(place=str(tmp_path), listen=[f"127.0.0.1:{port}"]))
+            prepared(ServeOptions(place=str(tmp_path), listen=[f"127.0.0.1:{port}"]))
 
 
 def test_a_start_that_fails_leaves_no_socket(tmp_path: Path) -> None:
@@ -472,14 +472,14 @@ def test_a_start_that_fails_leaves_no_socket(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         listen = [f"unix:{tmp_path / 'socket'}"]
         with pytest.raises(MediumError, match=f"127.0.0.1:{port}: cannot listen"):
-            prepared(Wish(place="memory:1M", listen=listen, metrics=str(port)))
+            prepared(ServeOptions(place="memory:1M", listen=listen, metrics=str(port)))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MediumError, match="cannot make the pool directory"):
-        prepared(Wish(place=str(tmp_path / "file" / "pools"), listen=["127.0.0.1:0"]))
+        prepared(ServeOptions(place=str(tmp_path / "file" / "pools"), listen=["127.0.0.1:0"]))
 
 
 def listening_at(path: Path) -> contextlib.closing[socket.socket]:

@@ -13,7 +13,7 @@ import torch
 
 import portus
 from portus.daemon import mirrors as mirrors_of_hosts
-from portus.daemon.main import Wish, prepared
+from portus.daemon.main import ServeOptions, prepared
 from portus.daemon.mirrors import Mirrors
 from portus.errors import MediumError, TransportError, UsageError
 from portus.mirror.address import StoreAddress, parse
@@ -246,4 +246,4 @@ def test_portus_serve_waits_for_its_mirror_at_sigterm_and_begins_with_it(
 
 def test_wrong_words_end_the_start(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--mirror 's3//bucket': expected s3://"):
-        prepared(Wish(place=str(tmp_path), listen=["127.0.0.1:0"], mirror="s3//bucket"))
+        prepared(ServeOptions(place=str(tmp_path), listen=["127.0.0.1:0"], mirror="s3//bucket"))

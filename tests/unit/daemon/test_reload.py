@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import portus
-from portus.daemon.main import Wish, prepared, reload
+from portus.daemon.main import ServeOptions, prepared, reload
 from portus.daemon.pools import Pools, Quotas, read_quotas
 from portus.daemon.secrets import SECRETS_MAX, Secrets, read_secrets
 from portus.daemon.server import Server
@@ -33,7 +33,7 @@ def write(path: Path, *lines: str) -> str:
 
 
 @contextlib.contextmanager
-def started(wish: Wish) -> Iterator[Server]:
+def started(wish: ServeOptions) -> Iterator[Server]:
     server = prepared(wish)
     server.start()
     try:
@@ -95,7 +95,7 @@ def test_a_tenant_has_so_many_secrets_at_most(tmp_path: Path) -> None:
 
 def test_new_connections_see_the_new_certificate(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
-    wish = Wish(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
+    wish = ServeOptions(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
     with started(wish) as server:
         place = ("127.0.0.1", server.doors[0].port)
         assert ssl.get_server_certificate(place) == Path(cert).read_text()
@@ -111,7 +111,7 @@ def test_what_cannot_be_read_changes_nothing(
 ) -> None:
     quotas, secret = tmp_path / "quotas", tmp_path / "secret"
     monkeypatch.setenv("PORTUS_SECRET_FILE", write(secret, OLD))
-    wish = Wish(
+    wish = ServeOptions(
         place="memory:8M",
         listen=["127.0.0.1:0"],
         secret_path=write(tmp_path / "there", OLD),
@@ -138,7 +138,9 @@ def test_quotas_are_each_tenants_own_and_may_change_in_the_middle(
 ) -> None:
     caplog.set_level(logging.INFO)
     path = write(tmp_path / "quotas", "# of the small ones", "small 1M")
-    wish = Wish(place=str(tmp_path / "pools"), listen=["127.0.0.1:0"], quota="64M", quota_path=path)
+    wish = ServeOptions(
+        place=str(tmp_path / "pools"), listen=["127.0.0.1:0"], quota="64M", quota_path=path
+    )
     big = {"x": torch.zeros(1 << 20)}
     with started(wish) as server:
         with portus.Checkpointer(url(server, "big"), on_error="raise") as run:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import portus
-from portus.daemon.main import Wish, prepared
+from portus.daemon.main import ServeOptions, prepared
 from portus.daemon.server import Server
 from portus.errors import BusyError, PortusError, StaleError, TransportError, UsageError
 from portus.mirror.address import parse as parse_store
@@ -288,7 +288,9 @@ def test_what_cannot_be_a_replica_ends_the_start(
 ) -> None:
     def started(replica: str, **more: Any) -> None:
         prepared(
-            Wish(place=str(tmp_path / "first"), listen=["127.0.0.1:0"], replica=replica, **more)
+            ServeOptions(
+                place=str(tmp_path / "first"), listen=["127.0.0.1:0"], replica=replica, **more
+            )
         )
 
     with pytest.raises(UsageError, match="expected a storage host, portus://host:7117"):
@@ -302,7 +304,7 @@ def test_what_cannot_be_a_replica_ends_the_start(
     port = free_port()
     with pytest.raises(UsageError, match="this is the host itself"):
         prepared(
-            Wish(
+            ServeOptions(
                 place=str(tmp_path / "first"),
                 listen=[f"127.0.0.1:{port}"],
                 replica=f"portus://localhost:{port}",
@@ -339,7 +341,11 @@ def test_a_replica_that_is_too_old_is_named_and_nothing_is_saved(
             saved(saver, 1)
         assert steps_at(first) == []
     with serving(tmp_path / "second", address=address), pytest.raises(UsageError, match=named):
-        prepared(Wish(place=str(tmp_path / "other"), listen=["127.0.0.1:0"], replica=str(address)))
+        prepared(
+            ServeOptions(
+                place=str(tmp_path / "other"), listen=["127.0.0.1:0"], replica=str(address)
+            )
+        )
 
 
 def test_an_address_of_two_hosts_is_one_and_its_replica() -> None:

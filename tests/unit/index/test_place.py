@@ -14,7 +14,7 @@ import torch
 
 import portus
 import portus.dcp
-from portus.cli.export import Wish as ExportWish
+from portus.cli.export import ExportOptions
 from portus.cli.export import run as export
 from portus.cli.output import Output
 from portus.cli.pools import find_pool
@@ -118,7 +118,7 @@ def _by_yaml(url: str) -> Any:
 
 
 def _exported(url: str) -> Any:
-    wish = ExportWish(target="m", out=f"{url}/out.pt")
+    wish = ExportOptions(target="m", out=f"{url}/out.pt")
     return export(wish, None, Output(as_json=False))
 
 

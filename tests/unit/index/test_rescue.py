@@ -14,7 +14,7 @@ from portus.index.check import check
 from portus.index.findings import Severity
 from portus.index.pool import PoolReader
 from portus.index.records import VersionRecord
-from portus.index.rescue import Found, find_versions, is_whole
+from portus.index.rescue import RecoverableVersion, find_versions, is_whole
 from portus.media.lock import ProcessLocks
 from tests.unit.index.pools import Pool, close_all
 
@@ -31,7 +31,7 @@ def destroy(pool: Pool, *offsets: int) -> None:
         pool.medium.store(offset, os.urandom(SLOT.size))
 
 
-def steps(found: list[Found]) -> list[tuple[str, int]]:
+def steps(found: list[RecoverableVersion]) -> list[tuple[str, int]]:
     return [(each.record.info.model, each.record.info.step) for each in found]
 
 

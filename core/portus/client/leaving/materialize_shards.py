@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from portus.client.shards.cuts import ITEMS, METADATA, Placed, decode
+from portus.client.shards.cuts import ITEMS, METADATA, ItemLocation, decode
 from portus.client.shards.dcp_reader import PortusStorageReader
 from portus.client.shards.grouped import STOCK_METADATA, load_part, name_of, shards_at
 from portus.errors import CorruptionError, MediumError, UsageError
@@ -82,7 +82,7 @@ def materialize_shards(directory: str) -> list[str]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-_Checkpoint = tuple[str, str, Metadata, Mapping[MetadataIndex, Placed]]
+_Checkpoint = tuple[str, str, Metadata, Mapping[MetadataIndex, ItemLocation]]
 """A directory of torch's below ours ("" for ours itself), what stands before its names in the
 group, and what is in it."""
 
@@ -111,7 +111,7 @@ def _checkpoints(group: Group) -> Iterator[_Checkpoint]:
         yield top, prefix, Metadata(entries, inner), places
 
 
-def _described(group: Group) -> tuple[Metadata, Mapping[MetadataIndex, Placed]]:
+def _described(group: Group) -> tuple[Metadata, Mapping[MetadataIndex, ItemLocation]]:
     for rank in sorted(group.parts):
         content = load_part(group, rank, lambda path: path.split(".", 1)[0] == METADATA)
         if METADATA in content:
@@ -122,7 +122,7 @@ def _described(group: Group) -> tuple[Metadata, Mapping[MetadataIndex, Placed]]:
 class _Source:
     """A planner that saves what is in the pools."""
 
-    def __init__(self, group: Group, placed: Mapping[MetadataIndex, Placed]) -> None:
+    def __init__(self, group: Group, placed: Mapping[MetadataIndex, ItemLocation]) -> None:
         self._group: Final = group
         self._placed: Final = placed
 
@@ -149,7 +149,7 @@ def _write(
     group: Group,
     prefix: str,
     metadata: Metadata,
-    placed: Mapping[MetadataIndex, Placed],
+    placed: Mapping[MetadataIndex, ItemLocation],
 ) -> None:
     writer = FileSystemWriter(place, single_file_per_rank=True, sync_files=True, thread_count=1)
     writer.set_up_storage_writer(True)
@@ -161,7 +161,9 @@ def _write(
     writer.finish(metadata, results)
 
 
-def _files(metadata: Metadata, placed: Mapping[MetadataIndex, Placed]) -> Iterator[list[WriteItem]]:
+def _files(
+    metadata: Metadata, placed: Mapping[MetadataIndex, ItemLocation]
+) -> Iterator[list[WriteItem]]:
     """What is written, file by file; shards of one rank are side by side."""
     items: list[WriteItem] = []
     size = 0

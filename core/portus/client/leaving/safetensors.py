@@ -48,7 +48,7 @@ HEADER_MAX: Final = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedTensor:
     """A tensor, its name in the file, and its size in bytes."""
 
     name: str
@@ -56,7 +56,7 @@ class Placed:
     size: int
 
 
-def place(tensors: Mapping[str, TensorSpec]) -> list[Placed]:
+def place(tensors: Mapping[str, TensorSpec]) -> list[PlacedTensor]:
     """Every tensor, in the order of the file: wide elements first, so that all are aligned; and
     neighbours in a storage side by side.
 
@@ -72,7 +72,7 @@ def place(tensors: Mapping[str, TensorSpec]) -> list[Placed]:
     if "__metadata__" in tensors:
         raise UsageError("a tensor is called __metadata__; leave it out with --names")
     placed = [
-        Placed(name, spec, prod(spec.shape) * ITEM_SIZES[spec.dtype])
+        PlacedTensor(name, spec, prod(spec.shape) * ITEM_SIZES[spec.dtype])
         for name, spec in tensors.items()
     ]
     return sorted(
@@ -80,7 +80,7 @@ def place(tensors: Mapping[str, TensorSpec]) -> list[Placed]:
     )
 
 
-def header(placed: Sequence[Placed], metadata: Mapping[str, str]) -> bytes:
+def header(placed: Sequence[PlacedTensor], metadata: Mapping[str, str]) -> bytes:
     """What stands before the bytes of the tensors, its own length included.
 
     Raises ``UsageError`` if it would be too long.

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from portus.client.files.home import FileHome
 from portus.client.loading.view import PoolFile
 from portus.client.shards.grouped import Census, census, name_of, pool_of_part
-from portus.client.shards.mirrored_groups import Found, GroupMirror, mirror_in, opened
+from portus.client.shards.mirrored_groups import GroupMirror, MirroredRun, mirror_in, opened
 from portus.errors import (
     MediumError,
     PortusError,
@@ -106,7 +106,7 @@ def beginning(mirror: GroupMirror, place: Place) -> Beginning:
     )
 
 
-def _is_behind(newest: Group, found: Found, own: Sequence[Group], here: Census) -> bool:
+def _is_behind(newest: Group, found: MirroredRun, own: Sequence[Group], here: Census) -> bool:
     """True if a training goes on from ``newest``, of the mirror, and not from what is here."""
     if any(group.id == newest.id for group in own):
         return False

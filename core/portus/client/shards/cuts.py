@@ -52,14 +52,14 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ItemLocation:
     """Where an item is: the rank whose part holds it, and under which key."""
 
     rank: int
     key: str
 
 
-_NOWHERE: Final = Placed(0, "")
+_NOWHERE: Final = ItemLocation(0, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Piece:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    at: Placed
+    at: ItemLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +102,16 @@ def cuts(saved: Any) -> tuple[dict[str, Cut], list[str]]:
 
 
 def _piece(
-    name: str, number: int, chunk: ChunkStorageMetadata, placed: Mapping[MetadataIndex, Placed]
+    name: str,
+    number: int,
+    chunk: ChunkStorageMetadata,
+    placed: Mapping[MetadataIndex, ItemLocation],
 ) -> Piece:
     at = placed[MetadataIndex(name, chunk.offsets, number)]
     return Piece(tuple(chunk.offsets), tuple(chunk.sizes), at)
 
 
-def encode(metadata: Metadata, placed: Mapping[MetadataIndex, Placed]) -> bytes:
+def encode(metadata: Metadata, placed: Mapping[MetadataIndex, ItemLocation]) -> bytes:
     """What ``decode`` reads. Packed, so that the next save of the same state has it already.
 
     Raises ``UsageError`` for pieces that do not fit their tensor.
@@ -118,7 +121,7 @@ def encode(metadata: Metadata, placed: Mapping[MetadataIndex, Placed]) -> bytes:
     return pack({**columns, PLANNER: metadata.planner_data})
 
 
-def decode(saved: Any) -> tuple[Metadata, Mapping[MetadataIndex, Placed]]:
+def decode(saved: Any) -> tuple[Metadata, Mapping[MetadataIndex, ItemLocation]]:
     """torch's metadata, and where each piece is. What is asked for is made then, a tensor at a
     time; pickled, all is plain dicts. Raises ``CorruptionError``."""
     try:
@@ -159,8 +162,8 @@ class _Table:
     others: list[tuple[str, list[int] | None, int, str]]
 
 
-def _table(metadata: Metadata, placed: Mapping[MetadataIndex, Placed]) -> _Table:
-    held: dict[str, dict[tuple[int, ...] | None, Placed]] = {}
+def _table(metadata: Metadata, placed: Mapping[MetadataIndex, ItemLocation]) -> _Table:
+    held: dict[str, dict[tuple[int, ...] | None, ItemLocation]] = {}
     for index, place in placed.items():
         held.setdefault(index.fqn, {})[index.offset] = place
     kinds: list[int] = []
@@ -251,7 +254,7 @@ class _Rows:
             if (type(dtype), type(requires_grad)) != (torch.dtype, bool):
                 raise TypeError(f"no properties of tensors: {dtype!r:.80}, {requires_grad!r:.80}")
         self._others: Final = {
-            MetadataIndex(name, offset): Placed(rank, key)
+            MetadataIndex(name, offset): ItemLocation(rank, key)
             for name, offset, rank, key in table.others
         }
 
@@ -267,7 +270,7 @@ class _Rows:
         properties = TensorProperties(dtype=dtype, requires_grad=requires_grad)
         return TensorStorageMetadata(properties, torch.Size(shape), chunks)
 
-    def place(self, index: MetadataIndex) -> Placed:
+    def place(self, index: MetadataIndex) -> ItemLocation:
         """Where it is. Raises ``KeyError``."""
         if index in self._others:
             return self._others[index]
@@ -284,7 +287,7 @@ class _Rows:
         piece = self._piece_at[row] + number
         if not self._keys[piece]:
             raise KeyError(index)
-        return Placed(int(self._ranks[piece]), self._table.key_names[self._keys[piece] - 1])
+        return ItemLocation(int(self._ranks[piece]), self._table.key_names[self._keys[piece] - 1])
 
     def indices(self) -> Iterator[MetadataIndex]:
         """All that has a place."""
@@ -348,14 +351,14 @@ class _Lazy(Mapping[Key, Value]):
 
 def _decode_entries(
     saved: dict[str, Any],
-) -> tuple[Metadata, Mapping[MetadataIndex, Placed]]:
+) -> tuple[Metadata, Mapping[MetadataIndex, ItemLocation]]:
     """As it was kept before format 3."""
     entries: dict[str, Entry] = {
         name: BytesStorageMetadata() if entry is None else _decode_tensor(entry)
         for name, entry in saved[ENTRIES].items()
     }
     placed = {
-        MetadataIndex(name, offset): Placed(rank, key)
+        MetadataIndex(name, offset): ItemLocation(rank, key)
         for name, offset, rank, key in saved["placed"]
     }
     return Metadata(entries, saved[PLANNER], placed), placed

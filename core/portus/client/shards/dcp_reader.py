@@ -34,7 +34,7 @@ from portus.client.fence.fence import before_write
 from portus.client.job.exchange import standing, told_by_first
 from portus.client.job.settings import Settings, mirror_of
 from portus.client.loading.loaded import note_loaded
-from portus.client.shards.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, Placed, decode
+from portus.client.shards.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, ItemLocation, decode
 from portus.client.shards.grouped import (
     Census,
     Directory,
@@ -128,7 +128,7 @@ class PortusStorageReader(StorageReader):
         self._saved: Any = None
         self._doubts = False
         self._group: Group | None = None
-        self._placed: Mapping[MetadataIndex, Placed] = {}
+        self._placed: Mapping[MetadataIndex, ItemLocation] = {}
         self._kept: dict[int, dict[str, Any]] = {}
         self._tells_later = False
         self._problem: PortusError | None = None

@@ -50,7 +50,7 @@ class MirrorPlace(Place):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MirroredRun:
     """What a mirror has of a run. groups: newest last, complete or not, of any number of ranks.
     states: what the log of each part says, by rank and number of ranks; of a number of ranks whose
     first part has no versions, only that of the first."""
@@ -76,7 +76,7 @@ class GroupMirror:
         self.address: Final = address
         self.model: Final = model
 
-    def look(self) -> Found:
+    def look(self) -> MirroredRun:
         """What is there now: for each part a page of a list and up to 17 small reads, and a list to
         see that there are no more numbers of ranks. A log that cannot be read at all is none, with
         an error in the log of Python. Raises what the store raises."""
@@ -92,7 +92,7 @@ class GroupMirror:
             ) as read:
                 states |= dict(zip(parts, read, strict=True))
         infos = [pair for part, state in states.items() for pair in self._infos(*part, state)]
-        return Found(groups_of(infos, self.model), states)
+        return MirroredRun(groups_of(infos, self.model), states)
 
     def part(self, group: Group, rank: int) -> tuple[Place, VersionInfo] | None:
         """A rank's part of a group, if it is there. Raises what the store raises."""

@@ -18,18 +18,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from portus.client.shards.cuts import Placed, cuts, decode, encode
+from portus.client.shards.cuts import ItemLocation, cuts, decode, encode
 from portus.client.state.pack import pack, unpack
 from portus.errors import CorruptionError, UsageError
 
-Described = tuple[Metadata, dict[MetadataIndex, Placed]]
+Described = tuple[Metadata, dict[MetadataIndex, ItemLocation]]
 
 
 def described(ranks: int, count: int) -> Described:
     """``count`` tensors, each with a piece on every rank; a scalar, one without elements, one of
     which a piece is lost, and two values that are no tensors."""
     entries: dict[str, Any] = {}
-    placed: dict[MetadataIndex, Placed] = {}
+    placed: dict[MetadataIndex, ItemLocation] = {}
     for number in range(count):
         rows = [torch.Size([64 * rank, 0]) for rank in range(ranks)]
         chunks = [ChunkStorageMetadata(offset, torch.Size([64, 1 << 33])) for offset in rows]
@@ -39,7 +39,7 @@ def described(ranks: int, count: int) -> Described:
         name = f"model.layer.{number}"
         entries[name] = TensorStorageMetadata(properties, torch.Size([64 * ranks, 1 << 33]), chunks)
         for rank, offset in enumerate(rows):
-            placed[MetadataIndex(name, offset)] = Placed(rank, f"i{number}")
+            placed[MetadataIndex(name, offset)] = ItemLocation(rank, f"i{number}")
     for name, shape, is_there in (
         ("step", (), True),
         ("none", (0, 3), True),
@@ -49,10 +49,10 @@ def described(ranks: int, count: int) -> Described:
         whole = TensorProperties(torch.float64)
         entries[name] = TensorStorageMetadata(whole, torch.Size(shape), [chunk])
         if is_there:
-            placed[MetadataIndex(name, chunk.offsets)] = Placed(ranks - 1, name)
+            placed[MetadataIndex(name, chunk.offsets)] = ItemLocation(ranks - 1, name)
     for name in ("lr", "groups"):
         entries[name] = BytesStorageMetadata()
-        placed[MetadataIndex(name)] = Placed(0, name)
+        placed[MetadataIndex(name)] = ItemLocation(0, name)
     paths = {name: ("state", *name.split("."), 3) for name in entries}
     return Metadata(entries, paths), placed
 
@@ -109,17 +109,19 @@ def test_a_rank_makes_only_what_it_asks_for() -> None:
     """64 ranks with 300 tensors: 19,200 pieces, of which a rank that loads ten makes 640."""
     saved = encode(*described(64, 300))
     gc.collect()
-    before = made(ChunkStorageMetadata), made(Placed)
+    before = made(ChunkStorageMetadata), made(ItemLocation)
     metadata, placed = decode(saved)
     assert set(metadata.state_dict_metadata) > {"model.layer.0", "lr"}  # as torch's planner asks
     for number in range(10):
         name = f"model.layer.{number}"
         entry = metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
-        assert placed[MetadataIndex(name, entry.chunks[7].offsets, 7)] == Placed(7, f"i{number}")
+        assert placed[MetadataIndex(name, entry.chunks[7].offsets, 7)] == ItemLocation(
+            7, f"i{number}"
+        )
         assert metadata.state_dict_metadata[name] is entry
     assert made(ChunkStorageMetadata) - before[0] == 640
-    assert made(Placed) - before[1] <= 10 + len(("step", "none", "lr", "groups"))
+    assert made(ItemLocation) - before[1] <= 10 + len(("step", "none", "lr", "groups"))
     assert len(saved) < 19_200 * 32
 
 

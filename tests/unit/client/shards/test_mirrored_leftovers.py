@@ -16,7 +16,7 @@ import torch
 import portus.dcp
 from portus.client.shards import mirrored_groups
 from portus.client.shards.beginning import beginning
-from portus.client.shards.mirrored_groups import Found, GroupMirror
+from portus.client.shards.mirrored_groups import GroupMirror, MirroredRun
 from portus.client.shards.mirrored_leftovers import MirroredLeftovers
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.errors import TransportError
@@ -67,7 +67,7 @@ def mirror(root: Path) -> GroupMirror:
     return GroupMirror(parse(f"file://{root}/bucket"), "run")
 
 
-def there(root: Path) -> Found:
+def there(root: Path) -> MirroredRun:
     return mirror(root).look()
 
 

@@ -22,7 +22,7 @@ from portus.client.files import run_mirror
 from portus.client.shards import mirrored_groups
 from portus.client.shards.beginning import beginning, put_back
 from portus.client.shards.grouped import has_writer
-from portus.client.shards.mirrored_groups import Found, GroupMirror
+from portus.client.shards.mirrored_groups import GroupMirror, MirroredRun
 from portus.dcp import PortusStorageReader, PortusStorageWriter, groups
 from portus.errors import CorruptionError, TransportError, UsageError
 from portus.index.groups import ID_SIZE, part_model, part_token
@@ -64,7 +64,7 @@ def said(lines: list[str], what: str) -> dict[int, str]:
     return {int(step): digest for word, step, digest in words if word == what}
 
 
-def mirrored(root: Path) -> Found:
+def mirrored(root: Path) -> MirroredRun:
     return GroupMirror(parse(f"file://{root}/bucket"), "run").look()
 
 
