@@ -17,7 +17,7 @@ from portus.client.loading.restore import load
 from portus.client.state.state import flatten
 from portus.embedding import store
 from portus.embedding.moment import Moment, Rows
-from portus.embedding.store import Store
+from portus.embedding.store import TableStore
 from portus.embedding.tables import changed_rows
 from portus.errors import MediumError
 from portus.format.checksum import digest
@@ -82,7 +82,7 @@ class User(Process[State]):
     def __init__(self, files: CrashFiles, report: Report[State]) -> None:
         super().__init__(files, report, EMPTY)
         self.pool = open_writer(POOL, self.medium_files(), locks=ProcessLocks())
-        self.store = Store(self.pool, self.log_bytes, fold_from=self.fold_from)
+        self.store = TableStore(self.pool, self.log_bytes, fold_from=self.fold_from)
         newest = self.store.newest
         self.is_new = newest is None
         self.tensors: Tensors = (

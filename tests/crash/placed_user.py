@@ -14,7 +14,7 @@ import torch
 
 from portus.client.loading.restore import load
 from portus.client.state.state import flatten
-from portus.embedding.placed import NO_ROWS, Place, PlacedMoment, PlacedStore
+from portus.embedding.placed import NO_ROWS, PlacedMoment, PlacedStore, TensorLocation
 from portus.index.directory import open_writer
 from portus.index.records import encode_layout
 from portus.media.lock import ProcessLocks
@@ -63,7 +63,7 @@ class User(DeviceProcess[State]):
         self.state = shown(self.pool)
         self.report((self.state,))
 
-    def placed(self, name: str) -> Place:
+    def placed(self, name: str) -> TensorLocation:
         """A place for a table, with what the table has."""
         tensor = self.tensors[name]
         place = self.store.place(tensor.nbytes, tensor.nbytes // len(tensor))

@@ -13,7 +13,7 @@ from portus.embedding import fold, store
 from portus.embedding.fold import Fold
 from portus.embedding.moment import Moment
 from portus.embedding.slices import Slices
-from portus.embedding.store import Store
+from portus.embedding.store import TableStore
 from portus.index import log
 from portus.index.log import Bunch, LogWriter, Patch
 from portus.index.pool import NewVersion, PoolWriter
@@ -228,20 +228,20 @@ def what_came_while_it_was_folded_in_is_cut_with_the_log(patch: pytest.MonkeyPat
 
 def a_fold_is_committed_before_the_update_beside_it_is_over(patch: pytest.MonkeyPatch) -> None:
     """With what was copied of rows that were half way."""
-    right, add = Store.go_on, Fold.add
+    right, add = TableStore.go_on, Fold.add
     newest: list[Moment] = []
 
     def added(self: Fold, moment: Moment) -> bool:
         newest[:] = [moment]
         return add(self, moment)
 
-    def wrong(self: Store, stop: Stop) -> None:
+    def wrong(self: TableStore, stop: Stop) -> None:
         right(self, stop)
         if newest and self._fold is not None and self._fold.is_whole:
             self._replace(self._fold, newest[0])
 
     patch.setattr(Fold, "add", added)
-    patch.setattr(Store, "go_on", wrong)
+    patch.setattr(TableStore, "go_on", wrong)
 
 
 def a_piece_is_not_persisted(patch: pytest.MonkeyPatch) -> None:
@@ -256,26 +256,26 @@ def a_piece_is_not_persisted(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_old_version_goes_before_the_new_one_is_there(patch: pytest.MonkeyPatch) -> None:
-    right = Store._replace
+    right = TableStore._replace
 
-    def wrong(self: Store, fold: Fold, moment: Moment) -> None:
+    def wrong(self: TableStore, fold: Fold, moment: Moment) -> None:
         self.pool.retire(self._superseded())
         right(self, fold, moment)
 
-    patch.setattr(Store, "_replace", wrong)
+    patch.setattr(TableStore, "_replace", wrong)
 
 
 def the_log_is_cut_too_early(patch: pytest.MonkeyPatch) -> None:
     """Its pages are blanked for the next one while the older root still reaches them."""
-    right = Store._replace
+    right = TableStore._replace
 
-    def wrong(self: Store, fold: Fold, moment: Moment) -> None:
+    def wrong(self: TableStore, fold: Fold, moment: Moment) -> None:
         old = self._log
         if old is not None:
             self.pool.medium.store(old.log.extent.offset, bytes(old.used.length))
         right(self, fold, moment)
 
-    patch.setattr(Store, "_replace", wrong)
+    patch.setattr(TableStore, "_replace", wrong)
 
 
 def a_slice_is_not_persisted(patch: pytest.MonkeyPatch) -> None:
@@ -306,16 +306,16 @@ def slices_are_committed_before_the_last_one(patch: pytest.MonkeyPatch) -> None:
 
 def slices_go_over_the_dense_part_that_counts(patch: pytest.MonkeyPatch) -> None:
     """Where it is, and not to new extents."""
-    right = Store._slice_on
+    right = TableStore._slice_on
 
-    def wrong(self: Store, moment: Moment) -> None:
+    def wrong(self: TableStore, moment: Moment) -> None:
         right(self, moment)
         slices, record = self._slices, self._record
         if slices is not None and not slices.done and record is not None:
             there = [list(record.storage_extents(each)) for each in slices.indices.tolist()]
             slices._extents[:] = there
 
-    patch.setattr(Store, "_slice_on", wrong)
+    patch.setattr(TableStore, "_slice_on", wrong)
 
 
 def a_fold_has_the_dense_part_of_before(patch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from portus.errors import PortusError
 from portus.index.device import is_blank, make_pool
-from portus.index.directory import FileSystem, open_writer
+from portus.index.directory import open_writer
 from portus.index.pool import PoolWriter
-from portus.media.base import Medium
+from portus.media.base import FileSystem, Medium
 from portus.media.dax import SpaceMedium
 from portus.media.pmem import LINE
 from portus.spec import PAGE, Extent

@@ -14,7 +14,6 @@ from typing import cast
 import pytest
 
 from portus.client.files.keeper import Keeper
-from portus.client.files.reference import FileSystem
 from portus.errors import MediumError, PortusError
 from portus.format.layout import DATA_START, SLOT_OFFSETS
 from portus.index.catalogue import Catalogue
@@ -23,7 +22,7 @@ from portus.index.pool import Change, PoolReader, PoolWriter, format_pool
 from portus.index.records import VersionRecord
 from portus.index.roots import format_superblock
 from portus.index.space import Runs
-from portus.media.base import Locks
+from portus.media.base import FileSystem, Locks
 from portus.media.lock import LockTable, ProcessLocks
 from portus.spec import PAGE, Extent
 from portus.testing.crash import NO_FAULTS, CrashMedium, Faults

@@ -12,7 +12,7 @@ import pytest
 
 from portus.embedding import placed
 from portus.embedding.placed import PlacedMoment, PlacedStore
-from portus.embedding.store import Store
+from portus.embedding.store import TableStore
 from portus.index.in_place import cell_digests
 from portus.index.log import Bunch, LogWriter, pending
 from portus.testing.explore import Explorer, ImageError
@@ -239,7 +239,7 @@ def put_back_in_caches_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def marks_share_the_tables(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PlacedStore, "mark", Store.mark)
+    patch.setattr(PlacedStore, "mark", TableStore.mark)
 
 
 def folded_in_within_a_batch(patch: pytest.MonkeyPatch) -> None:

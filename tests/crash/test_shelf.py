@@ -155,30 +155,30 @@ def a_page_is_changed_after_the_scan(patch: pytest.MonkeyPatch) -> None:
 
 
 def folded_in_without_the_log(patch: pytest.MonkeyPatch) -> None:
-    right = store.Store._replace
+    right = store.ShelfStore._replace
 
-    def wrong(self: store.Store, *args: object) -> None:
+    def wrong(self: store.ShelfStore, *args: object) -> None:
         self._logged.clear()
         right(self, *args)  # type: ignore[arg-type]
 
-    patch.setattr(store.Store, "_replace", wrong)
+    patch.setattr(store.ShelfStore, "_replace", wrong)
 
 
 def the_next_version_does_not_count_its_entry(patch: pytest.MonkeyPatch) -> None:
-    right = store.Store._version
+    right = store.ShelfStore._version
 
-    def wrong(self: store.Store, *args: object) -> NewVersion:
+    def wrong(self: store.ShelfStore, *args: object) -> NewVersion:
         new = right(self, *args)  # type: ignore[arg-type]
         assert new.log is not None
         return replace(new, log=replace(new.log, entries=max(0, new.log.entries - 1)))
 
-    patch.setattr(store.Store, "_version", wrong)
+    patch.setattr(store.ShelfStore, "_version", wrong)
 
 
 def the_log_is_used_again_at_once(patch: pytest.MonkeyPatch) -> None:
-    right = store.Store._replace
+    right = store.ShelfStore._replace
 
-    def wrong(self: store.Store, *args: object) -> None:
+    def wrong(self: store.ShelfStore, *args: object) -> None:
         """The new log has the pages of the old one, which the older root reaches."""
         old = self._log
         with pytest.MonkeyPatch.context() as inner:
@@ -193,10 +193,12 @@ def the_log_is_used_again_at_once(patch: pytest.MonkeyPatch) -> None:
                     if list(extents) != [old.log.extent]:
                         right(extents)  # type: ignore[operator]
 
-                inner.setattr(store.Store, "_writer", lambda self: Lent(writer, again, release))
+                inner.setattr(
+                    store.ShelfStore, "_writer", lambda self: Lent(writer, again, release)
+                )
             right(self, *args)  # type: ignore[arg-type]
 
-    patch.setattr(store.Store, "_replace", wrong)
+    patch.setattr(store.ShelfStore, "_replace", wrong)
 
 
 class Lent:

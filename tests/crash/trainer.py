@@ -22,7 +22,7 @@ from portus.client.files.fate import Fate
 from portus.client.files.keeper import Keeper
 from portus.errors import MediumError
 from portus.format.checksum import digest
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.format.reference import Reference, decode
 from portus.index.catalogue import read_catalogue
 from portus.index.check import Severity, check
@@ -138,8 +138,8 @@ def verified(pool: PoolReader, entry: VersionEntry) -> int:
     """The step of a version all of whose records and bytes are right."""
     record = pool.record(entry)
     step = entry.info.step
-    assert bytes(read(pool.medium, record.layout, Kind.LAYOUT)) == LAYOUT
-    assert bytes(read(pool.medium, record.tree, Kind.TREE)) == tree(step)
+    assert bytes(read(pool.medium, record.layout, RecordKind.LAYOUT)) == LAYOUT
+    assert bytes(read(pool.medium, record.tree, RecordKind.TREE)) == tree(step)
     assert record.storages["length"].tolist() == list(LENGTHS)
     for index in range(len(LENGTHS)):
         data = loaded(pool, record, index)
@@ -250,11 +250,11 @@ def verify_copies(pool: PoolReader) -> None:
     catalogue = pool.catalogue()
     root = catalogue.root
     if root.table != NOWHERE:
-        read(pool.medium, root.table, Kind.MODEL_TABLE)
+        read(pool.medium, root.table, RecordKind.MODEL_TABLE)
     for model in catalogue.models.values():
-        read(pool.medium, model.pointer, Kind.MODEL_INDEX)
+        read(pool.medium, model.pointer, RecordKind.MODEL_INDEX)
     if root.copies != NOWHERE:
-        for copy in decode_copies(read(pool.medium, root.copies, Kind.COPIES)):
+        for copy in decode_copies(read(pool.medium, root.copies, RecordKind.COPIES)):
             read(pool.medium, copy.pointer, copy.kind)
 
 

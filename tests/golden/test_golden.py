@@ -18,7 +18,15 @@ from portus.client.state import leaves, tree
 from portus.client.state.tree import decode
 from portus.embedding.store import MARKS, MODEL
 from portus.errors import CorruptionError
-from portus.format.layout import BUNCHES, FORMAT_VERSION, IN_PLACE, LOGS, METRICS, OBJECTS, Kind
+from portus.format.layout import (
+    BUNCHES,
+    FORMAT_VERSION,
+    IN_PLACE,
+    LOGS,
+    METRICS,
+    OBJECTS,
+    RecordKind,
+)
 from portus.format.reference import FORMAT as REFERENCE_VERSION
 from portus.format.reference import Reference, encode
 from portus.format.reference import decode as decode_reference
@@ -132,10 +140,10 @@ def test_golden_copies_are_of_all_that_several_versions_depend_on(tmp_path: Path
             read(reader.medium, copy.pointer, copy.kind)
     assert len({copy.commit for copy in copies}) > 2
     assert {copy.kind for copy in copies} == {
-        Kind.MODEL_TABLE,
-        Kind.MODEL_INDEX,
-        Kind.LAYOUT,
-        Kind.TREE,
+        RecordKind.MODEL_TABLE,
+        RecordKind.MODEL_INDEX,
+        RecordKind.LAYOUT,
+        RecordKind.TREE,
     }
 
 
@@ -145,7 +153,7 @@ def test_a_golden_pool_has_one_of_everything(tmp_path: Path) -> None:
     try:
         entries = list(reader.catalogue().entries())
         records = [reader.record(entry) for entry in entries]
-        trees = [decode(bytes(reader.payload(record.tree, Kind.TREE))) for record in records]
+        trees = [decode(bytes(reader.payload(record.tree, RecordKind.TREE))) for record in records]
     finally:
         reader.close()
     assert any(_units(record) > 1 for record in records), "a storage of several units"
@@ -163,7 +171,7 @@ def test_a_golden_pool_has_objects_and_streams(tmp_path: Path) -> None:
     with contextlib.closing(open_reader(str(path))) as reader:
         assert reader.superblock.compat & OBJECTS
         records = [reader.record(entry) for entry in reader.catalogue().entries()]
-        trees = [decode(bytes(reader.payload(record.tree, Kind.TREE))) for record in records]
+        trees = [decode(bytes(reader.payload(record.tree, RecordKind.TREE))) for record in records]
     assert {"$object", "$bytes_io"} <= {tag for root in trees for tag in _tags(root)}
 
 

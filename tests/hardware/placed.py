@@ -29,7 +29,7 @@ _engine = types.ModuleType("portus.embedding")
 _engine.__path__ = [f"{portus.__path__[0]}/embedding"]
 sys.modules.setdefault("portus.embedding", _engine)
 
-from portus.embedding.placed import NO_ROWS, Place, PlacedMoment, PlacedStore  # noqa: E402
+from portus.embedding.placed import NO_ROWS, PlacedMoment, PlacedStore, TensorLocation  # noqa: E402
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -95,7 +95,7 @@ class Training:
         else:
             self.places = [self.store.places[number] for number in range(len(SHAPES))]
 
-    def _placed(self, length: int, row: int) -> Place:
+    def _placed(self, length: int, row: int) -> TensorLocation:
         place = self.store.place(length, row)
         self.pool.medium.store(place.extent.offset, bytes(length))
         return place

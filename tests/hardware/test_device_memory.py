@@ -30,7 +30,7 @@ from portus.media.linux import MAP_ANONYMOUS, MAP_PRIVATE, map_pages, unmap_page
 from portus.pipeline.plan import OnDevice, Snapshot
 from portus.spec import PAGE
 from portus.transport.base import memory
-from portus.transport.regions import Regions, Way
+from portus.transport.regions import DeviceAccess, Regions
 from tests.cuda import Library
 from tests.hardware.states import Bytes, holds, saved, snapshot_of, state_of, steps
 from tests.hardware.test_verbs_host import check_sound, pool_on
@@ -164,7 +164,7 @@ def test_device_memory_is_pulled_straight_by_the_first_way_that_is_taken(
     with pool_on(url(server)) as pool:
         library = Library(device.export)
         regions = with_driver(pool, library)
-        way = Way.DMABUF if takes_dmabufs(regions, device) else Way.PEER
+        way = DeviceAccess.DMABUF if takes_dmabufs(regions, device) else DeviceAccess.PEER
         state = states(1)
         feeds = fed_at(device.start, state[1:])
         stats = saved(pool, snapshot_on(feeds, state, 1))

@@ -43,8 +43,9 @@ EQUIVALENT: Final[dict[str, str]] = {
     "body_size_max=DIGEST_SIZE * UNITS_MAX | SMALL": "powers of two: their sum has the same bits",
     "protocol/connection.py: if kind.from_client == self._is_client: -> "
     "if kind.from_client is self._is_client:": "there is one True and one False",
-    "pipeline/draft.py: pointer = record.layout if kind is Kind.LAYOUT else record.tree -> "
-    "pointer = record.layout if kind == Kind.LAYOUT else record.tree": "members of one enumeration",
+    "pipeline/draft.py: pointer = record.layout if kind is RecordKind.LAYOUT else record.tree -> "
+    "pointer = record.layout if kind == RecordKind.LAYOUT else record.tree": "members of one "
+    "enumeration",
 }
 """Survivors that mean the same: "package/module.py: old -> new", and why."""
 

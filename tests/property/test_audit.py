@@ -24,7 +24,7 @@ from portus.client.fence.snapshot import SnapshotMode, Snapshots
 from portus.errors import AbandonedError
 from portus.format.layout import DATA_START
 from portus.media import written
-from portus.pipeline.audit import Way
+from portus.pipeline.audit import AuditMethod
 from portus.pipeline.draft import PoolDraft
 from portus.pipeline.run import Policy, Save
 from tests.unit.client.late_copy import FENCE_S_MAX
@@ -128,7 +128,7 @@ class Model:
 class Search:
     """Saves into one pool, one case after another."""
 
-    way: Way
+    way: AuditMethod
     medium: Gate = field(default_factory=lambda: Gate(DATA_START + ROOM))
     torn: collections.Counter[str] = field(default_factory=collections.Counter)
     voided: int = 0
@@ -195,7 +195,7 @@ def _bytes(storage: torch.UntypedStorage) -> bytes:
     return bytes(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
 
 
-def searched(way: Way, seed: int, cases: int) -> Search:
+def searched(way: AuditMethod, seed: int, cases: int) -> Search:
     """The outcome of so many cases."""
     torch.manual_seed(seed)
     search, fence = Search(way), Fence(FENCE_S_MAX)
@@ -210,12 +210,12 @@ def searched(way: Way, seed: int, cases: int) -> Search:
     return search
 
 
-def check(way: Way, seed: int, cases: int) -> None:
+def check(way: AuditMethod, seed: int, cases: int) -> None:
     search = searched(way, seed, cases)
-    if way is Way.NONE:
+    if way is AuditMethod.NONE:
         assert search.torn.total() > cases // 10, "the search could not have failed"
         assert not search.voided
-    elif way is Way.PROBE:
+    elif way is AuditMethod.PROBE:
         assert set(search.torn) <= MISSED_BY_PROBES
         assert search.voided > cases // 10
     else:
@@ -232,13 +232,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("way", [*WAYS, Way.NONE])
-def test_no_writer_tears_what_an_audit_lets_through(way: Way, seed: int) -> None:
+@pytest.mark.parametrize("way", [*WAYS, AuditMethod.NONE])
+def test_no_writer_tears_what_an_audit_lets_through(way: AuditMethod, seed: int) -> None:
     check(way, seed, 100)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", [*WAYS, Way.NONE])
-def test_ten_thousand_writers_tear_nothing_that_an_audit_lets_through(way: Way, seed: int) -> None:
+@pytest.mark.parametrize("way", [*WAYS, AuditMethod.NONE])
+def test_ten_thousand_writers_tear_nothing_that_an_audit_lets_through(
+    way: AuditMethod, seed: int
+) -> None:
     check(way, seed, 2500)

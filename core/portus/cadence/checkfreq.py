@@ -57,7 +57,7 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class IntervalChoice:
     """An interval in steps (k), where to copy, and what a save stalls training for (To, s)."""
 
     steps: int
@@ -77,7 +77,7 @@ def placed(profile: Profile) -> tuple[SnapshotPlace, float]:
     return SnapshotPlace.HOST, host_stall
 
 
-def algorithm_1(profile: Profile, max_overhead: float) -> Choice:
+def algorithm_1(profile: Profile, max_overhead: float) -> IntervalChoice:
     """CheckFreq's Algorithm 1: the shortest interval in which one save ends before the next one
     begins, and whose stall is at most ``max_overhead`` (p) of the steps' time.
 
@@ -88,7 +88,7 @@ def algorithm_1(profile: Profile, max_overhead: float) -> Choice:
     snapshot, stall = placed(profile)
     in_turn = (profile.host_copy_s + profile.store_s - stall) / profile.step_s
     in_bound = stall / (max_overhead * profile.step_s)
-    return Choice(max(rounded_up(in_turn), rounded_up(in_bound)), snapshot, stall)
+    return IntervalChoice(max(rounded_up(in_turn), rounded_up(in_bound)), snapshot, stall)
 
 
 PROFILED_FROM: Final = 5
@@ -99,7 +99,7 @@ DECIDES_AT: Final = 100
 GROWS_BY: Final = 2
 
 
-def released_interval(profile: Profile, step_s: float) -> Choice:
+def released_interval(profile: Profile, step_s: float) -> IntervalChoice:
     """What the released code decides after it measured a step of ``step_s``: a stall is the whole
     copy, nothing of it is hidden, and no bound counts."""
     over_zero("step_s", step_s, "seconds")
@@ -108,7 +108,7 @@ def released_interval(profile: Profile, step_s: float) -> Choice:
         stall, snapshot = profile.device_copy_s, SnapshotPlace.DEVICE
     copy_s = profile.device_copy_s if snapshot is SnapshotPlace.DEVICE else profile.host_copy_s
     whole = copy_s + profile.store_s
-    return Choice(max(1, math.ceil((whole - stall) / step_s)), snapshot, stall)
+    return IntervalChoice(max(1, math.ceil((whole - stall) / step_s)), snapshot, stall)
 
 
 class Released:

@@ -29,7 +29,7 @@ from portus.cli.progress import bar
 from portus.client.leaving import safetensors
 from portus.client.state.tree import decode, distinct, leaf_nodes, tensor_index
 from portus.errors import CorruptionError, MediumError, UsageError
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.index.place import local_path
 from portus.index.records import VersionRecord, decode_layout
 from portus.spec import TensorSpec
@@ -64,7 +64,7 @@ class ExportOptions:
 
 
 @dataclass(slots=True)
-class Done:
+class ExportResult:
     """What was exported, and what was not."""
 
     size: int = 0
@@ -84,7 +84,7 @@ class Job:
     metadata: dict[str, str]
     tensors: dict[str, TensorSpec]
     parts: list[Part]
-    done: Done
+    done: ExportResult
 
 
 def run(wish: ExportOptions, pool: str | None, output: Output) -> int:
@@ -203,7 +203,9 @@ def _version_job(found: FoundVersion, wish: ExportOptions) -> Job:
         metadata=_metadata(found),
         tensors=tensors,
         parts=[Part("", found, boxes)],
-        done=Done(shared=safetensors.shared(tensors), left_out=left_out, no_weights=no_weights),
+        done=ExportResult(
+            shared=safetensors.shared(tensors), left_out=left_out, no_weights=no_weights
+        ),
     )
 
 
@@ -245,7 +247,7 @@ def _group_job(found: FoundGroup, wish: ExportOptions) -> Job:
         },
         tensors=tensors,
         parts=[Part(f"rank {rank}: ", part, boxes) for rank, part in found.parts.items()],
-        done=Done(left_out=left_out if not wish.names else [], no_weights=no_weights),
+        done=ExportResult(left_out=left_out if not wish.names else [], no_weights=no_weights),
     )
 
 
@@ -275,7 +277,7 @@ def _weights(
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}, rest
 
 
-def _say(title: str, wish: ExportOptions, done: Done, output: Output) -> None:
+def _say(title: str, wish: ExportOptions, done: ExportResult, output: Output) -> None:
     for names in done.shared:
         listed = _listed(names)
         output.note(
@@ -321,7 +323,7 @@ def _in_place(out: str) -> Iterator[str]:
             os.unlink(temporary)
 
 
-def _write_torch(found: FoundVersion, wish: ExportOptions, temporary: str) -> Done:
+def _write_torch(found: FoundVersion, wish: ExportOptions, temporary: str) -> ExportResult:
     """The state, as ``torch.save`` writes it. What of it is no tensor is in memory."""
     from portus.client.leaving import torch_file
     from portus.client.loading.restore import matcher
@@ -346,7 +348,7 @@ def _write_torch(found: FoundVersion, wish: ExportOptions, temporary: str) -> Do
         record = found.reader.record(entry)
         tensors = _layout(found, record)
     count = sum(_is_wanted(spec.name, wish.names) for spec in tensors)
-    return Done(os.stat(temporary).st_size, count)
+    return ExportResult(os.stat(temporary).st_size, count)
 
 
 def _tensors(
@@ -354,7 +356,7 @@ def _tensors(
 ) -> tuple[dict[str, TensorSpec], list[str]]:
     """The tensors to write by the name they get, and the key paths of what is left out."""
     specs = _layout(found, record)
-    root = decode(bytes(found.reader.payload(record.tree, Kind.TREE)))
+    root = decode(bytes(found.reader.payload(record.tree, RecordKind.TREE)))
     leaves = list(leaf_nodes(root))
     tensors: dict[str, TensorSpec] = {}
     left_out = []
@@ -376,7 +378,7 @@ def _tensors(
 
 
 def _layout(found: FoundVersion, record: VersionRecord) -> tuple[TensorSpec, ...]:
-    return decode_layout(found.reader.payload(record.layout, Kind.LAYOUT))
+    return decode_layout(found.reader.payload(record.layout, RecordKind.LAYOUT))
 
 
 def _is_wanted(path: str, names: Sequence[str]) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from portus.cli.output import Json
 from portus.cli.pools import FoundVersion, PlacePools
 from portus.errors import CorruptionError, UsageError
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.index.groups import Group, groups_of
 from portus.index.records import VersionRecord, decode_layout
 from portus.spec import TensorSpec
@@ -98,5 +98,5 @@ def opened_part(found: FoundVersion) -> Iterator[tuple[VersionRecord, dict[str, 
     """A part, pinned: its record, and its shards by key."""
     with found.reader.pinned(found.entry.info.id) as entry:
         record = found.reader.record(entry)
-        specs = decode_layout(found.reader.payload(record.layout, Kind.LAYOUT))
+        specs = decode_layout(found.reader.payload(record.layout, RecordKind.LAYOUT))
         yield record, {spec.name.removeprefix(ITEMS): spec for spec in specs}

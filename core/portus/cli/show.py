@@ -24,7 +24,7 @@ from portus.client.loading.contents import Storages, tensor_bytes
 from portus.client.state.tree import decode, distinct, leaf_nodes, tensor_index
 from portus.errors import CorruptionError
 from portus.format.dtypes import ITEM_SIZES
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.index.log import logged
 from portus.index.place import PlaceKind
 from portus.index.records import VersionRecord, decode_layout
@@ -149,9 +149,9 @@ def _show_version(found: FoundVersion, output: Output) -> dict[str, Json]:
     reader = found.reader
     with reader.pinned(found.entry.info.id) as entry:
         record = reader.record(entry)
-        tensors = decode_layout(reader.payload(record.layout, Kind.LAYOUT))
+        tensors = decode_layout(reader.payload(record.layout, RecordKind.LAYOUT))
         changed = logged(reader.medium, record)
-        root = decode(changed.tree or bytes(reader.payload(record.tree, Kind.TREE)))
+        root = decode(changed.tree or bytes(reader.payload(record.tree, RecordKind.TREE)))
         batches = _batches(tensors, Storages(reader, record, changed))
     paths, nodes = _leaves(root)
     links = found.held()

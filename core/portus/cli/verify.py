@@ -25,7 +25,7 @@ from portus.cli.pools import aimed, find_pool, open_pools
 from portus.cli.progress import Progress, bar
 from portus.client.files.home import open_place
 from portus.errors import CorruptionError, PortusError, UsageError
-from portus.index.check import RULES, Finding, Look, Severity, check_file, check_medium
+from portus.index.check import RULES, CheckOptions, Finding, Severity, check_file, check_medium
 from portus.index.directory import pools_at
 from portus.index.place import Place
 from portus.index.scrub import scrub
@@ -127,7 +127,7 @@ def _verified_mirror(target: str | None, url: str) -> Iterator[Verdict]:
             try:
                 with bar(f"{found.info.model}@{found.info.step}") as advanced:
                     progress = partial(_count, verdict, advanced)
-                    look = Look(progress=progress)
+                    look = CheckOptions(progress=progress)
                     verdict.findings = check_medium(found.reader.medium, found.reader.locks, look)
             except PortusError as error:
                 verdict.error = error
@@ -167,7 +167,7 @@ def _verify(
             ids.add(info.id)
         return wanted
 
-    look = Look(progress=partial(_count, verdict, advanced), only=counted)
+    look = CheckOptions(progress=partial(_count, verdict, advanced), only=counted)
     try:
         with contextlib.ExitStack() as stack:
             # A file is opened by the check: a pool whose first pages are damaged has findings too.

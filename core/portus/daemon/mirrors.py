@@ -43,7 +43,7 @@ _NOWHERE: Final = "portus://mirror"
 """The pool of a reference that came from a mirror, for people to read."""
 
 
-class Copied(Protocol):
+class CopiedPool(Protocol):
     """What a copier needs of a tenant's pool."""
 
     @property
@@ -59,7 +59,7 @@ class Copied(Protocol):
         """What is on record to lead to its versions."""
 
 
-class Hosted(Copied, Protocol):
+class MirroredPool(CopiedPool, Protocol):
     """What a mirror needs of a tenant's pool."""
 
     mirror: TenantMirror | None
@@ -87,7 +87,7 @@ class Mirrors:
                 after = name + chr(ord("/") + 1) if slash else first.name
         return found
 
-    def attach(self, hosted: Hosted) -> None:
+    def attach(self, hosted: MirroredPool) -> None:
         """Fill a pool that was just opened, and mirror it from now on. Blocks while versions are
         fetched. Raises ``UsageError`` for wrong credentials and the like; ``TransportError`` if the
         store cannot be asked and the pool is empty."""
@@ -105,7 +105,7 @@ class Mirrors:
         with self._guard:
             self._open.append(mirror)
 
-    def let_go(self, hosted: Hosted) -> None:
+    def let_go(self, hosted: MirroredPool) -> None:
         """Its pool is closed."""
         mirror, hosted.mirror = hosted.mirror, None
         if mirror is not None:
@@ -133,7 +133,7 @@ class TenantMirror:
     def __init__(
         self,
         address: StoreAddress,
-        hosted: Hosted,
+        hosted: MirroredPool,
         turn: Callable[[], AbstractContextManager[object]],
     ) -> None:
         """turn: entered while a model is copied."""
@@ -243,7 +243,7 @@ class TenantMirror:
 class Held(Joined):
     """The pool of a tenant, and what is on record to lead to its versions."""
 
-    def __init__(self, model: str, hosted: Copied) -> None:
+    def __init__(self, model: str, hosted: CopiedPool) -> None:
         super().__init__(model, hosted.writer)
         self._hosted: Final = hosted
 

@@ -28,7 +28,7 @@ UNUSED_S: Final = 60.0
 """A connection without a request for so long may be ended for another one."""
 
 
-class Place:
+class ConnectionSlot:
     """Of one connection. ``address``: of the other side; "" for a unix socket."""
 
     def __init__(self, address: str, connected: socket.socket) -> None:
@@ -72,11 +72,11 @@ class Places:
         self.address_max: Final = max(1, count // 2)
         self.strangers_max: Final = max(4, count // 8)
         self._guard: Final = threading.Lock()
-        self._taken: Final[dict[Place, None]] = {}
+        self._taken: Final[dict[ConnectionSlot, None]] = {}
 
-    def come(self, address: str, connected: socket.socket) -> Place:
+    def come(self, address: str, connected: socket.socket) -> ConnectionSlot:
         """A place for a stranger."""
-        place = Place(address, connected)
+        place = ConnectionSlot(address, connected)
         with self._guard:
             strangers = self._strangers_left()
             if len(strangers) >= self.strangers_max:
@@ -92,7 +92,7 @@ class Places:
         with self._guard:
             self._strangers_left()
 
-    def prove(self, place: Place, tenant: str) -> None:
+    def prove(self, place: ConnectionSlot, tenant: str) -> None:
         """That of a stranger is among the others from now on. Raises ``TransportError`` if there is
         none for it."""
         with self._guard:
@@ -112,12 +112,12 @@ class Places:
                     )
             place.tenant, place.waits = tenant, False
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: ConnectionSlot) -> None:
         """It is over."""
         with self._guard:
             self._taken.pop(place, None)
 
-    def _make_room(self, address: str, tenant: str, others: list[Place]) -> bool:
+    def _make_room(self, address: str, tenant: str, others: list[ConnectionSlot]) -> bool:
         """End one of the others that nobody uses, of who has more places than a newcomer, or of the
         same owner as that."""
         proven = [each for each in self._taken if each.tenant is not None]
@@ -143,7 +143,7 @@ class Places:
         self._end(found, "others needed its place, and it was not used")
         return True
 
-    def _strangers_left(self) -> list[Place]:
+    def _strangers_left(self) -> list[ConnectionSlot]:
         """The strangers, oldest first, without those that were there for too long."""
         strangers = [each for each in self._taken if each.tenant is None]
         before_s = time.monotonic() - STRANGER_S
@@ -151,6 +151,6 @@ class Places:
             self._end(strangers.pop(0), f"it did not prove its secret within {STRANGER_S:g} s")
         return strangers
 
-    def _end(self, place: Place, why: str) -> None:
+    def _end(self, place: ConnectionSlot, why: str) -> None:
         del self._taken[place]
         place.end(why)

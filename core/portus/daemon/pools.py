@@ -21,7 +21,7 @@ from portus.daemon.objects import MemoryStore, Objects
 from portus.daemon.replicas import OtherHost, Replica
 from portus.errors import BusyError, CorruptionError, MediumError, TransportError, UsageError
 from portus.format.layout import DATA_START
-from portus.index.check import Look, Severity, check_file
+from portus.index.check import CheckOptions, Severity, check_file
 from portus.index.directory import (
     create_pool,
     links_directory,
@@ -385,7 +385,7 @@ class Pools:
                 "more writes"
             )
         files = LocalFiles()
-        findings = check_file(hosted.path, Look(), cached=False)
+        findings = check_file(hosted.path, CheckOptions(), cached=False)
         wrong = [each for each in findings if each.severity is Severity.ERROR]
         if wrong:
             raise CorruptionError(

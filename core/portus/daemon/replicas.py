@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from portus.daemon.events import tell
-from portus.daemon.mirrors import Copied, Held, lag_s
+from portus.daemon.mirrors import CopiedPool, Held, lag_s
 from portus.daemon.objects import Objects
 from portus.daemon.secrets import Secrets
 from portus.errors import BusyError, PortusError, TransportError, UsageError
@@ -41,7 +41,7 @@ _ABREAST: Final = 4
 """Models that are copied at once."""
 
 
-class Hosted(Copied, Protocol):
+class ReplicatedPool(CopiedPool, Protocol):
     """What is needed of a tenant's pool."""
 
     @property
@@ -95,7 +95,7 @@ class Replica:
     """The logs of one tenant's models: those that are led from here, and those that are kept here.
     Thread-safe."""
 
-    def __init__(self, hosted: Hosted, other: OtherHost | None) -> None:
+    def __init__(self, hosted: ReplicatedPool, other: OtherHost | None) -> None:
         """other: where what is saved here is copied to; None: nowhere, but for models whose logs
         are here. What the pool has already is copied on."""
         self._hosted: Final = hosted

@@ -11,7 +11,7 @@ from portus.daemon.counters import Counters
 from portus.daemon.events import tell
 from portus.daemon.pools import Pools
 from portus.errors import CorruptionError, PortusError
-from portus.index.check import Finding, Look, Severity
+from portus.index.check import CheckOptions, Finding, Severity
 from portus.index.place import Place
 from portus.index.pool import PoolReader
 from portus.index.scrub import scrub
@@ -86,7 +86,7 @@ class Scrubber:
                 text, why = f"{tenant}: {finding}", str(finding)
                 tell(logging.ERROR, "rot", text, tenant=tenant, place=finding.where, why=why)
 
-        scrub(pool, self._bytes_per_s, Look(progress=advanced, told=told), wait=self._wait)
+        scrub(pool, self._bytes_per_s, CheckOptions(progress=advanced, told=told), wait=self._wait)
         self._counters.rotten(tenant, damaged)
         self._counters.add("scrubbed_bytes", size)
         tell(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from portus.daemon.events import tell
-from portus.daemon.places import Place
+from portus.daemon.places import ConnectionSlot
 from portus.daemon.pools import Hosted
 from portus.daemon.session import GREETING_S, Facts, House, Session, turned_away
 from portus.errors import BusyError, MediumError, UsageError
@@ -209,7 +209,7 @@ class Server:
             place = self._house.places.come(_peer_address(peer), plain)
             self._welcome(door, plain, _peer_name(door, peer), place)
 
-    def _welcome(self, door: Door, plain: socket.socket, peer: str, place: Place) -> None:
+    def _welcome(self, door: Door, plain: socket.socket, peer: str, place: ConnectionSlot) -> None:
         with self._guard:
             if self._ending.is_set():
                 self._turn_away(plain, peer, "this host ends")
@@ -234,7 +234,7 @@ class Server:
         turned_away(self._house, peer, why)
         plain.close()
 
-    def _talk(self, door: Door, plain: socket.socket, peer: str, place: Place) -> None:
+    def _talk(self, door: Door, plain: socket.socket, peer: str, place: ConnectionSlot) -> None:
         thread = threading.current_thread()
         try:
             link = self._links[thread]
@@ -265,7 +265,7 @@ class Server:
         plain: socket.socket,
         peer: str,
         thread: threading.Thread,
-        place: Place,
+        place: ConnectionSlot,
     ) -> Link:
         plain.settimeout(GREETING_S)
         wrapped = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)

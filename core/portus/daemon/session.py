@@ -28,7 +28,7 @@ from portus.daemon import regions
 from portus.daemon.counters import Counters
 from portus.daemon.events import Few, tell
 from portus.daemon.fabric import Fabric, Lane
-from portus.daemon.places import Place, Places
+from portus.daemon.places import ConnectionSlot, Places
 from portus.daemon.pools import HASHERS, Hosted, Pools, free_bytes, hole_bytes, taken_bytes
 from portus.daemon.regions import Regions
 from portus.daemon.secrets import Secrets
@@ -41,7 +41,7 @@ from portus.errors import (
     TransportError,
     UsageError,
 )
-from portus.format.layout import Kind as RecordKind
+from portus.format.layout import RecordKind
 from portus.index.check_version import check_layout, check_tree, read_layout, read_tree
 from portus.index.directory import note_failure
 from portus.index.findings import Findings
@@ -166,7 +166,7 @@ class Facts:
 class Session:
     """The host's end of one connection."""
 
-    def __init__(self, link: Link, house: House, peer: str, place: Place) -> None:
+    def __init__(self, link: Link, house: House, peer: str, place: ConnectionSlot) -> None:
         self._place: Final = place
         self._link: Final = link
         self._house: Final = house

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from portus.client.loading.restore import load_over
-from portus.embedding.placed import Place, PlacedStore, RowsThere
+from portus.embedding.placed import PlacedStore, RowsThere, TensorLocation
 from portus.embedding.tables import Table
 from portus.errors import UsageError
 from portus.format.checksum import DIGEST_SIZE
 from portus.format.dtypes import ITEM_SIZES
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.index.records import decode_layout
 from portus.media.dax import DaxDevice, DaxFile
 from portus.spec import Extent
@@ -44,7 +44,7 @@ class Mapped:
         self._medium: Final = medium
         self._store: Final = store
         self._tables: Final = tables
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, TensorLocation] = {}
         """By the address."""
         self._views: list[tuple[weakref.ref[memoryview], Extent]] = []
         """Of each tensor that was made, its memory, which it keeps alive."""
@@ -74,12 +74,12 @@ class Mapped:
 
     def load(self) -> Any:
         """The state that is committed, whose tables are where they are, and verified; and the
-        tables and optimizers have them. Raises as ``Store.newest`` is loaded."""
+        tables and optimizers have them. Raises as ``TableStore.newest`` is loaded."""
         newest = self._store.newest
         assert newest is not None
         self._places.clear()
         record = self._store.pool.record(newest)
-        layout = decode_layout(self._store.pool.payload(record.layout, Kind.LAYOUT))
+        layout = decode_layout(self._store.pool.payload(record.layout, RecordKind.LAYOUT))
         dtypes = {each.storage: each.dtype for each in layout}
         there: dict[int, torch.UntypedStorage] = {}
         for index, place in self._store.places.items():
@@ -103,10 +103,10 @@ class Mapped:
             self._put(table, None, rest.pop(name))
         return rest
 
-    def placed(self, index: Mapping[int, int]) -> tuple[dict[int, Place], dict[int, int]]:
+    def placed(self, index: Mapping[int, int]) -> tuple[dict[int, TensorLocation], dict[int, int]]:
         """By the storages of a state, whose addresses have these indices: the places of those that
         are placed, and where the digests of each are."""
-        places: dict[int, Place] = {}
+        places: dict[int, TensorLocation] = {}
         digests: dict[int, int] = {}
         tensors = [tensor for table in self._tables for _, tensor in _tensors(table)]
         for tensor, digest in zip(tensors, self.digests, strict=True):
@@ -176,7 +176,9 @@ class Mapped:
             made.copy_(tensor)
         return made
 
-    def _tensor(self, place: Place, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def _tensor(
+        self, place: TensorLocation, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
         address = self._medium.address(place.extent)
         self._places[address] = place
         view = memory(address, place.extent.length)

@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 
 from portus.embedding.moment import Bytes, Column, Moment, Rows
-from portus.embedding.store import MARKS, MODEL, Store
+from portus.embedding.store import MARKS, MODEL, TableStore
 from portus.errors import UsageError
 from portus.format.checksum import DIGEST_SIZE, UNIT, unit_count
 from portus.format.layout import EXTENT, UNDO
@@ -54,7 +54,7 @@ _FREE_SHARE: Final = 2
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class TensorLocation:
     """Where a tensor with rows is in the pool. ``row``, ``cell``: bytes of each. ``sums``: digests
     of its units, as they were committed last; empty before the first commit. ``logged``: cells
     whose bytes are in undo entries of this batch, in order; ``old``: the digests that these had.
@@ -73,7 +73,7 @@ class Place:
         return unit_count(self.extent.length)
 
 
-RowsThere = tuple[Place, Column]
+RowsThere = tuple[TensorLocation, Column]
 """Rows by their numbers, each once, in order."""
 
 
@@ -84,7 +84,7 @@ class PlacedMoment(Moment):
     ``rows``, if it is not None, says no more than which are placed. ``ahead``: what the next batch
     was announced to change."""
 
-    placed: Mapping[int, Place]
+    placed: Mapping[int, TensorLocation]
     digests: Mapping[int, int]
     ahead: Sequence[RowsThere] = ()
 
@@ -92,7 +92,7 @@ class PlacedMoment(Moment):
     def of(
         cls,
         moment: Moment,
-        placed: Mapping[int, Place],
+        placed: Mapping[int, TensorLocation],
         digests: Mapping[int, int],
         ahead: Sequence[RowsThere],
     ) -> PlacedMoment:
@@ -105,33 +105,33 @@ NO_ROWS: Final = Rows(np.empty(0, np.int64), np.empty((0, 0), np.uint8))
 """Of a table that is placed: nothing of it is copied."""
 
 
-class PlacedStore(Store):
+class PlacedStore(TableStore):
     """What a pool has of one training whose tables are changed in place. One thread at a time."""
 
     in_place = True
 
     def __init__(self, pool: PoolWriter, log_bytes: int | None = None) -> None:
-        """As ``Store``; puts back what a batch changed that was not committed."""
-        self._places: dict[int, Place] = {}
+        """As ``TableStore``; puts back what a batch changed that was not committed."""
+        self._places: dict[int, TensorLocation] = {}
         """Of the newest version, by the index of the storage."""
-        self._reserved: list[tuple[Place, Extent]] = []
+        self._reserved: list[tuple[TensorLocation, Extent]] = []
         self.batch = 0
         """Of what was committed last; whoever loads it says."""
         super().__init__(pool, log_bytes)
 
     @property
-    def places(self) -> Mapping[int, Place]:
+    def places(self) -> Mapping[int, TensorLocation]:
         """Where the tables of the newest version are, by the indices of their storages."""
         return self._places
 
-    def place(self, length: int, row: int) -> Place:
+    def place(self, length: int, row: int) -> TensorLocation:
         """Room for a tensor of ``length`` bytes, over 0, with rows of ``row``. It is the caller's
         to fill, and is the tensor's from the next commit with it on.
 
         Raises ``MediumError`` (ENOSPC) if there is none in one piece.
         """
         [area] = self.pool.reserve(length, contiguous=True)
-        made = Place(Extent(area.offset, length), row, cell_size(length, row))
+        made = TensorLocation(Extent(area.offset, length), row, cell_size(length, row))
         self._reserved.append((made, area))
         return made
 
@@ -141,7 +141,7 @@ class PlacedStore(Store):
 
         Raises ``MediumError``; ``UsageError`` if a batch needs more room than a log has.
         """
-        found: list[tuple[Place, Column, Bytes]] = []
+        found: list[tuple[TensorLocation, Column, Bytes]] = []
         for place, numbers in rows:
             if place.sums:  # else nothing was committed of it
                 cells = np.setdiff1d(
@@ -163,8 +163,8 @@ class PlacedStore(Store):
             place.old = [old[each] for each in order.tolist()]
 
     def commit(self, moment: Moment) -> None:
-        """As ``Store``: what the places of the moment have now, and the rest of it. Then what comes
-        next is logged, as far as it is known."""
+        """As ``TableStore``: what the places of the moment have now, and the rest of it. Then what
+        comes next is logged, as far as it is known."""
         assert isinstance(moment, PlacedMoment)
         sums: dict[int, list[int]] = {}
         changed: list[Extent] = []
@@ -187,7 +187,7 @@ class PlacedStore(Store):
         self.log(moment.ahead)
 
     def mark(self, batch: int, token: bytes, retire: Collection[int] = ()) -> None:
-        """As ``Store``, by a copy of everything."""
+        """As ``TableStore``, by a copy of everything."""
         held: list[list[Extent]] = []
         try:
             moment = self._standing(whole=True)
@@ -212,8 +212,8 @@ class PlacedStore(Store):
                 self.pool.release(each)
 
     def seal(self) -> None:
-        """As ``Store``. What is behind the last batch is undo of one that is not committed, if it
-        began: whoever opens the pool next puts that back."""
+        """As ``TableStore``. What is behind the last batch is undo of one that is not committed, if
+        it began: whoever opens the pool next puts that back."""
         begun = any(len(place.logged) for place in self._places.values())
         if not begun and self._log is not None and self._log.room > PAGE:
             super().seal()
@@ -245,7 +245,7 @@ class PlacedStore(Store):
         self._tree = said or self._tree
         return True
 
-    def _new_sums(self, place: Place) -> list[int]:
+    def _new_sums(self, place: TensorLocation) -> list[int]:
         """The digests of units after a batch, of which the cells that were logged have changed."""
         new = cell_digests(place.logged, self._read(place, place.logged))
         sums, unit = list(place.sums), place.logged // (UNIT // place.cell)
@@ -255,7 +255,7 @@ class PlacedStore(Store):
             sums[rank] = changed_sum(sums[rank], place.old[low:high], new[low:high])
         return sums
 
-    def _all_sums(self, place: Place) -> list[int]:
+    def _all_sums(self, place: TensorLocation) -> list[int]:
         return [unit_sum(data, place.cell, rank) for rank, data in enumerate(self._units(place))]
 
     def _make_room(self, size: int) -> None:
@@ -394,7 +394,7 @@ class PlacedStore(Store):
 
     # --- bytes of places ------------------------------------------------------------------------
 
-    def _read(self, place: Place, cells: Column) -> Bytes:
+    def _read(self, place: TensorLocation, cells: Column) -> Bytes:
         """Cells of a place, as they are now, copied."""
         medium, start = self.pool.medium, place.extent.offset
         if isinstance(medium, MappedMedium):
@@ -406,7 +406,7 @@ class PlacedStore(Store):
             medium.load(start + number * place.cell, found[row].data)
         return found
 
-    def _units(self, place: Place) -> Iterator[memoryview]:
+    def _units(self, place: TensorLocation) -> Iterator[memoryview]:
         """All of a place, by the unit; each is valid until the next."""
         held = memoryview(bytearray(min(UNIT, place.extent.length)))
         for at in range(0, place.extent.length, UNIT):
@@ -414,7 +414,7 @@ class PlacedStore(Store):
             self.pool.medium.load(place.extent.offset + at, target)
             yield target
 
-    def _content(self, place: Place) -> bytes:
+    def _content(self, place: TensorLocation) -> bytes:
         return b"".join(map(bytes, self._units(place)))
 
     # --- opening --------------------------------------------------------------------------------
@@ -452,16 +452,16 @@ class PlacedStore(Store):
         rows = self._row_bytes(record)
         for each in record.log.in_place:
             [extent] = record.storage_extents(each.storage)
-            place = Place(extent, rows[each.storage], each.cell, there.sums(each.storage))
+            place = TensorLocation(extent, rows[each.storage], each.cell, there.sums(each.storage))
             self._places[each.storage] = place
 
 
-def _offsets(place: Place, cells: Column) -> Column:
+def _offsets(place: TensorLocation, cells: Column) -> Column:
     found: Column = place.extent.offset + cells * place.cell
     return found
 
 
-def _runs(place: Place) -> list[Extent]:
+def _runs(place: TensorLocation) -> list[Extent]:
     """Where the cells that were logged are in the pool, neighbours joined."""
     cells = place.logged
     if not len(cells):

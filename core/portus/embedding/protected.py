@@ -40,7 +40,7 @@ from portus.embedding.elsewhere import Elsewhere, marked, replaced, within
 from portus.embedding.mapped import Mapped
 from portus.embedding.moment import Moment, Rows
 from portus.embedding.placed import NO_ROWS, PlacedMoment, PlacedStore, RowsThere
-from portus.embedding.store import Store
+from portus.embedding.store import TableStore
 from portus.embedding.tables import Table, changed_rows, check_ids, tables_of
 from portus.errors import PortusError, UsageError
 from portus.index.directory import create_pool, has_pool, open_writer
@@ -217,7 +217,7 @@ class Protected:
         self._hooks: list[Any] = []
         try:
             self._tables: Final = tables_of(model, optimizers, in_place=in_place)
-            self._store: Final = (PlacedStore if in_place else Store)(pool, log_bytes)
+            self._store: Final = (PlacedStore if in_place else TableStore)(pool, log_bytes)
             self._may_update = self._store.newest is None
             self._mapped: Final = _mapped(self._store, self._tables)
             if self._mapped is not None and self._may_update:
@@ -748,7 +748,7 @@ class _Worker:
     """A thread that commits moments, one at a time, in order, and meanwhile folds the log in, and
     writes slices."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TableStore) -> None:
         self._store: Final = store
         self._changed: Final = Changed()
         self._moment: Moment | None = None
@@ -849,7 +849,7 @@ class _Worker:
         return None
 
 
-def _mapped(store: Store, tables: Sequence[Table]) -> Mapped | None:
+def _mapped(store: TableStore, tables: Sequence[Table]) -> Mapped | None:
     return Mapped(store, tables) if isinstance(store, PlacedStore) else None
 
 

@@ -4,7 +4,7 @@ Theory. It is copied in memory when its batch is over, so training goes on and c
 It goes to new extents, a slice for each batch, and each slice is persisted by itself. Nothing
 reaches these extents until all slices are there. Then a version is committed that has the tables
 and the log of the newest one, and this dense part; until then the version before has the one before
-(``Store.go_on``).
+(``TableStore.go_on``).
 """
 
 from __future__ import annotations

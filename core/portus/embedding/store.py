@@ -31,7 +31,7 @@ from portus.embedding.fold import Fold
 from portus.embedding.moment import Moment
 from portus.embedding.slices import Slices
 from portus.errors import MediumError, UsageError
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.index.log import Entry, LogWriter, entries, entry_size
 from portus.index.pool import NO_SPACE, NewVersion, PoolWriter
 from portus.index.records import Pointer, VersionEntry, VersionRecord
@@ -47,7 +47,7 @@ _LOG_SHARE: Final = 2
 """A log has half the bytes of all storages, and this much at least."""
 
 
-class Store:
+class TableStore:
     """What a pool has of one training. One thread at a time."""
 
     in_place = False
@@ -165,7 +165,7 @@ class Store:
                 model=MARKS,
                 step=batch,
                 token=token,
-                layout=self._known(record.layout, self._layout, Kind.LAYOUT),
+                layout=self._known(record.layout, self._layout, RecordKind.LAYOUT),
                 tree=self._tree,
                 storages=record.storages,
                 extents=record.extents,
@@ -241,7 +241,7 @@ class Store:
                     model=MODEL,
                     step=self._batch,
                     token=os.urandom(16),
-                    layout=self._known(record.layout, self._layout, Kind.LAYOUT),
+                    layout=self._known(record.layout, self._layout, RecordKind.LAYOUT),
                     tree=slices.moment.tree,
                     storages=storages,
                     extents=extents,
@@ -307,9 +307,9 @@ class Store:
         record = self._record
         if record is None or moment.layout != self._layout:
             return moment.layout
-        return self._known(record.layout, moment.layout, Kind.LAYOUT)
+        return self._known(record.layout, moment.layout, RecordKind.LAYOUT)
 
-    def _known(self, pointer: Pointer, payload: bytes, kind: Kind) -> Pointer | bytes:
+    def _known(self, pointer: Pointer, payload: bytes, kind: RecordKind) -> Pointer | bytes:
         """A record as a pointer, if the next commit may rely on it."""
         return pointer if self.pool.is_sound(pointer, kind) else payload
 
@@ -348,8 +348,8 @@ class Store:
                     f"{self.in_place}, found some that were protected with in_place="
                     f"{not self.in_place}; pass that again, or use another pool"
                 )
-            layout = bytes(self.pool.payload(record.layout, Kind.LAYOUT))
-            tree = bytes(self.pool.payload(record.tree, Kind.TREE))
+            layout = bytes(self.pool.payload(record.layout, RecordKind.LAYOUT))
+            tree = bytes(self.pool.payload(record.tree, RecordKind.TREE))
             last: Entry | None = None
             for last in entries(self.pool.medium, record):
                 tree = last.tree or tree

@@ -73,7 +73,7 @@ UNDO: Final = 2
 as long as no entry without the flag is behind it."""
 
 
-class Kind(enum.IntEnum):
+class RecordKind(enum.IntEnum):
     """What a record is. A writer that meets a kind it does not know refuses to write."""
 
     MODEL_TABLE = 1

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Final, cast
 
 from portus.errors import CorruptionError, MediumError
-from portus.format.layout import RECORD_SIZE_MAX, Kind
+from portus.format.layout import RECORD_SIZE_MAX, RecordKind
 from portus.index.records import (
     NOWHERE,
     Copy,
@@ -135,10 +135,10 @@ def read_catalogue(
     if root.table == NOWHERE:
         return catalogue
 
-    def whole(pointer: Pointer, kind: Kind) -> memoryview:
+    def whole(pointer: Pointer, kind: RecordKind) -> memoryview:
         return read_copied(source, pointer, kind, lambda: read_copies(medium, root, say), say)
 
-    table = decode_table(whole(root.table, Kind.MODEL_TABLE))
+    table = decode_table(whole(root.table, RecordKind.MODEL_TABLE))
     same = {
         name: model
         for name, pointer in table
@@ -151,7 +151,7 @@ def read_catalogue(
         if name in same:
             catalogue.models[name] = same[name]
             continue
-        entries = decode_index(whole(pointer, Kind.MODEL_INDEX))
+        entries = decode_index(whole(pointer, RecordKind.MODEL_INDEX))
         if any(entry.info.model != name for entry in entries):
             raise CorruptionError(f"model index of {name!r}: it is that of another model")
         catalogue.models[name] = Model(pointer, tuple(entries))
@@ -165,7 +165,7 @@ def read_copies(
     if root.copies == NOWHERE:
         return ()
     try:
-        return decode_copies(read(medium, root.copies, Kind.COPIES))
+        return decode_copies(read(medium, root.copies, RecordKind.COPIES))
     except (CorruptionError, MediumError) as error:
         say(f"{error}; the list of copies cannot be read")
         return ()
@@ -223,7 +223,7 @@ def _first_readable(
 
 def read_version(medium: Medium, entry: VersionEntry) -> VersionRecord:
     """The record of one version. Raises ``CorruptionError``."""
-    record = decode_version(read(medium, entry.pointer, Kind.VERSION))
+    record = decode_version(read(medium, entry.pointer, RecordKind.VERSION))
     if record.info != entry.info:
         raise CorruptionError(
             f"version record at byte {entry.pointer.offset}: expected {entry.info}, "

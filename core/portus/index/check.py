@@ -18,7 +18,7 @@ from portus.errors import CorruptionError, StaleError, UsageError
 from portus.format.layout import VERSION_ID_MAX
 from portus.index.catalogue import read_catalogue
 from portus.index.check_catalogue import (
-    Standing,
+    ReachableVersions,
     Subject,
     check_catalogues,
     check_fixed_pages,
@@ -39,7 +39,7 @@ from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
 from portus.spec import VersionInfo
 
-__all__ = ["RULES", "Finding", "Look", "Severity", "check", "check_file", "check_medium"]
+__all__ = ["RULES", "CheckOptions", "Finding", "Severity", "check", "check_file", "check_medium"]
 
 _RETRIES_MAX: Final = 1000
 
@@ -58,7 +58,7 @@ def _every(info: VersionInfo) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class CheckOptions:
     """How a check looks. ``data``, ``progress``, ``only``: as for ``check``. ``told``: of each
     finding, when it is found. ``batch``: bytes of versions that are read at once, one unit at
     least; ``reading``: told how many, before they are. What they raise ends the check."""
@@ -89,7 +89,7 @@ def check(
     or its first pages cannot be read, ``UsageError`` if there is none or a newer Portus wrote it,
     ``StaleError`` if commits never stop for long enough.
     """
-    look = Look(data=data, progress=progress or _to_nobody, only=only or _every)
+    look = CheckOptions(data=data, progress=progress or _to_nobody, only=only or _every)
     if isinstance(pool, PoolReader):
         return check_medium(pool.medium, pool.locks, look)
     place = Place.named(pool)
@@ -107,7 +107,7 @@ def check(
     ]
 
 
-def check_file(path: str, look: Look, *, cached: bool = True) -> list[Finding]:
+def check_file(path: str, look: CheckOptions, *, cached: bool = True) -> list[Finding]:
     """As ``check``, of one pool file or device. cached: False reads past the pages that the system
     keeps of a file, where it can."""
     files = LocalFiles()
@@ -118,7 +118,7 @@ def check_file(path: str, look: Look, *, cached: bool = True) -> list[Finding]:
         return check_medium(medium, locks, look)
 
 
-def check_medium(medium: Medium, locks: Locks, look: Look) -> list[Finding]:
+def check_medium(medium: Medium, locks: Locks, look: CheckOptions) -> list[Finding]:
     """As ``check``, of the pool on a medium."""
     findings = Findings(look.told)
     uuid = check_fixed_pages(medium, findings)
@@ -135,7 +135,7 @@ def check_medium(medium: Medium, locks: Locks, look: Look) -> list[Finding]:
     return findings.all
 
 
-def _look_ahead(subject: Subject, standing: Standing) -> None:
+def _look_ahead(subject: Subject, standing: ReachableVersions) -> None:
     """A damaged slot may be the trace of a crash in a commit; not if that commit is whole."""
     medium, uuid = subject.medium, subject.uuid
     slot = damaged_slot(medium, uuid, standing.roots[0]) if standing.roots else None
@@ -158,7 +158,7 @@ def _look_ahead(subject: Subject, standing: Standing) -> None:
 
 def _look(
     subject: Subject,
-    standing: Standing,
+    standing: ReachableVersions,
     pins: _Pins,
     only: Only,
 ) -> list[CheckedVersion]:
@@ -172,7 +172,9 @@ def _look(
     return found
 
 
-def _read_bytes(subject: Subject, seen: list[CheckedVersion], pins: _Pins, look: Look) -> None:
+def _read_bytes(
+    subject: Subject, seen: list[CheckedVersion], pins: _Pins, look: CheckOptions
+) -> None:
     verifier, progress = Bytes(subject, look.batch, look.reading), look.progress
     verifier.note(seen)
     todo: list[tuple[CheckedVersion, Flags, int]] = []
@@ -200,7 +202,7 @@ def _read_bytes(subject: Subject, seen: list[CheckedVersion], pins: _Pins, look:
 class _Pins:
     """Holds versions of a standing while they are looked at."""
 
-    def __init__(self, subject: Subject, standing: Standing, locks: Locks) -> None:
+    def __init__(self, subject: Subject, standing: ReachableVersions, locks: Locks) -> None:
         self._subject: Final = subject
         self._slots = standing.slots
         self._there = frozenset(standing.entries)

@@ -27,7 +27,7 @@ from portus.format.layout import (
     SUPERBLOCK,
     SUPERBLOCK_OFFSETS,
     TABLE_ENTRY,
-    Kind,
+    RecordKind,
 )
 from portus.format.record import Record
 from portus.index.findings import Findings
@@ -84,7 +84,7 @@ class Reached:
 
 
 @dataclass(slots=True)
-class Standing:
+class ReachableVersions:
     """What the whole roots reach, read while they did not change.
 
     ``bounds``: for each version the least size of a root that reaches it.
@@ -162,14 +162,14 @@ def zeros(findings: Findings, where: str, data: bytes | memoryview) -> None:
         )
 
 
-def check_catalogues(medium: Medium, uuid: bytes, findings: Findings) -> Standing:
+def check_catalogues(medium: Medium, uuid: bytes, findings: Findings) -> ReachableVersions:
     """What both roots reach. A writer may commit meanwhile: then all is read again.
 
     Raises ``MediumError`` for what cannot be read of the slots, ``StaleError`` if that never ends.
     """
     for _ in range(_RETRIES_MAX):
         fresh = Findings()
-        standing = Standing(load_slots(medium))
+        standing = ReachableVersions(load_slots(medium))
         _check_slots(Subject(medium, uuid, fresh), standing)
         for root in standing.roots:
             _Listing(Subject(medium, uuid, fresh, standing.copies), standing, root).read()
@@ -179,7 +179,7 @@ def check_catalogues(medium: Medium, uuid: bytes, findings: Findings) -> Standin
     raise StaleError(f"{medium.info.name}: commits came faster than they could be read; try again")
 
 
-def check_root(subject: Subject, standing: Standing, root: Root) -> None:
+def check_root(subject: Subject, standing: ReachableVersions, root: Root) -> None:
     """Add what another root reaches, to which no slot leads."""
     standing.roots.append(root)
     _Listing(subject, standing, root).read()
@@ -202,7 +202,7 @@ def _split(slots: bytes) -> tuple[bytes, bytes]:
     return slots[: SLOT.size], slots[SLOT.size :]
 
 
-def _check_slots(subject: Subject, standing: Standing) -> None:
+def _check_slots(subject: Subject, standing: ReachableVersions) -> None:
     findings = subject.findings
     torn = [_check_slot(subject, index, slot) for index, slot in enumerate(_split(standing.slots))]
     standing.roots = read_roots(subject.medium, subject.uuid)
@@ -255,7 +255,7 @@ def _check_order(findings: Findings, newer: Root, older: Root) -> None:
 class _Listing:
     """One root's model table and model indices."""
 
-    def __init__(self, subject: Subject, standing: Standing, root: Root) -> None:
+    def __init__(self, subject: Subject, standing: ReachableVersions, root: Root) -> None:
         self._subject: Final = subject
         self._findings: Final = subject.findings
         self._standing: Final = standing
@@ -269,7 +269,7 @@ class _Listing:
         if self._root.table == NOWHERE:
             return
         where = "model table"
-        table = self._framed(self._root.table, Kind.MODEL_TABLE, where, self._root.sequence)
+        table = self._framed(self._root.table, RecordKind.MODEL_TABLE, where, self._root.sequence)
         if table is None:
             return
         try:
@@ -283,7 +283,7 @@ class _Listing:
 
     def _read_copies(self) -> None:
         where, pointer = "copies record", self._root.copies
-        found = self._framed(pointer, Kind.COPIES, where, self._root.sequence)
+        found = self._framed(pointer, RecordKind.COPIES, where, self._root.sequence)
         if found is None:
             return
         try:
@@ -323,7 +323,7 @@ class _Listing:
 
     def _read_index(self, name: str, pointer: Pointer, commit: int) -> None:
         where = f"model index of {name!r}"
-        index = self._framed(pointer, Kind.MODEL_INDEX, where, commit)
+        index = self._framed(pointer, RecordKind.MODEL_INDEX, where, commit)
         if index is None:
             return
         try:
@@ -365,7 +365,7 @@ class _Listing:
         bound = self._standing.bounds.get(info.id, root.size)
         self._standing.bounds[info.id] = min(bound, root.size)
 
-    def _framed(self, pointer: Pointer, kind: Kind, where: str, commit: int) -> Framed | None:
+    def _framed(self, pointer: Pointer, kind: RecordKind, where: str, commit: int) -> Framed | None:
         found = framed(self._subject, pointer, kind, where, Bounds(self._root.size, commit))
         if found is not None:
             reached = Reached(pointer.offset, pointer.length, found.commit, where)
@@ -408,7 +408,7 @@ class Bounds:
 
 
 def framed(
-    subject: Subject, pointer: Pointer, kind: Kind, where: str, bounds: Bounds
+    subject: Subject, pointer: Pointer, kind: RecordKind, where: str, bounds: Bounds
 ) -> Framed | None:
     """The record at ``pointer``, if it is whole; findings otherwise, and for what is odd."""
     medium, findings = subject.medium, subject.findings
@@ -442,7 +442,7 @@ def framed(
     return Framed(commit, payload)
 
 
-def _copied(subject: Subject, pointer: Pointer, kind: Kind) -> tuple[int, Framed] | None:
+def _copied(subject: Subject, pointer: Pointer, kind: RecordKind) -> tuple[int, Framed] | None:
     """A copy of a damaged record: its offset, and what it holds."""
     copy = subject.copies.get(pointer.digest)
     if copy is None or copy == pointer:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from portus.errors import BusyError, CorruptionError, MediumError
 from portus.format.checksum import UNIT, digest, storage_digest
 from portus.format.dtypes import ITEM_SIZES
-from portus.format.layout import DATA_START, UNIT_DIGEST, VERSION_HEAD, Kind
-from portus.index.check_catalogue import Bounds, Framed, Reached, Standing, Subject, framed
+from portus.format.layout import DATA_START, UNIT_DIGEST, VERSION_HEAD, RecordKind
+from portus.index.check_catalogue import Bounds, Framed, ReachableVersions, Reached, Subject, framed
 from portus.index.findings import Findings
 from portus.index.in_place import InPlace
 from portus.index.log import Entry, entries, logged
@@ -79,7 +79,7 @@ class Layout:
 class Versions:
     """Looks at versions one after another; a layout or a tree of several is looked at once."""
 
-    def __init__(self, subject: Subject, standing: Standing) -> None:
+    def __init__(self, subject: Subject, standing: ReachableVersions) -> None:
         self._subject: Final = subject
         self._findings: Final = subject.findings
         self._standing: Final = standing
@@ -91,7 +91,9 @@ class Versions:
         info = entry.info
         where = f"version {info.id} of {info.model!r}"
         bounds = Bounds(self._standing.bounds[info.id], info.commit)
-        found = framed(self._subject, entry.pointer, Kind.VERSION, f"record of {where}", bounds)
+        found = framed(
+            self._subject, entry.pointer, RecordKind.VERSION, f"record of {where}", bounds
+        )
         if found is None:
             return None
         try:
@@ -162,8 +164,10 @@ class Versions:
         return sound
 
     def _check_shape(self, where: str, record: VersionRecord, bounds: Bounds) -> list[Reached]:
-        layout = self._once(self._layouts, record.layout, Kind.LAYOUT, bounds, self._layout_at)
-        tree = self._once(self._trees, record.tree, Kind.TREE, bounds, self._read_tree)
+        layout = self._once(
+            self._layouts, record.layout, RecordKind.LAYOUT, bounds, self._layout_at
+        )
+        tree = self._once(self._trees, record.tree, RecordKind.TREE, bounds, self._read_tree)
         if layout is not None and layout[1] is not None:
             check_layout(self._findings, where, layout[1], record.storages)
             if tree is not None and tree[1] is not None:
@@ -192,7 +196,7 @@ class Versions:
         self,
         known: dict[Pointer, tuple[Framed, Parsed | None] | None],
         pointer: Pointer,
-        kind: Kind,
+        kind: RecordKind,
         bounds: Bounds,
         parse: Callable[[str, memoryview], Parsed | None],
     ) -> tuple[Framed, Parsed | None] | None:

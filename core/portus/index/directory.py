@@ -18,7 +18,7 @@ import threading
 import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.format.layout import DATA_START
@@ -27,7 +27,7 @@ from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
 from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder, store_failure
 from portus.index.roll import deserted
 from portus.index.roots import Root
-from portus.media.base import Files, FileStatus, Locks, MediumKind, Names
+from portus.media.base import FileStatus, FileSystem, Locks, MediumKind
 from portus.media.dax import is_device
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
@@ -46,10 +46,6 @@ HELD_S = 10.0
 
 JOURNAL_SUFFIX: Final = ".journal"
 """Of a directory beside a pool file."""
-
-
-class FileSystem(Files, Names, Protocol):
-    """Names that can be changed and looked at."""
 
 
 def pools_at(place: Place) -> list[Place]:

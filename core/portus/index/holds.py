@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Final, Protocol
+from typing import Final
 
 from portus.errors import CorruptionError, UsageError
 from portus.format.reference import SIZE_MAX, Reference, decode
 from portus.index.directory import make_directory
-from portus.media.base import Files, Names
+from portus.media.base import FileSystem
 from portus.spec import Extent
 
 HOLDS_MAX: Final = 1 << 16
 """Of one pool."""
 
 _NEW: Final = ".new"
-
-
-class FileSystem(Files, Names, Protocol):
-    """Names that can be changed and looked at."""
 
 
 class Holds:

@@ -38,7 +38,7 @@ from portus.format.layout import (
     LOGS,
     SUPERBLOCK_OFFSETS,
     VERSION_ID_MAX,
-    Kind,
+    RecordKind,
 )
 from portus.index.catalogue import (
     Catalogue,
@@ -304,7 +304,7 @@ class PoolReader:
         """The record of a pinned version. Raises ``CorruptionError``."""
         return read_version(self.medium, entry)
 
-    def payload(self, pointer: Pointer, kind: Kind) -> memoryview:
+    def payload(self, pointer: Pointer, kind: RecordKind) -> memoryview:
         """A layout or a tree of a pinned version, or its copy. Raises ``CorruptionError``."""
         return read_copied(self.medium, pointer, kind, self._copies)
 
@@ -375,7 +375,7 @@ class PoolWriter(PoolReader):
     def _copies(self) -> Sequence[Copy]:
         return self.catalogue().copies
 
-    def is_sound(self, pointer: Pointer, kind: Kind) -> bool:
+    def is_sound(self, pointer: Pointer, kind: RecordKind) -> bool:
         """True if the next commit may rely on a record of an earlier one: it and its copies are
         whole, and it is not so old that it should be written afresh. Damage is an error in the
         log, and what is damaged is copied anew by the next commit, from what is whole."""
@@ -926,14 +926,14 @@ class PoolWriter(PoolReader):
             for name, model in before.models.items()
             if name not in changed
             and models[name] == list(model.versions)
-            and self.is_sound(model.pointer, Kind.MODEL_INDEX)
+            and self.is_sound(model.pointer, RecordKind.MODEL_INDEX)
         }
         ids = [entry.info.id for entries in models.values() for entry in entries]
         shapes = [self._shapes[version] for version in ids if version in self._shapes]
         shapes += [(each.layout, each.tree) for each in new]
-        wanted = dict.fromkeys(indices.values(), Kind.MODEL_INDEX)
+        wanted = dict.fromkeys(indices.values(), RecordKind.MODEL_INDEX)
         for layout, tree in shapes:
-            for each, kind in ((layout, Kind.LAYOUT), (tree, Kind.TREE)):
+            for each, kind in ((layout, RecordKind.LAYOUT), (tree, RecordKind.TREE)):
                 if isinstance(each, Pointer):
                     wanted[each] = kind
         return self._copied(before, models, indices, wanted)
@@ -943,12 +943,12 @@ class PoolWriter(PoolReader):
         before: Catalogue,
         models: Mapping[str, list[VersionEntry]],
         indices: Mapping[str, Pointer],
-        wanted: Mapping[Pointer, Kind],
+        wanted: Mapping[Pointer, RecordKind],
     ) -> _Kept:
         """With what there is, and is to be, of copies of the records ``wanted``."""
         damaged, room = frozenset(self._damaged), _COPIES_MAX
         copies: dict[Copy, None] = {}
-        again: list[tuple[Kind, bytes]] = []
+        again: list[tuple[RecordKind, bytes]] = []
         for pointer, kind in wanted.items():
             there = [copy for copy in before.copies_of(pointer) if copy.pointer not in damaged]
             copies.update(dict.fromkeys(there))
@@ -958,7 +958,7 @@ class PoolWriter(PoolReader):
                 again += [(kind, record) for record in self._whole(pointer, kind)] * missing
         return _Kept(models, indices, tuple(copies), again, damaged)
 
-    def _whole(self, pointer: Pointer, kind: Kind) -> list[bytes]:
+    def _whole(self, pointer: Pointer, kind: RecordKind) -> list[bytes]:
         """A record, or a copy of it; none if all are damaged."""
         for place in (pointer, *(copy.pointer for copy in self.catalogue().copies_of(pointer))):
             with contextlib.suppress(CorruptionError, MediumError):
@@ -1007,11 +1007,16 @@ class _Kept:
     models: Mapping[str, list[VersionEntry]]
     indices: Mapping[str, Pointer]
     copies: Sequence[Copy]
-    again: Sequence[tuple[Kind, bytes]]
+    again: Sequence[tuple[RecordKind, bytes]]
     damaged: frozenset[Pointer]
 
 
-_COPIED: Final = (Kind.MODEL_TABLE, Kind.MODEL_INDEX, Kind.LAYOUT, Kind.TREE)
+_COPIED: Final = (
+    RecordKind.MODEL_TABLE,
+    RecordKind.MODEL_INDEX,
+    RecordKind.LAYOUT,
+    RecordKind.TREE,
+)
 """What more than one version depends on, and so is kept twice. A version's own record is not: one
 byte of it costs what one byte of the version's storages costs."""
 
@@ -1030,7 +1035,7 @@ class _Draft:
         self.made: Final[list[tuple[VersionEntry, VersionRecord]]] = []
         """The new versions, once they have their place."""
         self._parts: list[bytes] = []
-        self._copied: Final[list[tuple[Kind, bytes]]] = list(kept.again)
+        self._copied: Final[list[tuple[RecordKind, bytes]]] = list(kept.again)
         self.size, self.copies_size = self._measure()
 
     def place(self, offset: int, apart: int | None, pool_size: int) -> None:
@@ -1047,10 +1052,10 @@ class _Draft:
             if name in self.kept.indices:
                 models[name] = self._before.models[name]
             elif entries:
-                pointer = self._add(Kind.MODEL_INDEX, encode_index(name, entries))
+                pointer = self._add(RecordKind.MODEL_INDEX, encode_index(name, entries))
                 models[name] = Model(pointer, tuple(entries))
         table = self._add(
-            Kind.MODEL_TABLE,
+            RecordKind.MODEL_TABLE,
             encode_table([(name, model.pointer) for name, model in models.items()]),
         )
         copies = tuple(self._placed_copies(apart))
@@ -1060,7 +1065,7 @@ class _Draft:
             size=pool_size,
             next_version=self._before.root.next_version + len(self.made),
             table=table,
-            copies=self._add(Kind.COPIES, encode_copies(copies)) if copies else NOWHERE,
+            copies=self._add(RecordKind.COPIES, encode_copies(copies)) if copies else NOWHERE,
         )
         self.catalogue = Catalogue(root, models, copies)
 
@@ -1079,7 +1084,7 @@ class _Draft:
                 yield Copy(point(apart, record), self._commit, kind)
                 apart += len(_padded(record))
 
-    def _add(self, kind: Kind, payload: bytes) -> Pointer:
+    def _add(self, kind: RecordKind, payload: bytes) -> Pointer:
         record = frame(kind, self._commit, self._uuid, payload)
         pointer = point(self._next, record)
         self._parts.append(_padded(record))
@@ -1092,9 +1097,9 @@ class _Draft:
     def _add_version(self, new: NewVersion) -> VersionEntry:
         layout, tree = new.layout, new.tree
         if isinstance(layout, bytes):
-            layout = self._add(Kind.LAYOUT, layout)
+            layout = self._add(RecordKind.LAYOUT, layout)
         if isinstance(tree, bytes):
-            tree = self._add(Kind.TREE, tree)
+            tree = self._add(RecordKind.TREE, tree)
         storages = new.storages.copy()
         storages["born"][storages["born"] == 0] = self._commit
         version = self._before.root.next_version + len(self.made)
@@ -1114,7 +1119,7 @@ class _Draft:
         if log is not None and not log.born:
             log = replace(log, born=self._commit)
         record = VersionRecord(info, layout, tree, storages, new.extents, new.units, log)
-        entry = VersionEntry(info, self._add(Kind.VERSION, encode_version(record)))
+        entry = VersionEntry(info, self._add(RecordKind.VERSION, encode_version(record)))
         self.made.append((entry, record))
         return entry
 

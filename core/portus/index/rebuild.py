@@ -18,7 +18,7 @@ from portus.format.layout import (
     IN_PLACE,
     LOGS,
     SUPERBLOCK_OFFSETS,
-    Kind,
+    RecordKind,
 )
 from portus.index.catalogue import version_runs
 from portus.index.check_catalogue import load
@@ -88,7 +88,7 @@ def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:
     place = medium.size + -medium.size % PAGE
     data = b""
 
-    def add(kind: Kind, payload: bytes) -> Pointer:
+    def add(kind: RecordKind, payload: bytes) -> Pointer:
         nonlocal data
         record = frame(kind, sequence, uuid, payload)
         pointer = point(place + len(data), record)
@@ -96,10 +96,10 @@ def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:
         return pointer
 
     rows = [
-        (name, add(Kind.MODEL_INDEX, encode_index(name, [each.entry for each in entries])))
+        (name, add(RecordKind.MODEL_INDEX, encode_index(name, [each.entry for each in entries])))
         for name, entries in models.items()
     ]
-    table = add(Kind.MODEL_TABLE, encode_table(rows))
+    table = add(RecordKind.MODEL_TABLE, encode_table(rows))
     medium.grow(place + len(data) + -len(data) % PAGE)
     medium.store(place, data)
     medium.persist([Extent(DATA_START, medium.size - DATA_START)])

@@ -35,7 +35,7 @@ from portus.format.layout import (
     UNIT_DIGEST,
     VERSION_HEAD,
     VERSION_ID_MAX,
-    Kind,
+    RecordKind,
 )
 from portus.format.record import Value
 from portus.media.base import Loads
@@ -74,7 +74,7 @@ class Copy:
 
     pointer: Pointer
     commit: int
-    kind: Kind
+    kind: RecordKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +141,18 @@ class VersionRecord:
         return tuple(Extent(int(each["offset"]), int(each["length"])) for each in rows)
 
 
-def frame(kind: Kind, commit: int, uuid: bytes, payload: bytes) -> bytes:
+def frame(kind: RecordKind, commit: int, uuid: bytes, payload: bytes) -> bytes:
     """A record: header and payload."""
     start, found = _start(kind, commit, uuid, payload)
     return start + found + payload
 
 
-def digest_of(kind: Kind, commit: int, uuid: bytes, payload: bytes) -> bytes:
+def digest_of(kind: RecordKind, commit: int, uuid: bytes, payload: bytes) -> bytes:
     """What a pointer to that record has for its digest."""
     return _start(kind, commit, uuid, payload)[1]
 
 
-def _start(kind: Kind, commit: int, uuid: bytes, payload: bytes) -> tuple[bytes, bytes]:
+def _start(kind: RecordKind, commit: int, uuid: bytes, payload: bytes) -> tuple[bytes, bytes]:
     """The header of a record but for its digest, and that."""
     blank = HEADER.pack(
         magic=RECORD_MAGIC,
@@ -172,7 +172,7 @@ def point(offset: int, record: bytes) -> Pointer:
     return Pointer(offset, len(record), record[HEADER.size - 16 : HEADER.size])
 
 
-def read(medium: Loads, pointer: Pointer, kind: Kind) -> memoryview:
+def read(medium: Loads, pointer: Pointer, kind: RecordKind) -> memoryview:
     """The payload of a record, checked. Raises ``CorruptionError`` naming kind and place."""
     return read_whole(medium, pointer, kind)[HEADER.size :]
 
@@ -180,7 +180,7 @@ def read(medium: Loads, pointer: Pointer, kind: Kind) -> memoryview:
 def read_copied(
     medium: Loads,
     pointer: Pointer,
-    kind: Kind,
+    kind: RecordKind,
     copies: Callable[[], Sequence[Copy]],
     say: Callable[[str], None] = _log.error,
 ) -> memoryview:
@@ -202,7 +202,7 @@ def read_copied(
         raise
 
 
-def read_whole(medium: Loads, pointer: Pointer, kind: Kind) -> memoryview:
+def read_whole(medium: Loads, pointer: Pointer, kind: RecordKind) -> memoryview:
     """A record, header and payload, checked. Raises as ``read``."""
     where = f"{kind.name.lower().replace('_', ' ')} record at byte {pointer.offset}"
     if not HEADER.size <= pointer.length <= RECORD_SIZE_MAX:
@@ -413,7 +413,8 @@ def decode_copies(payload: memoryview) -> tuple[Copy, ...]:
     rows = [COPY.unpack(payload, 8 + index * COPY.size) for index in range(count)]
     try:
         return tuple(
-            Copy(pointer_of(row), _int(row, "commit"), Kind(_int(row, "kind"))) for row in rows
+            Copy(pointer_of(row), _int(row, "commit"), RecordKind(_int(row, "kind")))
+            for row in rows
         )
     except ValueError as error:
         raise CorruptionError(f"copies record: {error}") from error

@@ -22,7 +22,7 @@ from portus.format.layout import (
     KIND_VERSION,
     RECORD_MAGIC,
     RECORD_SIZE_MAX,
-    Kind,
+    RecordKind,
 )
 from portus.index.catalogue import Catalogue, read_catalogue, read_version, version_runs
 from portus.index.check_catalogue import Subject, load
@@ -73,9 +73,9 @@ def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[RecoverableVers
         uuid = None
     found: list[RecoverableVersion] = []
     everything = [Extent(DATA_START, max(0, medium.size - DATA_START))]
-    for pointer, _ in _pointers(medium, uuid, Kind.VERSION, everything, chunk):
+    for pointer, _ in _pointers(medium, uuid, RecordKind.VERSION, everything, chunk):
         try:
-            whole = read_whole(medium, pointer, Kind.VERSION)
+            whole = read_whole(medium, pointer, RecordKind.VERSION)
             record = decode_version(whole[HEADER.size :])
         except (CorruptionError, UsageError):
             continue  # it looks like a record, and is none
@@ -87,8 +87,8 @@ def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[RecoverableVers
 def is_whole(medium: Medium, record: VersionRecord) -> bool:
     """True if a version has its layout, its tree and all its bytes still. Reads them."""
     try:
-        decode_layout(read(medium, record.layout, Kind.LAYOUT))
-        read(medium, record.tree, Kind.TREE)
+        decode_layout(read(medium, record.layout, RecordKind.LAYOUT))
+        read(medium, record.tree, RecordKind.TREE)
     except (CorruptionError, MediumError, UsageError):
         return False
     ends = record.extents["offset"] + record.extents["length"]
@@ -120,7 +120,7 @@ def next_catalogue(medium: Medium, uuid: bytes, known: Catalogue) -> Catalogue |
     runs = [Extent(first * PAGE, (after - first) * PAGE) for first, after in free.tolist()]
     sequence = known.root.sequence + 1
     found: list[Catalogue] = []
-    for pointer, commit in _pointers(medium, uuid, Kind.MODEL_TABLE, runs, CHUNK):
+    for pointer, commit in _pointers(medium, uuid, RecordKind.MODEL_TABLE, runs, CHUNK):
         if commit == sequence:
             with contextlib.suppress(CorruptionError, UsageError):
                 found.append(_followed(medium, known, pointer))
@@ -152,7 +152,7 @@ def _followed(medium: Medium, known: Catalogue, table: Pointer) -> Catalogue:
 
 
 def _pointers(
-    medium: Medium, uuid: bytes | None, kind: Kind, runs: Sequence[Extent], chunk: int
+    medium: Medium, uuid: bytes | None, kind: RecordKind, runs: Sequence[Extent], chunk: int
 ) -> Iterator[tuple[Pointer, int]]:
     """What looks like a record of that kind, wherever in ``runs`` it lies, and its commit."""
     size = medium.size
@@ -169,7 +169,7 @@ def _pointers(
 
 
 def _pointer(
-    medium: Medium, offset: int, uuid: bytes | None, kind: Kind
+    medium: Medium, offset: int, uuid: bytes | None, kind: RecordKind
 ) -> tuple[Pointer, int] | None:
     row = HEADER.unpack(load(medium, offset, HEADER.size))
     length, found, commit = row["length"], row["digest"], row["commit"]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from portus.format.checksum import UNIT
-from portus.index.check import Finding, Look, check_file, check_medium
+from portus.index.check import CheckOptions, Finding, check_file, check_medium
 from portus.index.place import Place
 from portus.index.pool import PoolReader
 
@@ -22,7 +22,7 @@ Wait = Callable[[float], object]
 
 
 def scrub(
-    pool: Place | PoolReader, bytes_per_s: int, look: Look, *, wait: Wait = time.sleep
+    pool: Place | PoolReader, bytes_per_s: int, look: CheckOptions, *, wait: Wait = time.sleep
 ) -> list[Finding]:
     """Every broken rule of a pool file, a device, or a pool that is open, reading ``bytes_per_s``
     at most, 1 or more. What is open is read as it is: on a storage host, by the host.

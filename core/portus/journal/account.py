@@ -174,7 +174,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class IntervalDecision:
     """A decision about the interval, by its place in the training."""
 
     time_s: float
@@ -206,7 +206,7 @@ class Account:
     spells: tuple[Spell, ...]
     restarts: tuple[Restart, ...]
     saves: tuple[Save, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[IntervalDecision, ...]
     committed: int
     failed: int
     blocked_s: float
@@ -327,7 +327,7 @@ def _account(
         for line in each.session.saved
     ]
     choices = [
-        Choice(
+        IntervalDecision(
             time_s=each.moment_s(line.at_s),
             at=each.base + line.steps,
             line=line,

@@ -226,6 +226,10 @@ class Names(Protocol):
         system keeps no time of birth. Follows symbolic links."""
 
 
+class FileSystem(Files, Names, Protocol):
+    """Names that can be changed and looked at."""
+
+
 class Locks(Protocol):
     """Who writes a pool, and who reads which version of it. Held by process, not by thread."""
 

@@ -31,7 +31,7 @@ from portus.errors import MediumError, UsageError
 from portus.media import linux
 from portus.media.addresses import AddressRange
 from portus.media.base import MediumInfo, MediumKind
-from portus.media.file import FileSystem, MappedFile, file_error
+from portus.media.file import FileSystemTraits, MappedFile, file_error
 from portus.media.memory import WORD
 from portus.media.pmem import Processor, processor
 from portus.media.process import Descriptor
@@ -321,7 +321,7 @@ class DaxFile(MappedFile):
     kind: ClassVar[MediumKind] = MediumKind.FSDAX
 
     def __init__(
-        self, descriptor: Descriptor, file_system: FileSystem, *, cpu: Processor | None = None
+        self, descriptor: Descriptor, file_system: FileSystemTraits, *, cpu: Processor | None = None
     ) -> None:
         """Raises ``MediumError``, also where libpmem is missing; ``descriptor`` stays open."""
         self._cpu: Final = cpu or processor()
@@ -370,7 +370,7 @@ class DaxFile(MappedFile):
         finally:
             self.close()
 
-    def _map(self, size: int, descriptor: Descriptor, file_system: FileSystem) -> None:
+    def _map(self, size: int, descriptor: Descriptor, file_system: FileSystemTraits) -> None:
         self._addresses.map(size, descriptor.number, synchronous=True)
 
     @staticmethod

@@ -61,7 +61,7 @@ data_sync: Final[Sync] = getattr(os, "fdatasync", os.fsync)
 
 
 @dataclass(frozen=True, slots=True)
-class FileSystem:
+class FileSystemTraits:
     """What matters of the file system that holds a file.
 
     ``volatile``: in memory, gone at power loss. ``early``: it is of use to start write-back
@@ -80,7 +80,7 @@ class PlainFile:
     def __init__(
         self,
         descriptor: Descriptor,
-        file_system: FileSystem,
+        file_system: FileSystemTraits,
         *,
         writable: bool,
         sync: Sync = data_sync,
@@ -370,7 +370,7 @@ class UncachedFile(PlainFile):
     """A file that is only read from, past the pages that the system keeps of it: what the disk has,
     and nothing that others keep there is displaced. Its descriptor is opened with ``O_DIRECT``."""
 
-    def __init__(self, descriptor: Descriptor, file_system: FileSystem) -> None:
+    def __init__(self, descriptor: Descriptor, file_system: FileSystemTraits) -> None:
         """Raises ``OSError`` where the file system cannot read so."""
         super().__init__(descriptor, file_system, writable=False)
         self._buffer: Final = memoryview(mmap.mmap(-1, UNCACHED))
@@ -402,7 +402,7 @@ class MappedFile(PlainFile):
     kind: ClassVar[MediumKind] = MediumKind.FILE_MAPPED
 
     def __init__(
-        self, descriptor: Descriptor, file_system: FileSystem, *, sync: Sync = data_sync
+        self, descriptor: Descriptor, file_system: FileSystemTraits, *, sync: Sync = data_sync
     ) -> None:
         """Raises ``MediumError`` if the addresses cannot be had, or the file has holes that cannot
         be filled; ``descriptor`` stays open."""
@@ -468,7 +468,7 @@ class MappedFile(PlainFile):
         self._map(size, self._descriptor, self._file_system)
         super()._reach(size)
 
-    def _map(self, size: int, descriptor: Descriptor, file_system: FileSystem) -> None:
+    def _map(self, size: int, descriptor: Descriptor, file_system: FileSystemTraits) -> None:
         self._addresses.map(size, descriptor.number, huge=file_system.volatile)
 
 

@@ -21,7 +21,7 @@ from portus.media import linux
 from portus.media.base import Birth, FileStatus
 from portus.media.dax import DaxDevice, DaxFile, accepts_map_sync, is_device, open_device
 from portus.media.file import (
-    FileSystem,
+    FileSystemTraits,
     MappedFile,
     PlainFile,
     Sync,
@@ -170,7 +170,9 @@ class LocalFiles:
             descriptor.close()
             raise
 
-    def _mapped_medium(self, descriptor: Descriptor, file_system: FileSystem) -> MappedFile | None:
+    def _mapped_medium(
+        self, descriptor: Descriptor, file_system: FileSystemTraits
+    ) -> MappedFile | None:
         """One with addresses; None, and a warning, if there can be none after all."""
         if not file_system.volatile and accepts_map_sync(descriptor):
             try:
@@ -184,7 +186,7 @@ class LocalFiles:
         return None
 
 
-def _file_system(descriptor: Descriptor) -> tuple[FileSystem, bool]:
+def _file_system(descriptor: Descriptor) -> tuple[FileSystemTraits, bool]:
     """What holds the file, and whether its blocks are overwritten in place."""
     found = _translate(
         "ask for the file system of",
@@ -195,7 +197,7 @@ def _file_system(descriptor: Descriptor) -> tuple[FileSystem, bool]:
         found == linux.XFS_TYPE and not linux.may_share_blocks(descriptor.number)
     )
     early = found in (linux.EXT_TYPE, linux.XFS_TYPE)
-    return FileSystem(volatile=found in _VOLATILE, early=early), in_place
+    return FileSystemTraits(volatile=found in _VOLATILE, early=early), in_place
 
 
 def _translate(operation: str, path: str, call: Callable[[], Result]) -> Result:

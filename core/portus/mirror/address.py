@@ -30,7 +30,7 @@ _FORM: Final = re.compile(r"(s3|gs|az)://([^/]*)(?:/(.*))?|(file)://(/.*)|(memor
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 
-class Kind(enum.Enum):
+class StoreKind(enum.Enum):
     """What keeps the objects."""
 
     S3 = "s3"
@@ -47,16 +47,16 @@ class StoreAddress:
     it, without slashes at its ends; of a folder, its absolute path; of memory, its name. Of a
     storage host ``bucket`` is its address."""
 
-    kind: Kind
+    kind: StoreKind
     bucket: str
     prefix: str
 
     def __str__(self) -> str:
-        if self.kind is Kind.MEMORY:
+        if self.kind is StoreKind.MEMORY:
             return f"memory:{self.prefix}"
-        if self.kind is Kind.FOLDER:
+        if self.kind is StoreKind.FOLDER:
             return f"file://{self.prefix}"
-        if self.kind is Kind.HOST:
+        if self.kind is StoreKind.HOST:
             return self.bucket + (f"/{self.prefix}" if self.prefix else "")
         return f"{self.kind.value}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
@@ -73,24 +73,24 @@ def parse(text: str, what: str = "mirror") -> StoreAddress:
     if is_address(text):
         if parse_host(text).second is not None:
             raise UsageError(f"{what} {text!r}: a mirror is on one storage host; name one of them")
-        return StoreAddress(Kind.HOST, str(parse_host(text)), "")
+        return StoreAddress(StoreKind.HOST, str(parse_host(text)), "")
     _refuse_secrets(text, what)
     found = _FORM.fullmatch(text)
     if found is None or not text.isprintable():
         raise UsageError(f"{what} {printable(text)!r:.200}: {EXPECTED}")
     if found[6]:
-        return StoreAddress(Kind.MEMORY, "", found[7])
+        return StoreAddress(StoreKind.MEMORY, "", found[7])
     if found[4]:
-        return StoreAddress(Kind.FOLDER, "", _segments(text, found[5], what, "/"))
+        return StoreAddress(StoreKind.FOLDER, "", _segments(text, found[5], what, "/"))
     if not _BUCKET.fullmatch(found[2]):
         raise UsageError(f"{what} {text!r}: {found[2]!r} is not a bucket name; {EXPECTED}")
-    return StoreAddress(Kind(found[1]), found[2], _segments(text, found[3] or "", what, ""))
+    return StoreAddress(StoreKind(found[1]), found[2], _segments(text, found[3] or "", what, ""))
 
 
 def _refuse_secrets(text: str, what: str) -> None:
     """What a URL has beside its place is mostly a secret: it is not repeated."""
     scheme, there, rest = text.partition("://")
-    if not there or scheme == Kind.FOLDER.value:
+    if not there or scheme == StoreKind.FOLDER.value:
         return
     authority = rest.partition("/")[0]
     for mark, name in (("@", "a user or a password"), ("?", "a query"), ("#", "a fragment")):

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 
 from portus.errors import PortusError, TransportError, UsageError
-from portus.mirror.address import Kind, StoreAddress
+from portus.mirror.address import StoreAddress, StoreKind
 from portus.mirror.causes import Failed, is_beyond_the_end, meant
 from portus.mirror.names import (
     bytes_of,
@@ -50,7 +50,7 @@ PAGE_ENTRIES: Final = 1000
 
 _RELEASE_S_MAX: Final = 60.0
 _RELEASE_POLL_S: Final = 0.002
-_SINGLY: Final = (Kind.GOOGLE, Kind.AZURE)
+_SINGLY: Final = (StoreKind.GOOGLE, StoreKind.AZURE)
 """A missing object is an error of these, which ends a deletion of many."""
 
 _SIDE_BY_SIDE: Final = 16
@@ -157,12 +157,12 @@ class Bucket:
         from obstore import store as stores
 
         address, patience = self._address, self._patience
-        if address.kind is Kind.MEMORY:
+        if address.kind is StoreKind.MEMORY:
             return _MEMORY.setdefault(address.prefix, stores.MemoryStore())
         opening: Any = {
-            Kind.S3: stores.S3Store,
-            Kind.GOOGLE: stores.GCSStore,
-            Kind.AZURE: stores.AzureStore,
+            StoreKind.S3: stores.S3Store,
+            StoreKind.GOOGLE: stores.GCSStore,
+            StoreKind.AZURE: stores.AzureStore,
         }[address.kind]
         try:
             opened: ObjectStore = opening(
@@ -206,7 +206,7 @@ class Bucket:
         return meant(error, Failed(self._address, operation, name, *waited))
 
     async def _put(self, path: str, views: Sequence[memoryview]) -> None:
-        if self._address.kind is Kind.MEMORY:  # it would keep the buffers themselves
+        if self._address.kind is StoreKind.MEMORY:  # it would keep the buffers themselves
             await self._obstore.put_async(self._store, path, b"".join(views), use_multipart=False)
             return
         given = views[0] if len(views) == 1 else list(views)
@@ -250,7 +250,7 @@ class Bucket:
             pass
 
 
-def _left_out(kind: Kind) -> dict[str, str]:
+def _left_out(kind: StoreKind) -> dict[str, str]:
     """What keeps the SHA-256 of contents out of signatures, where TLS is spoken and the environment
     does not say."""
     said = {name.upper(): value for name, value in os.environ.items()}
@@ -259,7 +259,7 @@ def _left_out(kind: Kind) -> dict[str, str]:
         for name, value in said.items()
         if name.startswith("AWS_ENDPOINT")
     )
-    if kind is not Kind.S3 or is_plain or "AWS_UNSIGNED_PAYLOAD" in said:
+    if kind is not StoreKind.S3 or is_plain or "AWS_UNSIGNED_PAYLOAD" in said:
         return {}
     return {"unsigned_payload": "true"}
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from portus.errors import MediumError, PortusError, TransportError, UsageError, printable
-from portus.mirror.address import Kind, StoreAddress
+from portus.mirror.address import StoreAddress, StoreKind
 from portus.mirror.store import MissingError
 
 _STATUS: Final = re.compile(r"status(?: code)?: (\d{3})")
@@ -49,9 +49,9 @@ class _Cause:
 
 
 _CREDENTIALS: Final = {
-    Kind.S3: "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN",
-    Kind.GOOGLE: "GOOGLE_APPLICATION_CREDENTIALS",
-    Kind.AZURE: "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    StoreKind.S3: "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN",
+    StoreKind.GOOGLE: "GOOGLE_APPLICATION_CREDENTIALS",
+    StoreKind.AZURE: "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
 _LATER: Final = "Portus retries later"
 _ENDPOINT: Final = "check the network{endpoint}"
@@ -221,8 +221,10 @@ def _words(failed: Failed) -> dict[str, object]:
     return {
         "credentials": _CREDENTIALS.get(kind, "the credentials"),
         "bucket": failed.address.bucket,
-        "endpoint": ", and AWS_ENDPOINT_URL if it is set" if kind is Kind.S3 else "",
-        "right": _RIGHTS.get(failed.operation, failed.operation) if kind is Kind.S3 else "do this",
+        "endpoint": ", and AWS_ENDPOINT_URL if it is set" if kind is StoreKind.S3 else "",
+        "right": _RIGHTS.get(failed.operation, failed.operation)
+        if kind is StoreKind.S3
+        else "do this",
         "connect_s": failed.connect_s,
         "request_s": failed.request_s,
     }

@@ -17,7 +17,7 @@ import numpy as np
 
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.checksum import DIGEST_SIZE, UNIT, digest
-from portus.format.layout import DATA_START, EXTENT, SUPERBLOCK_OFFSETS, Kind
+from portus.format.layout import DATA_START, EXTENT, SUPERBLOCK_OFFSETS, RecordKind
 from portus.index.pool import PoolReader
 from portus.index.records import (
     Pointer,
@@ -147,10 +147,10 @@ class _Head:
         """A version, with its layout and its tree, whose storages begin at ``starts``."""
         number = len(self._entries) + 1
         self._data += bytes(-len(self._data) % PAGE)  # no page has bytes of two commits (V1)
-        layout = self._store(Kind.LAYOUT, number, payloads[0])
-        tree = self._store(Kind.TREE, number, payloads[1])
+        layout = self._store(RecordKind.LAYOUT, number, payloads[0])
+        tree = self._store(RecordKind.TREE, number, payloads[1])
         record = _record(version, number, starts, layout, tree)
-        pointer = self._store(Kind.VERSION, number, encode_version(record))
+        pointer = self._store(RecordKind.VERSION, number, encode_version(record))
         self._entries.append(VersionEntry(record.info, pointer))
 
     def memory(self, size: int) -> Memory:
@@ -160,10 +160,10 @@ class _Head:
         for entry in self._entries:
             models.setdefault(entry.info.model, []).append(entry)
         rows = [
-            (name, self._store(Kind.MODEL_INDEX, commit, encode_index(name, entries)))
+            (name, self._store(RecordKind.MODEL_INDEX, commit, encode_index(name, entries)))
             for name, entries in models.items()
         ]
-        table = self._store(Kind.MODEL_TABLE, commit, encode_table(rows))
+        table = self._store(RecordKind.MODEL_TABLE, commit, encode_table(rows))
         medium = Memory(DATA_START + len(self._data))
         medium.store(DATA_START, bytes(self._data))
         for number in (commit, commit + 1):  # a slot that is blank would be taken for damaged
@@ -172,7 +172,7 @@ class _Head:
             store_superblock(medium, Superblock(self._uuid, 0, writable=False), offset)
         return medium
 
-    def _store(self, kind: Kind, commit: int, payload: bytes) -> Pointer:
+    def _store(self, kind: RecordKind, commit: int, payload: bytes) -> Pointer:
         record = frame(kind, commit, self._uuid, payload)
         pointer = point(DATA_START + len(self._data), record)
         self._data += record + bytes(-len(record) % 8)

@@ -14,7 +14,7 @@ import numpy as np
 
 from portus.errors import CorruptionError, PortusError, StaleError, printable
 from portus.format.checksum import UNIT, digest
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry, VersionRecord
 from portus.mirror.image import ABREAST, image
@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class MirroringCost:
     """What mirroring a version took. ``put_bytes`` of ``packs`` that were put; the rest of the
     version was there."""
 
@@ -131,7 +131,7 @@ class Mirror:
         facts: Sequence[Fact] = (),
         *,
         damaged: Collection[Key] | None = None,
-    ) -> Copied:
+    ) -> MirroringCost:
         """Mirror a version of a pool, by its id, and say ``facts`` with it, all or none. When this
         returns, it is told.
 
@@ -155,11 +155,11 @@ class Mirror:
         facts: Sequence[Fact] = (),
         *,
         damaged: Collection[Key] | None = None,
-    ) -> Copied:
+    ) -> MirroringCost:
         """``copy`` of a version that the caller has pinned; it may be retired already."""
         source = _Source(reader, unchanging(reader.record(entry)), stop)
         added = self._perform(self._writer.add(source.version(), facts, damaged), source)
-        return Copied(added, source.packs, source.put_bytes)
+        return MirroringCost(added, source.packs, source.put_bytes)
 
     def note(self, facts: Sequence[Fact]) -> State:
         """Say ``facts``, all or none: versions removed, reference files. Raises as ``copy``."""
@@ -365,8 +365,8 @@ class _Source:
         self._reader: Final = reader
         self._record: Final = record
         self._stop: Final = stop
-        layout = reader.payload(record.layout, Kind.LAYOUT)
-        tree = reader.payload(record.tree, Kind.TREE)
+        layout = reader.payload(record.layout, RecordKind.LAYOUT)
+        tree = reader.payload(record.tree, RecordKind.TREE)
         self._parts_of_blobs: Final = [
             bytes(blob[start : start + UNIT])
             for blob in (layout, tree)

@@ -7,7 +7,7 @@ import os
 from typing import Final
 
 from portus.errors import MediumError, TransportError, UsageError
-from portus.mirror.address import Kind, StoreAddress
+from portus.mirror.address import StoreAddress, StoreKind
 from portus.mirror.bucket import Bucket, Patience
 from portus.mirror.folder import Folder
 from portus.mirror.hosted import HostStore
@@ -29,9 +29,9 @@ def open_store(address: StoreAddress, patience: Patience | None = None) -> Store
     if obstore is missing (``pip install 'portus-checkpoint[mirror]'``), or the environment says
     what cannot be.
     """
-    if address.kind is Kind.HOST:
+    if address.kind is StoreKind.HOST:
         return HostStore(address.bucket, address.prefix)
-    if address.kind is Kind.FOLDER:
+    if address.kind is StoreKind.FOLDER:
         return Folder(address.prefix)
     return Bucket(address, patience)
 
@@ -40,7 +40,7 @@ def check_writable(address: StoreAddress) -> None:
     """Before a run that is to be mirrored at ``address``. Raises ``UsageError`` for a directory
     that this process may not write to, or without hard links. A store that does not answer, or is
     full, may do better later, and of others only a write tells."""
-    if address.kind is not Kind.FOLDER:
+    if address.kind is not StoreKind.FOLDER:
         return
     try:
         with contextlib.suppress(TransportError, MediumError):

@@ -66,7 +66,7 @@ _TIMED_MIN: Final = 4 << 20
 NO_EXTENTS: Final[Rows] = np.empty(0, EXTENT.dtype)
 
 
-class Way(str, enum.Enum):
+class AuditMethod(str, enum.Enum):
     """How a save was audited."""
 
     NONE = ""
@@ -114,7 +114,7 @@ class Audit(Protocol):
     """What was noted at the call."""
 
     @property
-    def way(self) -> Way: ...
+    def way(self) -> AuditMethod: ...
 
     def torn(self, stored: Stored) -> Flags:
         """Which storages were not stored as they were at the call. Blocks."""
@@ -126,7 +126,7 @@ class Audit(Protocol):
 class Hashed:
     """Digests at the call."""
 
-    way: Final = Way.HASH
+    way: Final = AuditMethod.HASH
 
     def __init__(self, late: Late, stop: Stop) -> None:
         self._lengths: Final = late.length
@@ -153,7 +153,7 @@ class Watched:
     kept, so where such a page was written, its digest at the call can still be told.
     """
 
-    way: Final = Way.KERNEL
+    way: Final = AuditMethod.KERNEL
 
     def __init__(self, late: Late, stop: Stop, watch: written.WriteWatch, big: Column) -> None:
         """watch: of the storages in the rows ``big``, since before this is made."""
@@ -206,7 +206,7 @@ class Watched:
 class Probed:
     """Some bytes of each storage, and its count of changes, at the call."""
 
-    way: Final = Way.PROBE
+    way: Final = AuditMethod.PROBE
 
     def __init__(self, late: Late) -> None:
         self._late: Final = late

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.index.pool import Change, NewVersion, PoolWriter
 from portus.index.records import Pointer, Rows, VersionRecord
 from portus.pipeline.parts import StorageRows, offsets_in, rows_of, shared, sources
@@ -185,16 +185,16 @@ class PoolDraft:
         layout: Pointer | bytes = labels.layout
         tree: Pointer | bytes = labels.tree
         if before is not None and before.layout == labels.layout:
-            layout = self.known(before.record, Kind.LAYOUT) or layout
+            layout = self.known(before.record, RecordKind.LAYOUT) or layout
         if before is not None and before.tree == labels.tree:
-            tree = self.known(before.record, Kind.TREE) or tree
+            tree = self.known(before.record, RecordKind.TREE) or tree
         record = self.commit_rows(self.rows(), labels, layout, tree, retire)
         return Before(record, labels.layout, labels.tree)
 
-    def known(self, record: VersionRecord, kind: Kind) -> Pointer | None:
+    def known(self, record: VersionRecord, kind: RecordKind) -> Pointer | None:
         """Layout or tree of a version before, held; None if that version is gone, or if the record
         is not to be relied on: then it is to be written anew."""
-        pointer = record.layout if kind is Kind.LAYOUT else record.tree
+        pointer = record.layout if kind is RecordKind.LAYOUT else record.tree
         self._held.append(self._writer.hold([pointer.offset], [pointer.length]))
         if record.info.id not in self._writer.catalogue().ids():
             return None

@@ -14,7 +14,7 @@ import numpy as np
 
 from portus.errors import CorruptionError, UsageError
 from portus.format.checksum import UNIT
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.index.pool import PoolReader, PoolWriter
 from portus.index.records import VersionRecord
 from portus.pipeline.draft import Labels, PoolDraft, Reserved
@@ -55,8 +55,8 @@ def transferred(
                 model=entry.info.model,
                 step=entry.info.step,
                 token=entry.info.token,
-                layout=bytes(reader.payload(record.layout, Kind.LAYOUT)),
-                tree=bytes(reader.payload(record.tree, Kind.TREE)),
+                layout=bytes(reader.payload(record.layout, RecordKind.LAYOUT)),
+                tree=bytes(reader.payload(record.tree, RecordKind.TREE)),
                 inexact=entry.info.inexact,
                 metrics=entry.info.metrics,
             )

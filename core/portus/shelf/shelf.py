@@ -19,7 +19,7 @@ from portus.index.place import Place, PlaceKind
 from portus.index.pool import PoolReader
 from portus.media.local import LocalFiles
 from portus.shelf.items import Array, Item, arrays_of, shown, taken
-from portus.shelf.store import Store
+from portus.shelf.store import ShelfStore
 
 _TRIES: Final = 20
 """A reader begins again when the shelf was replaced under it, this often."""
@@ -129,7 +129,7 @@ class Shelf:
     def _load(self) -> None:
         for left in reversed(range(_TRIES)):
             try:
-                self._store = Store(self._pool, self._log_bytes)
+                self._store = ShelfStore(self._pool, self._log_bytes)
                 break
             except StaleError:
                 if not left:

@@ -27,7 +27,7 @@ import numpy as np
 
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.format.arrays import ArrayShape
-from portus.format.layout import WITH_NEXT, Kind
+from portus.format.layout import WITH_NEXT, RecordKind
 from portus.index.log import Entry, LogWriter, Patch, PatchPlaces, entries, entry_size
 from portus.index.pool import NewVersion, PoolReader, PoolWriter
 from portus.index.records import (
@@ -60,7 +60,7 @@ Piece = tuple[Extent, Array, int]
 """Bytes of the pool, and what they are: those of an array, from that byte on."""
 
 
-class Store:
+class ShelfStore:
     """The shelf of one pool. ``items`` are what is committed."""
 
     def __init__(self, pool: PoolReader, log_bytes: int | None = None) -> None:
@@ -310,7 +310,7 @@ class Store:
             model=MODEL,
             step=0 if before is None else before.info.step + 1,
             token=os.urandom(16),
-            layout=self._known(layout, Kind.LAYOUT),
+            layout=self._known(layout, RecordKind.LAYOUT),
             tree=tree,
             storages=storages,
             extents=extents,
@@ -323,7 +323,7 @@ class Store:
         model = self._writer().catalogue().models.get(MODEL)
         return [] if model is None else [entry.info.id for entry in model.versions]
 
-    def _known(self, payload: bytes, kind: Kind) -> Pointer | bytes:
+    def _known(self, payload: bytes, kind: RecordKind) -> Pointer | bytes:
         """The layout as a pointer, if the version before has the same."""
         record = self._record
         if record is None or payload != self._layout:
@@ -353,8 +353,8 @@ class Store:
             record = self._pool.record(entry)
             if record.log is None:
                 raise self._no_shelf([MODEL])
-            layout = bytes(self._pool.payload(record.layout, Kind.LAYOUT))
-            tree = bytes(self._pool.payload(record.tree, Kind.TREE))
+            layout = bytes(self._pool.payload(record.layout, RecordKind.LAYOUT))
+            tree = bytes(self._pool.payload(record.tree, RecordKind.TREE))
             specs = decode_layout(memoryview(layout))
             made = _Made(record, specs)
             # A later tree is of the same arrays: other ones are another version.

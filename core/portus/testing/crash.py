@@ -30,7 +30,7 @@ from portus.media.base import Birth, FileStatus, MediumInfo, MediumKind
 from portus.media.file import SECTOR
 from portus.spec import Extent
 from portus.testing.disk import Disk, File
-from portus.testing.outcomes import WORD, Choice, outcomes, power_loss
+from portus.testing.outcomes import WORD, PowerLossChoice, outcomes, power_loss
 
 Fact = TypeVar("Fact")
 
@@ -341,7 +341,7 @@ class CrashMedium:
 class Image:
     """A disk after a crash. ``note`` is one line for each decision that the crash made."""
 
-    def __init__(self, disk: Disk, choices: Sequence[Choice] = (), note: str = "") -> None:
+    def __init__(self, disk: Disk, choices: Sequence[PowerLossChoice] = (), note: str = "") -> None:
         self._disk: Final = disk
         self._choices: Final = choices
         self._note: Final = note

@@ -32,7 +32,7 @@ NOISE: Final = random.Random("noise").randbytes(PAGE)
 """What a disk may leave of a page that it was writing when the power went, in the worst case."""
 
 
-class Choice(Protocol):
+class PowerLossChoice(Protocol):
     """One thing that power loss decides, decided."""
 
     def apply(self, disk: Disk) -> None:
@@ -52,11 +52,11 @@ class PageIs:
     note: str
 
     def apply(self, disk: Disk) -> None:
-        """See ``Choice``."""
+        """See ``PowerLossChoice``."""
         disk.files[self.file].pages[self.index] = Page((self.content,), False)
 
     def describe(self) -> str:
-        """See ``Choice``."""
+        """See ``PowerLossChoice``."""
         return f"page {self.index} of file {self.file} {self.note}"
 
 
@@ -68,12 +68,12 @@ class SizeIs:
     size: int
 
     def apply(self, disk: Disk) -> None:
-        """See ``Choice``."""
+        """See ``PowerLossChoice``."""
         disk.files[self.file].sizes = (self.size,)
         disk.files[self.file].cut()
 
     def describe(self) -> str:
-        """See ``Choice``."""
+        """See ``PowerLossChoice``."""
         return f"file {self.file} has {self.size} bytes"
 
 
@@ -84,11 +84,11 @@ class NamesAre:
     names: tuple[tuple[str, int], ...]
 
     def apply(self, disk: Disk) -> None:
-        """See ``Choice``."""
+        """See ``PowerLossChoice``."""
         disk.names = NameTable(dict(self.names), dict(self.names))
 
     def describe(self) -> str:
-        """See ``Choice``."""
+        """See ``PowerLossChoice``."""
         return "names: " + (", ".join(f"{path} = {file}" for path, file in self.names) or "none")
 
 
@@ -96,12 +96,12 @@ class NamesAre:
 class Axis:
     """The options for one decision: ``whole``, oldest state first, and ``torn`` ones."""
 
-    whole: tuple[Choice, ...]
-    torn: tuple[Choice, ...] = ()
+    whole: tuple[PowerLossChoice, ...]
+    torn: tuple[PowerLossChoice, ...] = ()
     page: Page | None = None
     unit: int = SECTOR
 
-    def mix(self, seed: random.Random) -> Choice:
+    def mix(self, seed: random.Random) -> PowerLossChoice:
         """Any option; for a page also one whose every sector or line was decided by itself."""
         first = self.whole[0]
         pure = 0.75 if self.unit == SECTOR else 0.25
@@ -117,7 +117,7 @@ class Axis:
         )
 
 
-def power_loss(lost: Disk, choices: Sequence[Choice]) -> Disk:
+def power_loss(lost: Disk, choices: Sequence[PowerLossChoice]) -> Disk:
     """What is there after the power came back, if ``choices`` was the outcome.
 
     lost: the disk without anything that was not persisted; not changed.
@@ -142,7 +142,9 @@ def axes(disk: Disk, seed: random.Random, *, noise: bool = False) -> list[Axis]:
     return [axis for axis in found if len(axis.whole) > 1]
 
 
-def outcomes(disk: Disk, seed: random.Random, *, noise: bool = False) -> Iterator[Sequence[Choice]]:
+def outcomes(
+    disk: Disk, seed: random.Random, *, noise: bool = False
+) -> Iterator[Sequence[PowerLossChoice]]:
     """Outcomes of a power loss now, the telling ones first; some come twice.
 
     All kept; all lost; each single thing changed in these two, and each pair; every torn state of
@@ -175,16 +177,16 @@ def combinations(found: Sequence[Axis]) -> int:
 
 
 def _shuffled(
-    choices: Iterable[Sequence[Choice]], seed: random.Random
-) -> Iterator[Sequence[Choice]]:
+    choices: Iterable[Sequence[PowerLossChoice]], seed: random.Random
+) -> Iterator[Sequence[PowerLossChoice]]:
     listed = list(choices)
     seed.shuffle(listed)
     return iter(listed)
 
 
 def _changed(
-    found: Sequence[Axis], backgrounds: Sequence[list[Choice]], count: int
-) -> Iterator[Sequence[Choice]]:
+    found: Sequence[Axis], backgrounds: Sequence[list[PowerLossChoice]], count: int
+) -> Iterator[Sequence[PowerLossChoice]]:
     """Backgrounds with ``count`` of their choices changed."""
     for places in itertools.combinations(range(len(found)), count):
         for options in itertools.product(*(found[place].whole for place in places)):
@@ -195,16 +197,18 @@ def _changed(
                 yield choices
 
 
-def _torn(found: Sequence[Axis], backgrounds: Sequence[list[Choice]]) -> Iterator[Sequence[Choice]]:
+def _torn(
+    found: Sequence[Axis], backgrounds: Sequence[list[PowerLossChoice]]
+) -> Iterator[Sequence[PowerLossChoice]]:
     for place, axis in enumerate(found):
         for option, background in itertools.product(axis.torn, backgrounds):
             yield [*background[:place], option, *background[place + 1 :]]
 
 
-def _random(found: Sequence[Axis], seed: random.Random) -> Sequence[Choice]:
+def _random(found: Sequence[Axis], seed: random.Random) -> Sequence[PowerLossChoice]:
     """Mostly kept, mostly lost, or half and half, with some of the axes mixed."""
     share = seed.choice((0.1, 0.5, 0.9))
-    choices: list[Choice] = []
+    choices: list[PowerLossChoice] = []
     for axis in found:
         newest = seed.random() < share
         choices.append(axis.mix(seed) if seed.random() < 0.3 else axis.whole[-1 if newest else 0])

@@ -57,7 +57,7 @@ class StagedError(RegisterError):
     """Memory of a device that cannot be registered. The device is among the staged ones now."""
 
 
-class Way(enum.Enum):
+class DeviceAccess(enum.Enum):
     """How the other side reaches the memory of a device; in the order in which they are tried."""
 
     DMABUF = "dmabuf"
@@ -94,19 +94,19 @@ class Regions:
     def __len__(self) -> int:
         return len(self._known)
 
-    def way(self, device: int) -> Way:
+    def way(self, device: int) -> DeviceAccess:
         """How the memory of that device is reached, as far as is known."""
-        return list(Way)[len(self._refused.get(device, ()))]
+        return list(DeviceAccess)[len(self._refused.get(device, ()))]
 
     def staged(self) -> list[int]:
         """The devices whose memory cannot be registered."""
-        return [device for device in list(self._refused) if self.way(device) is Way.STAGED]
+        return [device for device in list(self._refused) if self.way(device) is DeviceAccess.STAGED]
 
     def distrust(self, devices: Collection[int], why: str) -> None:
         """Stage these from now on: bytes did not arrive as they are."""
         with self._guard:
             for device in devices:
-                while self.way(device) is not Way.STAGED:
+                while self.way(device) is not DeviceAccess.STAGED:
                     self._refuse(device, why)
 
     def avoid(self, addresses: Collection[int]) -> None:
@@ -173,9 +173,9 @@ class Regions:
     def _registered(self, device: int, start: int, size: int) -> Region:
         if device == HERE:
             return self.domain.register(start, size, remote=True, writable=False)
-        while (way := self.way(device)) is not Way.STAGED:
+        while (way := self.way(device)) is not DeviceAccess.STAGED:
             try:
-                if way is Way.PEER:
+                if way is DeviceAccess.PEER:
                     return self.domain.register(start, size, remote=True, writable=False)
                 return self._from_dmabuf(device, start, size)
             except RegisterError as error:  # its cause does not speak of files, and of limits
@@ -195,7 +195,7 @@ class Regions:
         """The way it had until now is none."""
         said = self._refused.setdefault(device, [])
         said.append(f"{self.way(device).value}: {why}")
-        if self.way(device) is Way.STAGED:
+        if self.way(device) is DeviceAccess.STAGED:
             _log.warning(
                 "device %d: its memory goes through pinned memory and over the socket (%s)",
                 device,

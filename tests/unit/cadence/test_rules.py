@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from portus.cadence.bounded import Costs, Rule, Tuner, decide, overhead
-from portus.cadence.checkfreq import Choice, Profile, Released, SnapshotPlace, algorithm_1
+from portus.cadence.checkfreq import IntervalChoice, Profile, Released, SnapshotPlace, algorithm_1
 from portus.cadence.failures import daly_s, slowdown, young_s
 from portus.errors import UsageError
 
@@ -126,7 +126,7 @@ def test_a_device_with_room_is_copied_on() -> None:
         step_s=0.2, update_s=0.02, host_copy_s=0.5, device_copy_s=0.01, store_s=1.0,
         size=1, device_used=2, device_size=4,
     )  # fmt: skip
-    assert algorithm_1(profile, 0.05) == Choice(8, SnapshotPlace.DEVICE, 0.01)
+    assert algorithm_1(profile, 0.05) == IntervalChoice(8, SnapshotPlace.DEVICE, 0.01)
 
 
 @given(st.floats(1e-3, 1e3), st.floats(3.0, 1e5))

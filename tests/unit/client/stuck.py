@@ -15,7 +15,7 @@ import torch
 
 from portus.index.directory import WRITERS, _Shared, create_pool, make_directory, open_writer
 from portus.media.dax import DaxDevice
-from portus.media.file import FileSystem, PlainFile
+from portus.media.file import FileSystemTraits, PlainFile
 from portus.media.local import LocalFiles
 from portus.media.process import Descriptor
 from portus.spec import Extent
@@ -39,7 +39,7 @@ class Gate(PlainFile):
         self._opened.set()
         self.reached = threading.Event()
         descriptor = Descriptor(path, os.O_RDWR)
-        file_system = FileSystem(volatile=False, early=False)
+        file_system = FileSystemTraits(volatile=False, early=False)
         super().__init__(descriptor, file_system, writable=True, sync=self._to_disk)
 
     def _to_disk(self, number: int) -> None:

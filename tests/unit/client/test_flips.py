@@ -19,7 +19,7 @@ from portus.client.files.host import HostPool
 from portus.daemon.server import Server
 from portus.daemon.session import Patience
 from portus.errors import CorruptionError, PortusError
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.format.reference import decode
 from portus.index.check import check
 from portus.index.pool import PoolWriter
@@ -168,8 +168,8 @@ def kept(writer: PoolWriter) -> dict[bytes, tuple[str, int, bool, bytes, bytes]]
     found = {}
     for entry in writer.catalogue().entries():
         record, info = writer.record(entry), entry.info
-        layout = bytes(writer.payload(record.layout, Kind.LAYOUT))
-        tree = bytes(writer.payload(record.tree, Kind.TREE))
+        layout = bytes(writer.payload(record.layout, RecordKind.LAYOUT))
+        tree = bytes(writer.payload(record.tree, RecordKind.TREE))
         found[info.token] = info.model, info.step, info.inexact, layout, tree
         assert record.units.tobytes() == conversation.DIGESTS
     return found

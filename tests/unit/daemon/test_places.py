@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from portus.daemon import places as module
-from portus.daemon.places import Place, Places
+from portus.daemon.places import ConnectionSlot, Places
 from portus.errors import TransportError
 
 
@@ -19,12 +19,12 @@ class Coming:
         self.places = Places(16)
         self._ends: list[socket.socket] = []
 
-    def stranger(self, address: str) -> Place:
+    def stranger(self, address: str) -> ConnectionSlot:
         near, far = socket.socketpair()
         self._ends += [near, far]
         return self.places.come(address, near)
 
-    def proven(self, address: str, tenant: str, *, waits: bool = False) -> Place:
+    def proven(self, address: str, tenant: str, *, waits: bool = False) -> ConnectionSlot:
         place = self.stranger(address)
         self.places.prove(place, tenant)
         if waits:

@@ -20,7 +20,7 @@ from portus.embedding import protected as module
 from portus.embedding.fold import Fold
 from portus.embedding.moment import Moment
 from portus.embedding.slices import Slices
-from portus.embedding.store import MARKS, MODEL, Store
+from portus.embedding.store import MARKS, MODEL, TableStore
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
 from portus.index.check import check
 from portus.index.log import LogWriter
@@ -79,9 +79,9 @@ def test_an_update_begins_when_the_batch_before_it_is_durable(
 ) -> None:
     order: list[str] = []
     waits, begins = threading.Event(), threading.Event()
-    commit, wait = Store.commit, module._Worker.wait
+    commit, wait = TableStore.commit, module._Worker.wait
 
-    def slow(self: Store, moment: Moment) -> None:
+    def slow(self: TableStore, moment: Moment) -> None:
         if moment.batch == 1:
             begins.wait()  # that the next update waits, or is over
         commit(self, moment)
@@ -91,7 +91,7 @@ def test_an_update_begins_when_the_batch_before_it_is_durable(
         waits.set()
         wait(self)
 
-    monkeypatch.setattr(Store, "commit", slow)
+    monkeypatch.setattr(TableStore, "commit", slow)
     small = Small()
     with small.protect(path) as tables:
         small.step(1)
@@ -114,14 +114,14 @@ def test_an_update_begins_when_the_batch_before_it_is_durable(
 def test_the_closure_of_a_step_runs_while_the_batch_before_is_made_durable(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    computed, commit = threading.Event(), Store.commit
+    computed, commit = threading.Event(), TableStore.commit
 
-    def slow(self: Store, moment: Moment) -> None:
+    def slow(self: TableStore, moment: Moment) -> None:
         if moment.batch == 1:
             assert computed.wait(60)
         commit(self, moment)
 
-    monkeypatch.setattr(Store, "commit", slow)
+    monkeypatch.setattr(TableStore, "commit", slow)
     small = Small()
 
     def closure() -> float:
@@ -178,7 +178,7 @@ def test_a_batch_waits_for_one_piece_of_folding_in_and_not_for_all(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    go_on, commit, small = Fold.go_on, Store.commit, Small()
+    go_on, commit, small = Fold.go_on, TableStore.commit, Small()
 
     def slow(self: Fold, stop: Stop) -> None:
         if not self.done and order:  # the first image is awaited
@@ -186,7 +186,7 @@ def test_a_batch_waits_for_one_piece_of_folding_in_and_not_for_all(
         go_on(self, stop)
         order.append("piece")
 
-    def told(self: Store, moment: Moment) -> None:
+    def told(self: TableStore, moment: Moment) -> None:
         commit(self, moment)
         order.append("durable")
         if moment.batch == 1:
@@ -194,8 +194,8 @@ def test_a_batch_waits_for_one_piece_of_folding_in_and_not_for_all(
 
     monkeypatch.setattr(fold, "PIECE", 1)
     monkeypatch.setattr(Fold, "go_on", slow)
-    monkeypatch.setattr(Store, "commit", told)
-    monkeypatch.setattr(Store, "is_behind", False)
+    monkeypatch.setattr(TableStore, "commit", told)
+    monkeypatch.setattr(TableStore, "is_behind", False)
     with small.protect(path) as tables:
         while "piece" not in order:
             small.step(tables.batches % ROWS)
@@ -218,7 +218,7 @@ def test_no_batch_waits_for_a_whole_image_also_if_batches_leave_no_time(
 
     monkeypatch.setattr(fold, "PIECE", 1)
     monkeypatch.setattr(Fold, "version", told)
-    monkeypatch.setattr(Store, "has_more", False)
+    monkeypatch.setattr(TableStore, "has_more", False)
     with small.protect(path) as tables:
         while len(missing) < 4:
             small.step(tables.batches % ROWS, 7)
@@ -231,8 +231,8 @@ def test_no_batch_waits_for_a_whole_image_also_if_batches_leave_no_time(
 def test_a_load_gives_up_what_was_folded_in_of_an_update_that_is_not_gone_on_with(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Store, "has_more", False)
-    monkeypatch.setattr(Store, "is_behind", False)
+    monkeypatch.setattr(TableStore, "has_more", False)
+    monkeypatch.setattr(TableStore, "is_behind", False)
     small = Small()
     with small.protect(path) as tables:
         while tables._store._fold is None:
@@ -362,7 +362,7 @@ def test_a_dense_part_is_written_in_slices_and_a_crash_anywhere_is_within_the_ga
         return iter(stored)
 
     monkeypatch.setattr(Slices, "_store", noted)
-    monkeypatch.setattr(Store, "has_more", False)  # as late as may be
+    monkeypatch.setattr(TableStore, "has_more", False)  # as late as may be
     training = Training()
     gaps = trained(training, path, tmp_path, range(1, 2 * GAP + 2))
     assert max(gaps) == GAP - 1, "never as old as allowed: is the bound too strict, or all in one?"

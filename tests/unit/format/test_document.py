@@ -54,7 +54,7 @@ def test_the_document_holds_the_zones() -> None:
 
 
 def test_the_document_holds_the_kinds_of_records() -> None:
-    for kind in layout.Kind:
+    for kind in layout.RecordKind:
         name = kind.name.lower().replace("_", " ")
         assert f"| {kind.value} | {name} |" in TEXT
         assert f"{kind.value} {name}" in layout.HEADER.table()

@@ -19,7 +19,7 @@ from portus.format.layout import (
     STORAGE,
     TABLE_ENTRY,
     UNIT_DIGEST,
-    Kind,
+    RecordKind,
 )
 from portus.index.pool import NewVersion, PoolReader, PoolWriter, format_pool
 from portus.index.records import (
@@ -171,22 +171,22 @@ class Forger:
         self.uuid = read_superblock(medium).uuid
         self.root = read_roots(medium, self.uuid)[0]
 
-    def forge(self, kind: Kind, edit: Edit, *, header: bool = False, model: int = 0) -> None:
+    def forge(self, kind: RecordKind, edit: Edit, *, header: bool = False, model: int = 0) -> None:
         """``edit`` the payload (or the header) of the record of that ``kind``: of the model at that
         place in the table, of its newest version."""
         self._kind, self._edit, self._header = kind, edit, header
-        table = bytearray(read(self.medium, self.root.table, Kind.MODEL_TABLE))
-        if kind is not Kind.MODEL_TABLE:
+        table = bytearray(read(self.medium, self.root.table, RecordKind.MODEL_TABLE))
+        if kind is not RecordKind.MODEL_TABLE:
             _, pointer = decode_table(memoryview(table))[model]
             place = 8 + model * TABLE_ENTRY.size
             table[place : place + 32] = self._pack(self._index(pointer))
-        self.root_to(self._placed(Kind.MODEL_TABLE, self.root.table, table))
+        self.root_to(self._placed(RecordKind.MODEL_TABLE, self.root.table, table))
 
     def placed_copies(self, edit: Edit) -> Pointer:
         """The list of copies, edited, as a record of its own."""
-        self._kind, self._edit, self._header = Kind.COPIES, edit, False
-        payload = bytearray(read(self.medium, self.root.copies, Kind.COPIES))
-        return self._placed(Kind.COPIES, self.root.copies, payload)
+        self._kind, self._edit, self._header = RecordKind.COPIES, edit, False
+        payload = bytearray(read(self.medium, self.root.copies, RecordKind.COPIES))
+        return self._placed(RecordKind.COPIES, self.root.copies, payload)
 
     def root_to(self, table: Pointer, **changes: Any) -> None:
         """Both slots to ``table``, in a pool that is as long as it is now."""
@@ -198,16 +198,16 @@ class Forger:
             store_root(self.medium, self.uuid, root)
 
     def _index(self, pointer: Pointer) -> Pointer:
-        index = bytearray(read(self.medium, pointer, Kind.MODEL_INDEX))
-        if self._kind is not Kind.MODEL_INDEX:
+        index = bytearray(read(self.medium, pointer, RecordKind.MODEL_INDEX))
+        if self._kind is not RecordKind.MODEL_INDEX:
             entry = decode_index(memoryview(index))[-1]
             index[-32:] = self._pack(self._version(entry.pointer))
             assert INDEX_ENTRY.fields[-1].name == "digest"
-        return self._placed(Kind.MODEL_INDEX, pointer, index)
+        return self._placed(RecordKind.MODEL_INDEX, pointer, index)
 
     def _version(self, pointer: Pointer) -> Pointer:
-        version = bytearray(read(self.medium, pointer, Kind.VERSION))
-        for kind, place in ((Kind.LAYOUT, 56), (Kind.TREE, 88)):
+        version = bytearray(read(self.medium, pointer, RecordKind.VERSION))
+        for kind, place in ((RecordKind.LAYOUT, 56), (RecordKind.TREE, 88)):
             if self._kind is kind:
                 offset, length = (
                     int.from_bytes(version[at : at + 8], "little") for at in (place, place + 8)
@@ -215,9 +215,9 @@ class Forger:
                 below = Pointer(offset, length, bytes(version[place + 16 : place + 32]))
                 payload = bytearray(read(self.medium, below, kind))
                 version[place : place + 32] = self._pack(self._placed(kind, below, payload))
-        return self._placed(Kind.VERSION, pointer, version)
+        return self._placed(RecordKind.VERSION, pointer, version)
 
-    def _placed(self, kind: Kind, old: Pointer, payload: bytearray) -> Pointer:
+    def _placed(self, kind: RecordKind, old: Pointer, payload: bytearray) -> Pointer:
         """The record on a page of its own behind the pool."""
         raw = bytearray(HEADER.size)
         self.medium.load(old.offset, memoryview(raw))

@@ -25,7 +25,7 @@ from portus.format.layout import (
     SUPERBLOCK,
     SUPERBLOCK_OFFSETS,
     VERSION_HEAD,
-    Kind,
+    RecordKind,
 )
 from portus.format.record import Record
 from portus.index.check import RULES, Finding, Severity, check
@@ -213,51 +213,63 @@ def first_extent_again(payload: bytearray) -> None:
     payload[EXTENTS + 16 : EXTENTS + 24] = payload[EXTENTS : EXTENTS + 8]
 
 
-FORGERIES: dict[str, tuple[str, Kind, Edit]] = {
-    "names out of order": ("F7 F8 F8", Kind.MODEL_TABLE, swap_names),
-    "rest behind the names": ("F7", Kind.MODEL_TABLE, appended(b"c")),
-    "more models than fit": ("F7", Kind.MODEL_TABLE, at(0, b"\xff")),
-    "an index of another model": ("F8 F10 F10", Kind.MODEL_INDEX, at(16, b"q")),
-    "padding of a name": ("F2", Kind.MODEL_INDEX, at(17, b"q")),
-    "rest behind an index": ("F8", Kind.MODEL_INDEX, appended(bytes(8))),
-    "more versions than fit": ("F8", Kind.MODEL_INDEX, at(8, b"\xff")),
-    "reserved bytes of an entry": ("F2", Kind.MODEL_INDEX, at(INDEX + 56, b"q")),
-    "a token twice": ("F9 F10", Kind.MODEL_INDEX, twice_in_index),
-    "an impossible id": ("F9", Kind.MODEL_INDEX, at(INDEX + 96, number(1 << 63))),
-    "another step": ("F10", Kind.VERSION, put("step", number(9))),
-    "rest behind a version": ("F10", Kind.VERSION, appended(b"q")),
-    "another size": ("F11 F10", Kind.VERSION, put("size", number(9))),
-    "storages beyond the record": ("F11", Kind.VERSION, put("storages", number(99))),
+FORGERIES: dict[str, tuple[str, RecordKind, Edit]] = {
+    "names out of order": ("F7 F8 F8", RecordKind.MODEL_TABLE, swap_names),
+    "rest behind the names": ("F7", RecordKind.MODEL_TABLE, appended(b"c")),
+    "more models than fit": ("F7", RecordKind.MODEL_TABLE, at(0, b"\xff")),
+    "an index of another model": ("F8 F10 F10", RecordKind.MODEL_INDEX, at(16, b"q")),
+    "padding of a name": ("F2", RecordKind.MODEL_INDEX, at(17, b"q")),
+    "rest behind an index": ("F8", RecordKind.MODEL_INDEX, appended(bytes(8))),
+    "more versions than fit": ("F8", RecordKind.MODEL_INDEX, at(8, b"\xff")),
+    "reserved bytes of an entry": ("F2", RecordKind.MODEL_INDEX, at(INDEX + 56, b"q")),
+    "a token twice": ("F9 F10", RecordKind.MODEL_INDEX, twice_in_index),
+    "an impossible id": ("F9", RecordKind.MODEL_INDEX, at(INDEX + 96, number(1 << 63))),
+    "another step": ("F10", RecordKind.VERSION, put("step", number(9))),
+    "rest behind a version": ("F10", RecordKind.VERSION, appended(b"q")),
+    "another size": ("F11 F10", RecordKind.VERSION, put("size", number(9))),
+    "storages beyond the record": ("F11", RecordKind.VERSION, put("storages", number(99))),
     "a wild number of extents": (
         "F11",
-        Kind.VERSION,
+        RecordKind.VERSION,
         put("extents", number((1 << 64) - 1), STORAGE, STORAGES),
     ),
-    "a wild length": ("F11", Kind.VERSION, put("length", number(1 << 63), STORAGE, STORAGES)),
-    "born after its commit": ("F11 V1", Kind.VERSION, put("born", number(9), STORAGE, STORAGES)),
-    "another storage digest": ("F12", Kind.VERSION, put("digest", b"q", STORAGE, STORAGES)),
-    "an extent outside": ("F5", Kind.VERSION, put("offset", number(1 << 40), EXTENT, EXTENTS)),
+    "a wild length": ("F11", RecordKind.VERSION, put("length", number(1 << 63), STORAGE, STORAGES)),
+    "born after its commit": (
+        "F11 V1",
+        RecordKind.VERSION,
+        put("born", number(9), STORAGE, STORAGES),
+    ),
+    "another storage digest": ("F12", RecordKind.VERSION, put("digest", b"q", STORAGE, STORAGES)),
+    "an extent outside": (
+        "F5",
+        RecordKind.VERSION,
+        put("offset", number(1 << 40), EXTENT, EXTENTS),
+    ),
     "an extent in the fixed pages": (
         "F5",
-        Kind.VERSION,
+        RecordKind.VERSION,
         put("offset", number(PAGE), EXTENT, EXTENTS),
     ),
     "an extent that wraps around": (
         "F5",
-        Kind.VERSION,
+        RecordKind.VERSION,
         put("offset", number((1 << 64) - 8), EXTENT, EXTENTS),
     ),
-    "no JSON in a layout": ("F14", Kind.LAYOUT, at(0, b"q")),
-    "two tensors of one name": ("F14", Kind.LAYOUT, replaced(b'"t1"', b'"t0"')),
-    "a tensor beyond its storage": ("F14", Kind.LAYOUT, replaced(b"[5000]", b"[5001]")),
-    "a tensor in no storage": ("F14", Kind.LAYOUT, replaced(b"[1],2,", b"[1],3,")),
-    "a tensor with negative strides": ("F14", Kind.LAYOUT, replaced(b"[1]", b"[-1]")),
-    "a shape that does not fit its strides": ("F14", Kind.LAYOUT, replaced(b"[1]", b"[1,1]")),
-    "no JSON in a tree": ("F15", Kind.TREE, at(0, b"q")),
-    "a tensor twice in a tree": ("F15", Kind.TREE, replaced(b"1}", b"0}")),
-    "a tensor once more in a tree": ("F15", Kind.TREE, replaced(b"{", b'{"q":{"$tensor":1},')),
-    "a tensor not in the layout": ("F15", Kind.TREE, replaced(b"1}", b"7}")),
-    "bytes out of UTF-8 in a tree": ("F15", Kind.TREE, replaced(b'"t1"', b'"\xff1"')),
+    "no JSON in a layout": ("F14", RecordKind.LAYOUT, at(0, b"q")),
+    "two tensors of one name": ("F14", RecordKind.LAYOUT, replaced(b'"t1"', b'"t0"')),
+    "a tensor beyond its storage": ("F14", RecordKind.LAYOUT, replaced(b"[5000]", b"[5001]")),
+    "a tensor in no storage": ("F14", RecordKind.LAYOUT, replaced(b"[1],2,", b"[1],3,")),
+    "a tensor with negative strides": ("F14", RecordKind.LAYOUT, replaced(b"[1]", b"[-1]")),
+    "a shape that does not fit its strides": ("F14", RecordKind.LAYOUT, replaced(b"[1]", b"[1,1]")),
+    "no JSON in a tree": ("F15", RecordKind.TREE, at(0, b"q")),
+    "a tensor twice in a tree": ("F15", RecordKind.TREE, replaced(b"1}", b"0}")),
+    "a tensor once more in a tree": (
+        "F15",
+        RecordKind.TREE,
+        replaced(b"{", b'{"q":{"$tensor":1},'),
+    ),
+    "a tensor not in the layout": ("F15", RecordKind.TREE, replaced(b"1}", b"7}")),
+    "bytes out of UTF-8 in a tree": ("F15", RecordKind.TREE, replaced(b'"t1"', b'"\xff1"')),
 }
 
 
@@ -289,8 +301,10 @@ HEADERS: dict[str, tuple[str, Edit]] = {
 
 
 @pytest.mark.parametrize("what", HEADERS)
-@pytest.mark.parametrize("kind", [Kind.MODEL_TABLE, Kind.MODEL_INDEX, Kind.LAYOUT, Kind.TREE])
-def test_a_forged_header_is_named(pool: Pool, what: str, kind: Kind) -> None:
+@pytest.mark.parametrize(
+    "kind", [RecordKind.MODEL_TABLE, RecordKind.MODEL_INDEX, RecordKind.LAYOUT, RecordKind.TREE]
+)
+def test_a_forged_header_is_named(pool: Pool, what: str, kind: RecordKind) -> None:
     expected, edit = HEADERS[what]
     Forger(pool.medium).forge(kind, edit, header=True)
     # Alone on its page, a record of another commit meets nobody.
@@ -298,7 +312,7 @@ def test_a_forged_header_is_named(pool: Pool, what: str, kind: Kind) -> None:
 
 
 def test_a_version_record_of_another_commit_than_its_version_is_named(pool: Pool) -> None:
-    Forger(pool.medium).forge(Kind.VERSION, put("commit", number(1), HEADER), header=True)
+    Forger(pool.medium).forge(RecordKind.VERSION, put("commit", number(1), HEADER), header=True)
     assert rules(found(pool)) == ["F10"]
 
 
@@ -339,14 +353,14 @@ def test_a_log_that_makes_no_sense_is_named() -> None:
     def born_later(payload: bytearray) -> None:
         payload[-24:-16] = (9).to_bytes(8, "little")
 
-    Forger(pool.medium).forge(Kind.VERSION, born_later)
+    Forger(pool.medium).forge(RecordKind.VERSION, born_later)
     assert "F17" in rules(found(pool, data=False))
 
 
 def test_an_extent_of_two_storages_is_named() -> None:
     pool = Pool()
     pool.save("a", 1, [b"x" * 10, b"x" * 10, b""])
-    Forger(pool.medium).forge(Kind.VERSION, first_extent_again)
+    Forger(pool.medium).forge(RecordKind.VERSION, first_extent_again)
     assert rules(found(pool)) == ["F13"]
 
 
@@ -358,7 +372,7 @@ def test_extents_that_overlap_are_named() -> None:
         first_extent_again(payload)
         payload[EXTENTS + 16] += 5
 
-    Forger(pool.medium).forge(Kind.VERSION, shifted)
+    Forger(pool.medium).forge(RecordKind.VERSION, shifted)
     findings = found(pool, data=False)
     assert rules(findings) == ["F13"]
     assert "it overlaps storage 0" in findings[0].found
@@ -373,7 +387,7 @@ def test_every_extent_inside_of_another_is_named() -> None:
         payload[EXTENTS + 16 : EXTENTS + 24] = number(offset + 100)
         payload[EXTENTS + 32 : EXTENTS + 40] = number(offset + 200)
 
-    Forger(pool.medium).forge(Kind.VERSION, inside)
+    Forger(pool.medium).forge(RecordKind.VERSION, inside)
     findings = found(pool, data=False)
     assert rules(findings) == ["F13", "F13"]
     assert all("it overlaps storage 0" in finding.found for finding in findings)
@@ -384,7 +398,7 @@ def test_a_page_of_two_commits_is_named(pool: Pool) -> None:
     place = pool.writer.record(pool.entry("b")).storage_extents(0)[0]
     pool.medium.store(place.end + 64, b"w" * 10)
     edit = put("offset", number(place.end + 64), EXTENT, EXTENTS + 16)
-    Forger(pool.medium).forge(Kind.VERSION, edit)
+    Forger(pool.medium).forge(RecordKind.VERSION, edit)
     [finding] = found(pool)
     assert finding.invariant == "V1"
     assert finding.where == f"page {place.end // PAGE} (byte {place.end // PAGE * PAGE})"
@@ -394,7 +408,7 @@ def test_a_page_of_two_commits_is_named(pool: Pool) -> None:
 
 def test_shared_bytes_said_to_be_of_another_commit_are_named(pool: Pool) -> None:
     edit = put("born", number(3), STORAGE, STORAGES)
-    Forger(pool.medium).forge(Kind.VERSION, edit)
+    Forger(pool.medium).forge(RecordKind.VERSION, edit)
     assert rules(found(pool)) == ["V1"]
 
 
@@ -402,7 +416,7 @@ def test_a_storage_whose_units_do_not_give_its_digest_is_named() -> None:
     pool = Pool()
     pool.save("a", 1, [bytes(UNIT + 1)])
     assert found(pool) == []
-    Forger(pool.medium).forge(Kind.VERSION, put("digest", b"qqqq", STORAGE, STORAGES))
+    Forger(pool.medium).forge(RecordKind.VERSION, put("digest", b"qqqq", STORAGE, STORAGES))
     assert rules(found(pool)) == ["F12"]
 
 
@@ -487,7 +501,7 @@ def test_padding_behind_a_record_that_is_not_zero_is_named(pool: Pool) -> None:
         ("F16", put("kind", number(9), COPY, 8)),
         ("F16 V1", put("commit", number(99), COPY, 8)),
         ("F6", put("digest", b"q", COPY, 8)),
-        ("F6", put("kind", number(int(Kind.VERSION)), COPY, 8)),
+        ("F6", put("kind", number(int(RecordKind.VERSION)), COPY, 8)),
         ("F5", put("offset", number(1 << 40), COPY, 8)),
     ],
 )
@@ -599,7 +613,7 @@ def test_a_damaged_record_of_the_older_root_alone_is_named(pool: Pool) -> None:
 def test_versions_that_differ_between_the_roots_are_named(pool: Pool) -> None:
     forger = Forger(pool.medium)
     before = forger.root
-    forger.forge(Kind.VERSION, lambda payload: None)  # the same record, elsewhere
+    forger.forge(RecordKind.VERSION, lambda payload: None)  # the same record, elsewhere
     forged = Forger(pool.medium).root
     forger.store(before, forged)
     assert set(rules(found(pool))) >= {"F10"}
@@ -622,8 +636,8 @@ def listing(pool: Pool) -> object:
         seen: list[object] = []
         for entry in reader.catalogue().entries():
             record = reader.record(entry)
-            seen += [entry.info, bytes(reader.payload(record.layout, Kind.LAYOUT))]
-            seen.append(bytes(reader.payload(record.tree, Kind.TREE)))
+            seen += [entry.info, bytes(reader.payload(record.layout, RecordKind.LAYOUT))]
+            seen.append(bytes(reader.payload(record.tree, RecordKind.TREE)))
             for extent in record.extents:
                 data = bytearray(int(extent["length"]))
                 reader.medium.load(int(extent["offset"]), memoryview(data))

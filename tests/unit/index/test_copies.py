@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from portus.errors import CorruptionError
-from portus.format.layout import COPIES, SUPERBLOCK_OFFSETS, Kind
+from portus.format.layout import COPIES, SUPERBLOCK_OFFSETS, RecordKind
 from portus.index.catalogue import newest_catalogue
 from portus.index.check import check
 from portus.index.pool import REFRESH_COMMITS
@@ -39,8 +39,8 @@ class Copied(Pool):
     def again(self, step: int) -> None:
         """A save as ``PoolDraft`` makes it: layout and tree are those before, if they are sound."""
         before, writer = self.newest, self.writer
-        sound = writer.is_sound(before.layout, Kind.LAYOUT)
-        sound &= writer.is_sound(before.tree, Kind.TREE)
+        sound = writer.is_sound(before.layout, RecordKind.LAYOUT)
+        sound &= writer.is_sound(before.tree, RecordKind.TREE)
         self.newest = self.save("a", step, [b"one"], share=before if sound else None)
 
     def copied(self) -> dict[str, Pointer]:
@@ -72,12 +72,12 @@ class Copied(Pool):
         reader = self.open_reader()
         for entry in reader.catalogue().entries():
             record = reader.record(entry)
-            reader.payload(record.layout, Kind.LAYOUT)
-            reader.payload(record.tree, Kind.TREE)
+            reader.payload(record.layout, RecordKind.LAYOUT)
+            reader.payload(record.tree, RecordKind.TREE)
             found.append((entry.info.model, entry.info.step))
         return sorted(found)
 
-    def is_twice(self, pointer: Pointer, kind: Kind) -> bool:
+    def is_twice(self, pointer: Pointer, kind: RecordKind) -> bool:
         """True if two places or more hold the record, on pages of their own."""
         whole = set()
         for place in self.places(pointer):
@@ -90,11 +90,11 @@ class Copied(Pool):
 
 
 KINDS = {
-    "table": Kind.MODEL_TABLE,
-    "idle index": Kind.MODEL_INDEX,
-    "index": Kind.MODEL_INDEX,
-    "layout": Kind.LAYOUT,
-    "tree": Kind.TREE,
+    "table": RecordKind.MODEL_TABLE,
+    "idle index": RecordKind.MODEL_INDEX,
+    "index": RecordKind.MODEL_INDEX,
+    "layout": RecordKind.LAYOUT,
+    "tree": RecordKind.TREE,
 }
 
 ALL = [("a", 1), ("a", 2), ("a", 3), ("b", 0)]
@@ -183,8 +183,8 @@ def test_what_is_rotten_is_not_relied_on_by_the_next_commit(
     for each, pointer in pool.copied().items():
         assert pool.is_twice(pointer, KINDS[each]), each
     records = [pool.writer.record(entry) for entry in pool.writer.catalogue().models["a"].versions]
-    assert all(pool.is_twice(record.layout, Kind.LAYOUT) for record in records)
-    assert all(pool.is_twice(record.tree, Kind.TREE) for record in records)
+    assert all(pool.is_twice(record.layout, RecordKind.LAYOUT) for record in records)
+    assert all(pool.is_twice(record.tree, RecordKind.TREE) for record in records)
 
 
 def test_a_rotten_list_of_copies_costs_the_copies_until_the_next_commit() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from portus.client.checkpointer import Checkpointer
 from portus.format.checksum import UNIT
-from portus.index.check import Finding, Look
+from portus.index.check import CheckOptions, Finding
 from portus.index.directory import open_reader
 from portus.index.place import Place
 from portus.index.scrub import scrub
@@ -63,7 +63,7 @@ def test_no_more_is_read_in_a_second_than_was_said(pool: Place) -> None:
         time.sleep(seconds / 100)  # what is not waited for is asked for again
 
     start_s = time.monotonic()
-    look = Look(progress=lambda done, total: told.append((done, total)))
+    look = CheckOptions(progress=lambda done, total: told.append((done, total)))
     assert scrub(pool, 20 << 20, look, wait=wait) == []
     passed_s = time.monotonic() - start_s
     sizes = [after[0] - before[0] for before, after in itertools.pairwise(told)]
@@ -86,7 +86,9 @@ def test_rot_is_told_when_it_is_found_and_the_rest_is_read_all_the_same(pool: Pl
     def advanced(done: int, total: int) -> None:
         order.append(f"{done}")
 
-    found = scrub(pool, 1 << 40, Look(told=told, progress=advanced), wait=lambda seconds: None)
+    found = scrub(
+        pool, 1 << 40, CheckOptions(told=told, progress=advanced), wait=lambda seconds: None
+    )
     assert [each.where for each in found] == [each for each in order if "version" in each]
     assert "step 1" in found[0].where
     assert "step 2" in found[1].where
@@ -111,7 +113,7 @@ def test_a_version_that_is_retired_meanwhile_is_no_error_and_is_not_waited_for(
                 for step in steps:
                     run.save(state(step), step).wait()
 
-        assert scrub(Place.named(path), 1 << 40, Look(), wait=wait) == []
+        assert scrub(Place.named(path), 1 << 40, CheckOptions(), wait=wait) == []
         assert len(waited) < 2 * SIZE // UNIT, "the retired version was not read"
         assert run.steps() == [7, 8]
 
@@ -122,7 +124,7 @@ def test_the_disk_is_read_and_nothing_is_kept_of_it_in_memory(pool: Place) -> No
             if not isinstance(opened, UncachedFile):
                 pytest.skip("this file system has no O_DIRECT")
         forget(file)
-        assert scrub(pool, 1 << 40, Look(), wait=lambda seconds: None) == []
+        assert scrub(pool, 1 << 40, CheckOptions(), wait=lambda seconds: None) == []
         assert not in_memory(file)[UNIT // mmap.PAGESIZE]
 
 
@@ -134,7 +136,7 @@ def test_one_that_is_ended_holds_nothing(pool: Place, end: type[BaseException]) 
         raise end
 
     with pytest.raises(end):
-        scrub(pool, 1, Look(), wait=wait)
+        scrub(pool, 1, CheckOptions(), wait=wait)
     with Checkpointer(pool.path, keep=1) as run:
         run.save(state(3), 3).wait()
         run.save(state(4), 4).wait()
@@ -148,5 +150,5 @@ def test_a_pool_that_is_open_is_read_as_it_is(pool: Place, tmp_path: Path) -> No
     with Checkpointer(pool.path) as run:
         run.load()
         assert run._pool.writer is not None
-        assert scrub(run._pool.writer, 1 << 40, Look(), wait=wait) == []
+        assert scrub(run._pool.writer, 1 << 40, CheckOptions(), wait=wait) == []
     assert called

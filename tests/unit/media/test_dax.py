@@ -23,7 +23,7 @@ from portus.media.dax import (
     is_device,
     open_device,
 )
-from portus.media.file import FileSystem
+from portus.media.file import FileSystemTraits
 from portus.media.local import LocalFiles
 from portus.media.pmem import processor
 from portus.media.process import Descriptor
@@ -116,7 +116,7 @@ class Noting:
 class WithoutMapSync(DaxFile):
     """A file where there is no DAX: mapped, but not with MAP_SYNC."""
 
-    def _map(self, size: int, descriptor: Descriptor, file_system: FileSystem) -> None:
+    def _map(self, size: int, descriptor: Descriptor, file_system: FileSystemTraits) -> None:
         self._addresses.map(size, descriptor.number)
 
 
@@ -127,7 +127,7 @@ def noted(directory: Path, kind: str, cpu: Noting) -> DaxFile | DaxDevice:
         file.truncate(16 * PAGE)
     if kind == "file":
         return WithoutMapSync(
-            Descriptor(path, os.O_RDWR), FileSystem(volatile=False, early=False), cpu=cpu
+            Descriptor(path, os.O_RDWR), FileSystemTraits(volatile=False, early=False), cpu=cpu
         )
     facts = DeviceFacts(path, 16 * PAGE, PAGE, volatile=False)
     return DaxDevice(MappedSpace(facts, writable=True, cpu=cpu), facts, writable=True, size=PAGE)

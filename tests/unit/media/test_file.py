@@ -25,7 +25,7 @@ from portus.media.base import Medium, MediumKind
 from portus.media.file import (
     UNCACHED,
     WRITEBACK_MIN,
-    FileSystem,
+    FileSystemTraits,
     MappedFile,
     PlainFile,
     UncachedFile,
@@ -454,7 +454,7 @@ def test_write_back_lets_go_of_the_pages_and_who_expects_them_has_them_at_once(
     size, rounds = 2 * WRITEBACK_MIN, 3
     medium = MappedFile(
         Descriptor(str(directory / "pool"), os.O_RDWR | os.O_CREAT),
-        FileSystem(volatile=False, early=True),
+        FileSystemTraits(volatile=False, early=True),
     )
     try:
         medium.grow(size)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from portus.errors import UsageError
-from portus.mirror.address import Kind, StoreAddress, is_store, parse
+from portus.mirror.address import StoreAddress, StoreKind, is_store, parse
 
 
 @pytest.mark.parametrize(
     ("text", "address"),
     [
-        ("s3://bucket/runs/gpt", StoreAddress(Kind.S3, "bucket", "runs/gpt")),
-        ("s3://bucket", StoreAddress(Kind.S3, "bucket", "")),
-        ("s3://my.bucket-1//runs///gpt/", StoreAddress(Kind.S3, "my.bucket-1", "runs/gpt")),
-        ("gs://bucket/a run/100%", StoreAddress(Kind.GOOGLE, "bucket", "a run/100%")),
-        ("az://container/x", StoreAddress(Kind.AZURE, "container", "x")),
-        ("file:///nfs/runs/gpt/", StoreAddress(Kind.FOLDER, "", "/nfs/runs/gpt")),
-        ("file:///nfs/a@b?c#d", StoreAddress(Kind.FOLDER, "", "/nfs/a@b?c#d")),
-        ("memory:mine", StoreAddress(Kind.MEMORY, "", "mine")),
+        ("s3://bucket/runs/gpt", StoreAddress(StoreKind.S3, "bucket", "runs/gpt")),
+        ("s3://bucket", StoreAddress(StoreKind.S3, "bucket", "")),
+        ("s3://my.bucket-1//runs///gpt/", StoreAddress(StoreKind.S3, "my.bucket-1", "runs/gpt")),
+        ("gs://bucket/a run/100%", StoreAddress(StoreKind.GOOGLE, "bucket", "a run/100%")),
+        ("az://container/x", StoreAddress(StoreKind.AZURE, "container", "x")),
+        ("file:///nfs/runs/gpt/", StoreAddress(StoreKind.FOLDER, "", "/nfs/runs/gpt")),
+        ("file:///nfs/a@b?c#d", StoreAddress(StoreKind.FOLDER, "", "/nfs/a@b?c#d")),
+        ("memory:mine", StoreAddress(StoreKind.MEMORY, "", "mine")),
     ],
 )
 def test_an_address_says_a_place_and_is_said_again(text: str, address: StoreAddress) -> None:
@@ -30,7 +30,7 @@ def test_an_address_says_a_place_and_is_said_again(text: str, address: StoreAddr
 def test_a_storage_host_is_one_and_is_no_store_by_its_form() -> None:
     """The same words name its pools."""
     address = parse("portus://anna@host")
-    assert address == StoreAddress(Kind.HOST, "portus://anna@host:7117", "")
+    assert address == StoreAddress(StoreKind.HOST, "portus://anna@host:7117", "")
     assert parse(str(address)) == address
     assert not is_store(str(address))
 

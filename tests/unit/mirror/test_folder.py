@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from portus.errors import MediumError, TransportError, UsageError
-from portus.mirror.address import Kind, StoreAddress
+from portus.mirror.address import StoreAddress, StoreKind
 from portus.mirror.folder import PARTIAL, PARTIAL_S_MAX, Folder
 from portus.mirror.opening import check_writable
 
@@ -143,7 +143,7 @@ def test_who_asks_whether_it_can_be_written_to_leaves_nothing_and_finds_what_a_w
 def test_a_full_disk_or_a_server_that_is_away_keeps_no_run_from_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = StoreAddress(Kind.FOLDER, "", str(tmp_path))
+    address = StoreAddress(StoreKind.FOLDER, "", str(tmp_path))
     for number in (errno.ENOSPC, errno.ESTALE):
 
         def fails(source: str, target: str, number: int = number) -> None:

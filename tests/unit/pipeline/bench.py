@@ -15,7 +15,7 @@ from portus.index.pool import PoolWriter, format_pool
 from portus.media import written
 from portus.media.lock import LockTable, ProcessLocks
 from portus.media.memory import Memory
-from portus.pipeline.audit import WATCHED_MIN, Audit, Hashed, Late, Probed, Watched, Way
+from portus.pipeline.audit import WATCHED_MIN, Audit, AuditMethod, Hashed, Late, Probed, Watched
 from portus.pipeline.draft import PoolDraft
 from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.run import Policy, Save
@@ -58,19 +58,19 @@ class Gate(Memory):
 
 
 WAYS = [
-    pytest.param(Way.KERNEL, marks=needs_kernel),
-    Way.HASH,
-    Way.PROBE,
+    pytest.param(AuditMethod.KERNEL, marks=needs_kernel),
+    AuditMethod.HASH,
+    AuditMethod.PROBE,
 ]
 
 
-def audited(way: Way, late: Late, stop: Stop) -> Audit | None:
+def audited(way: AuditMethod, late: Late, stop: Stop) -> Audit | None:
     """An audit of that way, whatever it costs."""
-    if way is Way.NONE:
+    if way is AuditMethod.NONE:
         return None
-    if way is Way.PROBE:
+    if way is AuditMethod.PROBE:
         return Probed(late)
-    if way is Way.HASH:
+    if way is AuditMethod.HASH:
         return Hashed(late, stop)
     big = np.flatnonzero(late.length >= WATCHED_MIN)
     return Watched(late, stop, _watched(late.address[big], late.length[big]), big)
@@ -105,7 +105,7 @@ class Bench:
         step: int = 0,
         *,
         late: bool = True,
-        audit: Way = Way.NONE,
+        audit: AuditMethod = AuditMethod.NONE,
     ) -> Save:
         steady = self.steady if self.steady is not None else np.full(len(arrays), not late)
         snapshot = Snapshot(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from portus.media import linux, written
-from portus.pipeline.audit import Auditor, Guard, Late, Probed, Way
+from portus.pipeline.audit import AuditMethod, Auditor, Guard, Late, Probed
 from portus.transport.base import Stop
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,7 +51,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     written._opened = None
 
 
-def ways(guard: Guard, late: Late, count: int = 2) -> list[Way]:
+def ways(guard: Guard, late: Late, count: int = 2) -> list[AuditMethod]:
     auditor, found = Auditor(guard), []
     for _ in range(count):
         audit = auditor.begin(late, Stop())
@@ -64,21 +64,21 @@ def ways(guard: Guard, late: Late, count: int = 2) -> list[Way]:
 def test_what_costs_little_is_exact_however_often_it_is_saved(
     memory: np.ndarray, refused: None
 ) -> None:
-    assert ways("auto", late_of(memory, 1 << 20), 5) == [Way.HASH] * 5
+    assert ways("auto", late_of(memory, 1 << 20), 5) == [AuditMethod.HASH] * 5
 
 
 def test_frequent_saves_of_much_get_probes_and_it_is_said_once(
     memory: np.ndarray, refused: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     late = late_of(memory, 1 << 30)
-    assert ways("auto", late, 4) == [Way.PROBE] * 4
+    assert ways("auto", late, 4) == [AuditMethod.PROBE] * 4
     assert len([each for each in caplog.records if "audited with probes" in each.message]) == 1
 
 
 def test_the_guard_may_be_said(memory: np.ndarray, refused: None) -> None:
     late = late_of(memory, 1 << 30)
-    assert ways("exact", late) == [Way.HASH] * 2
-    assert ways("probe", late) == [Way.PROBE] * 2
+    assert ways("exact", late) == [AuditMethod.HASH] * 2
+    assert ways("probe", late) == [AuditMethod.PROBE] * 2
 
 
 @pytest.mark.parametrize("size", [1, 15, 64, 4000, 65_540, 270_001])
@@ -170,8 +170,8 @@ def test_what_is_too_dear_to_watch_gets_huge_pages_and_is_watched_then(kernel: N
     memory = np.frombuffer(mmap.mmap(-1, 128 << 20, mmap.MAP_PRIVATE), np.uint8)
     memory[:] = 1
     found = ways("auto", Late(column(memory.ctypes.data), column(memory.nbytes)), 100)
-    assert found[0] is Way.PROBE
-    assert Way.KERNEL in found
+    assert found[0] is AuditMethod.PROBE
+    assert AuditMethod.KERNEL in found
 
 
 def test_huge_pages_are_told_of_as_small_ones(kernel: None, memory: np.ndarray) -> None:

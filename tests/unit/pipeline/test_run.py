@@ -13,7 +13,7 @@ from portus.format.checksum import UNIT
 from portus.format.layout import DATA_START
 from portus.media import written
 from portus.media.memory import Memory
-from portus.pipeline.audit import WATCHED_MIN, Way
+from portus.pipeline.audit import WATCHED_MIN, AuditMethod
 from portus.pipeline.plan import packed, placed
 from portus.pipeline.run import Save
 from portus.spec import PAGE, Extent
@@ -105,7 +105,7 @@ def test_a_shared_storage_is_copied_afresh_in_the_end() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("where", [0, 1 << 20, (5 << 20) - 1])
 def test_the_audit_voids_a_version_whose_source_changed_before_it_was_copied(
-    where: int, way: Way
+    where: int, way: AuditMethod
 ) -> None:
     bench, arrays = Bench(), _arrays(1)
     bench.run(arrays)
@@ -120,7 +120,7 @@ def test_the_audit_voids_a_version_whose_source_changed_before_it_was_copied(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_written_and_written_back_around_the_copy_is_found(way: Way) -> None:
+def test_what_is_written_and_written_back_around_the_copy_is_found(way: AuditMethod) -> None:
     """Averaged weights that are swapped in for validation: the source looks as it did."""
     medium = Gate(DATA_START)
     bench, arrays = Bench(medium), _arrays(1, [5 << 20, 5 << 20])
@@ -142,7 +142,7 @@ def test_what_is_written_and_written_back_around_the_copy_is_found(way: Way) -> 
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
-def test_one_byte_anywhere_is_found_by_an_exact_audit(way: Way, seed: int) -> None:
+def test_one_byte_anywhere_is_found_by_an_exact_audit(way: AuditMethod, seed: int) -> None:
     rng = np.random.default_rng(seed)
     bench, arrays = Bench(), _arrays(1, [100, 5000, 3 << 20])
     for step in range(40):
@@ -157,7 +157,7 @@ def test_one_byte_anywhere_is_found_by_an_exact_audit(way: Way, seed: int) -> No
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_neighbours_in_the_same_pages_may_be_written(way: Way, seed: int) -> None:
+def test_neighbours_in_the_same_pages_may_be_written(way: AuditMethod, seed: int) -> None:
     rng = np.random.default_rng(seed)
     bench = Bench(Memory(DATA_START + (32 << 20)))
     for step in range(20):
@@ -176,11 +176,11 @@ def test_neighbours_in_the_same_pages_may_be_written(way: Way, seed: int) -> Non
 def test_the_kernel_is_asked_about_big_storages_and_hashes_tell_of_the_others() -> None:
     sizes = [*[1000] * 50, UNIT + 5000, WATCHED_MIN, 2 * UNIT + 1, 0, 7]
     bench, arrays = Bench(Memory(DATA_START + 8 * UNIT)), _arrays(1, sizes)
-    save = bench.run(arrays, audit=Way.KERNEL)
+    save = bench.run(arrays, audit=AuditMethod.KERNEL)
     assert bench.holds(save) == [array.tobytes() for array in arrays]
     for index in range(len(sizes)):
         if sizes[index]:
-            save = bench.save(arrays, 1, audit=Way.KERNEL)
+            save = bench.save(arrays, 1, audit=AuditMethod.KERNEL)
             save.copy_now()
             arrays[index][sizes[index] // 2] ^= 1
             save.run()
@@ -196,7 +196,7 @@ def test_a_save_that_failed_watches_nothing_any_more() -> None:
         lambda save: save.release(0),
     ]
     for end in ends:
-        save = bench.save(arrays, 0, audit=Way.KERNEL)
+        save = bench.save(arrays, 0, audit=AuditMethod.KERNEL)
         save.copy_now()
         assert written.watch(*places(arrays[3:])) is None, "one at a time"
         end(save)

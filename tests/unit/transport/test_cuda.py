@@ -13,7 +13,7 @@ from portus.errors import TransportError
 from portus.spec import PAGE
 from portus.transport import cuda
 from portus.transport.cuda import Driver
-from portus.transport.regions import HERE, Regions, StagedError, Way
+from portus.transport.regions import HERE, DeviceAccess, Regions, StagedError
 from portus.transport.verbs import Region
 from tests.cuda import Library, memfd
 from tests.unit.transport.test_onesided import Registry
@@ -96,7 +96,7 @@ def test_device_memory_is_registered_as_a_dmabuf_where_that_is_taken() -> None:
     region = taken(regions, 1)
     assert (region.start, region.length) == (0x200, 100), "as pyverbs has it"
     assert taken(regions, 1, ADDRESS - 0x200).start == 0
-    assert regions.way(1) is Way.DMABUF
+    assert regions.way(1) is DeviceAccess.DMABUF
     assert descriptors() == before
 
 
@@ -105,7 +105,7 @@ def test_what_is_no_dmabuf_is_registered_by_its_address(cuda_driver: object) -> 
     regions = Regions(Refusing(range(ADDRESS, ADDRESS + PAGE)), cuda_driver)  # type: ignore[arg-type]
     before = descriptors()
     assert taken(regions, 0).start == ADDRESS
-    assert (regions.way(0), regions.way(1)) == (Way.PEER, Way.DMABUF)
+    assert (regions.way(0), regions.way(1)) == (DeviceAccess.PEER, DeviceAccess.DMABUF)
     assert descriptors() == before
 
 
@@ -124,7 +124,7 @@ def test_a_device_that_is_refused_all_ways_is_staged_for_good_and_others_are_not
     assert "Bad address" in line
     taken(regions, HERE, 1500)
     taken(regions, 1, 1600)
-    assert regions.way(1) is Way.PEER
+    assert regions.way(1) is DeviceAccess.PEER
     assert regions.staged() == [0]
 
 

@@ -81,7 +81,7 @@ class DeviceFeed:
             ring.arrived[index % 2].record(ring.stream)
 
 
-class Choice(Protocol):
+class CopyChoice(Protocol):
     """Where storages of a device are copied first."""
 
     def on_device(self, room: Room) -> bool:
@@ -95,7 +95,7 @@ class WhereItFits:
     """On the device, if there is room."""
 
     def on_device(self, room: Room) -> bool:
-        """See ``Choice``."""
+        """See ``CopyChoice``."""
         return room.is_enough
 
     def copied(self, timeline: Timeline, first: Any, second: Any) -> None:
@@ -103,7 +103,7 @@ class WhereItFits:
 
 
 def feeds_of(
-    storages: tuple[torch.UntypedStorage, ...], choice: Choice | None
+    storages: tuple[torch.UntypedStorage, ...], choice: CopyChoice | None
 ) -> tuple[dict[int, DeviceFeed], set[int]]:
     """A feed for each storage that is on a device; and which of them are private copies.
 
@@ -140,7 +140,7 @@ def _ring(device: torch.device) -> _Ring:
 
 
 def _cloned(
-    storages: dict[int, torch.UntypedStorage], device: torch.device, choice: Choice
+    storages: dict[int, torch.UntypedStorage], device: torch.device, choice: CopyChoice
 ) -> dict[int, torch.UntypedStorage]:
     """Copies in spare memory of the device; none if it is used up. Nothing waits for them."""
     timeline = DeviceTimeline(device)

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from portus.client.fence.clock import Saving
-from portus.client.fence.device import Choice, WhereItFits, feeds_of
+from portus.client.fence.device import CopyChoice, WhereItFits, feeds_of
 from portus.client.fence.placing import Placing
 from portus.client.fence.writers import classify, with_kin
 from portus.client.state.state import FlatState, Flattener
@@ -131,7 +131,7 @@ class Snapshots:
         if self._placing is not None:
             self._placing.begins(save)
 
-    def _choice(self) -> Choice | None:
+    def _choice(self) -> CopyChoice | None:
         """Where memory of devices is copied first, if there is any."""
         if self._mode is SnapshotMode.DEVICE:
             return WhereItFits()

@@ -29,7 +29,6 @@ from typing import Final
 from portus.client.files.reference import (
     NEW,
     NO_HARD_LINKS,
-    FileSystem,
     LinkName,
     births_of,
     home_of,
@@ -39,7 +38,7 @@ from portus.client.files.reference import (
 from portus.client.files.survey import Survey, survey_of
 from portus.errors import MediumError
 from portus.format.reference import Reference, encode
-from portus.media.base import Birth
+from portus.media.base import Birth, FileSystem
 from portus.protocol.address import is_address
 
 _log: Final = logging.getLogger("portus")

@@ -12,6 +12,7 @@ from portus.client.files.survey import survey_of
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
 from portus.index.directory import links_directory
+from portus.media.base import FileSystem
 from portus.media.local import LocalFiles
 from portus.spec import VersionInfo
 
@@ -72,7 +73,7 @@ def forget_deleted(path: str) -> None:
 
 
 def gone_for_good(
-    links: Sequence[FileLink], states: Collection[Fate], files: files_of.FileSystem
+    links: Sequence[FileLink], states: Collection[Fate], files: FileSystem
 ) -> list[Reference]:
     """The reference files of ``states``, once they stay gone: a power cut would bring back a name
     that was not. Raises ``MediumError``."""

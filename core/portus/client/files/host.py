@@ -22,7 +22,7 @@ from portus.errors import (
     UsageError,
 )
 from portus.format.checksum import DIGEST_SIZE
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.format.reference import Reference, decode, encode
 from portus.index.catalogue import Catalogue, newest_catalogue
 from portus.index.pool import NO_SPACE, PoolReader
@@ -603,12 +603,12 @@ class HostDraft:
         let go of, for it would be taken for the newest."""
         info, uuid = record.info, self._pool.links.welcome.uuid
 
-        def digest_for(kind: Kind, payload: bytes | None) -> bytes:
+        def digest_for(kind: RecordKind, payload: bytes | None) -> bytes:
             if payload is not None:
                 return digest_of(kind, info.commit, uuid, payload)
             assert before is not None
             old = before.record
-            return (old.layout if kind is Kind.LAYOUT else old.tree).digest
+            return (old.layout if kind is RecordKind.LAYOUT else old.tree).digest
 
         compared = {
             "model": (labels.model, info.model),
@@ -617,8 +617,8 @@ class HostDraft:
             "inexact": (labels.inexact, info.inexact),
             "lengths": (self._lengths.tolist(), record.storages["length"].tolist()),
             "digests": (confirm.digests, record.units.tobytes()),
-            "layout": (digest_for(Kind.LAYOUT, confirm.layout), record.layout.digest),
-            "tree": (digest_for(Kind.TREE, confirm.tree), record.tree.digest),
+            "layout": (digest_for(RecordKind.LAYOUT, confirm.layout), record.layout.digest),
+            "tree": (digest_for(RecordKind.TREE, confirm.tree), record.tree.digest),
         }
         wrong = [what for what, (meant, found) in compared.items() if meant != found]
         if not wrong:

@@ -36,7 +36,7 @@ from portus.index.groups import part_of
 from portus.index.keep import Keep
 from portus.index.pool import NO_SPACE, PoolWriter
 from portus.index.roots import Superblock
-from portus.media.base import Medium
+from portus.media.base import FileSystem, Medium
 from portus.media.file import PlainFile
 from portus.media.local import LocalFiles
 from portus.spec import VersionInfo
@@ -124,7 +124,7 @@ class Keeper:
         self,
         path: str,
         writer: HeldPool,
-        files: files_of.FileSystem | None = None,
+        files: FileSystem | None = None,
         address: str | None = None,
     ) -> None:
         """path: of the pool file; for a pool on a host, its ``address`` being given, the path

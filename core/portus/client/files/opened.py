@@ -12,7 +12,7 @@ from portus.client.files.home import Home, Pool
 from portus.client.files.keeper import Keeper
 from portus.client.files.run_mirror import Mirroring
 from portus.errors import MediumError, PortusError, UsageError
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.index.keep import Keep
 from portus.index.pool import PoolReader, PoolWriter
 from portus.pipeline.plan import Before
@@ -141,8 +141,8 @@ class RunPool:
             return None
         try:
             record = writer.record(found.versions[-1])
-            layout = bytes(writer.payload(record.layout, Kind.LAYOUT))
-            tree = bytes(writer.payload(record.tree, Kind.TREE))
+            layout = bytes(writer.payload(record.layout, RecordKind.LAYOUT))
+            tree = bytes(writer.payload(record.tree, RecordKind.TREE))
         except PortusError as error:
             _log.warning("%s: the newest version is damaged: %s", self._home.path, error)
             return None

@@ -41,12 +41,12 @@ import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from portus.client.files import order
 from portus.errors import CorruptionError, MediumError
 from portus.format.reference import SIZE_MAX, Reference, decode, encode
-from portus.media.base import Birth, Files, Names
+from portus.media.base import Birth, FileSystem
 from portus.media.process import Descriptor
 from portus.spec import Extent
 
@@ -72,10 +72,6 @@ NEW: Final = ".new"
 """Behind a name that is on its way."""
 
 _BIRTHS: Final = re.compile(r"\.([0-9a-f]{1,16})-([0-9a-f]{1,16})" * 2)
-
-
-class FileSystem(Files, Names, Protocol):
-    """Names that can be changed and looked at."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ _SHARD: Final = ("accelerate.data_loader", "BatchSamplerShard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class EpochDealing:
     """How one epoch is dealt."""
 
     batches: BatchSampler | None
@@ -73,7 +73,7 @@ class Way:
         return together, 0
 
 
-def way_of(stock: Any, ranks: int, dispatch: Dispatch | None) -> Way | None:
+def way_of(stock: Any, ranks: int, dispatch: Dispatch | None) -> EpochDealing | None:
     """None if it is not known. ranks: processes that train together."""
     if (type(stock).__module__, type(stock).__qualname__) == _SHARD:
         inner = _of_one_sequence(stock.batch_sampler)
@@ -106,14 +106,14 @@ def way_of(stock: Any, ranks: int, dispatch: Dispatch | None) -> Way | None:
     return _of_torch(stock, ranks)
 
 
-def change_batch(stock: Any, way: Way, batch: int) -> None:
+def change_batch(stock: Any, way: EpochDealing, batch: int) -> None:
     """Let each rank get ``batch`` samples in a step, from the next epoch that begins on."""
     for each in samplers.chain(stock):
         if isinstance(each, BatchSampler) and hasattr(each, "batch_size"):
             each.batch_size = batch * way.pieces
 
 
-def _of_torch(stock: Any, ranks: int) -> Way | None:
+def _of_torch(stock: Any, ranks: int) -> EpochDealing | None:
     is_batched = isinstance(stock, BatchSampler)
     is_stock = type(stock).__iter__ is BatchSampler.__iter__
     if is_batched and not (is_stock or samplers.is_torchdatas(stock, "__iter__")):
@@ -124,7 +124,7 @@ def _of_torch(stock: Any, ranks: int) -> Way | None:
         samples = length(dealt.dataset)
         if samples is None:
             return None
-        return Way(
+        return EpochDealing(
             batches=batches,
             dealt=dealt,
             samples=samples,
@@ -137,10 +137,10 @@ def _of_torch(stock: Any, ranks: int) -> Way | None:
         return None
     if ranks > 1 and samplers.sequence_of(dealt) is None:
         return None  # it may give each rank a part of its own
-    return Way(batches=batches, dealt=dealt, samples=samples)
+    return EpochDealing(batches=batches, dealt=dealt, samples=samples)
 
 
-def _of_one_sequence(stock: Any) -> Way | None:
+def _of_one_sequence(stock: Any) -> EpochDealing | None:
     """Of batches of the whole sequence, which somebody else deals to ranks."""
     way = _of_torch(stock, 1)
     if way is None or way.batches is None or isinstance(way.batches.sampler, DistributedSampler):
@@ -148,7 +148,7 @@ def _of_one_sequence(stock: Any) -> Way | None:
     return way
 
 
-def _checked(way: Way) -> Way | None:
+def _checked(way: EpochDealing) -> EpochDealing | None:
     """None if pieces would not be of the same size."""
     assert way.batches is not None
     size = way.batches.batch_size

@@ -36,7 +36,7 @@ from portus.client.state.tree import (
 )
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.format.checksum import UNIT
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.index.in_place import InPlace
 from portus.index.log import NOT_LOGGED, Logged, logged
 from portus.index.pool import PoolReader
@@ -560,9 +560,9 @@ def _of_arrays(opened: _Opened) -> Column:
 
 def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _Opened:
     record = pool.record(entry)
-    tensors = decode_layout(pool.payload(record.layout, Kind.LAYOUT))
+    tensors = decode_layout(pool.payload(record.layout, RecordKind.LAYOUT))
     changed = logged(pool.medium, record)
-    tree = changed.tree or bytes(pool.payload(record.tree, Kind.TREE))
+    tree = changed.tree or bytes(pool.payload(record.tree, RecordKind.TREE))
     in_place = InPlace(pool.medium, record, changed)
     return _Opened(pool, record, tensors, tree, verify, changed, in_place)
 

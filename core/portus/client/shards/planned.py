@@ -38,7 +38,7 @@ _SAVED: Final = PLAIN_TENSORS | PLAIN
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class StateOutline:
     """What a state looks like. ``signs``: of each value its path, and what its plan is made of."""
 
     signs: list[tuple[Any, ...]]
@@ -152,15 +152,15 @@ def _plans_alike(planned: Planned, state: dict[str, Any], planner: SavePlanner) 
     return bool(local.items == before.items and local.planner_data == before.planner_data)
 
 
-def look(state: dict[str, Any]) -> Look | None:
+def look(state: dict[str, Any]) -> StateOutline | None:
     """What a state looks like, its values in the order of torch's; None for one with tensors of
     classes that only torch knows how to cut."""
-    found = Look([], [])
+    found = StateOutline([], [])
     is_known = all(_look_at(value, (str(name),), found) for name, value in state.items())
     return found if is_known else None
 
 
-def _look_at(value: Any, path: tuple[str | int, ...], found: Look) -> bool:
+def _look_at(value: Any, path: tuple[str | int, ...], found: StateOutline) -> bool:
     kind = type(value)
     if kind in PLAIN_TENSORS:
         look = (value.dtype, value.shape, value.layout, value.requires_grad)

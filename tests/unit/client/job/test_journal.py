@@ -26,7 +26,7 @@ from portus.index.journals import journals_in, pages, read
 from portus.journal.account import Account, account
 from portus.journal.lines import Decided, Head, Saved, encoded
 from portus.media import local
-from portus.media.file import FileSystem
+from portus.media.file import FileSystemTraits
 from portus.media.process import Descriptor
 from tests.moments import at
 
@@ -293,7 +293,7 @@ def test_where_no_page_can_be_mapped_it_lies_in_memory(
         pytest.skip("there is no file system in memory at /dev/shm")
     real = local._file_system
 
-    def as_over_a_network(descriptor: Descriptor) -> tuple[FileSystem, bool]:
+    def as_over_a_network(descriptor: Descriptor) -> tuple[FileSystemTraits, bool]:
         found, in_place = real(descriptor)
         return found, in_place and descriptor.path.startswith("/dev/shm")
 

@@ -14,7 +14,7 @@ import portus
 from portus.client.checkpointer import Checkpointer
 from portus.client.loading import resolve
 from portus.errors import CorruptionError, UsageError
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.index.directory import open_reader
 from portus.index.records import decode_layout
 from portus.mirror.address import parse
@@ -43,7 +43,7 @@ class Run:
         reader = open_reader(str(self.pool))
         [entry] = [each for each in reader.catalogue().entries() if each.info.step == step]
         record = reader.record(entry)
-        specs = decode_layout(reader.payload(record.layout, Kind.LAYOUT))
+        specs = decode_layout(reader.payload(record.layout, RecordKind.LAYOUT))
         [storage] = [each.storage for each in specs if each.name == name]
         place = record.storage_extents(storage)[0]
         reader.close()

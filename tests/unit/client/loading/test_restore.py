@@ -17,7 +17,7 @@ from portus.client.loading import restore
 from portus.client.loading.overlap import overlapping
 from portus.client.loading.restore import Patterns, Rename, Restored
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.format.layout import Kind
+from portus.format.layout import RecordKind
 from portus.index.directory import open_reader
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry, decode_layout
@@ -63,7 +63,7 @@ class Saved:
     def damage(self, step: int, name: str) -> None:
         """Flip a bit of a tensor or array."""
         record = self.pool.record(self.entry(step))
-        specs = decode_layout(self.pool.payload(record.layout, Kind.LAYOUT))
+        specs = decode_layout(self.pool.payload(record.layout, RecordKind.LAYOUT))
         [storage] = {spec.storage for spec in specs if spec.name == name}
         flip(self.path, record.storage_extents(storage)[0].offset + 5)
 
