@@ -41,7 +41,7 @@ class CutOff:
         self._run_of: Final = run_of
         self._pool: Final = pool
         self._is_writer: Final = is_writer
-        self._note: intent.Note | None = None
+        self._note: intent.Intent | None = None
 
     # While one is made.
 

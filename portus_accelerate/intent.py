@@ -34,7 +34,7 @@ _own: Final[dict[str, str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class Intent:
     """On record, until it is dropped: this process makes a checkpoint directory."""
 
     path: str
@@ -51,7 +51,7 @@ class Note:
             os.rmdir(os.path.dirname(self.path))  # refuses one with a pool in it
 
 
-def note(home: str, directory: str, *, is_writer: bool) -> Note | None:
+def note(home: str, directory: str, *, is_writer: bool) -> Intent | None:
     """Note in the directory ``home`` that ``directory`` is being made. None if it cannot be: the
     note is a help, not a promise. is_writer: false where this process may make the directory,
     and another one fills it."""
@@ -64,7 +64,7 @@ def note(home: str, directory: str, *, is_writer: bool) -> Note | None:
     except OSError:
         return None
     _own[path] = directory
-    made = Note(path, descriptor)
+    made = Intent(path, descriptor)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(descriptor, os.fsencode(f"{kind} {time.time_ns()} {directory}"))

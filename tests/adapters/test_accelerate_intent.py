@@ -100,7 +100,7 @@ def test_a_note_is_not_there_for_others_before_it_is_locked(tmp_path: Path) -> N
         intent._own.clear()
         assert list(intent.cut_off(str(home))) == []
 
-    with at("return", intent.Note.__init__, look_as_another_run):
+    with at("return", intent.Intent.__init__, look_as_another_run):
         note = intent.note(str(home), str(directory), is_writer=True)
     assert note is not None
     assert [str(each) for each in home.iterdir()] == [note.path]

@@ -13,7 +13,7 @@ from typing import Final
 from portus.cadence.bounded import overhead
 from portus.cli.output import Output
 from portus.cli.report import ReportOptions, run
-from portus.journal.lines import Begun, Decided, Ended, Head, Line, Saved, encoded
+from portus.journal.lines import Decided, Head, Line, Saved, SessionBegun, SessionEnded, encoded
 from tests.bench.cadence import (
     BOUND,
     DOCS,
@@ -71,7 +71,7 @@ def written(outcome: Outcome, job: Job | None = None) -> list[Line]:
         begun_anew = span.failed
         if span.failed or number == len(outcome.spans) - 1:
             lines.append(
-                Ended(
+                SessionEnded(
                     session=session, closed=not span.failed, steps=int(steps), at_s=span.end_s,
                     work_s=work_s,
                 )
@@ -79,8 +79,8 @@ def written(outcome: Outcome, job: Job | None = None) -> list[Line]:
     return lines
 
 
-def _begun(session: str, span: Span, saves: int, step: int) -> Begun:
-    return Begun(
+def _begun(session: str, span: Span, saves: int, step: int) -> SessionBegun:
+    return SessionBegun(
         session=session, at_s=span.begin_s, time_ns=int((EPOCH_S + span.begin_s) * 1e9), boot="b",
         machine="m", process=1, resumed=token(saves) if saves else None,
         resumed_step=step if saves else None,

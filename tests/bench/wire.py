@@ -16,7 +16,7 @@ import numpy as np
 from portus.media.base import MappedMedium
 from portus.media.local import LocalFiles
 from portus.protocol import messages as said
-from portus.protocol.vocabulary import State
+from portus.protocol.vocabulary import Phase
 from portus.spec import Extent
 from portus.transport.base import memory
 from portus.transport.stream import Link
@@ -44,7 +44,7 @@ def receive_by_link(connected: socket.socket, size: int, file: str) -> None:
     np.frombuffer(target, np.uint8)[:] = 1
     link = Link(connected, is_client=False, name="bench", silence_s=60)
     while True:
-        link.connection.state = State.PULLING
+        link.connection.state = Phase.PULLING
         link.fill(target, None)
         medium.wrote(whole)
         link.send(said.Pulled(GOT * 16, size))
@@ -59,7 +59,7 @@ def give_plain(connected: socket.socket, views: list[memoryview]) -> None:
 
 def give_by_link(link: Link, views: list[memoryview], frame: int) -> None:
     """The near end of ``receive_by_link``. frame: bytes of one, at most."""
-    link.connection.state = State.PULLING
+    link.connection.state = Phase.PULLING
     for view in views:
         for start in range(0, len(view), frame):
             link.send_payload(said.DATA, view[start : start + frame], None)

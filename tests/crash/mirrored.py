@@ -16,7 +16,7 @@ import numpy as np
 
 from portus.errors import CorruptionError, PortusError, TransportError
 from portus.format.checksum import digest
-from portus.mirror.log import Known, Log, SupersededError, folded
+from portus.mirror.log import KnownLog, MirrorLog, SupersededError, folded
 from portus.mirror.objects import (
     LOG,
     MANIFESTS,
@@ -28,7 +28,7 @@ from portus.mirror.objects import (
     State,
     entry_number,
 )
-from portus.mirror.requests import Get, Steps
+from portus.mirror.requests import GetObject, Steps
 from portus.mirror.store import MissingError
 from portus.mirror.units import Mirrored, Pack, unit_lengths
 from portus.mirror.writer import GRACE_S, Version, Writer, read_manifest
@@ -270,7 +270,7 @@ class Reader:
 
     def _load(self) -> Iterator[object]:
         history = self._history
-        log = Log(MODEL, SEAL, history.known if history.loads % 2 else None)
+        log = MirrorLog(MODEL, SEAL, history.known if history.loads % 2 else None)
         floor = history.oracle.state.newest
         self._began = history.bucket.now
         yield from history.perform(log.read())
@@ -297,7 +297,7 @@ class Reader:
 
 
 def _read(name: str) -> Steps[bytes]:
-    found = yield Get(name)
+    found = yield GetObject(name)
     assert isinstance(found, bytes)
     return found
 
@@ -318,7 +318,7 @@ class History:
         self.store = Unsure(self.bucket, self.chance, odds, self.oracle.look)
         self.loads = 0
         """Versions that readers loaded whole."""
-        self.known: Known | None = None
+        self.known: KnownLog | None = None
         """What a reader read of the log last: every other one reads on from there."""
         self._sessions: list[Session] = []
         self._readers: list[Reader] = []
@@ -398,7 +398,7 @@ class History:
         while self.store.under_way:
             self.store.land()
         self.store.odds = Odds()
-        log = Log(MODEL, SEAL)
+        log = MirrorLog(MODEL, SEAL)
         for _ in self.perform(log.read()):
             pass
         if log.state != self.oracle.state:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from portus.mirror.log import Known, Log, folded
+from portus.mirror.log import KnownLog, MirrorLog, folded
 from portus.mirror.objects import (
     MANIFESTS,
     Added,
@@ -21,7 +21,7 @@ from portus.mirror.objects import (
     State,
     entry_name,
 )
-from portus.mirror.requests import Delete, Put, PutAll, Steps, create, get
+from portus.mirror.requests import DeleteObjects, PutObject, PutObjects, Steps, create, get
 from portus.mirror.units import Key, keys_of, planned
 from portus.mirror.writer import Freed, Version, Writer, _manifest
 from tests.crash.mirrored import BrokenError, History
@@ -38,7 +38,7 @@ class ManifestFirst(Writer):
         keys = keys_of(version.lengths, version.digests)
         plan = planned(keys, self._known, self._writer, self._epoch)
         name, data = self._seal.manifest(_manifest(version, plan), self._writer, self._epoch)
-        yield PutAll([Put(MANIFESTS + name, data)])
+        yield PutObjects([PutObject(MANIFESTS + name, data)])
         info = version.info
         term = self.state.term_of(version.pool, info.commit)
         added = Added(
@@ -58,7 +58,7 @@ class CollectsWithoutTerm(Writer):
         entries = yield from self._listed_before(now - grace_s)
         self._known, self._epoch = {}, self._epoch + 1
         named = yield from self._named(self.state)
-        yield Delete([each.name for each in entries if each.name not in named])
+        yield DeleteObjects([each.name for each in entries if each.name not in named])
         return Freed(0, 0)
 
 
@@ -72,7 +72,7 @@ class ListsLast(Writer):
         state = yield from self.log.append((Collected(old),))
         named = yield from self._named(state)
         entries = yield from self._listed_before(now + 1e6)
-        yield Delete([each.name for each in entries if each.name not in named])
+        yield DeleteObjects([each.name for each in entries if each.name not in named])
         return Freed(0, 0)
 
 
@@ -92,7 +92,7 @@ class Assumes(Writer):
         self,
         claimed: Claimed,
         writer: bytes,
-        known: Known | None = None,
+        known: KnownLog | None = None,
         time_ns: int = 0,
         at: int | None = None,
     ) -> Steps[State]:
@@ -122,7 +122,7 @@ class TrustsItsClock(Writer):
         return now + 2 * 86400.0, number
 
 
-class TakesTheirsForItsOwn(Log):
+class TakesTheirsForItsOwn(MirrorLog):
     """Believes that an entry which is there already is the one that it sent."""
 
     def _put(self, entry: LogEntry) -> Steps[bool]:

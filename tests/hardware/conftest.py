@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from portus.daemon.server import Server
-from portus.daemon.session import Patience
+from portus.daemon.session import ClientTimeouts
 from portus.index.directory import format_device
 from portus.media.local import LocalFiles
 from tests.hosts import connect_again_at_once, serving
@@ -27,7 +27,7 @@ EXPANDER: Final = os.environ.get("PORTUS_TEST_EXPANDER", "")
 DAX, a devdax without a namespace."""
 
 WAIT_S_MAX: Final = 240.0
-PATIENCE: Final = Patience(silent_s=WAIT_S_MAX)
+PATIENCE: Final = ClientTimeouts(silent_s=WAIT_S_MAX)
 """The lab may stand still for a while: it is a guest of a machine that has other work."""
 
 

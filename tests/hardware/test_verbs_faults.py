@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("pyverbs.device", reason="no pyverbs; make test-hardware", exc_type=ImportError)
 
 from portus.daemon.server import Server
-from portus.daemon.session import Patience
+from portus.daemon.session import ClientTimeouts
 from portus.errors import MediumError, TransportError, UsageError
 from portus.index.check import check
 from portus.index.directory import format_device, open_reader
@@ -21,7 +21,7 @@ from portus.index.findings import Severity
 from portus.media.local import LocalFiles
 from portus.protocol import messages as said
 from portus.protocol.messages import Said, packed_column, packed_handles
-from portus.protocol.vocabulary import State
+from portus.protocol.vocabulary import Phase
 from portus.testing.lossy import LossyLink
 from portus.testing.nursery import Nursery, nursery
 from portus.transport.base import Stop
@@ -137,7 +137,7 @@ def test_access_is_revoked_before_the_host_hears_that_a_save_is_given_up() -> No
         host.pause()
         worker = threading.Thread(target=draft.release)
         worker.start()
-        settled(lambda: link.connection.state is not State.SAVING or None)
+        settled(lambda: link.connection.state is not Phase.SAVING or None)
         assert reached.lane.closed, "the host could still read what is about to change"
         host.resume()
         worker.join()
@@ -308,7 +308,7 @@ def test_memory_that_may_only_be_read_is_never_written(server: Server) -> None:
 def test_an_end_that_is_not_there_fails_its_own_save_alone() -> None:
     """A client that names a queue pair that nobody has: its host waits, and others do not."""
     format_device(DEVDAX, LocalFiles(), force=True)
-    with serving(DEVDAX, patience=Patience(silent_s=8.0)) as server:
+    with serving(DEVDAX, patience=ClientTimeouts(silent_s=8.0)) as server:
         walk = Walk(url(server))
         try:
             walk.to("registered")
@@ -371,7 +371,7 @@ def test_ten_terabytes_are_neither_registered_nor_pulled(server: Server, walk: W
 def test_a_client_that_says_nothing_after_a_pull_is_ended_and_holds_nobody_up() -> None:
     """Its processor has no part in the pull: that it hangs is seen when it does not confirm."""
     format_device(DEVDAX, LocalFiles(), force=True)
-    with serving(DEVDAX, patience=Patience(idle_s=3.0, silent_s=WAIT_S_MAX)) as server:
+    with serving(DEVDAX, patience=ClientTimeouts(idle_s=3.0, silent_s=WAIT_S_MAX)) as server:
         walk = Walk(url(server))
         try:
             walk.to("pulled")

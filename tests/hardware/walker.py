@@ -22,7 +22,7 @@ from portus.protocol.messages import Said, packed_column, packed_handles
 from portus.testing.nursery import Say, pause_for_ever
 from portus.transport.dial import Credentials
 from portus.transport.host import Links
-from portus.transport.regions import Lane
+from portus.transport.regions import ClientLane
 from portus.transport.stream import Link
 from portus.transport.verbs import Region, load
 from tests.hardware.states import Bytes, snapshot_of, state_of
@@ -59,7 +59,7 @@ class Walk:
     """A client. Raises ``TransportError`` when the host is gone."""
 
     link: Link
-    lane: Lane
+    lane: ClientLane
     region: Region
     record: VersionRecord
 

@@ -22,11 +22,11 @@ from portus.errors import PortusError, TransportError, UsageError
 from portus.index.directory import open_reader
 from portus.index.pool import PoolReader
 from portus.mirror.address import parse
-from portus.mirror.bucket import Bucket, Patience
+from portus.mirror.bucket import Bucket, BucketTimeouts
 from portus.mirror.log import SupersededError
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import Removed
-from portus.testing.proxy import Cut, Fault, Request, RequestProxy
+from portus.testing.proxy import ConnectionCut, Request, RequestFault, RequestProxy
 from portus.transport.base import Stop
 from tests.s3.server import Server
 from tests.unit.client.same import assert_same
@@ -35,14 +35,14 @@ pytestmark = pytest.mark.s3
 
 MODEL = "gpt"
 STEPS = (1, 2, 3)
-ONCE = Patience(connect_s=5, request_s=10, retries=0, retry_s=1)
+ONCE = BucketTimeouts(connect_s=5, request_s=10, retries=0, retry_s=1)
 """obstore repeats nothing: what a mirror does about it is tried."""
 
 FAULTS = {
-    "500": Fault(status=500, code="InternalError"),
-    "503": Fault(status=503, code="SlowDown"),
-    "403": Fault(status=403, code="AccessDenied"),
-    **{f"cut {cut.name}": Fault(cut=cut) for cut in Cut},
+    "500": RequestFault(status=500, code="InternalError"),
+    "503": RequestFault(status=503, code="SlowDown"),
+    "403": RequestFault(status=403, code="AccessDenied"),
+    **{f"cut {cut.name}": RequestFault(cut=cut) for cut in ConnectionCut},
 }
 EACH = os.environ.get("PORTUS_TEST_REQUESTS") == "each"
 """Each request in each way; else in one way, by the seed."""
@@ -109,7 +109,7 @@ def mirrored(
     return tries.failed
 
 
-def only(number: int, fault: Fault, request: Request) -> Fault | None:
+def only(number: int, fault: RequestFault, request: Request) -> RequestFault | None:
     return fault if request.number == number else None
 
 
@@ -155,10 +155,10 @@ def test_a_server_that_is_killed_and_started_again_costs_a_try(
 
         def kill(
             request: Request, number: int = number, puts: Iterator[int] = puts
-        ) -> Fault | None:
+        ) -> RequestFault | None:
             if request.method == "PUT" and next(puts) == number:
                 server.kill_gateway()
-                return Fault(cut=Cut.BEFORE)
+                return RequestFault(cut=ConnectionCut.BEFORE)
             return None
 
         proxy.fault = kill

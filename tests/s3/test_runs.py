@@ -13,7 +13,7 @@ from portus.errors import UsageError
 from portus.mirror.address import parse
 from portus.mirror.mirror import Mirror
 from portus.mirror.opening import open_store
-from portus.testing.proxy import Cut, Fault, RequestProxy
+from portus.testing.proxy import ConnectionCut, RequestFault, RequestProxy
 from tests.crash.saver import Training
 from tests.s3.conftest import STRANGER
 from tests.unit.client.same import assert_same
@@ -21,14 +21,14 @@ from tests.unit.client.same import assert_same
 pytestmark = pytest.mark.s3
 
 FAULTS = {
-    "500": Fault(status=500, code="InternalError"),
-    "503": Fault(status=503, code="SlowDown"),
-    "403": Fault(status=403, code="AccessDenied"),
-    "404": Fault(status=404, code="NoSuchBucket"),
-    "cut before": Fault(cut=Cut.BEFORE),
-    "cut within": Fault(cut=Cut.WITHIN),
-    "cut after": Fault(cut=Cut.AFTER),
-    "cut answer": Fault(cut=Cut.ANSWER),
+    "500": RequestFault(status=500, code="InternalError"),
+    "503": RequestFault(status=503, code="SlowDown"),
+    "403": RequestFault(status=403, code="AccessDenied"),
+    "404": RequestFault(status=404, code="NoSuchBucket"),
+    "cut before": RequestFault(cut=ConnectionCut.BEFORE),
+    "cut within": RequestFault(cut=ConnectionCut.WITHIN),
+    "cut after": RequestFault(cut=ConnectionCut.AFTER),
+    "cut answer": RequestFault(cut=ConnectionCut.ANSWER),
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.testing.proxy import Cut, Fault, Request, RequestProxy
+from portus.testing.proxy import ConnectionCut, Request, RequestFault, RequestProxy
 from tests.crash.lost_jobs import Jobs
 from tests.s3.server import Server
 
@@ -25,11 +25,11 @@ pytestmark = [
 ]
 
 FAULTS = {
-    "500": Fault(status=500, code="InternalError"),
-    "503": Fault(status=503, code="SlowDown"),
-    "403": Fault(status=403, code="AccessDenied"),
-    "404": Fault(status=404, code="NoSuchBucket"),
-    **{f"cut {cut.name}": Fault(cut=cut) for cut in Cut},
+    "500": RequestFault(status=500, code="InternalError"),
+    "503": RequestFault(status=503, code="SlowDown"),
+    "403": RequestFault(status=403, code="AccessDenied"),
+    "404": RequestFault(status=404, code="NoSuchBucket"),
+    **{f"cut {cut.name}": RequestFault(cut=cut) for cut in ConnectionCut},
 }
 WAYS = len(FAULTS) if os.environ.get("PORTUS_TEST_REQUESTS") == "each" else 3
 """In which each fails, by the seed."""
@@ -57,7 +57,7 @@ class Faults:
         self._failed: set[str] = set()
         self._guard = threading.Lock()
 
-    def __call__(self, request: Request) -> Fault | None:
+    def __call__(self, request: Request) -> RequestFault | None:
         found = _OBJECT.search(request.target)
         if request.method != "PUT" or found is None:
             return None
@@ -78,7 +78,7 @@ class Faults:
                 self.has_killed.set()
             if not self.left:
                 self.done.set()
-        return Fault(cut=Cut.BEFORE) if name == KILLED else FAULTS[name]
+        return RequestFault(cut=ConnectionCut.BEFORE) if name == KILLED else FAULTS[name]
 
 
 def test_each_request_of_a_save_fails_the_server_is_killed_and_then_all_machines_are_lost(

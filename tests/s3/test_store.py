@@ -14,17 +14,17 @@ from obstore.store import S3Store
 
 from portus.errors import PortusError, TransportError, UsageError
 from portus.mirror.address import parse
-from portus.mirror.bucket import Bucket, Patience
+from portus.mirror.bucket import Bucket, BucketTimeouts
 from portus.mirror.store import MissingError, Store
-from portus.testing.proxy import Cut, Fault, RequestProxy
+from portus.testing.proxy import ConnectionCut, RequestFault, RequestProxy
 from portus.testing.stores import CountingStore, StoreContract
 from tests.s3.conftest import BUCKET, STRANGER
 from tests.s3.server import Server
 
 pytestmark = pytest.mark.s3
 
-QUICK = Patience(connect_s=5, request_s=5, retries=2, retry_s=10)
-HASTY = Patience(connect_s=1, request_s=1, retries=2, retry_s=10)
+QUICK = BucketTimeouts(connect_s=5, request_s=5, retries=2, retry_s=10)
+HASTY = BucketTimeouts(connect_s=1, request_s=1, retries=2, retry_s=10)
 MIB = 1 << 20
 
 
@@ -105,15 +105,18 @@ CALLS = {
     "delete": Call("POST", lambda store: store.delete(["a", "b"]), None, (OLD, [])),
 }
 FAULTS = {
-    "500": (Fault(status=500, code="InternalError"), "the server failed .500"),
-    "503": (Fault(status=503, code="SlowDown"), "busy or unavailable .503"),
-    "403": (Fault(status=403, code="AccessDenied"), "permission is denied .403 AccessDenied"),
-    "cut before": (Fault(cut=Cut.BEFORE), "the connection was cut"),
-    "cut within": (Fault(cut=Cut.WITHIN), "the connection was cut"),
-    "cut after": (Fault(cut=Cut.AFTER), "the connection was cut"),
-    "cut answer": (Fault(cut=Cut.ANSWER), "the connection was cut"),
-    "late": (Fault(delay_s=HASTY.request_s + 0.3), "no answer within 1 s"),
-    "slow": (Fault(bytes_s=20_000), "no answer within 1 s"),
+    "500": (RequestFault(status=500, code="InternalError"), "the server failed .500"),
+    "503": (RequestFault(status=503, code="SlowDown"), "busy or unavailable .503"),
+    "403": (
+        RequestFault(status=403, code="AccessDenied"),
+        "permission is denied .403 AccessDenied",
+    ),
+    "cut before": (RequestFault(cut=ConnectionCut.BEFORE), "the connection was cut"),
+    "cut within": (RequestFault(cut=ConnectionCut.WITHIN), "the connection was cut"),
+    "cut after": (RequestFault(cut=ConnectionCut.AFTER), "the connection was cut"),
+    "cut answer": (RequestFault(cut=ConnectionCut.ANSWER), "the connection was cut"),
+    "late": (RequestFault(delay_s=HASTY.request_s + 0.3), "no answer within 1 s"),
+    "slow": (RequestFault(bytes_s=20_000), "no answer within 1 s"),
 }
 
 
@@ -169,13 +172,13 @@ def test_a_request_that_always_fails_is_told_by_its_cause(
 def test_a_create_whose_answer_was_lost_is_found_out_by_reading(
     direct: Store, store: Store, proxy: RequestProxy
 ) -> None:
-    proxy.fail(Fault(cut=Cut.AFTER), method="PUT")
+    proxy.fail(RequestFault(cut=ConnectionCut.AFTER), method="PUT")
     with pytest.raises(TransportError, match="create log/1: the connection was cut"):
         store.create("log/1", b"mine")
     assert proxy.count("PUT") == 1, "a create is sent once"
     assert direct.get("log/1") == b"mine"
     assert store.create("log/1", b"mine") is False
-    proxy.fail(Fault(cut=Cut.BEFORE), method="PUT")
+    proxy.fail(RequestFault(cut=ConnectionCut.BEFORE), method="PUT")
     with pytest.raises(TransportError):
         store.create("log/2", b"mine")
     with pytest.raises(MissingError):
@@ -188,7 +191,7 @@ def test_when_a_call_was_given_up_its_memory_is_let_go_of(
 ) -> None:
     """Else what its owner writes there next would be stored as what it was."""
     memory = bytearray(b"a" * (8 * MIB))
-    proxy.fail(Fault(bytes_s=MIB), times=1000)
+    proxy.fail(RequestFault(bytes_s=MIB), times=1000)
     with pytest.raises(TransportError, match="no answer within 1 s"):
         hasty.put("a", [memory])
     memory[:] = b"b" * len(memory)
@@ -198,7 +201,7 @@ def test_when_a_call_was_given_up_its_memory_is_let_go_of(
 def test_a_store_that_is_closed_ends_the_calls_of_other_threads(
     url: str, proxy: RequestProxy
 ) -> None:
-    proxy.fail(Fault(bytes_s=10_000), times=1000)
+    proxy.fail(RequestFault(bytes_s=10_000), times=1000)
     memory = bytearray(b"a" * (8 * MIB))
     store = Bucket(parse(url))
     with ThreadPoolExecutor(2) as pool:
@@ -218,7 +221,7 @@ def test_a_store_that_is_closed_ends_the_calls_of_other_threads(
 
 def test_uploads_outlive_a_server_that_is_killed(server: Server, url: str) -> None:
     """Whatever was told as put is there; the rest is whole or not there, and can be put again."""
-    store = Bucket(parse(url), Patience(retries=20, retry_s=60))
+    store = Bucket(parse(url), BucketTimeouts(retries=20, retry_s=60))
     data = [bytes([number]) * (2 * MIB) for number in range(24)]
     with ThreadPoolExecutor(4) as pool:
         puts = [

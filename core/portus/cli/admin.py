@@ -8,14 +8,14 @@ from portus.cli.output import BUSY, Output, count_text, size_text
 from portus.daemon.admin import (
     Answer,
     Asked,
-    Done,
     Drain,
+    HostStatus,
     Kick,
     Look,
     ReadOnly,
     Reload,
     Reopen,
-    Standing,
+    RequestDone,
     Tenant,
     ask,
 )
@@ -25,7 +25,7 @@ from portus.errors import TransportError
 def show(host: str, output: Output) -> int:
     """How the host is; the exit code."""
     found = ask(host, Look())
-    if not isinstance(found, Standing):
+    if not isinstance(found, HostStatus):
         raise _other(host, found)
     output.document(msgspec.to_builtins(found, builtin_types=()))
     draining = ", draining: no new saves" if found.draining else ""
@@ -94,15 +94,15 @@ def reload(host: str, output: Output) -> int:
     return 0
 
 
-def _done(host: str, asked: Asked, wait_s: float | None = 60.0) -> Done:
+def _done(host: str, asked: Asked, wait_s: float | None = 60.0) -> RequestDone:
     answer = ask(host, asked, wait_s)
-    if not isinstance(answer, Done):
+    if not isinstance(answer, RequestDone):
         raise _other(host, answer)
     return answer
 
 
 def _other(host: str, answer: Answer) -> TransportError:
-    return TransportError(f"{host}: {type(answer).__name__} was not expected")
+    return TransportError(f"{host}: {answer.__struct_config__.tag} was not expected")
 
 
 def _row(tenant: Tenant) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ _ROOT: Final = 0
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
-    """How the host is: ``Standing``."""
+    """How the host is: ``HostStatus``."""
 
 
 class Kick(msgspec.Struct, frozen=True, tag=True):
@@ -111,7 +111,7 @@ class _Mirrored(TypedDict, total=False):
     mirror_failure: str
 
 
-class Connection(msgspec.Struct, frozen=True, kw_only=True):
+class ConnectionStatus(msgspec.Struct, frozen=True, kw_only=True):
     """``tenant``: empty until it is let in. ``seconds``: since it came. ``saving``: MODEL@STEP, or
     empty."""
 
@@ -123,31 +123,31 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
     saving: str
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class HostStatus(msgspec.Struct, frozen=True, kw_only=True, tag="Standing"):
     """A host, as it is now."""
 
     place: str
     addresses: list[str]
     draining: bool
     tenants: list[Tenant]
-    connections: list[Connection]
+    connections: list[ConnectionStatus]
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class RequestDone(msgspec.Struct, frozen=True, tag="Done"):
     """It was done. ``count``: of what: connections that were ended, saves still under way, bytes
     that were read."""
 
     count: int = 0
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class RequestRefused(msgspec.Struct, frozen=True, tag="Refused"):
     """It was not. ``kind``: of the error."""
 
     kind: str
     text: str
 
 
-Answer: TypeAlias = Standing | Done | Refused
+Answer: TypeAlias = HostStatus | RequestDone | RequestRefused
 
 _KINDS: Final = {
     each.__name__: each for each in (UsageError, CorruptionError, TransportError, MediumError)
@@ -217,10 +217,10 @@ class Desk:
             asked = msgspec.json.decode(line, type=Asked)
             answer = self._done(asked)
         except msgspec.DecodeError as error:
-            return Refused(UsageError.__name__, f"unknown request: {error}")
+            return RequestRefused(UsageError.__name__, f"unknown request: {error}")
         except PortusError as error:
             text = error.strerror if isinstance(error, MediumError) else None
-            return Refused(type(error).__name__, text or str(error))
+            return RequestRefused(type(error).__name__, text or str(error))
         if not isinstance(asked, Look):
             what = type(asked).__name__.lower()
             tell(logging.WARNING, "admin", f"by the operator: {asked}", request=what)
@@ -229,25 +229,25 @@ class Desk:
     def _done(self, asked: Asked) -> Answer:
         server, pools = self._server, self._server.house.pools
         if isinstance(asked, Kick):
-            return Done(server.kick(lambda facts: asked.who in (facts.tenant, facts.peer)))
+            return RequestDone(server.kick(lambda facts: asked.who in (facts.tenant, facts.peer)))
         if isinstance(asked, ReadOnly):
             pools.hold(asked.tenant, on=asked.on)
-            return Done()
+            return RequestDone()
         if isinstance(asked, Drain):
             pools.drain(on=asked.on)
-            return Done(pools.quiet(asked.wait_s) if asked.on else 0)
+            return RequestDone(pools.quiet(asked.wait_s) if asked.on else 0)
         if isinstance(asked, Reopen):
-            return Done(pools.reopen(asked.tenant, server.end_use))
+            return RequestDone(pools.reopen(asked.tenant, server.end_use))
         if isinstance(asked, Reload):
             self._reload()
-            return Done()
+            return RequestDone()
         return self._standing()
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> HostStatus:
         server, pools = self._server, self._server.house.pools
         found = server.facts()
         connections = [
-            Connection(
+            ConnectionStatus(
                 peer=each.peer,
                 tenant=each.tenant or "",
                 seconds=each.seconds,
@@ -278,7 +278,7 @@ class Desk:
                     **_mirrored(hosted),
                 )
             )
-        return Standing(
+        return HostStatus(
             place=pools.place,
             addresses=[door.reached for door in server.doors],
             draining=pools.draining,
@@ -333,7 +333,7 @@ def ask(where: str, asked: Asked, wait_s: float | None = 60.0) -> Answer:
             raise UsageError(f"{path}: only the host's user and root may use it") from error
         except (OSError, msgspec.DecodeError) as error:
             raise TransportError(f"{path}: no answer: {error}") from error
-    if isinstance(answer, Refused):
+    if isinstance(answer, RequestRefused):
         if answer.kind in _KINDS and answer.kind != MediumError.__name__:
             raise _KINDS[answer.kind](answer.text)
         raise (BusyError if answer.kind == _BUSY else MediumError)(errno.EIO, answer.text)

@@ -1,6 +1,6 @@
 """Verbs on a storage host: its devices, the pools registered there, one end for each client.
 
-A ``Fabric`` is of a host, a ``Lane`` of one connection. A lane posts reads and writes of the
+A ``Fabric`` is of a host, a ``HostLane`` of one connection. A lane posts reads and writes of the
 client's memory; nothing of the host's memory can be reached by the client.
 """
 
@@ -63,7 +63,7 @@ class Fabric:
             return str(error)
         return ""
 
-    def lane(self, link: Link, hosted: Hosted, other: Endpoint) -> Lane:
+    def lane(self, link: Link, hosted: Hosted, other: Endpoint) -> HostLane:
         """This end for one client, connected. Raises ``TransportError``."""
         why = self.why_not(link)
         if why:
@@ -75,7 +75,7 @@ class Fabric:
         except BaseException:
             pair.close()
             raise
-        return Lane(link, hosted, pair, device)
+        return HostLane(link, hosted, pair, device)
 
     def give_back(self, hosted: Hosted) -> int:
         """Give the free space of a pool back; bytes that came back. None while a device has its
@@ -155,7 +155,7 @@ class _Device:
         )
 
 
-class Lane:
+class HostLane:
     """The host's end of the queue pair of one connection."""
 
     def __init__(self, link: Link, hosted: Hosted, pair: QueuePair, device: _Device) -> None:

@@ -17,14 +17,14 @@ from portus.daemon.admin import Desk, desk_path
 from portus.daemon.counters import Counters
 from portus.daemon.events import tell
 from portus.daemon.fabric import Fabric
-from portus.daemon.mirrors import WAIT_S, Mirrors
+from portus.daemon.mirrors import WAIT_S, TenantMirrors
 from portus.daemon.places import CONNECTIONS, Places
 from portus.daemon.pools import Pools, Quotas, parse_rate, parse_size, read_quotas
 from portus.daemon.replicas import OtherHost
 from portus.daemon.scrubber import Scrubber
 from portus.daemon.secrets import Secrets, read_secrets
 from portus.daemon.server import Door, Server, open_door, shut, tls_context
-from portus.daemon.session import MEMORY, House, Patience
+from portus.daemon.session import MEMORY, ClientTimeouts, House
 from portus.errors import MediumError, PortusError, UsageError
 from portus.mirror.address import parse as parse_store
 from portus.protocol.address import TENANT, Address, Scheme, Transport, is_address, parse
@@ -222,14 +222,14 @@ def prepared(wish: ServeOptions) -> Server:
     fabric = Fabric(Transport.of(wish.transport, "--transport"))
     mirrors = None
     if wish.mirror:
-        mirrors = Mirrors(parse_store(wish.mirror, "--mirror"), wish.mirror_wait)
+        mirrors = TenantMirrors(parse_store(wish.mirror, "--mirror"), wish.mirror_wait)
     other = None if wish.replica is None else _other(wish, wish.replica, addresses, read.secrets)
     pools = Pools(wish.place, read.quotas, mirrors, other, wish.mirror_wait)
     house = House(
         pools=pools,
         secrets=read.secrets,
         counters=Counters(),
-        patience=Patience(),
+        patience=ClientTimeouts(),
         fabric=fabric,
         budget=Budget(memory),
         places=places,

@@ -22,7 +22,7 @@ from typing import Final, Protocol
 from portus.daemon.events import tell
 from portus.errors import MediumError, PortusError, TransportError, UsageError
 from portus.format.reference import Reference, encode
-from portus.index.holds import Holds
+from portus.index.holds import PoolHolds
 from portus.index.pool import PoolWriter
 from portus.mirror.address import StoreAddress
 from portus.mirror.copier import Copier, Joined
@@ -55,7 +55,7 @@ class CopiedPool(Protocol):
         """It is open."""
 
     @property
-    def holds(self) -> Holds:
+    def holds(self) -> PoolHolds:
         """What is on record to lead to its versions."""
 
 
@@ -65,7 +65,7 @@ class MirroredPool(CopiedPool, Protocol):
     mirror: TenantMirror | None
 
 
-class Mirrors:
+class TenantMirrors:
     """The mirrors of all tenants of a host. Thread-safe."""
 
     def __init__(self, address: StoreAddress, wait_s: float = WAIT_S) -> None:
@@ -148,7 +148,7 @@ class TenantMirror:
         hosted.writer.yields = self._yield_space
 
     def join(self) -> None:
-        """See ``Mirrors.attach``."""
+        """See ``TenantMirrors.attach``."""
         own = set(self._hosted.writer.catalogue().models)
         try:
             there = models(self._store, key=self._key)
@@ -232,15 +232,15 @@ class TenantMirror:
                 )
             return copier
 
-    def _pool_of(self, model: str) -> Held:
-        return Held(model, self._hosted)
+    def _pool_of(self, model: str) -> TenantPool:
+        return TenantPool(model, self._hosted)
 
     def _yield_space(self) -> bool:
         ended = [copier.yield_space() for copier in self._all()]
         return any(ended)
 
 
-class Held(Joined):
+class TenantPool(Joined):
     """The pool of a tenant, and what is on record to lead to its versions."""
 
     def __init__(self, model: str, hosted: CopiedPool) -> None:

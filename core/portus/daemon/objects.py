@@ -15,7 +15,7 @@ from typing import Final
 
 from portus.errors import MediumError
 from portus.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
-from portus.mirror.store import Buffer, Entry, MissingError, Store
+from portus.mirror.store import Buffer, ListedObject, MissingError, Store
 
 
 class MemoryStore:
@@ -48,7 +48,7 @@ class MemoryStore:
             raise short(f"{self._name}: {name}", start, target.nbytes, len(found))
         target[:] = found
 
-    def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         checked_prefix(prefix, self._name)
         while True:  # ends: each turn goes on after the one before
             with self._guard:
@@ -57,7 +57,7 @@ class MemoryStore:
                     return
                 after = self._names[at]
                 data, modified = self._objects[after]
-            yield Entry(after, len(data), modified)
+            yield ListedObject(after, len(data), modified)
 
     def delete(self, names: Sequence[str]) -> None:
         with self._guard:
@@ -159,10 +159,10 @@ class _Below:
     def get_range(self, name: str, start: int, into: memoryview) -> None:
         self._objects.store.get_range(self._prefix + name, start, into)
 
-    def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         last = self._prefix + after if after else ""
         for each in self._objects.store.list(self._prefix + prefix, last):
-            yield Entry(each.name.removeprefix(self._prefix), each.size, each.modified)
+            yield ListedObject(each.name.removeprefix(self._prefix), each.size, each.modified)
 
     def delete(self, names: Sequence[str]) -> None:
         self._objects.delete([self._prefix + name for name in names])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from portus.daemon.mirrors import WAIT_S, Mirrors, TenantMirror
+from portus.daemon.mirrors import WAIT_S, TenantMirror, TenantMirrors
 from portus.daemon.objects import MemoryStore, Objects
 from portus.daemon.replicas import OtherHost, Replica
 from portus.errors import BusyError, CorruptionError, MediumError, TransportError, UsageError
@@ -31,7 +31,7 @@ from portus.index.directory import (
     pools_at,
     writer_of,
 )
-from portus.index.holds import Holds
+from portus.index.holds import PoolHolds
 from portus.index.place import Place
 from portus.index.pool import PoolReader, PoolWriter, format_pool
 from portus.media.base import MediumKind
@@ -80,7 +80,7 @@ class Hosted:
     """A pool, its tenant, and what is going on in it. Thread-safe."""
 
     def __init__(
-        self, tenant: str, writer: PoolWriter, holds: Holds, path: str | None = None
+        self, tenant: str, writer: PoolWriter, holds: PoolHolds, path: str | None = None
     ) -> None:
         """path: of the pool; None: in memory."""
         self.tenant: Final = tenant
@@ -218,7 +218,7 @@ class Pools:
         self,
         place: str,
         quotas: Quotas | None = None,
-        mirrors: Mirrors | None = None,
+        mirrors: TenantMirrors | None = None,
         other: OtherHost | None = None,
         mirror_wait_s: float = WAIT_S,
     ) -> None:
@@ -274,7 +274,7 @@ class Pools:
             if hosted is None:
                 where = self._where
                 pool = None if where is None else self._pool_of(where, tenant).path
-                holds = Holds(pool and links_directory(pool), LocalFiles())
+                holds = PoolHolds(pool and links_directory(pool), LocalFiles())
                 hosted = Hosted(tenant, self._writer(tenant), holds, pool)
                 self._attach(hosted)
                 with self._guard:

@@ -16,7 +16,7 @@ WORK: Final = 4 * ROW
 """Bytes for each, while some come or go."""
 
 
-class Regions:
+class RegionTable:
     """Numbers, and of each the length, the address and the key. One thread at a time."""
 
     def __init__(self, most: int) -> None:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from portus.daemon.events import tell
-from portus.daemon.mirrors import CopiedPool, Held, lag_s
+from portus.daemon.mirrors import CopiedPool, TenantPool, lag_s
 from portus.daemon.objects import Objects
 from portus.daemon.secrets import Secrets
 from portus.errors import BusyError, PortusError, TransportError, UsageError
@@ -267,7 +267,7 @@ class Replica:
         return any(ended)
 
 
-class _Following(Held, Follower):
+class _Following(TenantPool, Follower):
     """The pool of a tenant, and what is on record to lead to its versions."""
 
     def shed(self, versions: Collection[VersionInfo]) -> None:

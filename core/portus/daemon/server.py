@@ -23,7 +23,7 @@ from typing import Final
 from portus.daemon.events import tell
 from portus.daemon.places import ConnectionSlot
 from portus.daemon.pools import Hosted
-from portus.daemon.session import GREETING_S, Facts, House, Session, turned_away
+from portus.daemon.session import GREETING_S, Facts, House, ServedConnection, turned_away
 from portus.errors import BusyError, MediumError, UsageError
 from portus.protocol.address import Address, Scheme
 from portus.transport.stream import Link
@@ -112,7 +112,7 @@ class Server:
         self._house: Final = house
         self._guard: Final = threading.Lock()
         self._links: Final[dict[threading.Thread, Link]] = {}
-        self._sessions: Final[dict[threading.Thread, Session]] = {}
+        self._sessions: Final[dict[threading.Thread, ServedConnection]] = {}
         self._acceptors: list[threading.Thread] = []
         self._ending: Final = threading.Event()
 
@@ -240,7 +240,7 @@ class Server:
             link = self._links[thread]
             if door.context is not None:
                 link = self._secured(door.context, plain, peer, thread, place)
-            session = Session(link, self._house, peer, place)
+            session = ServedConnection(link, self._house, peer, place)
             with self._guard:
                 self._sessions[thread] = session
             session.run()

@@ -27,10 +27,10 @@ import numpy as np
 from portus.daemon import regions
 from portus.daemon.counters import Counters
 from portus.daemon.events import Few, tell
-from portus.daemon.fabric import Fabric, Lane
+from portus.daemon.fabric import Fabric, HostLane
 from portus.daemon.places import ConnectionSlot, Places
 from portus.daemon.pools import HASHERS, Hosted, Pools, free_bytes, hole_bytes, taken_bytes
-from portus.daemon.regions import Regions
+from portus.daemon.regions import RegionTable
 from portus.daemon.secrets import Secrets
 from portus.errors import (
     BusyError,
@@ -115,7 +115,7 @@ _LAYOUT_VALUE: Final = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class ClientTimeouts:
     """The longest waits for a client, in seconds. ``idle_s``: between requests; ``silent_s``:
     within one, payload included. ``claim_s``: for a model that another client saves. ``claimed_s``:
     between requests, of who claimed one."""
@@ -133,7 +133,7 @@ class House:
     pools: Pools
     secrets: Secrets
     counters: Counters
-    patience: Patience
+    patience: ClientTimeouts
     fabric: Fabric = field(default_factory=Fabric)
     strangers: Few = field(default_factory=Few)
     """Tells of those that were not let in."""
@@ -163,7 +163,7 @@ class Facts:
     saving: str = ""
 
 
-class Session:
+class ServedConnection:
     """The host's end of one connection."""
 
     def __init__(self, link: Link, house: House, peer: str, place: ConnectionSlot) -> None:
@@ -293,8 +293,8 @@ class _Requests:
         self._patience: Final = house.patience
         self._claimed: Final[list[str]] = []
         self._fabric: Final = house.fabric
-        self._lane: Lane | None = None
-        self._regions: Final = Regions(REGIONS_MAX)
+        self._lane: HostLane | None = None
+        self._regions: Final = RegionTable(REGIONS_MAX)
         self._pins: Final[Counter[int]] = Counter()
         self._draft: _Draft | None = None
         self._counted: tuple[Pointer, int] | None = None

@@ -25,7 +25,7 @@ from portus.embedding.moment import Moment
 from portus.format.checksum import UNIT
 from portus.index.log import Bunch, LogWriter, entry_size
 from portus.index.pool import NewVersion, PoolWriter
-from portus.index.records import Log, Pointer
+from portus.index.records import Pointer, VersionLog
 from portus.pipeline.parts import StorageRows, exact, rows_of
 from portus.spec import Extent
 from portus.transport.base import Digests, Source, Stop
@@ -55,7 +55,7 @@ class Fold:
         except BaseException:
             self.release()
             raise
-        self._log: Final = LogWriter(pool.medium, Log(area, os.urandom(16), self._born, 0))
+        self._log: Final = LogWriter(pool.medium, VersionLog(area, os.urandom(16), self._born, 0))
         self._extents: Final = [
             exact(extents, length)
             for extents, length in zip(self._held, moment.length.tolist(), strict=False)
@@ -144,7 +144,7 @@ class Fold:
         )
         return new, self._unpersisted()
 
-    def log(self, committed: Log) -> LogWriter:
+    def log(self, committed: VersionLog) -> LogWriter:
         """The log, to go on with, as the version that was committed has it."""
         self._log.log = committed
         return self._log

@@ -42,7 +42,7 @@ from portus.index.in_place import (
 )
 from portus.index.log import Bunch, LogWriter, entry_size, logged, pending
 from portus.index.pool import NewVersion, PoolWriter
-from portus.index.records import InPlaceStorage, Log, VersionRecord, decode_layout
+from portus.index.records import InPlaceStorage, VersionLog, VersionRecord, decode_layout
 from portus.media.base import MappedMedium
 from portus.pipeline.parts import StorageRows, exact, rows_of
 from portus.spec import PAGE, Extent
@@ -300,7 +300,7 @@ class PlacedStore(TableStore):
                     storages=storages,
                     extents=extents,
                     units=units,
-                    log=Log(area, os.urandom(16), 0, 0, in_place),
+                    log=VersionLog(area, os.urandom(16), 0, 0, in_place),
                     has_bunches=True,
                 ),
                 stored,

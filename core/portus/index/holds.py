@@ -23,7 +23,7 @@ HOLDS_MAX: Final = 1 << 16
 _NEW: Final = ".new"
 
 
-class Holds:
+class PoolHolds:
     """Those of one pool. Thread-safe."""
 
     def __init__(self, directory: str | None, files: FileSystem) -> None:

@@ -21,7 +21,15 @@ from typing import Final
 from portus.errors import MediumError, PortusError
 from portus.index.place import quoted
 from portus.journal import heartbeat
-from portus.journal.lines import FORMAT, Begun, Ended, Head, Journal, Line, decoded
+from portus.journal.lines import (
+    FORMAT,
+    Head,
+    JournalContents,
+    Line,
+    SessionBegun,
+    SessionEnded,
+    decoded,
+)
 from portus.spec import PAGE
 
 _log: Final = logging.getLogger("portus")
@@ -86,9 +94,9 @@ def read(path: str) -> FoundJournal:
         journal = decoded(data, path)
     else:  # before the end of its first commit: there are heartbeats alone
         model = urllib.parse.unquote(os.path.basename(path).removesuffix(LINES))
-        journal = Journal(Head(format=FORMAT, model=model), (), torn=bool(data))
+        journal = JournalContents(Head(format=FORMAT, model=model), (), torn=bool(data))
     lines, running = list(journal.lines), set()
-    known = {each.session for each in lines if isinstance(each, Begun)}
+    known = {each.session for each in lines if isinstance(each, SessionBegun)}
     for each in pages(path):
         page = read_page(each)
         if page is None:
@@ -116,7 +124,7 @@ def pages(lines: str) -> list[str]:
     return [path for each in stems for path in sorted(glob.glob(f"{glob.escape(each)}.*{BEAT}"))]
 
 
-def read_page(path: str) -> tuple[Begun, Ended] | None:
+def read_page(path: str) -> tuple[SessionBegun, SessionEnded] | None:
     """What a heartbeat says; None if it is gone, or is none."""
     try:
         with open(path, "rb") as file:
@@ -126,7 +134,7 @@ def read_page(path: str) -> tuple[Begun, Ended] | None:
         return None
 
 
-def is_alive(begun: Begun, path: str) -> bool:
+def is_alive(begun: SessionBegun, path: str) -> bool:
     """True while the session whose heartbeat is at ``path`` runs on this machine."""
     if begun.boot != boot():
         return False

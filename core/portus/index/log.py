@@ -33,7 +33,7 @@ import xxhash
 from portus.errors import CorruptionError
 from portus.format.layout import BUNCH, ENTRY_MAGIC, EXTENT, LOG_ENTRY, UNDO, WITH_NEXT
 from portus.format.record import Value
-from portus.index.records import Log, VersionRecord
+from portus.index.records import VersionLog, VersionRecord
 from portus.media.base import Loads, Medium
 from portus.spec import PAGE, Extent
 
@@ -109,7 +109,7 @@ def entries(medium: Loads, record: VersionRecord) -> Iterator[Entry]:
         position, number = found.extent.end, number + 1
 
 
-def _counts(entry: Entry, record: VersionRecord, log: Log) -> bool:
+def _counts(entry: Entry, record: VersionRecord, log: VersionLog) -> bool:
     if entry.number <= log.entries:
         return True
     return not entry.with_next and entry.commit == record.info.commit
@@ -269,7 +269,7 @@ def _head_size(patches: int, tree_length: int, bunches: int) -> int:
 class LogWriter:
     """Appends to the log of the newest version of a model. One thread at a time."""
 
-    def __init__(self, medium: Medium, log: Log, last: Entry | None = None) -> None:
+    def __init__(self, medium: Medium, log: VersionLog, last: Entry | None = None) -> None:
         """last: the last entry that counts. What is behind it is blanked by ``cut``."""
         self.log = log
         """As the newest version has it."""
@@ -423,7 +423,7 @@ def _packed(bunches: Sequence[Bunch]) -> list[memoryview | bytes]:
     return [*parts, bytes(-size % PAGE)] if size % PAGE else parts
 
 
-def _entry_at(medium: Loads, log: Log, position: int, number: int) -> Entry | None:
+def _entry_at(medium: Loads, log: VersionLog, position: int, number: int) -> Entry | None:
     """The whole entry of that number, if it is there."""
     header = _header_at(medium, log, position)
     if header is None or header["number"] != number:
@@ -435,7 +435,7 @@ def _entry_at(medium: Loads, log: Log, position: int, number: int) -> Entry | No
     return _parsed(data, Extent(position, len(data)), medium.info.name)
 
 
-def _header_at(medium: Loads, log: Log, position: int) -> dict[str, Value] | None:
+def _header_at(medium: Loads, log: VersionLog, position: int) -> dict[str, Value] | None:
     """The header of an entry of this log, at a page, if it looks like one."""
     if position + PAGE > log.extent.end:
         return None
@@ -487,7 +487,7 @@ def _parsed(data: memoryview, extent: Extent, name: str) -> Entry:
     return Entry(extent, number, commit, with_next, tree, patches, bunches, undo)
 
 
-def _has_later(medium: Loads, log: Log, position: int, number: int) -> bool:
+def _has_later(medium: Loads, log: VersionLog, position: int, number: int) -> bool:
     """True if a whole entry with a higher number is behind ``position``."""
     for at, header in _headers(medium, log, position):
         if cast(int, header["number"]) > number:
@@ -498,7 +498,9 @@ def _has_later(medium: Loads, log: Log, position: int, number: int) -> bool:
     return False
 
 
-def _headers(medium: Loads, log: Log, position: int) -> Iterator[tuple[int, dict[str, Value]]]:
+def _headers(
+    medium: Loads, log: VersionLog, position: int
+) -> Iterator[tuple[int, dict[str, Value]]]:
     """What looks like a header of an entry of this log, from ``position`` on, and where."""
     for start in range(position, log.extent.end, _BLOCK):
         block = memoryview(bytearray(min(_BLOCK, log.extent.end - start)))

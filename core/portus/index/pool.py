@@ -53,10 +53,10 @@ from portus.index.line import Line, RoomError
 from portus.index.records import (
     NOWHERE,
     Copy,
-    Log,
     Pointer,
     Rows,
     VersionEntry,
+    VersionLog,
     VersionRecord,
     encode_copies,
     encode_index,
@@ -138,7 +138,7 @@ class NewVersion:
     units: Rows
     inexact: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
-    log: Log | None = None
+    log: VersionLog | None = None
     has_bunches: bool = False
 
     @property

@@ -96,7 +96,7 @@ class InPlaceStorage:
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class VersionLog:
     """The pages to which changes of a version are appended after its commit: see ``log``.
 
     ``name``: random, of this log alone. ``born``: the commit that reserved the pages; 0 stands for
@@ -131,7 +131,7 @@ class VersionRecord:
     storages: Rows
     extents: Rows
     units: Rows
-    log: Log | None = None
+    log: VersionLog | None = None
 
     def storage_extents(self, index: int) -> tuple[Extent, ...]:
         """Where the bytes of one storage are, in order."""
@@ -363,7 +363,7 @@ def decode_version(payload: memoryview) -> VersionRecord:
     return record
 
 
-def _encode_log(log: Log) -> bytes:
+def _encode_log(log: VersionLog) -> bytes:
     row = LOG.pack(
         offset=log.extent.offset,
         length=log.extent.length,
@@ -379,7 +379,7 @@ def _encode_log(log: Log) -> bytes:
     return b"".join((row, *placed))
 
 
-def _decode_log(payload: memoryview, offset: int) -> Log | None:
+def _decode_log(payload: memoryview, offset: int) -> VersionLog | None:
     if len(payload) - offset < LOG.size:
         return None
     row = LOG.unpack(payload, offset)
@@ -394,7 +394,7 @@ def _decode_log(payload: memoryview, offset: int) -> Log | None:
         InPlaceStorage(_int(each, "storage"), _int(each, "cell"), _int(each, "digests"))
         for each in rows
     )
-    return Log(extent, _bytes(row, "name"), _int(row, "born"), _int(row, "entries"), placed)
+    return VersionLog(extent, _bytes(row, "name"), _int(row, "born"), _int(row, "entries"), placed)
 
 
 def encode_copies(copies: Sequence[Copy]) -> bytes:

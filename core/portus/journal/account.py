@@ -24,13 +24,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from portus.journal.lines import (
-    Begun,
     Decided,
-    Ended,
     Failed,
     Folded,
     Line,
     Saved,
+    SessionBegun,
+    SessionEnded,
     cost_of,
 )
 
@@ -40,12 +40,12 @@ class Session:
     """The lines of one session. ``ended`` is None if nobody knows how it ended: then it came at
     least as far as its lines say."""
 
-    begun: Begun
+    begun: SessionBegun
     saved: list[Saved] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     decided: list[Decided] = field(default_factory=list)
     folded: Folded | None = None
-    ended: Ended | None = None
+    ended: SessionEnded | None = None
 
     @property
     def steps(self) -> int:
@@ -57,7 +57,7 @@ class Session:
         """The last sign of life."""
         return max([self.begun.at_s, *(each.at_s for each in self._lines())])
 
-    def _lines(self) -> Iterator[Saved | Failed | Decided | Ended]:
+    def _lines(self) -> Iterator[Saved | Failed | Decided | SessionEnded]:
         yield from self.saved
         yield from self.failed
         yield from self.decided
@@ -108,7 +108,7 @@ def sessions(lines: Iterable[Line]) -> list[Session]:
     found: dict[str, Session] = {}
     rest: list[Line] = []
     for line in lines:
-        if isinstance(line, Begun):
+        if isinstance(line, SessionBegun):
             found.setdefault(line.session, Session(line))
         else:
             rest.append(line)
@@ -125,7 +125,7 @@ def sessions(lines: Iterable[Line]) -> list[Session]:
             session.decided.append(line)
         elif isinstance(line, Folded):
             session.folded = line
-        elif isinstance(line, Ended) and (
+        elif isinstance(line, SessionEnded) and (
             session.ended is None or line.steps >= session.ended.steps
         ):
             session.ended = line
@@ -165,7 +165,7 @@ class Spell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class CommittedSave:
     """A version, by its place in the training. ``time_s``: its commit, since the training began."""
 
     time_s: float
@@ -205,7 +205,7 @@ class Account:
     sessions: tuple[Session, ...]
     spells: tuple[Spell, ...]
     restarts: tuple[Restart, ...]
-    saves: tuple[Save, ...]
+    saves: tuple[CommittedSave, ...]
     choices: tuple[IntervalDecision, ...]
     committed: int
     failed: int
@@ -318,7 +318,7 @@ def _account(
     lost_s = sum(each.lost_s for each in restarts)
     folds = [each.session.folded for each in placed if each.session.folded is not None]
     saves = [
-        Save(
+        CommittedSave(
             time_s=each.moment_s(line.at_s),
             at=each.base + line.steps,
             line=line,

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Final
 
 from portus.errors import CorruptionError, UsageError
 from portus.format.record import Field, Record
-from portus.journal.lines import Asked, Begun, Ended, Head, Journal, decoded, encoded
+from portus.journal.lines import (
+    Asked,
+    Head,
+    JournalContents,
+    SessionBegun,
+    SessionEnded,
+    decoded,
+    encoded,
+)
 from portus.spec import PAGE
 
 if TYPE_CHECKING:
@@ -68,7 +76,7 @@ _ASKED: Final = struct.Struct("<QQq16sQ")
 _CHECKED: Final = 40
 
 
-def page(begun: Begun) -> bytes:
+def page(begun: SessionBegun) -> bytes:
     """The page of a session that has done nothing yet."""
     line = encoded(begun)
     assert len(line) <= PAGE - LINE, f"{len(line)} bytes of a session's line"
@@ -90,7 +98,7 @@ def ask(into: Buffer, number: int, asked: Asked) -> None:
     _ASKED.pack_into(into, SAVES[number & 3], number, asked.steps, asked.step, token, check)
 
 
-def read(data: bytes, name: str) -> tuple[Begun, Ended]:
+def read(data: bytes, name: str) -> tuple[SessionBegun, SessionEnded]:
     """Whose a page is, and how far that session came. ``name``: of the file, for errors.
 
     Raises ``UsageError`` for a newer format, ``CorruptionError`` for what is none.
@@ -109,7 +117,7 @@ def read(data: bytes, name: str) -> tuple[Begun, Ended]:
     begun = _begun(data[LINE : LINE + length], name)
     steps, at_ns, work_ns = max(_beat_at(data, offset) for offset in BEATS)
     saves = sorted(each for offset in SAVES if (each := _asked_at(data, offset)) is not None)
-    ended = Ended(
+    ended = SessionEnded(
         session=begun.session,
         closed=False,
         steps=steps,
@@ -120,9 +128,9 @@ def read(data: bytes, name: str) -> tuple[Begun, Ended]:
     return begun, ended
 
 
-def _begun(line: bytes, name: str) -> Begun:
-    found: Journal = decoded(encoded(Head(format=1, model="")) + line, name)
-    if len(found.lines) != 1 or not isinstance(found.lines[0], Begun):
+def _begun(line: bytes, name: str) -> SessionBegun:
+    found: JournalContents = decoded(encoded(Head(format=1, model="")) + line, name)
+    if len(found.lines) != 1 or not isinstance(found.lines[0], SessionBegun):
         raise CorruptionError(f"{name}: expected the line of a session, found none that is whole")
     return found.lines[0]
 

@@ -40,7 +40,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, tag="journal", tag_field="
     model: str
 
 
-class Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun", tag_field="kind"):
+class SessionBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun", tag_field="kind"):
     """A session: a process that trains, from when it opened the run. ``resumed``: the token of the
     version that it had loaded by its first step; ``resumed_step``: that version's step."""
 
@@ -116,7 +116,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     steps: Count
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended", tag_field="kind"):
+class SessionEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", tag_field="kind"):
     """The end of a session. ``closed``: it let go of the run by itself; else it was killed, and its
     heartbeat told the rest: ``at_s`` is when its last step ended. ``steps``: done in all;
     ``work_s``: what they take without saves. ``asked``: the newest saves asked for."""
@@ -144,7 +144,7 @@ class Folded(msgspec.Struct, frozen=True, kw_only=True, tag="folded", tag_field=
     shared_bytes: Count = 0
 
 
-Line = Begun | Saved | Failed | Decided | Ended | Folded
+Line = SessionBegun | Saved | Failed | Decided | SessionEnded | Folded
 
 _ANY: Final = Head | Line
 _DECODER: Final[msgspec.json.Decoder[Head | Line]] = msgspec.json.Decoder(_ANY)
@@ -156,12 +156,13 @@ class _Kind(msgspec.Struct):
 
 _KIND: Final = msgspec.json.Decoder(_Kind)
 _KINDS: Final = frozenset(
-    str(each.__struct_config__.tag) for each in (Head, Begun, Saved, Failed, Decided, Ended, Folded)
+    str(each.__struct_config__.tag)
+    for each in (Head, SessionBegun, Saved, Failed, Decided, SessionEnded, Folded)
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
+class JournalContents:
     """What a file holds. ``damaged``: lines that were passed over; ``torn``: True if the end was
     being written, or is cut off."""
 
@@ -179,7 +180,7 @@ def encoded(line: Head | Line) -> bytes:
     return made
 
 
-def decoded(data: bytes, name: str) -> Journal:
+def decoded(data: bytes, name: str) -> JournalContents:
     """What the bytes of a journal hold. ``name``: of the file, for errors.
 
     Raises ``UsageError`` for a journal of a newer format, and ``CorruptionError`` where no line
@@ -198,7 +199,7 @@ def decoded(data: bytes, name: str) -> Journal:
     if not heads:
         raise CorruptionError(f"{name}: expected a journal, found no line that says its format")
     lines = tuple(each for each in known if not isinstance(each, Head | _Unknown))
-    return Journal(heads[0], lines, damaged=len(found) - len(known), torn=bool(tail))
+    return JournalContents(heads[0], lines, damaged=len(found) - len(known), torn=bool(tail))
 
 
 class _Unknown:
@@ -231,14 +232,14 @@ def shortened(head: Head, lines: Iterable[Line], size: int) -> bytes:
     rest = _newest(lines)
     weighed = {id(each): len(encoded(each)) for each in rest}
     total = len(encoded(head)) + sum(weighed.values())
-    resumed = {each.resumed for each in rest if isinstance(each, Begun)}
+    resumed = {each.resumed for each in rest if isinstance(each, SessionBegun)}
     last = {each.session: each for each in rest if isinstance(each, Saved)}
     folded: dict[str, Folded] = {}
     gone: set[int] = set()
     for each in rest:
         if total <= size:
             break
-        if isinstance(each, Begun | Ended | Folded) or each is last.get(each.session):
+        if isinstance(each, SessionBegun | SessionEnded | Folded) or each is last.get(each.session):
             continue
         if isinstance(each, Saved) and each.token in resumed:
             continue
@@ -282,9 +283,9 @@ def _newest(lines: Iterable[Line]) -> list[Line]:
     for position, each in enumerate(found):
         if isinstance(each, Saved):
             last[Saved, each.session, each.number] = position
-        elif isinstance(each, Begun | Ended):
+        elif isinstance(each, SessionBegun | SessionEnded):
             last[type(each), each.session] = position
-    single = Saved | Begun | Ended
+    single = Saved | SessionBegun | SessionEnded
     stays = set(last.values())
     return [e for position, e in enumerate(found) if position in stays or not isinstance(e, single)]
 

@@ -87,7 +87,7 @@ class Medium(Protocol):
         """Take no stores any more, for good; see 4. reason: for messages, as a clause."""
 
 
-class ReadOnly(abc.ABC):
+class ReadOnlyMedium(abc.ABC):
     """What a medium refuses that is loaded from and no more. ``_refused``: what it says."""
 
     def grow(self, size: int) -> None:

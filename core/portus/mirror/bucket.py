@@ -31,7 +31,7 @@ import numpy as np
 
 from portus.errors import PortusError, TransportError, UsageError
 from portus.mirror.address import StoreAddress, StoreKind
-from portus.mirror.causes import Failed, is_beyond_the_end, meant
+from portus.mirror.causes import FailedCall, is_beyond_the_end, meant
 from portus.mirror.names import (
     bytes_of,
     checked_name,
@@ -40,7 +40,7 @@ from portus.mirror.names import (
     short,
     writable_bytes,
 )
-from portus.mirror.store import Buffer, Entry
+from portus.mirror.store import Buffer, ListedObject
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -60,7 +60,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class BucketTimeouts:
     """How long a call may take: a request that does not connect, or is not through, ends after
     ``connect_s`` and ``request_s``; then it is repeated, ``retries`` times and until ``retry_s``
     have passed since the first one began. So a call ends within ``retry_s + request_s``, and
@@ -78,11 +78,11 @@ class Patience:
 class Bucket:
     """``Store`` of the objects below a prefix of a bucket. Close it, or it is closed at exit."""
 
-    def __init__(self, address: StoreAddress, patience: Patience | None = None) -> None:
+    def __init__(self, address: StoreAddress, patience: BucketTimeouts | None = None) -> None:
         """Asks nobody yet. Raises ``UsageError`` if obstore is missing, or the environment says
         what cannot be."""
         self._address: Final = address
-        self._patience: Final = patience or Patience()
+        self._patience: Final = patience or BucketTimeouts()
         try:
             import obstore
         except ModuleNotFoundError:
@@ -122,7 +122,7 @@ class Bucket:
         # By numpy: it lets other threads run meanwhile.
         np.frombuffer(view, np.uint8)[:] = np.frombuffer(found, np.uint8)
 
-    def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         below = checked_prefix(prefix, self._address)
         if after:
             checked_name(after.rstrip("/"), self._address)
@@ -142,7 +142,7 @@ class Bucket:
                     )
                 last = name
                 if name > after:
-                    yield Entry(name, each["size"], each["last_modified"].timestamp())
+                    yield ListedObject(name, each["size"], each["last_modified"].timestamp())
 
     def delete(self, names: Sequence[str]) -> None:
         paths = [checked_name(name, self._address) for name in names]
@@ -203,7 +203,7 @@ class Bucket:
 
     def _meant(self, error: BaseException, operation: str, name: str) -> PortusError:
         waited = self._patience.connect_s, self._patience.request_s
-        return meant(error, Failed(self._address, operation, name, *waited))
+        return meant(error, FailedCall(self._address, operation, name, *waited))
 
     async def _put(self, path: str, views: Sequence[memoryview]) -> None:
         if self._address.kind is StoreKind.MEMORY:  # it would keep the buffers themselves

@@ -29,7 +29,7 @@ _SECRET_SIZE_MIN: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedCall:
     """The call that failed. connect_s, request_s: how long it waited."""
 
     address: StoreAddress
@@ -194,7 +194,7 @@ def is_beyond_the_end(error: BaseException) -> bool:
     return _status(text) == 416 or "InvalidRange" in text or "StartTooLarge" in text
 
 
-def meant(error: BaseException, failed: Failed) -> PortusError:
+def meant(error: BaseException, failed: FailedCall) -> PortusError:
     """``error`` of obstore as one of ours, with its cause. Nothing in it leads back to ``error``,
     whose text is not to be shown."""
     text = _USER.sub("", str(error))
@@ -215,7 +215,7 @@ def meant(error: BaseException, failed: Failed) -> PortusError:
     return cause.kind(f"{what}: {found}" + (f"; {advice}" if advice else ""))
 
 
-def _words(failed: Failed) -> dict[str, object]:
+def _words(failed: FailedCall) -> dict[str, object]:
     """What stands in the braces of a cause."""
     kind = failed.address.kind
     return {

@@ -29,7 +29,7 @@ from portus.mirror.names import (
     short,
     writable_bytes,
 )
-from portus.mirror.store import Buffer, Entry, MissingError
+from portus.mirror.store import Buffer, ListedObject, MissingError
 
 PARTIAL: Final = ".partial"
 """Below the root: what is being written."""
@@ -99,7 +99,7 @@ class Folder:
         if found < len(view):
             raise short(f"{self}: {name}", start, len(view), found)
 
-    def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         self._check_open()
         below = checked_prefix(prefix, self)
         directory = os.path.join(self._root, below) if below else self._root
@@ -235,7 +235,7 @@ class Folder:
             done += count
         return done
 
-    def _walk(self, directory: str, before: str, after: str) -> Iterator[Entry]:
+    def _walk(self, directory: str, before: str, after: str) -> Iterator[ListedObject]:
         """What is below ``directory``, whose names begin with ``before``, in the order of all
         names: that of "a" before "a/b", and of "a-b" before both of "a/b"."""
         try:
@@ -255,7 +255,7 @@ class Folder:
             elif full > after:
                 status = self._files.status(path)
                 if status is not None:
-                    yield Entry(full, status.size, status.time_ns / 1e9)
+                    yield ListedObject(full, status.size, status.time_ns / 1e9)
 
 
 def _make_directory(path: str) -> None:

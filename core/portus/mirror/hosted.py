@@ -13,7 +13,7 @@ from typing import Final
 
 from portus.errors import StaleError, TransportError, UsageError
 from portus.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
-from portus.mirror.store import Buffer, Entry, MissingError
+from portus.mirror.store import Buffer, ListedObject, MissingError
 from portus.protocol import messages as said
 from portus.protocol.address import parse
 from portus.protocol.messages import ProtocolError, Said, column
@@ -65,7 +65,7 @@ class HostStore:
             raise short(f"{self._address}: {name}", start, target.nbytes, len(data))
         target[:] = data
 
-    def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         checked_prefix(prefix, self._address)
         below, last = self._prefix + prefix, self._prefix + after if after else ""
         while True:  # ends: each answer begins after the last name, and there is an end of them
@@ -81,7 +81,7 @@ class HostStore:
                 if not last < each:
                     raise ProtocolError(f"{self._address}: listed: names in no order")
                 last = each
-                yield Entry(each.removeprefix(self._prefix), int(size), int(when) / 1e6)
+                yield ListedObject(each.removeprefix(self._prefix), int(size), int(when) / 1e6)
 
     def delete(self, names: Sequence[str]) -> None:
         for start in range(0, len(names), said.LISTED_MAX):

@@ -30,7 +30,7 @@ from portus.index.records import (
     point,
 )
 from portus.index.roots import Root, Superblock, store_root, store_superblock
-from portus.media.base import MediumInfo, MediumKind, ReadOnly
+from portus.media.base import MediumInfo, MediumKind, ReadOnlyMedium
 from portus.media.lock import ProcessLocks
 from portus.media.memory import Memory
 from portus.mirror.units import Mirrored, unit_lengths
@@ -211,7 +211,7 @@ def _record(
     return VersionRecord(info, layout, tree, *rows_of([group], lengths))
 
 
-class _Image(ReadOnly):
+class _Image(ReadOnlyMedium):
     """The medium: a head in memory, and units in packs. Read-only."""
 
     def __init__(self, name: str, head: Memory, units: _Units, load: Load) -> None:

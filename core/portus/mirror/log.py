@@ -69,7 +69,7 @@ class SupersededError(BusyError):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownLog:
     """What a log said when it was read last. lost: entries that could not be read, since the last
     whole state."""
 
@@ -77,7 +77,7 @@ class Known:
     lost: int
 
 
-class Log:
+class MirrorLog:
     """The log of one model: what it says, and this writer's end of it. One thread at a time.
 
     It is listed once, by the first read or claim. From then on it is read forward, an entry at a
@@ -85,7 +85,7 @@ class Log:
     """
 
     def __init__(
-        self, model: str, seal: Seal, known: Known | None = None, newest: int | None = None
+        self, model: str, seal: Seal, known: KnownLog | None = None, newest: int | None = None
     ) -> None:
         """known: what another object read of it. newest: the number of an entry that is there, 0
         for none: taken for the newest, instead of a list, by the first read."""
@@ -100,11 +100,11 @@ class Log:
         """What is known of it. Others may have appended since."""
 
     @property
-    def known(self) -> Known | None:
+    def known(self) -> KnownLog | None:
         """What it said when it was read or claimed last; None if it never was."""
         return self._known
 
-    def take_over(self, known: Known | None) -> None:
+    def take_over(self, known: KnownLog | None) -> None:
         """Another object read it: nothing of that is to be read again."""
         if (known is not None and known.state.number > self.state.number) or self._known is None:
             self._known = known
@@ -211,13 +211,13 @@ class Log:
         known, self._damage = self._known, []
         if known is not None:
             if self.state.number > known.state.number:  # appended to since it was read
-                known = Known(self.state, known.lost)
+                known = KnownLog(self.state, known.lost)
             known = yield from self._onward(known, STRIDE)
         if known is None:  # never read, or much was appended meanwhile
             self._damage = []
             newest = yield from self._newest_entry()
             state, lost = yield from self._up_to(newest)
-            known = yield from self._onward(Known(state, lost), NUMBER_MAX)
+            known = yield from self._onward(KnownLog(state, lost), NUMBER_MAX)
             assert known is not None
         if known.lost and not known.state.term:
             raise self._unread(known.lost)
@@ -236,14 +236,14 @@ class Log:
                 return number
         return 0
 
-    def _onward(self, known: Known, most: int) -> Steps[Known | None]:
+    def _onward(self, known: KnownLog, most: int) -> Steps[KnownLog | None]:
         """What it says with the entries behind those that are known; None if there are more than
         ``most`` of them."""
         state, lost = known.state, known.lost
         for _ in range(most + 1):  # a list lacks what was made just before it, and no more
             data = yield from get(entry_name(state.number + 1))
             if data is None:
-                return Known(state, lost)
+                return KnownLog(state, lost)
             found = self._decoded(state.number + 1, data)
             lost += found is None
             state = folded(state, state.number + 1, found)

@@ -18,7 +18,7 @@ from portus.format.layout import RecordKind
 from portus.index.pool import PoolReader
 from portus.index.records import VersionEntry, VersionRecord
 from portus.mirror.image import ABREAST, image
-from portus.mirror.log import Known, Log
+from portus.mirror.log import KnownLog, MirrorLog
 from portus.mirror.objects import (
     BEHIND_LOG,
     LOG,
@@ -34,8 +34,18 @@ from portus.mirror.objects import (
     model_of,
     prefix_of,
 )
-from portus.mirror.requests import Create, Delete, Get, GetAll, List, Put, PutAll, Request, Steps
-from portus.mirror.store import Entry, MissingError, Store
+from portus.mirror.requests import (
+    CreateObject,
+    DeleteObjects,
+    GetObject,
+    GetObjects,
+    ListObjects,
+    PutObject,
+    PutObjects,
+    Request,
+    Steps,
+)
+from portus.mirror.store import ListedObject, MissingError, Store
 from portus.mirror.units import Key, Mirrored, Pack
 from portus.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
 from portus.pipeline.parts import ranges, shared, sources
@@ -85,7 +95,7 @@ class Mirror:
         self._seal: Final = Seal(key)
         self._newest: Final = newest
         self._writer: Final = Writer(model, self._seal, newest)
-        self._known: Known | None = None
+        self._known: KnownLog | None = None
         """What the log said when it was read or claimed last."""
 
     @property
@@ -102,7 +112,7 @@ class Mirror:
         """What the log says now: one page of a list, and up to 17 small reads; from the second call
         on a small read, and one for each entry that was appended since. Entries that are damaged
         are passed over, with an error in the log of Python."""
-        log = Log(self.model, self._seal, self._known, self._newest)
+        log = MirrorLog(self.model, self._seal, self._known, self._newest)
         state = self._perform(log.read())
         self._known = log.known
         return state
@@ -299,19 +309,19 @@ class Mirror:
             steps.close()
 
     def _answer(self, request: Request, source: _Source | None) -> object:
-        if isinstance(request, Get):
+        if isinstance(request, GetObject):
             return self._store.get(self._prefix + request.name)
-        if isinstance(request, GetAll):
+        if isinstance(request, GetObjects):
             return list(abreast(self._get, request.names, ABREAST))
-        if isinstance(request, Create):
+        if isinstance(request, CreateObject):
             return self._store.create(self._prefix + request.name, request.data)
-        if isinstance(request, PutAll):
+        if isinstance(request, PutObjects):
             self._put_all(request.puts, source)
             return None
-        if isinstance(request, Delete):
+        if isinstance(request, DeleteObjects):
             self._store.delete([self._prefix + name for name in request.names])
             return None
-        assert isinstance(request, List)
+        assert isinstance(request, ListObjects)
         return self._listed(request.prefix)
 
     def _get(self, name: str) -> bytes | None:
@@ -320,12 +330,12 @@ class Mirror:
         except MissingError:
             return None
 
-    def _listed(self, prefix: str) -> Iterator[Entry]:
+    def _listed(self, prefix: str) -> Iterator[ListedObject]:
         for each in self._store.list(self._prefix + prefix):
-            yield Entry(each.name.removeprefix(self._prefix), each.size, each.modified)
+            yield ListedObject(each.name.removeprefix(self._prefix), each.size, each.modified)
 
-    def _put_all(self, puts: Sequence[Put], source: _Source | None) -> None:
-        def put_one(put: Put) -> None:
+    def _put_all(self, puts: Sequence[PutObject], source: _Source | None) -> None:
+        def put_one(put: PutObject) -> None:
             name = self._prefix + put.name
             if isinstance(put.content, bytes):
                 self._store.put(name, [put.content])

@@ -8,7 +8,7 @@ from typing import Final
 
 from portus.errors import MediumError, TransportError, UsageError
 from portus.mirror.address import StoreAddress, StoreKind
-from portus.mirror.bucket import Bucket, Patience
+from portus.mirror.bucket import Bucket, BucketTimeouts
 from portus.mirror.folder import Folder
 from portus.mirror.hosted import HostStore
 from portus.mirror.store import Store
@@ -22,7 +22,7 @@ def configured_key() -> bytes | None:
     return os.fsencode(said) if said else None
 
 
-def open_store(address: StoreAddress, patience: Patience | None = None) -> Store:
+def open_store(address: StoreAddress, patience: BucketTimeouts | None = None) -> Store:
     """The objects below ``address``. Asks nobody yet. Whoever opened it closes it.
 
     patience: how long a call may take; of a folder the file system says it. Raises ``UsageError``

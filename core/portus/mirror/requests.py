@@ -10,26 +10,26 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
-from portus.mirror.store import Entry, MissingError
+from portus.mirror.store import ListedObject, MissingError
 from portus.mirror.units import Pack
 
 
 @dataclass(frozen=True, slots=True)
-class Get:
+class GetObject:
     """All of an object, as bytes; or ``MissingError``."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class GetAll:
+class GetObjects:
     """Several objects, side by side: a list of bytes, with None for what is not there."""
 
     names: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Create:
+class CreateObject:
     """``Store.create``."""
 
     name: str
@@ -37,7 +37,7 @@ class Create:
 
 
 @dataclass(slots=True)
-class Put:
+class PutObject:
     """One object: bytes, or a pack that is read from where it lies. ``done``: set by who performs
     it, when the store said that it is there, and what was sent was hashed once more."""
 
@@ -47,28 +47,30 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
-class PutAll:
+class PutObjects:
     """Several objects, side by side, in any order. If it raises, some of them may be there, or
     come to be."""
 
-    puts: Sequence[Put]
+    puts: Sequence[PutObject]
 
 
 @dataclass(frozen=True, slots=True)
-class List:
+class ListObjects:
     """``Store.list``."""
 
     prefix: str
 
 
 @dataclass(frozen=True, slots=True)
-class Delete:
+class DeleteObjects:
     """``Store.delete``."""
 
     names: Sequence[str]
 
 
-Request: TypeAlias = Get | GetAll | Create | PutAll | List | Delete
+Request: TypeAlias = (
+    GetObject | GetObjects | CreateObject | PutObjects | ListObjects | DeleteObjects
+)
 
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[Request, object, _T]
@@ -77,7 +79,7 @@ Steps: TypeAlias = Generator[Request, object, _T]
 def get(name: str) -> Steps[bytes | None]:
     """An object; None if it is not there."""
     try:
-        found = yield Get(name)
+        found = yield GetObject(name)
     except MissingError:
         return None
     assert isinstance(found, bytes)
@@ -86,20 +88,20 @@ def get(name: str) -> Steps[bytes | None]:
 
 def get_all(names: Sequence[str]) -> Steps[list[bytes | None]]:
     """Several objects; None for those that are not there."""
-    found = yield GetAll(names)
+    found = yield GetObjects(names)
     assert isinstance(found, list)
     return found
 
 
 def create(name: str, data: bytes) -> Steps[bool]:
     """True if it was made now."""
-    made = yield Create(name, data)
+    made = yield CreateObject(name, data)
     assert isinstance(made, bool)
     return made
 
 
-def listed(prefix: str) -> Steps[Iterator[Entry]]:
+def listed(prefix: str) -> Steps[Iterator[ListedObject]]:
     """The objects there, in the order of their names."""
-    found = yield List(prefix)
+    found = yield ListObjects(prefix)
     assert isinstance(found, Iterator)
     return found

@@ -36,7 +36,7 @@ class MissingError(PortusError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ListedObject:
     """One object as a store lists it. ``size`` in bytes; ``modified``: Unix time in seconds, by the
     clock of the store."""
 
@@ -64,7 +64,7 @@ class Store(Protocol):
         """Fill ``into`` (writable, contiguous) with what begins at byte ``start``. Raises
         ``CorruptionError`` if the object ends before."""
 
-    def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         """The objects whose names begin with ``prefix``, whole segments or nothing (``"a/b/"``),
         and come after ``after``, in the order of their names. Asks for a page at a time, as it is
         used: who needs the first one alone pays for no more."""

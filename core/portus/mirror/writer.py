@@ -18,7 +18,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from portus.errors import CorruptionError
-from portus.mirror.log import Known, Log
+from portus.mirror.log import KnownLog, MirrorLog
 from portus.mirror.objects import (
     FACTS_MAX,
     LOG,
@@ -34,8 +34,8 @@ from portus.mirror.objects import (
     content_length,
     entry_number,
 )
-from portus.mirror.requests import Delete, Put, PutAll, Steps, get, get_all, listed
-from portus.mirror.store import Entry
+from portus.mirror.requests import DeleteObjects, PutObject, PutObjects, Steps, get, get_all, listed
+from portus.mirror.store import ListedObject
 from portus.mirror.units import Key, Mirrored, Plan, UnitLocation, keys_of, planned
 from portus.spec import VersionInfo
 from portus.transport.base import Column, Digests
@@ -76,8 +76,8 @@ class Writer:
     """
 
     def __init__(self, model: str, seal: Seal, newest: int | None = None) -> None:
-        """newest: as of ``Log``."""
-        self.log = Log(model, seal, newest=newest)
+        """newest: as of ``MirrorLog``."""
+        self.log = MirrorLog(model, seal, newest=newest)
         self._model: Final = model
         self._seal: Final = seal
         self._writer = b""
@@ -96,13 +96,13 @@ class Writer:
         self,
         claimed: Claimed,
         writer: bytes,
-        known: Known | None = None,
+        known: KnownLog | None = None,
         time_ns: int = 0,
         at: int | None = None,
     ) -> Steps[State]:
         """Begin a term. writer: random; another one for each claim. known: what was read of the log
         before. time_ns: the time; from the first claim of all on collecting is due a day later. at:
-        as of ``Log.claim``."""
+        as of ``MirrorLog.claim``."""
         self._known, self._writer, self._epoch = {}, writer, 0
         self._last = "", {}
         self.log.take_over(known)
@@ -131,7 +131,7 @@ class Writer:
         plan = planned(keys, known, self._writer, self._epoch)
         yield from self._put_packs(plan)
         name, data = self._seal.manifest(_manifest(version, plan), self._writer, self._epoch)
-        yield PutAll([Put(MANIFESTS + name, data)])
+        yield PutObjects([PutObject(MANIFESTS + name, data)])
         added = Added(
             token=info.token,
             step=info.step,
@@ -169,7 +169,7 @@ class Writer:
             self._epoch += 1  # M3: no name of before is used again
         names = [each.name for each in unneeded]
         for start in range(0, len(names), _DELETED_MAX):
-            yield Delete(names[start : start + _DELETED_MAX])
+            yield DeleteObjects(names[start : start + _DELETED_MAX])
         return Freed(len(names), sum(each.size for each in unneeded))
 
     def unneeded(self, grace_s: float = GRACE_S) -> Steps[Freed]:
@@ -202,10 +202,10 @@ class Writer:
         return found
 
     def _put_packs(self, plan: Plan) -> Steps[None]:
-        puts = [Put(PACKS + pack.name, pack) for pack in plan.packs]
+        puts = [PutObject(PACKS + pack.name, pack) for pack in plan.packs]
         try:
             if puts:
-                yield PutAll(puts)
+                yield PutObjects(puts)
         except CorruptionError:
             self._epoch += 1  # what was sent was not what was meant: its name is not used again
             raise
@@ -246,7 +246,7 @@ class Writer:
                     return now, number
         return now, 0
 
-    def _listed_before(self, before: float) -> Steps[list[Entry]]:
+    def _listed_before(self, before: float) -> Steps[list[ListedObject]]:
         found = []
         for folder in (PACKS, MANIFESTS):
             entries = yield from listed(folder)

@@ -33,7 +33,7 @@ from portus.protocol.messages import (
     encode,
 )
 from portus.protocol.session import NEXT
-from portus.protocol.vocabulary import MessageKind, State
+from portus.protocol.vocabulary import MessageKind, Phase
 
 HEADER: Final = struct.Struct("<IB3s")
 _START: Final = struct.Struct("<IB")
@@ -64,7 +64,7 @@ class Connection:
     """One end. ``is_client``: which. ``version``: that is spoken; 0 before the greeting."""
 
     def __init__(self, *, is_client: bool) -> None:
-        self.state = State.NEW
+        self.state = Phase.NEW
         self.version = 0
         self._is_client: Final = is_client
         self._buffer = bytearray()
@@ -214,7 +214,7 @@ class Connection:
         come now."""
         header, self._buffer = bytes(self._buffer), bytearray()
         length, number, check = HEADER.unpack(header)
-        refused = self.state is State.GREETED and number == Refused.kind.number
+        refused = self.state is Phase.GREETED and number == Refused.kind.number
         self._is_plain = not self.has_digests or (refused and check == _NO_CHECK)
         expected = _NO_CHECK if self._is_plain else _check(header[: _START.size])
         if check != expected:

@@ -21,7 +21,7 @@ import xxhash
 from msgspec import Meta
 
 from portus.errors import TransportError
-from portus.protocol.vocabulary import SMALL, MessageKind, State, Vocabulary
+from portus.protocol.vocabulary import SMALL, MessageKind, Phase, Vocabulary
 
 VERSION: Final = 6
 """Of the protocol."""
@@ -102,7 +102,7 @@ Ids = Annotated[bytes, Meta(max_length=8 * IDS_MAX)]
 Handles = Annotated[bytes, Meta(max_length=HANDLE_SIZE * STORAGES_MAX)]
 
 
-@MESSAGES.client(1, "HELLO", {State.NEW: State.GREETED}, body_size_max=512)
+@MESSAGES.client(1, "HELLO", {Phase.NEW: Phase.GREETED}, body_size_max=512)
 class Hello(msgspec.Struct, frozen=True, array_like=True):
     """The client's first words; ``magic`` and ``version`` stay where they are in every version.
     ``digest``: of the other fields, since its frame has none; empty in versions without."""
@@ -132,7 +132,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     kind: ClassVar[MessageKind]
 
 
-@MESSAGES.host(64, "CHALLENGE", {State.GREETED: State.CHALLENGED})
+@MESSAGES.host(64, "CHALLENGE", {Phase.GREETED: Phase.CHALLENGED})
 class Challenge(Message, frozen=True):
     """``secret``: the host wants a proof."""
 
@@ -141,14 +141,14 @@ class Challenge(Message, frozen=True):
     secret: bool
 
 
-@MESSAGES.client(2, "PROOF", {State.CHALLENGED: State.PROVING}, body_size_max=64)
+@MESSAGES.client(2, "PROOF", {Phase.CHALLENGED: Phase.PROVING}, body_size_max=64)
 class ProofGiven(Message, frozen=True):
     """Empty where no secret is shared."""
 
     proof: Proof
 
 
-@MESSAGES.host(65, "WELCOME", {State.PROVING: State.READY}, body_size_max=5 * TEXT_SIZE_MAX)
+@MESSAGES.host(65, "WELCOME", {Phase.PROVING: Phase.READY}, body_size_max=5 * TEXT_SIZE_MAX)
 class Welcome(Message, frozen=True):
     """The host's own proof; the pool of the tenant: its identity, name and bytes. ``verbs``: the
     host reaches memory of this client by itself, if it is connected (``Connect``)."""
@@ -174,17 +174,17 @@ class _QueuePair(Message, frozen=True):
     reads: Annotated[int, Meta(ge=0, le=255)]
 
 
-@MESSAGES.client(20, "CONNECT", {State.READY: State.CONNECTING}, handler="connect")
+@MESSAGES.client(20, "CONNECT", {Phase.READY: Phase.CONNECTING}, handler="connect")
 class Connect(_QueuePair, frozen=True):
     """The client's queue pair for this connection; one before it is gone."""
 
 
-@MESSAGES.host(78, "CONNECTED", {State.CONNECTING: State.READY})
+@MESSAGES.host(78, "CONNECTED", {Phase.CONNECTING: Phase.READY})
 class Connected(_QueuePair, frozen=True):
     """The host's, which is ready."""
 
 
-@MESSAGES.client(19, "CLAIM", {State.READY: State.ASKED}, handler="claim")
+@MESSAGES.client(19, "CLAIM", {Phase.READY: Phase.ASKED}, handler="claim")
 class Claim(Message, frozen=True):
     """This client, who says the same 16 bytes on all its connections, is the one that saves
     ``model``, as long as one of them lives."""
@@ -196,7 +196,7 @@ class Claim(Message, frozen=True):
 @MESSAGES.client(
     3,
     "REGISTER",
-    {State.READY: State.ASKED},
+    {Phase.READY: Phase.ASKED},
     handler="register",
     body_size_max=(8 + HANDLE_SIZE) * STORAGES_MAX + SMALL,
 )
@@ -212,7 +212,7 @@ class Register(Message, frozen=True):
 @MESSAGES.client(
     4,
     "FORGET",
-    {State.READY: State.ASKED},
+    {Phase.READY: Phase.ASKED},
     handler="forget",
     body_size_max=8 * STORAGES_MAX + SMALL,
 )
@@ -225,7 +225,7 @@ class Forget(Message, frozen=True):
 @MESSAGES.client(
     5,
     "BEGIN",
-    {State.READY: State.BEGINNING},
+    {Phase.READY: Phase.BEGINNING},
     handler="begin",
     body_size_max=8 * STORAGES_MAX + SMALL,
 )
@@ -241,7 +241,7 @@ class Begin(Message, frozen=True):
 @MESSAGES.client(
     6,
     "OFFER",
-    {State.SAVING: State.OFFERED},
+    {Phase.SAVING: Phase.OFFERED},
     handler="offer",
     body_size_max=16 * STORAGES_MAX + SMALL,
 )
@@ -252,7 +252,7 @@ class Offer(Message, frozen=True):
     regions: Indices
 
 
-@MESSAGES.host(68, "PULL", {State.OFFERED: State.PULLING, State.ABANDONING: State.ABANDONING})
+@MESSAGES.host(68, "PULL", {Phase.OFFERED: Phase.PULLING, Phase.ABANDONING: Phase.ABANDONING})
 class Pull(Message, frozen=True):
     """On a stream: send the storages of the offer, end to end. ``size``: bytes of all."""
 
@@ -262,7 +262,7 @@ class Pull(Message, frozen=True):
 @MESSAGES.host(
     69,
     "PULLED",
-    {State.OFFERED: State.SAVING, State.PULLING: State.SAVING, State.ABANDONING: State.ABANDONING},
+    {Phase.OFFERED: Phase.SAVING, Phase.PULLING: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING},
     body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL,
 )
 class Pulled(Message, frozen=True):
@@ -276,7 +276,7 @@ class Pulled(Message, frozen=True):
 @MESSAGES.client(
     8,
     "SHARE",
-    {State.SAVING: State.SHARING},
+    {Phase.SAVING: Phase.SHARING},
     handler="share",
     body_size_max=8 * STORAGES_MAX + SMALL,
 )
@@ -287,7 +287,7 @@ class Share(Message, frozen=True):
     indices: Indices
 
 
-@MESSAGES.host(70, "SHARED", {State.SHARING: State.SAVING})
+@MESSAGES.host(70, "SHARED", {Phase.SHARING: Phase.SAVING})
 class Shared(Message, frozen=True):
     """``same``: the host still has those bytes, and the version reaches them."""
 
@@ -297,7 +297,7 @@ class Shared(Message, frozen=True):
 @MESSAGES.client(
     9,
     "CONFIRM",
-    {State.SAVING: State.CONFIRMING},
+    {Phase.SAVING: Phase.CONFIRMING},
     handler="confirm",
     body_size_max=DIGEST_SIZE * UNITS_MAX + LAYOUT_SIZE_MAX + TREE_SIZE_MAX + 8 * IDS_MAX + SMALL,
 )
@@ -318,7 +318,7 @@ class Confirm(Message, frozen=True):
 @MESSAGES.client(
     26,
     "METRICS",
-    {State.SAVING: State.SCORING},
+    {Phase.SAVING: Phase.SCORING},
     handler="metrics",
     body_size_max=METRICS_SIZE_MAX,
     since=6,
@@ -329,14 +329,14 @@ class Metrics(Message, frozen=True):
     metrics: Annotated[dict[str, float], Meta(max_length=METRICS_MAX)]
 
 
-@MESSAGES.host(71, "COMMITTED", {State.CONFIRMING: State.READY}, body_size_max=(1 << 30) + SMALL)
+@MESSAGES.host(71, "COMMITTED", {Phase.CONFIRMING: Phase.READY}, body_size_max=(1 << 30) + SMALL)
 class Committed(Message, frozen=True):
     """It is durable. ``record``: the payload of its version record."""
 
     record: Annotated[bytes, Meta(max_length=1 << 30)]
 
 
-@MESSAGES.host(72, "MISSING", {State.CONFIRMING: State.SAVING})
+@MESSAGES.host(72, "MISSING", {Phase.CONFIRMING: Phase.SAVING})
 class Missing(Message, frozen=True):
     """Version ``before`` of the confirmation is gone: confirm again, with layout and tree."""
 
@@ -345,10 +345,10 @@ class Missing(Message, frozen=True):
     10,
     "ABANDON",
     {
-        State.SAVING: State.ABANDONING,
-        State.OFFERED: State.ABANDONING,
-        State.PULLING: State.ABANDONING,
-        State.READY: State.ABANDONING,
+        Phase.SAVING: Phase.ABANDONING,
+        Phase.OFFERED: Phase.ABANDONING,
+        Phase.PULLING: Phase.ABANDONING,
+        Phase.READY: Phase.ABANDONING,
     },
     handler="abandon",
 )
@@ -356,13 +356,13 @@ class Abandon(Message, frozen=True):
     """The save is given up. Nothing of it is reached any more."""
 
 
-@MESSAGES.host(73, "ABANDONED", {State.ABANDONING: State.READY})
+@MESSAGES.host(73, "ABANDONED", {Phase.ABANDONING: Phase.READY})
 class Abandoned(Message, frozen=True):
     """Nothing of it is kept."""
 
 
 @MESSAGES.client(
-    11, "READ", {State.READY: State.READING}, handler="read", body_size_max=16 * RANGES_MAX + SMALL
+    11, "READ", {Phase.READY: Phase.READING}, handler="read", body_size_max=16 * RANGES_MAX + SMALL
 )
 class Read(Message, frozen=True):
     """Bytes of the pool, as pairs of offset and length."""
@@ -373,7 +373,7 @@ class Read(Message, frozen=True):
 @MESSAGES.client(
     12,
     "CHECK",
-    {State.READY: State.CHECKING},
+    {Phase.READY: Phase.CHECKING},
     handler="check",
     body_size_max=16 * RANGES_MAX + 8 * STORAGES_MAX + SMALL,
 )
@@ -385,7 +385,7 @@ class Check(Message, frozen=True):
 
 
 @MESSAGES.host(
-    75, "CHECKED", {State.CHECKING: State.READY}, body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL
+    75, "CHECKED", {Phase.CHECKING: Phase.READY}, body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL
 )
 class Checked(Message, frozen=True):
     """Digests of their units."""
@@ -396,7 +396,7 @@ class Checked(Message, frozen=True):
 @MESSAGES.client(
     21,
     "PUSH",
-    {State.READY: State.PUSHING},
+    {Phase.READY: Phase.PUSHING},
     handler="push",
     body_size_max=16 * RANGES_MAX + (8 + HANDLE_SIZE) * STORAGES_MAX + SMALL,
 )
@@ -410,7 +410,7 @@ class Push(Message, frozen=True):
 
 
 @MESSAGES.host(
-    79, "PUSHED", {State.PUSHING: State.READY}, body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL
+    79, "PUSHED", {Phase.PUSHING: Phase.READY}, body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL
 )
 class Pushed(Message, frozen=True):
     """It is written; the digests of its units, as the host found them. ``bounced``: as above."""
@@ -419,21 +419,21 @@ class Pushed(Message, frozen=True):
     bounced: Number
 
 
-@MESSAGES.client(13, "PIN", {State.READY: State.ASKED}, handler="pin")
+@MESSAGES.client(13, "PIN", {Phase.READY: Phase.ASKED}, handler="pin")
 class Pin(Message, frozen=True):
     """Keep the space of a version from reuse, as long as this connection lives."""
 
     version: Number
 
 
-@MESSAGES.client(14, "UNPIN", {State.READY: State.ASKED}, handler="unpin")
+@MESSAGES.client(14, "UNPIN", {Phase.READY: Phase.ASKED}, handler="unpin")
 class Unpin(Message, frozen=True):
     """Take one pin back."""
 
     version: Number
 
 
-@MESSAGES.client(15, "ROOM", {State.READY: State.ASKED}, handler="room")
+@MESSAGES.client(15, "ROOM", {Phase.READY: Phase.ASKED}, handler="room")
 class Room(Message, frozen=True):
     """Make sure that so many bytes can be saved."""
 
@@ -441,7 +441,7 @@ class Room(Message, frozen=True):
 
 
 @MESSAGES.client(
-    16, "RETIRE", {State.READY: State.ASKED}, handler="retire", body_size_max=8 * IDS_MAX + SMALL
+    16, "RETIRE", {Phase.READY: Phase.ASKED}, handler="retire", body_size_max=8 * IDS_MAX + SMALL
 )
 class Retire(Message, frozen=True):
     """Let go of versions, by id."""
@@ -450,7 +450,7 @@ class Retire(Message, frozen=True):
 
 
 @MESSAGES.client(
-    22, "HOLD", {State.READY: State.ASKED}, handler="hold", body_size_max=HOLD_SIZE_MAX + SMALL
+    22, "HOLD", {Phase.READY: Phase.ASKED}, handler="hold", body_size_max=HOLD_SIZE_MAX + SMALL
 )
 class Hold(Message, frozen=True):
     """Keep this reference file, which a file of the same id at the client says too, as long as the
@@ -460,7 +460,7 @@ class Hold(Message, frozen=True):
     reference: Annotated[bytes, Meta(max_length=HOLD_SIZE_MAX)]
 
 
-@MESSAGES.client(23, "HOLDS", {State.READY: State.LISTING}, handler="holds")
+@MESSAGES.client(23, "HOLDS", {Phase.READY: Phase.LISTING}, handler="holds")
 class Holds(Message, frozen=True):
     """Which reference files are kept? Those whose id comes after this one."""
 
@@ -468,7 +468,7 @@ class Holds(Message, frozen=True):
 
 
 @MESSAGES.host(
-    80, "HELD", {State.LISTING: State.READY}, body_size_max=HELD_SIZE_MAX + 8 * IDS_MAX + SMALL
+    80, "HELD", {Phase.LISTING: Phase.READY}, body_size_max=HELD_SIZE_MAX + 8 * IDS_MAX + SMALL
 )
 class Held(Message, frozen=True):
     """The next of them, in the order of their ids: ``lengths`` in bytes, and the bytes, one after
@@ -478,18 +478,18 @@ class Held(Message, frozen=True):
     references: Annotated[bytes, Meta(max_length=HELD_SIZE_MAX)]
 
 
-@MESSAGES.client(17, "STATUS", {State.READY: State.LOOKING}, handler="status")
+@MESSAGES.client(17, "STATUS", {Phase.READY: Phase.LOOKING}, handler="status")
 class Status(Message, frozen=True):
     """How is the pool?"""
 
 
-@MESSAGES.client(24, "GIVE_BACK", {State.READY: State.ASKED}, handler="give_back")
+@MESSAGES.client(24, "GIVE_BACK", {Phase.READY: Phase.ASKED}, handler="give_back")
 class GiveBack(Message, frozen=True):
     """Give the space of the pool that nothing reaches back to the file system."""
 
 
 @MESSAGES.client(
-    25, "NOTE", {State.READY: State.ASKED}, handler="note", body_size_max=5 * TEXT_SIZE_MAX, since=6
+    25, "NOTE", {Phase.READY: Phase.ASKED}, handler="note", body_size_max=5 * TEXT_SIZE_MAX, since=6
 )
 class Note(Message, frozen=True):
     """Put on record which save failed last, when and why, in words."""
@@ -497,7 +497,7 @@ class Note(Message, frozen=True):
     text: Text
 
 
-@MESSAGES.client(31, "SETTLE", {State.READY: State.ASKED}, handler="settle", since=6)
+@MESSAGES.client(31, "SETTLE", {Phase.READY: Phase.ASKED}, handler="settle", since=6)
 class Settle(Message, frozen=True):
     """Answer once the replica has the version of this token, too; zeros: once the host leads the
     model."""
@@ -513,7 +513,7 @@ _Prefix = Annotated[str, Meta(max_length=OBJECT_NAME_SIZE_MAX)]
 @MESSAGES.client(
     27,
     "PUT",
-    {State.READY: State.PLACING},
+    {Phase.READY: Phase.PLACING},
     handler="put",
     body_size_max=OBJECT_SIZE_MAX + SMALL,
     since=6,
@@ -526,14 +526,14 @@ class Put(Message, frozen=True):
     data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.host(81, "PLACED", {State.PLACING: State.READY}, since=6)
+@MESSAGES.host(81, "PLACED", {Phase.PLACING: Phase.READY}, since=6)
 class Placed(Message, frozen=True):
     """``made``: it is there, and durable as far as the host can promise; else there was one."""
 
     made: bool
 
 
-@MESSAGES.client(28, "GET", {State.READY: State.GETTING}, handler="get", since=6)
+@MESSAGES.client(28, "GET", {Phase.READY: Phase.GETTING}, handler="get", since=6)
 class Get(Message, frozen=True):
     """So many bytes of an object from byte ``start`` on; all of it, if ``length`` is 0."""
 
@@ -543,7 +543,7 @@ class Get(Message, frozen=True):
 
 
 @MESSAGES.host(
-    82, "OBJECT", {State.GETTING: State.READY}, body_size_max=OBJECT_SIZE_MAX + SMALL, since=6
+    82, "OBJECT", {Phase.GETTING: Phase.READY}, body_size_max=OBJECT_SIZE_MAX + SMALL, since=6
 )
 class Object(Message, frozen=True):
     """The bytes."""
@@ -551,7 +551,7 @@ class Object(Message, frozen=True):
     data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.client(29, "LIST", {State.READY: State.FINDING}, handler="list", since=6)
+@MESSAGES.client(29, "LIST", {Phase.READY: Phase.FINDING}, handler="list", since=6)
 class List(Message, frozen=True):
     """Which objects begin with ``prefix``? Those whose names come after this one."""
 
@@ -562,7 +562,7 @@ class List(Message, frozen=True):
 @MESSAGES.host(
     83,
     "LISTED",
-    {State.FINDING: State.READY},
+    {Phase.FINDING: Phase.READY},
     body_size_max=(OBJECT_NAME_SIZE_MAX + 32) * LISTED_MAX + SMALL,
     since=6,
 )
@@ -578,7 +578,7 @@ class Listed(Message, frozen=True):
 @MESSAGES.client(
     30,
     "DELETE",
-    {State.READY: State.ASKED},
+    {Phase.READY: Phase.ASKED},
     handler="delete",
     body_size_max=(OBJECT_NAME_SIZE_MAX + 8) * LISTED_MAX + SMALL,
     since=6,
@@ -589,7 +589,7 @@ class Delete(Message, frozen=True):
     names: Annotated[list[_ObjectName], Meta(max_length=LISTED_MAX)]
 
 
-@MESSAGES.host(76, "STATE", {State.LOOKING: State.READY})
+@MESSAGES.host(76, "STATE", {Phase.LOOKING: Phase.READY})
 class Standing(Message, frozen=True):
     """Bytes of the pool, those free, and how many saves are under way. ``holes``: bytes besides
     that are free, but were given back to the file system. ``taken``: bytes that the pool takes of
@@ -603,13 +603,13 @@ class Standing(Message, frozen=True):
 
 
 @MESSAGES.host(
-    66, "DONE", {State.ASKED: State.READY, State.READING: State.READY, State.SCORING: State.SAVING}
+    66, "DONE", {Phase.ASKED: Phase.READY, Phase.READING: Phase.READY, Phase.SCORING: Phase.SAVING}
 )
 class Done(Message, frozen=True):
     """It is done."""
 
 
-@MESSAGES.host(67, "BEGUN", {State.BEGINNING: State.SAVING})
+@MESSAGES.host(67, "BEGUN", {Phase.BEGINNING: Phase.SAVING})
 class Begun(Message, frozen=True):
     """Offers may come."""
 
@@ -618,19 +618,19 @@ class Begun(Message, frozen=True):
     77,
     "REFUSED",
     {
-        State.GREETED: State.CLOSED,
-        State.PROVING: State.CLOSED,
+        Phase.GREETED: Phase.CLOSED,
+        Phase.PROVING: Phase.CLOSED,
         **dict.fromkeys(
             (
-                *(State.ASKED, State.LOOKING, State.LISTING),
-                *(State.PLACING, State.GETTING, State.FINDING),
-                *(State.READING, State.CHECKING, State.CONNECTING, State.PUSHING),
-                *(State.BEGINNING, State.OFFERED, State.PULLING, State.SHARING),
-                *(State.SCORING, State.CONFIRMING),
+                *(Phase.ASKED, Phase.LOOKING, Phase.LISTING),
+                *(Phase.PLACING, Phase.GETTING, Phase.FINDING),
+                *(Phase.READING, Phase.CHECKING, Phase.CONNECTING, Phase.PUSHING),
+                *(Phase.BEGINNING, Phase.OFFERED, Phase.PULLING, Phase.SHARING),
+                *(Phase.SCORING, Phase.CONFIRMING),
             ),
-            State.READY,
+            Phase.READY,
         ),
-        State.ABANDONING: State.ABANDONING,
+        Phase.ABANDONING: Phase.ABANDONING,
     },
     body_size_max=5 * TEXT_SIZE_MAX,
 )
@@ -642,16 +642,16 @@ class Refused(Message, frozen=True):
     text: Text
 
 
-@MESSAGES.client(18, "BYE", {State.READY: State.CLOSED})
+@MESSAGES.client(18, "BYE", {Phase.READY: Phase.CLOSED})
 class Bye(Message, frozen=True):
     """The client has nothing more to say."""
 
 
 Said = Hello | Message
 
-DATA: Final = MESSAGES.payload(7, "DATA", {State.PULLING: State.PULLING}, PAYLOAD_SIZE_MAX)
+DATA: Final = MESSAGES.payload(7, "DATA", {Phase.PULLING: Phase.PULLING}, PAYLOAD_SIZE_MAX)
 """The bytes of an offer, which the client sends on a stream."""
-BYTES: Final = MESSAGES.payload(74, "BYTES", {State.READING: State.READING}, PAYLOAD_SIZE_MAX)
+BYTES: Final = MESSAGES.payload(74, "BYTES", {Phase.READING: Phase.READING}, PAYLOAD_SIZE_MAX)
 """The bytes of a read."""
 
 DAMAGED: Final = "its digest does not match: bytes changed on the way"

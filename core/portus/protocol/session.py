@@ -18,9 +18,9 @@ from __future__ import annotations
 from typing import Final
 
 from portus.protocol.messages import MESSAGES
-from portus.protocol.vocabulary import MessageKind, State
+from portus.protocol.vocabulary import MessageKind, Phase
 
-NEXT: Final[dict[tuple[State, MessageKind], State]] = MESSAGES.order()
+NEXT: Final[dict[tuple[Phase, MessageKind], Phase]] = MESSAGES.order()
 """As each message is declared. What is not in it is an error."""
 
 

@@ -22,7 +22,7 @@ _HOSTS: Final = 64
 """Numbers of the host's messages are not below; those of a client's are."""
 
 
-class State(enum.Enum):
+class Phase(enum.Enum):
     """Where a conversation is."""
 
     NEW = "new"
@@ -51,10 +51,10 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
-Moves = Mapping[State, State]
+Moves = Mapping[Phase, Phase]
 """In which states a message may be said, and which state follows."""
 
-_WAITING: Final = frozenset({State.READY, State.SAVING})
+_WAITING: Final = frozenset({Phase.READY, Phase.SAVING})
 """The host waits for a request."""
 
 
@@ -88,7 +88,7 @@ class MessageKind:
         """True if a host has to answer it: a client says it while the host waits for a request, and
         the conversation goes on."""
         before = _WAITING & self.moves.keys()
-        return self.from_client and any(self.moves[each] is not State.CLOSED for each in before)
+        return self.from_client and any(self.moves[each] is not Phase.CLOSED for each in before)
 
 
 class _Kinded(Protocol):
@@ -165,10 +165,10 @@ class Vocabulary:
         self._kinds[kind.number] = kind
         return kind
 
-    def order(self) -> dict[tuple[State, MessageKind], State]:
+    def order(self) -> dict[tuple[Phase, MessageKind], Phase]:
         """Which state follows, by the state before and what is said; sorted by the state before."""
         moves = {(before, kind): after for kind in self for before, after in kind.moves.items()}
-        states = list(State)
+        states = list(Phase)
         return dict(sorted(moves.items(), key=lambda move: states.index(move[0][0])))
 
     def handlers(self, owner: type) -> dict[MessageKind, Callable[..., Any]]:

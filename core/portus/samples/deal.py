@@ -10,7 +10,7 @@ from typing import Final
 from portus.errors import UsageError
 
 
-class Turn(Enum):
+class DealtBy(Enum):
     """What ranks get in turn."""
 
     SAMPLE = "sample"
@@ -47,7 +47,7 @@ class Deal:
     ranks: int = 1
     batch: int = 1
     """Samples that a rank gets in a step."""
-    turn: Turn = Turn.SAMPLE
+    turn: DealtBy = DealtBy.SAMPLE
     tail: Tail = Tail.EVEN
     drop_last: bool = False
     """Whether a rank's last batch is left out unless it is full."""
@@ -104,7 +104,7 @@ class Deal:
 
     def _place(self, rank: int, number: int) -> int:
         """Where in the sequence the sample is that ``rank`` gets as its ``number``-th."""
-        if self.turn is Turn.SAMPLE:
+        if self.turn is DealtBy.SAMPLE:
             place = self.delivered + number * self.ranks + rank
         else:
             step, within = divmod(number, self.batch)
@@ -113,10 +113,10 @@ class Deal:
 
 
 _NOBODYS: Final = {
-    (Turn.SAMPLE, Tail.FULL),
-    (Turn.SAMPLE, Tail.ASIS),
-    (Turn.BATCH, Tail.EVEN),
-    (Turn.BATCH, Tail.CUT),
+    (DealtBy.SAMPLE, Tail.FULL),
+    (DealtBy.SAMPLE, Tail.ASIS),
+    (DealtBy.BATCH, Tail.EVEN),
+    (DealtBy.BATCH, Tail.CUT),
 }
 
 

@@ -31,8 +31,8 @@ from portus.format.layout import WITH_NEXT, RecordKind
 from portus.index.log import Entry, LogWriter, Patch, PatchPlaces, entries, entry_size
 from portus.index.pool import NewVersion, PoolReader, PoolWriter
 from portus.index.records import (
-    Log,
     Pointer,
+    VersionLog,
     VersionRecord,
     decode_layout,
     encode_layout,
@@ -203,7 +203,7 @@ class ShelfStore:
                 length = self._log_length(arrays)
                 [area] = writer.reserve(length, contiguous=True)
                 held.append([area])
-                log = LogWriter(writer.medium, Log(area, os.urandom(16), 0, 0))
+                log = LogWriter(writer.medium, VersionLog(area, os.urandom(16), 0, 0))
             assert log is not None
             count = log.count
             if patches:
@@ -302,7 +302,7 @@ class ShelfStore:
         groups: list[StorageRows],
         layout: bytes,
         tree: bytes,
-        log: Log,
+        log: VersionLog,
     ) -> NewVersion:
         storages, extents, units = rows_of(groups, np.array([a.size for a in arrays], np.int64))
         before = self._record

@@ -169,7 +169,7 @@ class File:
             self.pages[index] = Page(page.states, False)
 
 
-class Change(NamedTuple):
+class NameChange(NamedTuple):
     """A change of names that happens as a whole: each path leads to that file, or to none.
     It needs the change number ``after`` (0: none) to have happened."""
 
@@ -177,7 +177,7 @@ class Change(NamedTuple):
     paths: tuple[tuple[str, int | None], ...]
     after: int
 
-    def touches(self, other: Change) -> bool:
+    def touches(self, other: NameChange) -> bool:
         """True if both change the same name."""
         return not {path for path, _ in self.paths}.isdisjoint(path for path, _ in other.paths)
 
@@ -188,7 +188,7 @@ class NameTable:
 
     synced: dict[str, int] = field(default_factory=dict)
     now: dict[str, int] = field(default_factory=dict)
-    pending: tuple[Change, ...] = ()
+    pending: tuple[NameChange, ...] = ()
 
     def copy(self) -> NameTable:
         """One that changes by itself."""
@@ -196,13 +196,13 @@ class NameTable:
 
     def change(self, number: int, path: str, file: int | None, after: int = 0) -> None:
         """Let ``path`` lead to ``file``, or to nothing."""
-        self._add(Change(number, ((path, file),), after))
+        self._add(NameChange(number, ((path, file),), after))
 
     def move(self, number: int, source: str, target: str) -> None:
         """Rename. Uses up the numbers ``number`` and ``number + 1``."""
         file = self.now[source]
         if os.path.dirname(source) == os.path.dirname(target):
-            self._add(Change(number, ((source, None), (target, file)), 0))
+            self._add(NameChange(number, ((source, None), (target, file)), 0))
         else:
             self.change(number, target, file)
             self.change(number + 1, source, None, after=number)
@@ -230,11 +230,11 @@ class NameTable:
             chosen[1:1] = [self._some(seed) for _ in range(1 << _IDEALS_MAX)]
         return [_after(self.synced, changes) for changes in chosen]
 
-    def _add(self, change: Change) -> None:
+    def _add(self, change: NameChange) -> None:
         self.pending = (*self.pending, change)
         self.now = _after(self.now, [change])
 
-    def _needs(self, change: Change) -> set[int]:
+    def _needs(self, change: NameChange) -> set[int]:
         """Numbers of the pending changes without which ``change`` cannot have happened."""
         return {
             other.number
@@ -243,7 +243,7 @@ class NameTable:
             and (other.number == change.after or other.touches(change))
         }
 
-    def _ideals(self, count: int) -> Iterator[tuple[Change, ...]]:
+    def _ideals(self, count: int) -> Iterator[tuple[NameChange, ...]]:
         """Each way in which some of the first ``count`` pending changes can have happened."""
         if count == 0:
             yield ()
@@ -255,15 +255,15 @@ class NameTable:
             if needs <= {each.number for each in before}:
                 yield (*before, change)
 
-    def _some(self, seed: random.Random) -> tuple[Change, ...]:
-        done: tuple[Change, ...] = ()
+    def _some(self, seed: random.Random) -> tuple[NameChange, ...]:
+        done: tuple[NameChange, ...] = ()
         for change in self.pending:
             if self._needs(change) <= {each.number for each in done} and seed.random() < 0.5:
                 done = (*done, change)
         return done
 
 
-def _after(names: dict[str, int], changes: Sequence[Change]) -> dict[str, int]:
+def _after(names: dict[str, int], changes: Sequence[NameChange]) -> dict[str, int]:
     names = dict(names)
     for path, file in itertools.chain.from_iterable(change.paths for change in changes):
         if file is None:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from portus.daemon.counters import Counters
-from portus.daemon.mirrors import Mirrors
+from portus.daemon.mirrors import TenantMirrors
 from portus.daemon.places import CONNECTIONS, Places
 from portus.daemon.pools import Pools, Quotas
 from portus.daemon.replicas import OtherHost
 from portus.daemon.secrets import Secrets
 from portus.daemon.server import Server, open_door
-from portus.daemon.session import MEMORY, House, Patience
+from portus.daemon.session import MEMORY, ClientTimeouts, House
 from portus.protocol.address import Address, Scheme, parse
 from portus.transport.budget import Budget
 
@@ -24,11 +24,11 @@ def serving(
     *,
     secrets: dict[str, bytes] | None = None,
     quota: int | None = None,
-    patience: Patience | None = None,
+    patience: ClientTimeouts | None = None,
     address: Address | None = None,
     memory: int = MEMORY,
     connections: int = CONNECTIONS,
-    mirrors: Mirrors | None = None,
+    mirrors: TenantMirrors | None = None,
     replica: str | None = None,
 ) -> Iterator[Server]:
     """A server in this process, on a free port of loopback if no address is given. mirrors: of what
@@ -39,7 +39,7 @@ def serving(
         pools=Pools(str(place), Quotas(quota), mirrors, other),
         secrets=known,
         counters=Counters(),
-        patience=patience or Patience(),
+        patience=patience or ClientTimeouts(),
         budget=Budget(memory),
         places=Places(connections),
     )

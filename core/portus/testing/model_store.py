@@ -17,8 +17,17 @@ from typing import Final
 
 from portus.errors import TransportError, UsageError
 from portus.mirror.names import bytes_of, checked_name, checked_prefix, short, writable_bytes
-from portus.mirror.requests import Create, Delete, Get, GetAll, List, Put, PutAll, Request
-from portus.mirror.store import Buffer, Entry, MissingError
+from portus.mirror.requests import (
+    CreateObject,
+    DeleteObjects,
+    GetObject,
+    GetObjects,
+    ListObjects,
+    PutObject,
+    PutObjects,
+    Request,
+)
+from portus.mirror.store import Buffer, ListedObject, MissingError
 from portus.mirror.units import Pack
 
 Objects = dict[str, tuple[bytes, float]]
@@ -67,12 +76,12 @@ class ModelStore:
             raise short(name, start, view.nbytes, len(found))
         view[:] = found
 
-    def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         self._asked("list")
         checked_prefix(prefix, _WHERE)
         with self._guard:
             names = sorted(n for n in self.objects if n.startswith(prefix) and n > after)
-            entries = [Entry(n, len(self.objects[n][0]), self.objects[n][1]) for n in names]
+            entries = [ListedObject(n, len(self.objects[n][0]), self.objects[n][1]) for n in names]
         return iter(entries)
 
     def delete(self, names: Sequence[str]) -> None:
@@ -139,32 +148,32 @@ class Unsure:
 
     def perform(self, request: Request, contents: Contents) -> object:
         """The answer. Raises ``TransportError`` where none arrives, and what the store raises."""
-        if isinstance(request, PutAll):
+        if isinstance(request, PutObjects):
             self._put_all(request.puts, contents)
             return None
-        if isinstance(request, Create):
+        if isinstance(request, CreateObject):
             name, data = request.name, request.data
             made = self._change(lambda: self.bucket.create(name, data))
             # Repeated below, since its first answer was lost, it met what it made.
             return bool(made) and not self._happens(self.odds.twice)
-        if isinstance(request, Delete):
+        if isinstance(request, DeleteObjects):
             for each in request.names:  # a store deletes them one by one, and stops anywhere
                 self._delete(each)
             return None
         if self._happens(self.odds.lost):
             raise TransportError("no answer")
-        if isinstance(request, Get):
+        if isinstance(request, GetObject):
             return self.bucket.get(request.name)
-        if isinstance(request, GetAll):
+        if isinstance(request, GetObjects):
             there = self.bucket.objects
             return [there[name][0] if name in there else None for name in request.names]
-        assert isinstance(request, List)
+        assert isinstance(request, ListObjects)
         entries = list(self.bucket.list(request.prefix))
         if self._happens(self.odds.stale):
             entries = entries[self._chance.randrange(3) :]  # of a log, the newest
         return iter(entries)
 
-    def _put_all(self, puts: Sequence[Put], contents: Contents) -> None:
+    def _put_all(self, puts: Sequence[PutObject], contents: Contents) -> None:
         for put in self._chance.sample(list(puts), len(puts)):
             data = contents(put.content) if isinstance(put.content, Pack) else put.content
             self._put(put.name, data)

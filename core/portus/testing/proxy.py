@@ -23,7 +23,7 @@ _CHUNK: Final = 64 << 10
 _CONNECT_S: Final = 5.0
 
 
-class Cut(enum.Enum):
+class ConnectionCut(enum.Enum):
     """When both connections of a request are reset; in an answer they are closed."""
 
     BEFORE = "the server does not see the request"
@@ -33,7 +33,7 @@ class Cut(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class RequestFault:
     """What becomes of a request.
 
     status: the proxy answers with it, and the server does not see the request. code: what an S3
@@ -45,7 +45,7 @@ class Fault:
     status: int | None = None
     code: str = ""
     delay_s: float = 0.0
-    cut: Cut | None = None
+    cut: ConnectionCut | None = None
     bytes_s: int | None = None
 
 
@@ -64,7 +64,7 @@ class Request:
     answered: int = 0
 
 
-Plan = Callable[[Request], Fault | None]
+Plan = Callable[[Request], RequestFault | None]
 """What becomes of a request; None: it is passed on."""
 
 
@@ -84,12 +84,14 @@ class RequestProxy(Relay):
         """The URL that clients are to use."""
         return f"http://127.0.0.1:{self.port}"
 
-    def fail(self, fault: Fault, *, times: int = 1, method: str = "", target: str = "") -> None:
+    def fail(
+        self, fault: RequestFault, *, times: int = 1, method: str = "", target: str = ""
+    ) -> None:
         """Let ``fault`` become of the next ``times`` requests of that method ("": any) that have
         ``target`` in theirs, and pass all others on."""
         left = itertools.count(times, -1)
 
-        def plan(request: Request) -> Fault | None:
+        def plan(request: Request) -> RequestFault | None:
             is_meant = method in ("", request.method) and target in request.target
             return fault if is_meant and next(left) > 0 else None
 
@@ -128,8 +130,8 @@ class RequestProxy(Relay):
             return request
 
     def _pass_on(self, pair: _Pair, request: Request) -> None:
-        fault = self.fault(request) or Fault()
-        if fault.cut is Cut.BEFORE:
+        fault = self.fault(request) or RequestFault()
+        if fault.cut is ConnectionCut.BEFORE:
             raise _CutError
         if fault.status is not None:
             _read(pair.from_client, request.length)
@@ -143,9 +145,9 @@ class RequestProxy(Relay):
             raise _CutError
         self._return(pair, request, fault, head)
 
-    def _forward(self, pair: _Pair, request: Request, fault: Fault) -> None:
+    def _forward(self, pair: _Pair, request: Request, fault: RequestFault) -> None:
         server = pair.server()
-        if fault.cut is Cut.WITHIN:
+        if fault.cut is ConnectionCut.WITHIN:
             half = request.length // 2
             server.sendall(request.head if half else request.head[:-2])
             server.sendall(_read(pair.from_client, half))
@@ -159,13 +161,13 @@ class RequestProxy(Relay):
         server.sendall(request.head)
         self._copy(pair.from_client, server, request.length, fault.bytes_s)
 
-    def _return(self, pair: _Pair, request: Request, fault: Fault, head: bytes) -> None:
+    def _return(self, pair: _Pair, request: Request, fault: RequestFault, head: bytes) -> None:
         status = int(head.split(b" ", 2)[1])
         length = _length(head)
         has_no_body = request.method == "HEAD" or status in (204, 304)
-        if fault.cut in (Cut.AFTER, Cut.ANSWER):
+        if fault.cut in (ConnectionCut.AFTER, ConnectionCut.ANSWER):
             body = b"" if has_no_body else _read_body(pair.from_server, head)
-            if fault.cut is Cut.ANSWER:
+            if fault.cut is ConnectionCut.ANSWER:
                 pair.client.sendall(head + body[: len(body) // 2] if body else head[:10])
                 raise _EndError
             raise _CutError
@@ -288,7 +290,7 @@ def _read_body(source: BufferedReader, head: bytes) -> bytes:
             return b"".join(pieces)
 
 
-def _answer(method: str, fault: Fault) -> bytes:
+def _answer(method: str, fault: RequestFault) -> bytes:
     assert fault.status is not None
     code = fault.code or "Fault"
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"

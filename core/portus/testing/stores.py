@@ -18,7 +18,7 @@ from typing import Final
 import pytest
 
 from portus.errors import CorruptionError, UsageError
-from portus.mirror.store import Buffer, Entry, MissingError, Store
+from portus.mirror.store import Buffer, ListedObject, MissingError, Store
 
 RACERS: Final = 8
 CLOCK_S_MAX: Final = 60.0
@@ -332,7 +332,7 @@ class CountingStore:
         self._count("get_range", received=into.nbytes)
         self._store.get_range(name, start, into)
 
-    def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         self._count("list")
         for number, each in enumerate(self._store.list(prefix, after)):
             if number and number % self._page == 0:

@@ -32,7 +32,7 @@ def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count:
     If one fails, no other is begun, and when those that are under way are through, its error is
     raised. No thread is left.
     """
-    shared, failed = Shared(items), list[BaseException]()
+    shared, failed = SharedIterator(items), list[BaseException]()
 
     def take_part() -> None:
         try:
@@ -62,7 +62,7 @@ def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count:
         raise failed[0]
 
 
-class Shared(Iterator[_Item]):
+class SharedIterator(Iterator[_Item]):
     """Items for several threads: each goes to one of them."""
 
     def __init__(self, items: Iterable[_Item]) -> None:

@@ -5,7 +5,7 @@ What passes (the body of a message while it comes, and what the work on it takes
 by bit: nobody has more than what was sent to him. What stays (regions, pins, a save under way) is
 had at once or refused. Whoever has had passing memory for longest always gets more, up to the limit
 of a connection, which is kept free for that: so one at least goes on to its end. While others wait,
-who has memory has to make good use of it (``Account.is_wanted``).
+who has memory has to make good use of it (``ConnectionBudget.is_wanted``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Budget:
         self.connection_max: Final = size // 2
         self.tenant_max: Final = size - size // 4
         self._changed: Final = threading.Condition()
-        self._passing: Final[dict[Account, None]] = {}
+        self._passing: Final[dict[ConnectionBudget, None]] = {}
         self._tenants: Final[Counter[str]] = Counter()
         self._waiting = 0
 
@@ -38,11 +38,11 @@ class Budget:
         with self._changed:
             return self._tenants.total()
 
-    def account(self) -> Account:
+    def account(self) -> ConnectionBudget:
         """For one more connection."""
-        return Account(self)
+        return ConnectionBudget(self)
 
-    def fits(self, account: Account, size: int, *, passes: bool) -> bool:
+    def fits(self, account: ConnectionBudget, size: int, *, passes: bool) -> bool:
         """True if ``account`` may have so much more now. The guard is held."""
         oldest = next(iter(self._passing), account)
         if passes and account is oldest:
@@ -54,7 +54,7 @@ class Budget:
         return size <= min(room, left)
 
 
-class Account:
+class ConnectionBudget:
     """What one connection has: ``passing`` and ``staying`` bytes. ``tenant``: whose it is, once
     that is known, and before anything is taken."""
 

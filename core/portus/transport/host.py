@@ -4,7 +4,7 @@
 new one when somebody needs it; while the host does not answer, calls fail at once between two
 tries, so that training is never held up by a host that is down. One that hangs is asked in the
 background: once somebody waited for it in vain, nobody else does until it answers. A connection
-that moves tensors gets a ``Lane``, where verbs can be had.
+that moves tensors gets a ``ClientLane``, where verbs can be had.
 
 Of a host and its replica the first one is asked, and the second one where that does not answer, or
 says that the model went on there. Who has claimed a model at the second one stays there.
@@ -35,11 +35,11 @@ from portus.errors import (
     TransportError,
     UsageError,
 )
-from portus.media.base import MediumInfo, MediumKind, ReadOnly
+from portus.media.base import MediumInfo, MediumKind, ReadOnlyMedium
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Transport
 from portus.protocol.messages import Said, Welcome, digest_rows, packed_column, packed_handles
-from portus.protocol.vocabulary import State
+from portus.protocol.vocabulary import Phase
 from portus.spec import Extent
 from portus.transport.base import Digests, Sources, Stop, cut
 from portus.transport.dial import (
@@ -49,7 +49,7 @@ from portus.transport.dial import (
     raised,
     transport_wished,
 )
-from portus.transport.regions import Lane, Parts, Regions, gathered
+from portus.transport.regions import ClientLane, Parts, Regions, gathered
 from portus.transport.stream import InterruptedByError, Link, SilentError, take
 from portus.transport.verbs import Domain, Endpoint, Region, port_for
 
@@ -113,7 +113,9 @@ class Links:
         """What is registered for the host; None: it reaches nothing by itself."""
         self._wish: Final = transport_wished()
         self._settled = self._wish is Transport.TCP
-        self._lanes: Final[weakref.WeakKeyDictionary[Link, Lane]] = weakref.WeakKeyDictionary()
+        self._lanes: Final[weakref.WeakKeyDictionary[Link, ClientLane]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._claim: Final = None if model is None else said.Claim(model, os.urandom(16))
         self._claim_s: Final = claim_s
         self._credentials = credentials
@@ -148,7 +150,7 @@ class Links:
 
     def give_back(self, link: Link) -> None:
         """Done with it. One that is closed, or in the middle of something, is of no more use."""
-        whole = not link.closed and link.connection.state is State.READY
+        whole = not link.closed and link.connection.state is Phase.READY
         with self._guard:
             if (
                 whole
@@ -160,7 +162,7 @@ class Links:
                 return
         self.revoke(link)
 
-    def lane(self, link: Link) -> Lane | None:
+    def lane(self, link: Link) -> ClientLane | None:
         """By which the host reaches registered memory, for as long as the connection lives. None:
         bytes go over the socket. Raises ``UsageError`` if that is not wished."""
         if self._settled:
@@ -252,7 +254,7 @@ class Links:
             with contextlib.suppress(TransportError):
                 verbs.domain.close()
 
-    def _connected(self, link: Link) -> Lane:
+    def _connected(self, link: Link) -> ClientLane:
         if not self.welcome.verbs:
             raise TransportError("the storage host offers no verbs on this connection")
         with self._guard:
@@ -268,7 +270,7 @@ class Links:
         except BaseException:
             pair.close()
             raise
-        return Lane(domain, pair)
+        return ClientLane(domain, pair)
 
     @contextlib.contextmanager
     def _or_closed(self) -> Iterator[None]:
@@ -430,7 +432,7 @@ class Links:
             raise
 
 
-class HostMedium(ReadOnly):
+class HostMedium(ReadOnlyMedium):
     """The pool of a tenant on a storage host: loaded from here, stored to by saves alone."""
 
     def __init__(self, links: Links, pins: HostLocks) -> None:
@@ -493,7 +495,7 @@ class HostMedium(ReadOnly):
                 try:
                     digests = _pushed(link, lane, targets, stop)
                 finally:
-                    if link.connection.state is not State.READY:
+                    if link.connection.state is not Phase.READY:
                         self._links.revoke(link)
                 self._pins.check()
                 return digests
@@ -621,7 +623,7 @@ def patience_s(size: int) -> float:
     return SILENCE_S + size / _BYTES_S_MIN
 
 
-def _pushed(link: Link, lane: Lane, targets: Sources, stop: Stop) -> Digests:
+def _pushed(link: Link, lane: ClientLane, targets: Sources, stop: Stop) -> Digests:
     """Have the host write into ``targets``: the digests of what it sent, if that is what came."""
     here = targets.length > 0
     is_small, offsets, size = gathered(targets.length, here, here)

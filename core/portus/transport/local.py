@@ -28,7 +28,7 @@ from portus.errors import MediumError
 from portus.media.base import MappedMedium, Medium
 from portus.spec import PAGE, Extent
 from portus.transport import native
-from portus.transport.abreast import Shared
+from portus.transport.abreast import SharedIterator
 from portus.transport.base import (
     Column,
     Digests,
@@ -429,7 +429,7 @@ def _together(work: Callable[[Iterator[Segments]], None], batches: Iterator[Segm
 
     If one fails, the other ends with its batch, and the error is raised here.
     """
-    shared = Shared(batches)
+    shared = SharedIterator(batches)
 
     def take_part() -> None:
         try:

@@ -66,7 +66,7 @@ class DeviceAccess(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Known:
+class RegisteredRegion:
     """A region that is registered. ``users``: how many saves use it now. ``lasting``: it is kept
     when they are over."""
 
@@ -87,7 +87,7 @@ class Regions:
         self.domain: Final = domain
         self._cuda: Final = cuda
         self._guard: Final = threading.Lock()
-        self._known: Final[dict[_Key, Known]] = {}
+        self._known: Final[dict[_Key, RegisteredRegion]] = {}
         self._refused: Final[dict[int, list[str]]] = {}
         self._unsteady: Final[set[int]] = set()
 
@@ -126,7 +126,7 @@ class Regions:
         length: Column,
         lasting: Flags,
         device: Column | None = None,
-    ) -> list[Known]:
+    ) -> list[RegisteredRegion]:
         """A region for each storage, registered now if it is not yet; for one save, which gives
         them back. What no save uses and this one does not name is let go of. device: the number of
         that which it is on, or HERE; all are here by default.
@@ -134,7 +134,7 @@ class Regions:
         Raises ``RegisterError`` if the system refuses, ``StagedError`` for memory of a device; then
         nothing was taken.
         """
-        taken: list[Known] = []
+        taken: list[RegisteredRegion] = []
         wanted: set[_Key] = set()
         where = np.full(len(owners), HERE) if device is None else device
         columns = (address.tolist(), length.tolist(), lasting.tolist(), where.tolist())
@@ -145,7 +145,7 @@ class Regions:
                     known = self._known.get(key)
                     if known is None:
                         region = self._registered(number, start, size)
-                        known = self._known[key] = Known(owner, region)
+                        known = self._known[key] = RegisteredRegion(owner, region)
                     known.lasting = lasts
                     known.users += 1
                     taken.append(known)
@@ -158,7 +158,7 @@ class Regions:
             self._sweep()
             return taken
 
-    def give_back(self, taken: Sequence[Known]) -> None:
+    def give_back(self, taken: Sequence[RegisteredRegion]) -> None:
         """A save is over."""
         with self._guard:
             self._let_go(taken)
@@ -202,7 +202,7 @@ class Regions:
                 "; ".join(said),
             )
 
-    def _let_go(self, taken: Sequence[Known]) -> None:
+    def _let_go(self, taken: Sequence[RegisteredRegion]) -> None:
         for known in taken:
             known.users -= 1
         self._sweep()
@@ -215,7 +215,7 @@ class Regions:
                     known.region.close()
 
 
-class Lane:
+class ClientLane:
     """The client's end of the queue pair of one connection, and memory to gather in. It posts
     nothing. For one thread; but ``close`` may be called by any."""
 

@@ -34,7 +34,7 @@ from portus.protocol.messages import BYTES, DATA, PAYLOAD_SIZE_MAX, ProtocolErro
 from portus.protocol.vocabulary import MessageKind
 from portus.spec import Extent
 from portus.transport.base import Column, Digests, Segments, Stop, StoppedError, memory
-from portus.transport.budget import FREE, Account
+from portus.transport.budget import FREE, ConnectionBudget
 from portus.transport.local import best_engine, copy
 
 PIECE: Final = 1 << 20
@@ -102,7 +102,7 @@ class Link:
         is_client: bool,
         name: str,
         silence_s: float,
-        account: Account | None = None,
+        account: ConnectionBudget | None = None,
     ) -> None:
         """account: the memory that the other side makes this one hold; None: no limit."""
         self.connection: Final = Connection(is_client=is_client)
@@ -415,7 +415,7 @@ class Link:
         if self.account is not None:
             self.account.keep(size)
 
-    def _body_taken(self, account: Account, size: int, left: int) -> PortusError | None:
+    def _body_taken(self, account: ConnectionBudget, size: int, left: int) -> PortusError | None:
         """The same for a part of a body, of which so much is left without: it is there twice, when
         it was decoded."""
         try:
@@ -424,7 +424,7 @@ class Link:
             return error
         return self._taken(account, 2 * size)
 
-    def _taken(self, account: Account, size: int) -> PortusError | None:
+    def _taken(self, account: ConnectionBudget, size: int) -> PortusError | None:
         """Memory that passes; what to say if there is none."""
         try:
             account.could(account.passing + size)

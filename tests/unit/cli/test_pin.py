@@ -15,7 +15,7 @@ import torch
 import portus as face
 from portus.client.checkpointer import Checkpointer
 from portus.client.files.pins import pin
-from portus.daemon.mirrors import Mirrors
+from portus.daemon.mirrors import TenantMirrors
 from portus.dcp import PortusStorageWriter
 from portus.errors import StaleError
 from portus.format.reference import pin_at
@@ -248,11 +248,11 @@ def test_a_fresh_host_has_the_pinned_version_and_the_pin(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     bucket = parse(f"file://{tmp_path}/bucket")
-    with serving(tmp_path / "1", mirrors=Mirrors(bucket)) as server:
+    with serving(tmp_path / "1", mirrors=TenantMirrors(bucket)) as server:
         train(url(server), [10])
         assert portus("pin", "net@10", "--pool", url(server)).code == 0
         train(url(server), [20])
-    with serving(tmp_path / "2", mirrors=Mirrors(bucket)) as server:
+    with serving(tmp_path / "2", mirrors=TenantMirrors(bucket)) as server:
         train(url(server), [30, 40])
         assert steps(url(server)) == [10, 40]
         assert portus("unpin", "net@10", "--pool", url(server)).code == 0

@@ -20,7 +20,7 @@ from portus.client.files.keeper import Keeper
 from portus.client.loading.resolve import POOLS
 from portus.client.shards.grouped import census
 from portus.daemon.server import Server
-from portus.daemon.session import Patience
+from portus.daemon.session import ClientTimeouts
 from portus.index.directory import WRITERS
 from portus.index.groups import new_id, part_model, part_token
 from portus.media.local import LocalFiles
@@ -183,7 +183,7 @@ def test_files_that_were_never_committed_are_removed_only_when_asked(run: Path, 
 
 def test_files_on_a_host_are_left_alone_while_another_process_saves_that_model(run: Path) -> None:
     links = str(run / "links")
-    with serving(run / "host", patience=Patience(claim_s=0.1)) as server:
+    with serving(run / "host", patience=ClientTimeouts(claim_s=0.1)) as server:
         for model in ("one", "two"):
             with portus.Checkpointer(url(server), model, links=links) as trainer:
                 _, keeper = trainer._pool.open_or_create()

@@ -14,7 +14,7 @@ import torch
 import portus
 from portus.daemon import mirrors as mirrors_of_hosts
 from portus.daemon.main import ServeOptions, prepared
-from portus.daemon.mirrors import Mirrors
+from portus.daemon.mirrors import TenantMirrors
 from portus.errors import MediumError, TransportError, UsageError
 from portus.mirror.address import StoreAddress, parse
 from portus.mirror.mirror import Mirror
@@ -45,7 +45,7 @@ def steps(bucket: StoreAddress, model: str = "net", tenant: str = "default") -> 
 
 def save(pools: Path, bucket: StoreAddress | None, *wanted: int) -> None:
     """Save these steps to a host, and end it."""
-    mirrors = None if bucket is None else Mirrors(bucket)
+    mirrors = None if bucket is None else TenantMirrors(bucket)
     with (
         serving(pools, mirrors=mirrors) as server,
         portus.Checkpointer(url(server), "net") as saver,
@@ -61,7 +61,7 @@ def test_a_fresh_host_hands_out_what_the_mirror_of_the_one_before_has(
     """The trainer has its reference files, and the address is the same."""
     monkeypatch.chdir(tmp_path)
     where = [place if ":" in place else str(tmp_path / f"{place} {n}") for n in range(2)]
-    with serving(where[0], mirrors=Mirrors(bucket)) as server:
+    with serving(where[0], mirrors=TenantMirrors(bucket)) as server:
         with portus.Checkpointer(url(server), "net", keep=2) as saver:
             for step in (1, 2, 3):
                 saver.save(state(step), step, reference=tmp_path / f"{step % 2}.ckpt").wait()
@@ -71,7 +71,7 @@ def test_a_fresh_host_hands_out_what_the_mirror_of_the_one_before_has(
             expected = pool.steps("net")
     assert steps(bucket) == expected == [2, 3]
     assert steps(bucket, "other") == [7]
-    with serving(where[1], mirrors=Mirrors(bucket)) as server:
+    with serving(where[1], mirrors=TenantMirrors(bucket)) as server:
         portus.allow(url(server))
         assert_same(portus.load_reference(tmp_path / "1.ckpt"), state(3))
         assert_same(portus.load_reference(tmp_path / "0.ckpt"), state(2))
@@ -93,7 +93,7 @@ def test_a_start_of_a_host_lists_each_model_once_and_once_more(
     end."""
     names = ["net", "other", "third"]
     with (
-        serving(tmp_path / "pools", mirrors=Mirrors(bucket)) as server,
+        serving(tmp_path / "pools", mirrors=TenantMirrors(bucket)) as server,
         portus.Checkpointer(url(server), "net") as saver,
     ):
         saver.save(state(1), 1).wait()
@@ -108,7 +108,7 @@ def test_a_start_of_a_host_lists_each_model_once_and_once_more(
 
     monkeypatch.setattr(mirrors_of_hosts, "open_store", counted)
     for pools in ("pools", "elsewhere"):
-        with serving(tmp_path / pools, mirrors=Mirrors(bucket)) as server:
+        with serving(tmp_path / pools, mirrors=TenantMirrors(bucket)) as server:
             portus.Checkpointer(url(server), "net").close()
         assert sum(each.lists for each in counts) in (
             len(names) + 1,
@@ -148,13 +148,13 @@ def test_a_host_without_an_answer_of_its_mirror_serves_what_it_has_and_starts_no
     away.append(True)
     with (
         pytest.raises(TransportError, match="does not answer"),
-        serving(pools, mirrors=Mirrors(bucket)),
+        serving(pools, mirrors=TenantMirrors(bucket)),
     ):
         raise AssertionError
     away.clear()
     save(pools, bucket, 1)
     away.append(True)
-    with serving(pools, mirrors=Mirrors(bucket)) as server:
+    with serving(pools, mirrors=TenantMirrors(bucket)) as server:
         hosted = server.house.pools.of("default")
         with portus.Checkpointer(url(server), "net") as saver:
             assert_same(saver.load(), state(1))
@@ -175,7 +175,7 @@ def test_a_model_whose_history_went_on_elsewhere_is_named_and_the_others_are_ser
     tmp_path: Path, bucket: StoreAddress, caplog: pytest.LogCaptureFixture
 ) -> None:
     behind, pools = tmp_path / "behind", tmp_path / "pools"
-    with serving(behind, mirrors=Mirrors(bucket)) as server:
+    with serving(behind, mirrors=TenantMirrors(bucket)) as server:
         for model in ("net", "other"):
             with portus.Checkpointer(url(server), model) as saver:
                 saver.save(state(1), 1).wait()
@@ -185,7 +185,7 @@ def test_a_model_whose_history_went_on_elsewhere_is_named_and_the_others_are_ser
     expected = steps(bucket)
     with (
         caplog.at_level(logging.ERROR),
-        serving(tmp_path / "copy", mirrors=Mirrors(bucket)) as server,
+        serving(tmp_path / "copy", mirrors=TenantMirrors(bucket)) as server,
     ):
         with pytest.raises(UsageError, match="'net' went on elsewhere"):
             portus.Checkpointer(url(server), "net")
@@ -196,12 +196,12 @@ def test_a_model_whose_history_went_on_elsewhere_is_named_and_the_others_are_ser
 
 
 def test_tenants_have_mirrors_apart(tmp_path: Path, bucket: StoreAddress) -> None:
-    with serving(tmp_path / "pools", mirrors=Mirrors(bucket)) as server:
+    with serving(tmp_path / "pools", mirrors=TenantMirrors(bucket)) as server:
         for number, tenant in enumerate(("anna", "ben")):
             with portus.Checkpointer(url(server, tenant), "net") as saver:
                 saver.save(state(number), number).wait()
     assert (steps(bucket, tenant="anna"), steps(bucket, tenant="ben")) == ([0], [1])
-    with serving("memory:64M", mirrors=Mirrors(bucket)) as server:
+    with serving("memory:64M", mirrors=TenantMirrors(bucket)) as server:
         assert {each.tenant for each in server.house.pools.all()} == {"anna", "ben"}
         with portus.Checkpointer(url(server, "ben"), "net") as saver:
             assert_same(saver.load(), state(1))
@@ -211,7 +211,7 @@ def test_the_memory_of_another_host_is_a_mirror_of_all_tenants(tmp_path: Path) -
     with serving("memory:64M") as other:
         mirror = parse(url(other))
         save(tmp_path / "pools", mirror, 1, 2)
-        with serving("memory:64M", mirrors=Mirrors(mirror)) as server:
+        with serving("memory:64M", mirrors=TenantMirrors(mirror)) as server:
             with portus.Checkpointer(url(server), "net") as saver:
                 assert_same(saver.load(), state(2))
             assert len(server.house.pools.of("default").writer.catalogue().ids()) == 2

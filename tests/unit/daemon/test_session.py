@@ -17,7 +17,7 @@ from portus.daemon.fabric import Fabric
 from portus.daemon.pools import HASHERS
 from portus.daemon.secrets import read_secrets
 from portus.daemon.server import Server
-from portus.daemon.session import Patience
+from portus.daemon.session import ClientTimeouts
 from portus.errors import (
     BusyError,
     CorruptionError,
@@ -37,7 +37,7 @@ from portus.protocol.address import Address, Scheme, Transport, parse
 from portus.protocol.connection import HEADER
 from portus.protocol.messages import Said, packed_column, packed_handles
 from portus.protocol.proof import proof_of_client, proof_of_host
-from portus.protocol.vocabulary import State
+from portus.protocol.vocabulary import Phase
 from portus.spec import TensorSpec
 from portus.transport.base import Digests, Sources, Stop
 from portus.transport.budget import FREE
@@ -54,7 +54,7 @@ ALL = packed_column([0, 1, 2])
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    with serving(tmp_path / "pools", patience=Patience(claim_s=0.2)) as made:
+    with serving(tmp_path / "pools", patience=ClientTimeouts(claim_s=0.2)) as made:
         yield made
 
 
@@ -178,7 +178,7 @@ def test_an_abandoned_save_leaves_nothing_and_the_connection_goes_on(
     with client(server) as link:
         where(link)
         asked(link, said.Abandon(), said.Abandoned)
-        assert link.connection.state is State.READY
+        assert link.connection.state is Phase.READY
         assert hosted.saves == 0
         assert not hosted.writer._held
         asked(link, said.Forget(ALL), said.Done)
@@ -195,7 +195,7 @@ def refused(
             asked(link, message, answer)
         with pytest.raises(error, match=match):
             asked(link, *messages[-1])
-        assert link.connection.state is State.READY
+        assert link.connection.state is Phase.READY
         asked(link, said.Status(), said.Standing)
     assert versions(server) == 0
     assert server._house.pools.of("default").saves == 0
@@ -237,7 +237,7 @@ def test_a_storage_that_has_a_place_already_is_refused(server: Server) -> None:
         pulled(link)
         with pytest.raises(UsageError, match="have a place already"):
             asked(link, said.Offer(packed_column([1]), packed_column([1])), said.Pull)
-        assert link.connection.state is State.READY
+        assert link.connection.state is Phase.READY
     assert versions(server) == 0
 
 
@@ -350,7 +350,7 @@ def test_sharing_what_cannot_be_shared_is_refused(
             asked(link, said.Share(TOKEN, packed_column([2])), said.Shared)
         with pytest.raises(UsageError, match=match):
             asked(link, said.Share(TOKEN, packed_column(indices)), said.Shared)
-        assert link.connection.state is State.READY
+        assert link.connection.state is Phase.READY
     assert versions(server) == 1
 
 
@@ -392,7 +392,7 @@ def test_other_digests_than_the_hosts_make_no_version(server: Server) -> None:
     with client(server) as link:
         with pytest.raises(CorruptionError, match="nothing was committed"):
             confirmed(link, bytes(len(units())))
-        assert link.connection.state is State.READY
+        assert link.connection.state is Phase.READY
     assert versions(server) == 0
 
 
@@ -726,7 +726,7 @@ def test_a_door_that_others_reach_needs_a_secret(tmp_path: Path) -> None:
 
 
 def impatient(tmp_path: Path, **changes: float) -> contextlib.AbstractContextManager[Server]:
-    return serving(tmp_path / "pools", patience=Patience(**changes))
+    return serving(tmp_path / "pools", patience=ClientTimeouts(**changes))
 
 
 def test_an_idle_reader_is_ended(tmp_path: Path) -> None:
@@ -902,7 +902,7 @@ def test_a_medium_that_fails_is_said_to_the_client_and_ends_no_connection(
             assert isinstance(answer, said.Refused), answer
         assert isinstance(raised(answer), MediumError)
         assert "refused" in caplog.text
-        assert link.connection.state is State.READY
+        assert link.connection.state is Phase.READY
     assert np.all([versions(server) == 0])
 
 
@@ -1040,7 +1040,7 @@ def test_so_many_are_hashed_for_at_once_and_other_tenants_too(
 
 
 def test_the_end_does_not_wait_for_those_who_wait(tmp_path: Path) -> None:
-    with serving(tmp_path / "pools", patience=Patience(claim_s=3600)) as server:
+    with serving(tmp_path / "pools", patience=ClientTimeouts(claim_s=3600)) as server:
 
         def come() -> None:
             with contextlib.suppress(TransportError), client(server, model=None) as link:

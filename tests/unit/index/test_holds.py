@@ -9,7 +9,7 @@ import pytest
 from portus.errors import UsageError
 from portus.format.reference import Reference, decode, encode
 from portus.index import holds as module
-from portus.index.holds import Holds
+from portus.index.holds import PoolHolds
 from portus.media.local import LocalFiles
 
 
@@ -27,7 +27,7 @@ def reference(number: int) -> Reference:
     )
 
 
-def found(holds: Holds) -> list[int]:
+def found(holds: PoolHolds) -> list[int]:
     steps, after = [], "0" * 32
     while some := holds.after(after, 3000):
         for data in some:
@@ -41,7 +41,7 @@ def found(holds: Holds) -> list[int]:
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_what_is_kept_is_there_until_it_is_let_go_of(tmp_path: Path, in_memory: bool) -> None:
     directory = None if in_memory else str(tmp_path / "pool.references")
-    holds = Holds(directory, LocalFiles())
+    holds = PoolHolds(directory, LocalFiles())
     for number in (7, 3, 5):
         holds.keep(f"{number:032x}", encode(reference(number)))
         holds.keep(f"{number:032x}", encode(reference(number)))
@@ -52,11 +52,11 @@ def test_what_is_kept_is_there_until_it_is_let_go_of(tmp_path: Path, in_memory: 
     if directory is not None:
         (tmp_path / "pool.references" / "half.new").write_bytes(b"half")
         (tmp_path / "pool.references" / "rotten").write_bytes(b"rot")
-        assert found(Holds(directory, LocalFiles())) == [3, 7]
+        assert found(PoolHolds(directory, LocalFiles())) == [3, 7]
 
 
 def test_nonsense_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    holds = Holds(None, LocalFiles())
+    holds = PoolHolds(None, LocalFiles())
     for data in (b"", b"x" * 2000, encode(reference(2))):
         with pytest.raises(UsageError, match="not a reference file with that id"):
             holds.keep(f"{1:032x}", data)

@@ -12,7 +12,7 @@ import pytest
 from portus.errors import CorruptionError
 from portus.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST, WITH_NEXT
 from portus.index.log import Bunch, Entry, LogWriter, PatchPlaces, entries, logged
-from portus.index.records import NOWHERE, Log, VersionRecord
+from portus.index.records import NOWHERE, VersionLog, VersionRecord
 from portus.media.memory import Memory
 from portus.spec import PAGE, Extent, VersionInfo
 
@@ -26,7 +26,7 @@ def version(*, born: tuple[int, ...] = (3, 5), commit: int = 5, counted: int = 0
     storages["first_extent"], storages["born"] = (0, 2), born
     rows = [(20 * PAGE, 2 * PAGE), (10 * PAGE, 10_000 - 2 * PAGE), (15 * PAGE, 100)]
     info = VersionInfo("shelf", 1, commit, 0, os.urandom(16), 0, 10_100)
-    log = Log(Extent(DATA_START + 20 * PAGE, PAGES * PAGE), os.urandom(16), 2, counted)
+    log = VersionLog(Extent(DATA_START + 20 * PAGE, PAGES * PAGE), os.urandom(16), 2, counted)
     units = np.zeros(2, UNIT_DIGEST.dtype)
     return VersionRecord(info, NOWHERE, NOWHERE, storages, np.array(rows, EXTENT.dtype), units, log)
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from portus.journal.account import Account, account
-from portus.journal.lines import Asked, Begun, Ended, Line, Saved
+from portus.journal.lines import Asked, Line, Saved, SessionBegun, SessionEnded
 from tests.bench.cadence import HOUR, Job, Load, Outcome, drawn, replay, ways
 from tests.bench.journal import OFTEN, token, written
 
@@ -47,7 +47,7 @@ def session(
     time_s: float | None = None,
 ) -> list[Line]:  # fmt: skip
     """A session of steps of 1 s; ``saves`` by what they are called, ``step`` when it begins."""
-    begun = Begun(
+    begun = SessionBegun(
         session=name, at_s=at_s, time_ns=int((at_s if time_s is None else time_s) * 1e9), boot=boot,
         machine="m", process=1, resumed=None if resumed is None else token(resumed),
         resumed_step=resumed,
@@ -61,7 +61,7 @@ def session(
                 at_s=at_s + done, token=token(each), work_s=float(done), step_s=1.0,
             )
         )  # fmt: skip
-    ended = Ended(
+    ended = SessionEnded(
         session=name, closed=closed, steps=steps, at_s=at_s + steps,
         work_s=float(steps),
         asked=tuple(Asked(token=token(each), step=each, steps=each - step) for each in asked),

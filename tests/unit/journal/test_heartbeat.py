@@ -10,10 +10,10 @@ import pytest
 from portus.errors import CorruptionError, UsageError
 from portus.journal import heartbeat
 from portus.journal.heartbeat import ASKED, BEAT, HEAD
-from portus.journal.lines import Asked, Begun
+from portus.journal.lines import Asked, SessionBegun
 from portus.spec import PAGE
 
-BEGUN = Begun(session="5e", at_s=1.5, time_ns=1, boot="b", machine="m", process=3)
+BEGUN = SessionBegun(session="5e", at_s=1.5, time_ns=1, boot="b", machine="m", process=3)
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "report.md"
 
 

@@ -11,14 +11,14 @@ from portus.errors import CorruptionError, UsageError
 from portus.journal.account import account, sessions
 from portus.journal.lines import (
     Asked,
-    Begun,
     Decided,
-    Ended,
     Failed,
     Folded,
     Head,
     Line,
     Saved,
+    SessionBegun,
+    SessionEnded,
     decoded,
     encoded,
     shortened,
@@ -31,8 +31,8 @@ def token(number: int) -> str:
     return f"{number:032x}"
 
 
-def begun(name: str = "a", at_s: float = 100.0, resumed: int | None = None) -> Begun:
-    return Begun(
+def begun(name: str = "a", at_s: float = 100.0, resumed: int | None = None) -> SessionBegun:
+    return SessionBegun(
         session=name,
         at_s=at_s,
         time_ns=int(at_s * 1e9),
@@ -62,7 +62,7 @@ LINES: list[Line] = [
         max_overhead=0.035, step_s=1.0, cost_s=0.2, save_s=0.5,
     ),
     saved(5),
-    Ended(
+    SessionEnded(
         session="a", closed=False, steps=7, at_s=107.0, work_s=6.5,
         asked=(Asked(token="00", step=6, steps=6),),
     ),
@@ -162,7 +162,9 @@ def long_run(count: int) -> list[Line]:
             )  # fmt: skip
         steps = 10 * count - 3
         lines.append(
-            Ended(session=name, closed=False, steps=steps, at_s=at_s + steps, work_s=float(steps))
+            SessionEnded(
+                session=name, closed=False, steps=steps, at_s=at_s + steps, work_s=float(steps)
+            )
         )
         start += 10 * (count // 2)
     return lines
@@ -192,7 +194,10 @@ def test_a_journal_of_many_sessions_lets_go_of_the_oldest() -> None:
     lines: list[Line] = []
     for number in range(500):
         name = f"s{number}"
-        lines += [begun(name, 100.0 + number), Ended(session=name, closed=False, steps=1, at_s=1e3)]
+        lines += [
+            begun(name, 100.0 + number),
+            SessionEnded(session=name, closed=False, steps=1, at_s=1e3),
+        ]
     made = shortened(HEAD, lines, 20_000)
     left = sessions(decoded(made, "j").lines)
     assert len(made) <= 20_000

@@ -26,15 +26,15 @@ import pytest
 
 from portus.errors import MediumError, PortusError, TransportError, UsageError
 from portus.mirror.address import parse
-from portus.mirror.bucket import Bucket, Patience
-from portus.mirror.causes import Failed, meant
+from portus.mirror.bucket import Bucket, BucketTimeouts
+from portus.mirror.causes import FailedCall, meant
 from portus.mirror.opening import open_store
 from portus.mirror.store import MissingError, Store
-from portus.testing.proxy import Cut, Fault, RequestProxy
+from portus.testing.proxy import ConnectionCut, RequestFault, RequestProxy
 from tests.certificates import LEAF
 from tests.unit.daemon.test_main import certificate
 
-QUICK = Patience(connect_s=1, request_s=1, retries=0, retry_s=1)
+QUICK = BucketTimeouts(connect_s=1, request_s=1, retries=0, retry_s=1)
 CANARY = "canary-5f2e9c"
 CALLS: dict[str, Callable[[Store], object]] = {
     "put": lambda store: store.put("a", [b"x", b"y"]),
@@ -106,7 +106,7 @@ def told(store: Store, call: str) -> PortusError:
 def test_what_a_server_answers_is_told_by_its_cause(
     store: Bucket, proxy: RequestProxy, status: int, code: str, kind: type, cause: str
 ) -> None:
-    proxy.fail(Fault(status=status, code=code), times=100)
+    proxy.fail(RequestFault(status=status, code=code), times=100)
     for call in CALLS:
         error = told(store, call)
         assert isinstance(error, kind), error
@@ -116,7 +116,7 @@ def test_what_a_server_answers_is_told_by_its_cause(
 def test_an_object_and_a_range_that_are_missing_are_no_error_of_the_store(
     store: Bucket, proxy: RequestProxy
 ) -> None:
-    proxy.fail(Fault(status=404, code="NoSuchKey"), times=100)
+    proxy.fail(RequestFault(status=404, code="NoSuchKey"), times=100)
     for call in ("get", "get a"):
         assert isinstance(told(store, call), MissingError)
 
@@ -124,13 +124,13 @@ def test_an_object_and_a_range_that_are_missing_are_no_error_of_the_store(
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
-        (Fault(cut=Cut.BEFORE), "the connection was cut"),
-        (Fault(status=200, delay_s=5), "no answer within 1 s"),
+        (RequestFault(cut=ConnectionCut.BEFORE), "the connection was cut"),
+        (RequestFault(status=200, delay_s=5), "no answer within 1 s"),
     ],
     ids=["cut", "late"],
 )
 def test_a_server_that_does_not_answer_is_told_by_what_became_of_it(
-    store: Bucket, proxy: RequestProxy, fault: Fault, cause: str
+    store: Bucket, proxy: RequestProxy, fault: RequestFault, cause: str
 ) -> None:
     proxy.fail(fault, times=100)
     with ThreadPoolExecutor(len(CALLS)) as pool:
@@ -146,7 +146,7 @@ def test_nobody_who_listens_and_a_name_that_is_not_known(monkeypatch: pytest.Mon
         ("http://nobody.invalid", r"cannot be resolved \(DNS\), at nobody.invalid"),
     ):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        patient = Patience(connect_s=60, request_s=60, retries=0)  # of who is asked for names
+        patient = BucketTimeouts(connect_s=60, request_s=60, retries=0)  # of who is asked for names
         store = Bucket(parse("s3://bucket/runs/gpt"), patient)
         error = told(store, "put")
         assert isinstance(error, TransportError)
@@ -259,7 +259,7 @@ def test_no_log_and_no_process_title_holds_a_secret(
     store: Bucket, proxy: RequestProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    proxy.fail(Fault(status=403, code=f"x{CANARY}"), times=100)
+    proxy.fail(RequestFault(status=403, code=f"x{CANARY}"), times=100)
     for call in CALLS:
         told(store, call)
     assert CANARY not in caplog.text
@@ -270,7 +270,7 @@ def test_an_error_that_is_not_known_is_shown_without_secrets(
 ) -> None:
     url = f"https://me:{CANARY}@host/x?sig=signed"
     said = f"Nobody {{knows}} {url} id-{CANARY}\x1b[2J of a\nsecond line"
-    error = meant(ValueError(said), Failed(parse("gs://bucket/x"), "put", "a", 1, 1))
+    error = meant(ValueError(said), FailedCall(parse("gs://bucket/x"), "put", "a", 1, 1))
     assert isinstance(error, TransportError)
     assert "unknown error, Nobody {knows} https://host/x ...\\x1b[2J of a, at host;" in str(error)
 
@@ -279,7 +279,7 @@ def test_what_an_object_is_called_is_no_cause() -> None:
     said = (
         'Error performing PUT https://h/TimedOut/certificate in 1s - ?\n path: "ConnectionRefused"'
     )
-    error = meant(ValueError(said), Failed(parse("s3://bucket/x"), "put", "dns", 1, 1))
+    error = meant(ValueError(said), FailedCall(parse("s3://bucket/x"), "put", "dns", 1, 1))
     assert "an unknown error" in str(error)
 
 
@@ -326,7 +326,7 @@ def test_what_stores_need_is_imported_when_one_is_opened() -> None:
 
 def test_a_process_that_ends_in_the_middle_of_a_call_ends_at_once(proxy: RequestProxy) -> None:
     """What Rust still runs would meet an interpreter that is gone."""
-    proxy.fail(Fault(status=200, delay_s=60), times=100)
+    proxy.fail(RequestFault(status=200, delay_s=60), times=100)
     program = (
         "import threading, time\n"
         "from portus.mirror.address import parse\n"

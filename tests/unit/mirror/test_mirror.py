@@ -26,7 +26,7 @@ from portus.media.memory import Memory
 from portus.mirror.log import SupersededError
 from portus.mirror.mirror import Mirror, models
 from portus.mirror.objects import GONE_MAX, STRIDE, Added, Referred, Removed
-from portus.mirror.store import Buffer, Entry
+from portus.mirror.store import Buffer, ListedObject
 from portus.mirror.units import ALONE
 from portus.pipeline.transfer import transferred
 from portus.spec import PAGE
@@ -392,7 +392,7 @@ def test_a_collection_that_fails_before_it_deletes_has_nothing_sent_again(run: R
     class Failing(ModelStore):
         fails = False
 
-        def list(self, prefix: str, after: str = "") -> Iterator[Entry]:
+        def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
             if self.fails:
                 raise TransportError("the line is dead")
             return super().list(prefix, after)

@@ -18,7 +18,7 @@ from portus.protocol.messages import (
     packed_handles,
 )
 from portus.protocol.session import NEXT
-from portus.protocol.vocabulary import MessageKind, State
+from portus.protocol.vocabulary import MessageKind, Phase
 
 TOKEN = bytes(range(16))
 
@@ -78,11 +78,11 @@ EXAMPLES: dict[MessageKind, Said] = {
 }
 
 
-def end(state: State, *, is_client: bool, version: int = said.VERSION) -> Connection:
+def end(state: Phase, *, is_client: bool, version: int = said.VERSION) -> Connection:
     """One end of a conversation that is in ``state``."""
     connection = Connection(is_client=is_client)
     connection.state = state
-    connection.version = 0 if state is State.NEW else version
+    connection.version = 0 if state is Phase.NEW else version
     return connection
 
 
@@ -137,7 +137,7 @@ def test_every_kind_has_an_example() -> None:
 @pytest.mark.parametrize("version", said.VERSIONS)
 @pytest.mark.parametrize(("state", "kind"), NEXT, ids=lambda each: each.name)
 def test_both_ends_agree_however_the_bytes_are_cut(
-    state: State, kind: MessageKind, version: int
+    state: Phase, kind: MessageKind, version: int
 ) -> None:
     speaker = end(state, is_client=kind.from_client, version=version)
     if not speaker.knows(kind):
@@ -156,9 +156,9 @@ def test_both_ends_agree_however_the_bytes_are_cut(
 
 def test_a_frame_is_never_asked_beyond_its_end() -> None:
     """Or payload would be eaten by the buffer, not received where it goes."""
-    speaker = end(State.PULLING, is_client=True)
+    speaker = end(Phase.PULLING, is_client=True)
     data = frames(speaker, said.DATA) + frames(speaker, said.DATA)
-    listener = end(State.PULLING, is_client=False)
+    listener = end(Phase.PULLING, is_client=False)
     fed = 0
     while fed < len(data):
         if listener.payload_left:
@@ -174,7 +174,7 @@ def test_a_frame_is_never_asked_beyond_its_end() -> None:
 
 def test_what_the_table_does_not_have_is_refused_by_the_listener() -> None:
     tried = 0
-    for state in State:
+    for state in Phase:
         for kind in said.MESSAGES:
             if (state, kind) in NEXT:
                 continue
@@ -190,7 +190,7 @@ def test_what_the_table_does_not_have_is_refused_by_the_listener() -> None:
 
 
 def test_what_the_table_does_not_have_cannot_be_said() -> None:
-    for state in State:
+    for state in Phase:
         for kind in said.MESSAGES:
             speaker = end(state, is_client=kind.from_client)
             if (state, kind) not in NEXT:
@@ -218,28 +218,28 @@ def test_a_length_out_of_range_is_refused_before_a_byte_of_the_body(kind: Messag
 def test_what_is_longer_than_its_kind_may_be_cannot_be_said() -> None:
     proof = said.ProofGiven(bytes(said.ProofGiven.kind.body_size_max))
     with pytest.raises(AssertionError):
-        end(State.CHALLENGED, is_client=True).send(proof)
+        end(Phase.CHALLENGED, is_client=True).send(proof)
     for length in (0, said.DATA.body_size_max + 1):
         with pytest.raises(AssertionError):
-            end(State.PULLING, is_client=True).send_payload(said.DATA, length)
-    end(State.PULLING, is_client=True).send_payload(said.DATA, said.DATA.body_size_max)
+            end(Phase.PULLING, is_client=True).send_payload(said.DATA, length)
+    end(Phase.PULLING, is_client=True).send_payload(said.DATA, said.DATA.body_size_max)
 
 
 def test_a_stranger_can_make_the_host_take_little_memory() -> None:
     for kind in (said.Hello.kind, said.ProofGiven.kind):
         assert kind.body_size_max <= 512
-    listener = end(State.READY, is_client=False)
+    listener = end(Phase.READY, is_client=False)
     listener.feed(header(listener, said.Begin.kind.body_size_max, said.Begin.kind.number))
     assert listener.wanted <= 1 << 20  # memory is taken as bytes arrive
 
 
 def test_a_header_without_a_check_has_zeros() -> None:
     with pytest.raises(ProtocolError, match="expected 000000"):
-        end(State.NEW, is_client=False).feed(HEADER.pack(5, said.Hello.kind.number, b"\0\1\0"))
+        end(Phase.NEW, is_client=False).feed(HEADER.pack(5, said.Hello.kind.number, b"\0\1\0"))
 
 
 @pytest.mark.parametrize(("state", "kind"), NEXT, ids=lambda each: each.name)
-def test_every_bit_that_flips_is_seen_within_its_frame(state: State, kind: MessageKind) -> None:
+def test_every_bit_that_flips_is_seen_within_its_frame(state: Phase, kind: MessageKind) -> None:
     data = frames(end(state, is_client=kind.from_client), kind)
     for number in range(8 * len(data)):
         damaged = bytearray(data)
@@ -258,19 +258,19 @@ def test_every_bit_that_flips_is_seen_within_its_frame(state: State, kind: Messa
 
 
 def test_a_damaged_length_is_seen_before_it_is_waited_for() -> None:
-    data = frames(end(State.READY, is_client=True), said.Pin.kind)
+    data = frames(end(Phase.READY, is_client=True), said.Pin.kind)
     for number in range(8 * HEADER.size):
         damaged = bytearray(data[: HEADER.size])
         damaged[number // 8] ^= 1 << number % 8
         with pytest.raises(ProtocolError, match="changed on the way"):
-            end(State.READY, is_client=False).feed(bytes(damaged))
+            end(Phase.READY, is_client=False).feed(bytes(damaged))
 
 
 def test_a_refusal_of_a_version_can_be_read_by_whoever_speaks_another() -> None:
-    refused = frames(end(State.GREETED, is_client=False, version=5), said.Refused.kind)
-    listener = end(State.GREETED, is_client=True)
+    refused = frames(end(Phase.GREETED, is_client=False, version=5), said.Refused.kind)
+    listener = end(Phase.GREETED, is_client=True)
     assert heard(listener, refused, forever(7)) == [EXAMPLES[said.Refused.kind]]
-    proving = end(State.PROVING, is_client=True)
+    proving = end(Phase.PROVING, is_client=True)
     with pytest.raises(ProtocolError, match="changed on the way"):
         heard(proving, refused, forever(7))
 
@@ -333,9 +333,9 @@ def test_bytes_that_are_no_column_are_refused(data: bytes) -> None:
             read(data, "what")
 
 
-@hypothesis.given(data=st.binary(max_size=400), state=st.sampled_from(State), client=st.booleans())
+@hypothesis.given(data=st.binary(max_size=400), state=st.sampled_from(Phase), client=st.booleans())
 def test_any_bytes_are_messages_or_a_protocol_error(
-    data: bytes, state: State, client: bool
+    data: bytes, state: Phase, client: bool
 ) -> None:
     listener = end(state, is_client=client)
     try:

@@ -10,7 +10,7 @@ from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme, is_address, parse
 from portus.protocol.proof import equal, proof_of_client, proof_of_host
 from portus.protocol.session import NEXT, table
-from portus.protocol.vocabulary import State
+from portus.protocol.vocabulary import Phase
 
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "protocol.md").read_text()
 
@@ -25,13 +25,13 @@ def test_the_document_holds_the_messages() -> None:
 
 def test_every_message_and_every_state_is_in_the_table() -> None:
     assert {kind for _, kind in NEXT} == set(said.MESSAGES)
-    reached = {State.NEW, *NEXT.values()}
-    assert reached == set(State)
+    reached = {Phase.NEW, *NEXT.values()}
+    assert reached == set(Phase)
 
 
 def test_every_request_can_be_answered_and_none_is_left_without_end() -> None:
-    ends = {State.READY, State.CLOSED}
-    for start in State:
+    ends = {Phase.READY, Phase.CLOSED}
+    for start in Phase:
         seen, todo = {start}, [start]
         while todo:
             here = todo.pop()
@@ -46,27 +46,27 @@ def test_a_state_waits_for_one_side_alone_but_where_words_may_cross() -> None:
     """Otherwise both might speak, and neither knew the other's state."""
     both = {
         state
-        for state in State
+        for state in Phase
         if len({kind.from_client for before, kind in NEXT if before is state}) == 2
     }
     # OFFERED, PULLING: a client may abandon while the host answers; the host's words are passed
     # over in ABANDONING.
-    assert both == {State.OFFERED, State.PULLING}
+    assert both == {Phase.OFFERED, Phase.PULLING}
     for state in both:
         for before, kind in NEXT:
             if before is state and not kind.from_client:
-                assert (State.ABANDONING, kind) in NEXT
+                assert (Phase.ABANDONING, kind) in NEXT
 
 
 def test_an_abandonment_that_crosses_any_answer_ends_in_ready() -> None:
-    for state in (State.OFFERED, State.PULLING):
+    for state in (Phase.OFFERED, Phase.PULLING):
         for answer in (said.Pull.kind, said.Pulled.kind, said.Refused.kind):
             if (state, answer) not in NEXT:
                 continue
             host = NEXT[state, answer]  # it answered, and then hears of the abandonment
-            assert NEXT[host, said.Abandon.kind] is State.ABANDONING
+            assert NEXT[host, said.Abandon.kind] is Phase.ABANDONING
             client = NEXT[NEXT[state, said.Abandon.kind], answer]
-            assert client is State.ABANDONING
+            assert client is Phase.ABANDONING
 
 
 def test_units_are_those_of_the_format() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from portus.daemon.session import _ANSWERS
 from portus.protocol import messages as said
-from portus.protocol.vocabulary import MessageKind, State, Vocabulary
+from portus.protocol.vocabulary import MessageKind, Phase, Vocabulary
 
-ASK = {State.READY: State.ASKED}
+ASK = {Phase.READY: Phase.ASKED}
 
 
 class _Body:
@@ -23,10 +23,10 @@ class _Body:
 def spoken() -> Vocabulary:
     """One request, its answer, and what is no request."""
     words = Vocabulary()
-    words.client(5, "GREET", {State.NEW: State.GREETED})(type("Greet", (_Body,), {}))
+    words.client(5, "GREET", {Phase.NEW: Phase.GREETED})(type("Greet", (_Body,), {}))
     words.client(6, "ASK", ASK, handler="ask")(Ask)
-    words.client(7, "LEAVE", {State.READY: State.CLOSED})(type("Leave", (_Body,), {}))
-    words.host(64, "TOLD", {State.ASKED: State.READY})(type("Told", (_Body,), {}))
+    words.client(7, "LEAVE", {Phase.READY: Phase.CLOSED})(type("Leave", (_Body,), {}))
+    words.host(64, "TOLD", {Phase.ASKED: Phase.READY})(type("Told", (_Body,), {}))
     return words
 
 
@@ -79,7 +79,7 @@ def test_a_request_declares_its_handler_and_nothing_else_does() -> None:
     with pytest.raises(AssertionError, match=r"WONDER: it is a request, and no handler"):
         words.client(8, "WONDER", ASK)(type("Wonder", (_Body,), {}))
     with pytest.raises(AssertionError, match=r"PART: it is no request"):
-        words.client(8, "PART", {State.PULLING: State.PULLING}, handler="part")(_Body)
+        words.client(8, "PART", {Phase.PULLING: Phase.PULLING}, handler="part")(_Body)
     assert words.get(8) is None
 
 
@@ -108,9 +108,9 @@ def test_every_request_of_the_protocol_has_its_answer() -> None:
 def test_a_host_does_not_start_with_a_message_that_nobody_answers() -> None:
     code = """
         from portus.protocol import messages as said
-        from portus.protocol.vocabulary import State
+        from portus.protocol.vocabulary import Phase
 
-        @said.MESSAGES.client(63, "WONDER", {State.READY: State.ASKED}, handler="wonder")
+        @said.MESSAGES.client(63, "WONDER", {Phase.READY: Phase.ASKED}, handler="wonder")
         class Wonder(said.Message, frozen=True):
             pass
 

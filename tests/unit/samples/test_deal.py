@@ -13,7 +13,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 from portus.errors import UsageError
-from portus.samples.deal import Deal, Tail, Turn, batch_of_ranks
+from portus.samples.deal import Deal, DealtBy, Tail, batch_of_ranks
 
 SIZES = [*range(1, 14), 24, 25]
 
@@ -49,7 +49,7 @@ def test_the_whole_epoch_is_dealt_as_accelerate_deals_it() -> None:
                 samples=n,
                 ranks=ranks,
                 batch=batch,
-                turn=Turn.BATCH,
+                turn=DealtBy.BATCH,
                 tail=Tail.FULL if even else Tail.ASIS,
                 drop_last=drop_last,
             )
@@ -67,9 +67,12 @@ def test_the_whole_epoch_is_dealt_as_accelerate_deals_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "tail"), [(Turn.SAMPLE, Tail.EVEN), (Turn.BATCH, Tail.FULL), (Turn.BATCH, Tail.ASIS)]
+    ("turn", "tail"),
+    [(DealtBy.SAMPLE, Tail.EVEN), (DealtBy.BATCH, Tail.FULL), (DealtBy.BATCH, Tail.ASIS)],
 )
-def test_each_sample_is_delivered_once_over_any_restarts(turn: Turn, tail: Tail, seed: int) -> None:
+def test_each_sample_is_delivered_once_over_any_restarts(
+    turn: DealtBy, tail: Tail, seed: int
+) -> None:
     chance = random.Random(seed)
     restarts = 0
     for _ in range(400):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from portus.testing.proxy import Cut, Fault, RequestProxy
+from portus.testing.proxy import ConnectionCut, RequestFault, RequestProxy
 
 BODY = b"0123456789" * 10_000
 
@@ -112,7 +112,7 @@ def test_what_is_passed_on_is_unchanged_and_counted(
 def test_a_status_is_answered_without_the_server_and_so_many_times(
     server: Server, proxy: RequestProxy, client: http.client.HTTPConnection
 ) -> None:
-    proxy.fail(Fault(status=503, code="SlowDown"), times=2, method="PUT", target="a")
+    proxy.fail(RequestFault(status=503, code="SlowDown"), times=2, method="PUT", target="a")
     assert ask(client, "PUT", "/b", b"1")[0] == 200
     for _ in range(2):
         status, body = ask(client, "PUT", "/a", BODY)
@@ -122,15 +122,17 @@ def test_a_status_is_answered_without_the_server_and_so_many_times(
     assert ask(client, "PUT", "/a", BODY)[0] == 200
 
 
-@pytest.mark.parametrize(("cut", "is_done"), [*zip(Cut, (False, False, True, True), strict=True)])
+@pytest.mark.parametrize(
+    ("cut", "is_done"), [*zip(ConnectionCut, (False, False, True, True), strict=True)]
+)
 def test_a_cut_is_before_within_or_after_what_the_server_does(
     server: Server,
     proxy: RequestProxy,
     client: http.client.HTTPConnection,
-    cut: Cut,
+    cut: ConnectionCut,
     is_done: bool,
 ) -> None:
-    proxy.fail(Fault(cut=cut))
+    proxy.fail(RequestFault(cut=cut))
     with pytest.raises((ConnectionError, http.client.HTTPException)):
         ask(client, "PUT", "/a", BODY)
     client.close()
@@ -144,7 +146,7 @@ def test_half_of_an_answer_arrives(
     server: Server, proxy: RequestProxy, client: http.client.HTTPConnection
 ) -> None:
     server.kept["/a"] = BODY
-    proxy.fail(Fault(cut=Cut.ANSWER))
+    proxy.fail(RequestFault(cut=ConnectionCut.ANSWER))
     client.request("GET", "/a")
     answer = client.getresponse()
     with pytest.raises((ConnectionError, http.client.IncompleteRead)):
@@ -154,7 +156,7 @@ def test_half_of_an_answer_arrives(
 def test_a_late_request_is_done_though_nobody_waits_for_it(
     server: Server, proxy: RequestProxy, client: http.client.HTTPConnection
 ) -> None:
-    proxy.fail(Fault(delay_s=0.2))
+    proxy.fail(RequestFault(delay_s=0.2))
     client.request("PUT", "/a", BODY)
     client.close()
     until = time.monotonic() + 10
@@ -166,7 +168,7 @@ def test_a_late_request_is_done_though_nobody_waits_for_it(
 def test_a_slow_body_takes_its_time(
     proxy: RequestProxy, client: http.client.HTTPConnection
 ) -> None:
-    proxy.fail(Fault(bytes_s=len(BODY) * 5))
+    proxy.fail(RequestFault(bytes_s=len(BODY) * 5))
     begun = time.monotonic()
     assert ask(client, "PUT", "/a", BODY)[0] == 200
     assert time.monotonic() - begun >= 0.2

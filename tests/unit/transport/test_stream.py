@@ -13,8 +13,8 @@ import pytest
 from portus.errors import PortusError, TransportError, UsageError
 from portus.protocol import messages as said
 from portus.protocol.connection import HEADER
-from portus.protocol.vocabulary import State
-from portus.transport.budget import FREE, Account, Budget
+from portus.protocol.vocabulary import Phase
+from portus.transport.budget import FREE, Budget, ConnectionBudget
 from portus.transport.stream import EndedError, Link, SilentError, UnreadError
 
 SILENCE_S = 1000.0
@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-class Asked(Account):
+class Asked(ConnectionBudget):
     """One that tells when it asked."""
 
     def __init__(self, budget: Budget) -> None:
@@ -71,7 +71,7 @@ class Listener:
         self.link = Link(
             here, is_client=False, name="client", silence_s=SILENCE_S, account=self.account
         )
-        self.link.connection.state = State.READY
+        self.link.connection.state = Phase.READY
         self.errors: list[PortusError | UnreadError] = []
         self._thread = threading.Thread(target=self._listen)
         self._thread.start()
@@ -138,7 +138,7 @@ def test_a_message_that_dribbles_is_ended_as_silence_is(clock: Clock, listener: 
 
 
 @pytest.fixture
-def others(listener: Listener) -> tuple[Account, Account]:
+def others(listener: Listener) -> tuple[ConnectionBudget, ConnectionBudget]:
     """Two that leave no memory for a third one: one that has passing memory for longest, and one
     that keeps some, of another tenant each."""
     first, second = listener.budget.account(), listener.budget.account()
@@ -150,7 +150,7 @@ def others(listener: Listener) -> tuple[Account, Account]:
 
 
 def test_the_wait_for_memory_is_not_the_other_sides_doing(
-    clock: Clock, listener: Listener, others: tuple[Account, Account]
+    clock: Clock, listener: Listener, others: tuple[ConnectionBudget, ConnectionBudget]
 ) -> None:
     listener.announce()
     assert listener.account.asked.wait(60)
@@ -164,7 +164,7 @@ def test_the_wait_for_memory_is_not_the_other_sides_doing(
 
 
 def test_a_message_without_memory_is_taken_in_and_forgotten_for_a_refusal(
-    clock: Clock, listener: Listener, others: tuple[Account, Account]
+    clock: Clock, listener: Listener, others: tuple[ConnectionBudget, ConnectionBudget]
 ) -> None:
     listener.announce()
     assert listener.account.asked.wait(60)
@@ -176,11 +176,11 @@ def test_a_message_without_memory_is_taken_in_and_forgotten_for_a_refusal(
     assert isinstance(error, UnreadError)
     assert (error.kind, type(error.why)) == (said.Register.kind, TransportError)
     assert "those of this tenant" in str(error.why)
-    assert listener.link.connection.state is State.ASKED, "a refusal may follow"
+    assert listener.link.connection.state is Phase.ASKED, "a refusal may follow"
 
 
 def test_who_hangs_up_waits_for_memory_no_more(
-    listener: Listener, others: tuple[Account, Account]
+    listener: Listener, others: tuple[ConnectionBudget, ConnectionBudget]
 ) -> None:
     listener.announce()
     assert listener.account.asked.wait(60)

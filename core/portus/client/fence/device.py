@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from portus.client.fence.clock import DeviceTimeline, Timeline
-from portus.client.fence.placing import Room
+from portus.client.fence.placing import DeviceRoom
 from portus.errors import UsageError
 from portus.format.checksum import UNIT
 from portus.pipeline.plan import OnDevice
@@ -84,7 +84,7 @@ class DeviceFeed:
 class CopyChoice(Protocol):
     """Where storages of a device are copied first."""
 
-    def on_device(self, room: Room) -> bool:
+    def on_device(self, room: DeviceRoom) -> bool:
         """True: into spare memory of the device, all of them."""
 
     def copied(self, timeline: Timeline, first: Any, second: Any) -> None:
@@ -94,7 +94,7 @@ class CopyChoice(Protocol):
 class WhereItFits:
     """On the device, if there is room."""
 
-    def on_device(self, room: Room) -> bool:
+    def on_device(self, room: DeviceRoom) -> bool:
         """See ``CopyChoice``."""
         return room.is_enough
 
@@ -122,7 +122,9 @@ def feeds_of(
             raise UsageError("a save cannot be part of a CUDA graph; save outside of its capture")
         mine = {i: storage for i, storage in away.items() if storage.device == device}
         size = sum(storage.nbytes() for storage in mine.values())
-        if choice is not None and choice.on_device(Room(size, *torch.cuda.mem_get_info(device))):
+        if choice is not None and choice.on_device(
+            DeviceRoom(size, *torch.cuda.mem_get_info(device))
+        ):
             cloned = _cloned(mine, device, choice)
             copies |= cloned.keys()
             mine |= cloned

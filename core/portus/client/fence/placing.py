@@ -18,7 +18,7 @@ from portus.client.fence.clock import Clock, Saving, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DeviceRoom:
     """What is to be copied of a device, and what the device has. Bytes; ``free``: that nobody has
     reserved, so what training takes at most is ``total`` less that."""
 
@@ -52,7 +52,7 @@ class Placing:
         """Memory was copied on the device between these moments, which may be still to come."""
         self._copying = (timeline, first, second)
 
-    def on_device(self, room: Room) -> bool:
+    def on_device(self, room: DeviceRoom) -> bool:
         """True if a copy on the device is the better one now."""
         self._learn()
         if self._step_s is None or self._host_copy_s is None:

@@ -43,13 +43,21 @@ from portus.protocol.messages import (
     packed_column,
     packed_handles,
 )
-from portus.protocol.vocabulary import State
+from portus.protocol.vocabulary import Phase
 from portus.spec import Extent, VersionInfo
 from portus.transport.base import Digests, Sources, Stop, cut, owners, unit_counts
 from portus.transport.dial import Credentials, raised
 from portus.transport.host import ROOM_S, HostLocks, HostMedium, Links, patience_s
 from portus.transport.local import best_engine
-from portus.transport.regions import HERE, Known, Lane, Parts, Regions, StagedError, gathered
+from portus.transport.regions import (
+    HERE,
+    ClientLane,
+    Parts,
+    Regions,
+    RegisteredRegion,
+    StagedError,
+    gathered,
+)
 from portus.transport.stream import Link, give
 from portus.transport.verbs import RegisterError
 
@@ -442,7 +450,7 @@ class HostDraft:
             reached, self._reached, self._snapshot = self._reached, None, None
         if link is None:
             return
-        if link.connection.state is State.SAVING and not link.closed:
+        if link.connection.state is Phase.SAVING and not link.closed:
             if reached is not None:
                 reached.lane.close()
             with contextlib.suppress(PortusError):
@@ -658,9 +666,9 @@ class _Reached:
     """How the host reaches the storages of a save: a row for each. ``gathered``: its address is
     that of the memory of the lane."""
 
-    lane: Lane
+    lane: ClientLane
     regions: Regions
-    taken: Sequence[Known]
+    taken: Sequence[RegisteredRegion]
     gathered: Flags
     address: Column
     key: Column
@@ -709,7 +717,7 @@ class _Memory:
         exposed = snapshot.exposed
         return cls(owners, address, snapshot.length, snapshot.late, lasting, device, exposed)
 
-    def registered(self, lane: Lane, regions: Regions) -> _Reached:
+    def registered(self, lane: ClientLane, regions: Regions) -> _Reached:
         """All but what is staged, and what others may write meanwhile. Raises ``RegisterError``."""
         found = (self.address > 0) & ~np.isin(self.device, regions.staged())
         found &= ~np.isin(self.address, regions.unsteady())

@@ -53,13 +53,13 @@ from portus.journal.lines import (
     FORMAT,
     TEXT_MAX,
     Asked,
-    Begun,
     Decided,
-    Ended,
     Failed,
     Head,
     Line,
     Saved,
+    SessionBegun,
+    SessionEnded,
     decoded,
     encoded,
     shortened,
@@ -109,7 +109,7 @@ class Journal:
         self._directory: str | None = None
         self._page: mmap.mmap | None = None
         self._page_path = ""
-        self._begun: Begun | None = None
+        self._begun: SessionBegun | None = None
         self._is_refused = False
         self._is_told = False
         """True once the journal has the line of this session."""
@@ -222,7 +222,7 @@ class Journal:
             self._directory = directory
             resumed = take_loaded(self._model)
             rank, ranks = standing(None)
-            begun = Begun(
+            begun = SessionBegun(
                 session=self._session,
                 at_s=self._at_ns / 1e9,
                 time_ns=self._time_ns,
@@ -292,7 +292,7 @@ class Journal:
         if self._process != os.getpid():
             return
         if self._begun is not None and (self._is_told or self._steps):
-            ended = Ended(
+            ended = SessionEnded(
                 session=self._session,
                 closed=True,
                 steps=self._steps,
@@ -379,7 +379,7 @@ class Journal:
                 os.unlink(fresh)
             raise
 
-    def _make_page(self, begun: Begun) -> None:
+    def _make_page(self, begun: SessionBegun) -> None:
         data = heartbeat.page(begun)
         page, path = _mapped(self._path.removesuffix(LINES), self._session, data)
         self._page_path = path
@@ -412,7 +412,7 @@ class Journal:
                 found = decoded(file.read(), self._path)
         except (FileNotFoundError, CorruptionError):
             return set()
-        return {each.session for each in found.lines if isinstance(each, Begun)}
+        return {each.session for each in found.lines if isinstance(each, SessionBegun)}
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:

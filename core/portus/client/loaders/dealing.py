@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from portus.client.loaders import samplers
-from portus.samples.deal import Deal, Tail, Turn
+from portus.samples.deal import Deal, DealtBy, Tail
 
 Dispatch = Literal["batches", "pieces"]
 """What a process that loads for all ranks hands out: a batch to each, or a piece of one batch."""
@@ -31,7 +31,7 @@ class EpochDealing:
     """How many the whole sequence has."""
     rank: int = 0
     ranks: int = 1
-    turn: Turn = Turn.SAMPLE
+    turn: DealtBy = DealtBy.SAMPLE
     tail: Tail = Tail.EVEN
     pieces: int = 1
     """Ranks that share a batch of ``batches``."""
@@ -84,7 +84,7 @@ def way_of(stock: Any, ranks: int, dispatch: Dispatch | None) -> EpochDealing | 
                 inner,
                 rank=stock.process_index,
                 ranks=stock.num_processes,
-                turn=Turn.BATCH,
+                turn=DealtBy.BATCH,
                 tail=Tail.FULL if stock.even_batches else Tail.ASIS,
                 pieces=stock.num_processes if stock.split_batches else 1,
             )
@@ -97,7 +97,7 @@ def way_of(stock: Any, ranks: int, dispatch: Dispatch | None) -> EpochDealing | 
             replace(
                 inner,
                 ranks=ranks,
-                turn=Turn.BATCH,
+                turn=DealtBy.BATCH,
                 tail=Tail.ASIS,
                 pieces=ranks if dispatch == "pieces" else 1,
                 for_all=True,

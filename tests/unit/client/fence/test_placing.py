@@ -12,10 +12,10 @@ import torch
 
 from portus.client.fence import clock, fence
 from portus.client.fence.clock import Clock, HostTimeline
-from portus.client.fence.placing import Placing, Room
+from portus.client.fence.placing import DeviceRoom, Placing
 from portus.pipeline.handle import SaveStats
 
-ROOM = Room(size=10, free=11, total=40)
+ROOM = DeviceRoom(size=10, free=11, total=40)
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Training:
         parameter = torch.nn.Parameter(torch.zeros(1))
         self.optimizer = torch.optim.SGD([parameter], lr=0.1)
 
-    def save(self, room: Room = ROOM) -> bool:
+    def save(self, room: DeviceRoom = ROOM) -> bool:
         for _ in range(4):
             self.optimizer.step()
             self.now.s += 1.0
@@ -65,11 +65,11 @@ class Training:
         (1.0, 0.05, ROOM, [False, True, True, True]),  # 0.25 s too late, once that is known
         (1.0, 0.3, ROOM, [False, True, False, False]),  # tried once, and dearer than the stall
         (1.0, 0.25, ROOM, [False, True, True, True]),  # of two alike the one on the device
-        (9.0, 0.01, Room(10, 10, 40), [False] * 4),  # no room for another
+        (9.0, 0.01, DeviceRoom(10, 10, 40), [False] * 4),  # no room for another
     ],
 )
 def test_the_device_is_chosen_where_a_copy_there_stalls_less(
-    host_s: float, device_s: float, room: Room, expected: list[bool]
+    host_s: float, device_s: float, room: DeviceRoom, expected: list[bool]
 ) -> None:
     training = Training(host_s, device_s)
     assert [training.save(room) for _ in expected] == expected

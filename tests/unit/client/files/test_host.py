@@ -24,7 +24,7 @@ from portus.client.checkpointer import Checkpointer
 from portus.client.files.host import HostPool, _Reached
 from portus.client.loading.resolve import pool_of
 from portus.daemon.server import Server
-from portus.daemon.session import Patience
+from portus.daemon.session import ClientTimeouts
 from portus.errors import (
     AbandonedError,
     BusyError,
@@ -38,12 +38,12 @@ from portus.index.records import VersionRecord
 from portus.pipeline.parts import shared, sources
 from portus.protocol import messages as said
 from portus.protocol.address import Address, Scheme
-from portus.protocol.vocabulary import State
+from portus.protocol.vocabulary import Phase
 from portus.testing.lossy import LossyLink
 from portus.transport import stream
 from portus.transport.base import Stop
 from portus.transport.local import check as hashes
-from portus.transport.regions import Lane, Regions
+from portus.transport.regions import ClientLane, Regions
 from portus.transport.stream import Link
 from tests.hardware.states import snapshot_of
 from tests.hosts import Host, connect_again_at_once, serving, url
@@ -65,7 +65,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    with serving(tmp_path / "pools", patience=Patience(silent_s=1.0, claim_s=5)) as made:
+    with serving(tmp_path / "pools", patience=ClientTimeouts(silent_s=1.0, claim_s=5)) as made:
         yield made
 
 
@@ -349,7 +349,7 @@ class Watched:
 
     def __init__(self, link: stream.Link) -> None:
         self._link = link
-        self.closed_in: State | None = None
+        self.closed_in: Phase | None = None
 
     @property
     def closed(self) -> bool:
@@ -372,11 +372,11 @@ def test_the_host_reaches_nothing_any_more_when_it_hears_that_a_save_is_given_up
         domain: Any = None  # nothing is registered
         pair: Any = Watched(link)
         flags = np.zeros(0, np.bool_)
-        lane, regions = Lane(domain, pair), Regions(domain)
+        lane, regions = ClientLane(domain, pair), Regions(domain)
         draft._reached = _Reached(lane, regions, (), flags, nothing, nothing)
         draft.release()
-        assert pair.closed_in is State.SAVING
-        assert link.connection.state is State.READY, "then it was said, and answered"
+        assert pair.closed_in is Phase.SAVING
+        assert link.connection.state is Phase.READY, "then it was said, and answered"
 
 
 @pytest.mark.long
@@ -511,7 +511,7 @@ def test_a_second_trainer_of_one_model_is_refused_and_its_own_name_is_not(
     tmp_path: Path,
 ) -> None:
     with (
-        serving(tmp_path / "pools", patience=Patience(claim_s=0.1)) as server,
+        serving(tmp_path / "pools", patience=ClientTimeouts(claim_s=0.1)) as server,
         Checkpointer(url(server), model="a") as first,
     ):
         with pytest.raises(BusyError, match="another model name"):
