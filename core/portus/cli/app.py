@@ -209,7 +209,7 @@ def export(
     with reported(as_json) as output:
         from portus.cli import export
 
-        wish = export.ExportOptions(
+        options = export.ExportOptions(
             target=target,
             out=out,
             names=names or (),
@@ -217,7 +217,7 @@ def export(
             force=force,
             limit=export.size_of(shard_size),
         )
-        output.code = export.run(wish, pool, output)
+        output.code = export.run(options, pool, output)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -378,8 +378,8 @@ def gc(
     with reported(as_json) as output:
         from portus.cli import gc
 
-        wish = gc.GcOptions(missing=missing, empty=empty, dry_run=dry_run, links=links)
-        output.code = gc.run(place or pool, wish, output)
+        options = gc.GcOptions(missing=missing, empty=empty, dry_run=dry_run, links=links)
+        output.code = gc.run(place or pool, options, output)
 
 
 _SecretFile = Annotated[
@@ -507,7 +507,7 @@ def serve(
         from portus.cli import serve
         from portus.daemon.main import ServeOptions
 
-        wish = ServeOptions(
+        options = ServeOptions(
             place=place,
             listen=listen or (),
             secret_path=secret_file,
@@ -525,7 +525,7 @@ def serve(
             replica=replica,
             mirror_wait=mirror_wait,
         )
-        output.code = serve.run(wish, output)
+        output.code = serve.run(options, output)
 
 
 class _ShowFirst(TyperGroup):

@@ -87,32 +87,34 @@ class Job:
     done: ExportResult
 
 
-def run(wish: ExportOptions, pool: str | None, output: Output) -> int:
+def run(options: ExportOptions, pool: str | None, output: Output) -> int:
     """Export; the exit code."""
-    local_path(wish.out, "OUT")  # raises for a URL
-    suffix = os.path.splitext(wish.out)[1].lower()
-    if not wish.is_directory and suffix not in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX):
+    local_path(options.out, "OUT")  # raises for a URL
+    suffix = os.path.splitext(options.out)[1].lower()
+    if not options.is_directory and suffix not in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX):
         known = ", ".join((SAFETENSORS_SUFFIX, *TORCH_SUFFIXES))
-        raise UsageError(f"{wish.out}: expected a directory, or a name that ends in one of {known}")
-    if not wish.is_directory and os.path.lexists(wish.out) and not wish.force:
-        raise UsageError(f"{wish.out} already exists; --force replaces it")
-    target, pool = aimed(wish.target, pool)
-    wish = replace(wish, target=target)
-    with open_pools(pool, wish.target, mirrors=True) as pools:
-        groups = find_groups(pools, wish.target)
+        raise UsageError(
+            f"{options.out}: expected a directory, or a name that ends in one of {known}"
+        )
+    if not options.is_directory and os.path.lexists(options.out) and not options.force:
+        raise UsageError(f"{options.out} already exists; --force replaces it")
+    target, pool = aimed(options.target, pool)
+    options = replace(options, target=target)
+    with open_pools(pool, options.target, mirrors=True) as pools:
+        groups = find_groups(pools, options.target)
         if groups:
-            job = _group_job(newest_complete(groups, wish.target), wish)
+            job = _group_job(newest_complete(groups, options.target), options)
         else:
-            found = newest(pools.select(wish.target))
-            if suffix in TORCH_SUFFIXES and not wish.is_directory:
-                return _run_torch(found, wish, output)
-            job = _version_job(found, wish)
-        _write(job, wish)
-    _say(job.title, wish, job.done, output)
+            found = newest(pools.select(options.target))
+            if suffix in TORCH_SUFFIXES and not options.is_directory:
+                return _run_torch(found, options, output)
+            job = _version_job(found, options)
+        _write(job, options)
+    _say(job.title, options, job.done, output)
     output.document(
         {
             **job.about,
-            "out": os.path.abspath(wish.out),
+            "out": os.path.abspath(options.out),
             "size": job.done.size,
             "tensors": job.done.tensors,
             "shared": [list(names) for names in job.done.shared],
@@ -132,15 +134,15 @@ def size_of(text: str) -> int:
     return int(match[1]) * int(base ** ("kmgt".index(match[2].lower()) + 1 if match[2] else 0))
 
 
-def _run_torch(found: FoundVersion, wish: ExportOptions, output: Output) -> int:
-    with _kept(wish, _title(found)), _in_place(wish.out) as temporary:
-        done = _write_torch(found, wish, temporary)
-    _say(_title(found), wish, done, output)
+def _run_torch(found: FoundVersion, options: ExportOptions, output: Output) -> int:
+    with _kept(options, _title(found)), _in_place(options.out) as temporary:
+        done = _write_torch(found, options, temporary)
+    _say(_title(found), options, done, output)
     output.document(
         {
             **version_document(found.info),
             "pool": found.path,
-            "out": os.path.abspath(wish.out),
+            "out": os.path.abspath(options.out),
             "size": done.size,
             "tensors": done.tensors,
             "shared": [],
@@ -152,12 +154,12 @@ def _run_torch(found: FoundVersion, wish: ExportOptions, output: Output) -> int:
 
 
 @contextlib.contextmanager
-def _kept(wish: ExportOptions, title: str) -> Iterator[None]:
+def _kept(options: ExportOptions, title: str) -> Iterator[None]:
     try:
         yield
     except CorruptionError as error:
         raise CorruptionError(
-            f"{title} was not exported, {wish.out} is as it was: {error}"
+            f"{title} was not exported, {options.out} is as it was: {error}"
         ) from error
 
 
@@ -165,17 +167,17 @@ def _title(found: FoundVersion) -> str:
     return f"{found.info.model}@{found.info.step}"
 
 
-def _write(job: Job, wish: ExportOptions) -> None:
+def _write(job: Job, options: ExportOptions) -> None:
     """The tensors, streamed: neither they nor the files are in memory at once."""
-    out = wish.out.rstrip(os.sep)
+    out = options.out.rstrip(os.sep)
     placed = safetensors.place(job.tensors)
     _check_room(out, sum(each.size for each in placed))
     job.done.tensors = len(placed)
-    with _kept(wish, job.title), bar(os.path.basename(out)) as advanced:
-        if wish.is_directory:
-            with directory_in_place(out, force=wish.force) as temporary:
+    with _kept(options, job.title), bar(os.path.basename(out)) as advanced:
+        if options.is_directory:
+            with directory_in_place(out, force=options.force) as temporary:
                 job.done.size = write_directory(
-                    temporary, job.tensors, job.parts, job.metadata, wish.limit, advanced
+                    temporary, job.tensors, job.parts, job.metadata, options.limit, advanced
                 )
         else:
             with _in_place(out) as temporary:
@@ -183,11 +185,11 @@ def _write(job: Job, wish: ExportOptions) -> None:
                 job.done.size = write_files(files, job.parts, job.metadata, advanced)
 
 
-def _version_job(found: FoundVersion, wish: ExportOptions) -> Job:
+def _version_job(found: FoundVersion, options: ExportOptions) -> Job:
     with found.reader.pinned(found.entry.info.id) as entry:
         record = found.reader.record(entry)
-        tensors, left_out = _tensors(found, record, wish)
-    tensors, no_weights = _weights(tensors, wish)
+        tensors, left_out = _tensors(found, record, options)
+    tensors, no_weights = _weights(tensors, options)
 
     @contextlib.contextmanager
     def boxes(part: FoundVersion) -> Iterator[tuple[VersionRecord, list[Box]]]:
@@ -209,26 +211,26 @@ def _version_job(found: FoundVersion, wish: ExportOptions) -> Job:
     )
 
 
-def _group_job(found: FoundGroup, wish: ExportOptions) -> Job:
+def _group_job(found: FoundGroup, options: ExportOptions) -> Job:
     group = found.group
-    if os.path.splitext(wish.out)[1].lower() in TORCH_SUFFIXES and not wish.is_directory:
+    if os.path.splitext(options.out)[1].lower() in TORCH_SUFFIXES and not options.is_directory:
         raise UsageError(
-            f"{wish.target} is sharded over {group.count} ranks: export it to a .safetensors file, "
-            "or to a directory"
+            f"{options.target} is sharded over {group.count} ranks: export it to a .safetensors "
+            "file, or to a directory"
         )
     cuts, left_out = cuts_of(found)
-    names = [name for name in cuts if _is_wanted(name, wish.names)]
+    names = [name for name in cuts if _is_wanted(name, options.names)]
     if not names:
-        raise UsageError(f"{wish.target} has no tensor of such a name; portus show lists them")
+        raise UsageError(f"{options.target} has no tensor of such a name; portus show lists them")
     tensors: dict[str, TensorSpec] = {}
     source: dict[str, str] = {}
     for index, name in enumerate(names):
-        short = name.removeprefix(wish.strip) or "tensor"
+        short = name.removeprefix(options.strip) or "tensor"
         if short in tensors:
             raise UsageError(f"two tensors would be called {short}; strip less")
         tensors[short] = whole_spec(name, cuts[name].dtype, cuts[name].shape, index)
         source[short] = name
-    tensors, no_weights = _weights(tensors, wish)
+    tensors, no_weights = _weights(tensors, options)
 
     @contextlib.contextmanager
     def boxes(part: FoundVersion) -> Iterator[tuple[VersionRecord, list[Box]]]:
@@ -247,7 +249,7 @@ def _group_job(found: FoundGroup, wish: ExportOptions) -> Job:
         },
         tensors=tensors,
         parts=[Part(f"rank {rank}: ", part, boxes) for rank, part in found.parts.items()],
-        done=ExportResult(left_out=left_out if not wish.names else [], no_weights=no_weights),
+        done=ExportResult(left_out=left_out if not options.names else [], no_weights=no_weights),
     )
 
 
@@ -266,18 +268,18 @@ def _boxes(
 
 
 def _weights(
-    tensors: dict[str, TensorSpec], wish: ExportOptions
+    tensors: dict[str, TensorSpec], options: ExportOptions
 ) -> tuple[dict[str, TensorSpec], list[str]]:
     """For a directory of which nobody said more: the weights, by the names that a model has for
     them; and the names of the rest."""
-    if not wish.is_directory or wish.names or wish.strip:
+    if not options.is_directory or options.names or options.strip:
         return tensors, []
     prefix = prefix_of(list(tensors))
     rest = [name for name in tensors if not name.startswith(prefix)]
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}, rest
 
 
-def _say(title: str, wish: ExportOptions, done: ExportResult, output: Output) -> None:
+def _say(title: str, options: ExportOptions, done: ExportResult, output: Output) -> None:
     for names in done.shared:
         listed = _listed(names)
         output.note(
@@ -295,7 +297,7 @@ def _say(title: str, wish: ExportOptions, done: ExportResult, output: Output) ->
             f"{_listed(done.no_weights)}; use --names for others"
         )
     output.line(
-        f"{wish.out}: {title}, {count_text(done.tensors, 'tensor')}, "
+        f"{options.out}: {title}, {count_text(done.tensors, 'tensor')}, "
         f"{size_text(done.size)}, verified"
     )
 
@@ -323,22 +325,22 @@ def _in_place(out: str) -> Iterator[str]:
             os.unlink(temporary)
 
 
-def _write_torch(found: FoundVersion, wish: ExportOptions, temporary: str) -> ExportResult:
+def _write_torch(found: FoundVersion, options: ExportOptions, temporary: str) -> ExportResult:
     """The state, as ``torch.save`` writes it. What of it is no tensor is in memory."""
     from portus.client.leaving import torch_file
     from portus.client.loading.restore import matcher
 
-    if wish.strip:
+    if options.strip:
         raise UsageError("--strip is for .safetensors files")
-    keep = matcher(list(wish.names) or None)
-    _check_room(wish.out, 0)  # before the temporary file, which lies beside it
+    keep = matcher(list(options.names) or None)
+    _check_room(options.out, 0)  # before the temporary file, which lies beside it
     with open(temporary, "wb") as file:
         torch_file.write(
             found.reader,
             found.entry,
             file,
             keep=keep,
-            fits=lambda size: _check_room(wish.out, size),
+            fits=lambda size: _check_room(options.out, size),
         )
         file.flush()
         os.fsync(file.fileno())
@@ -347,12 +349,12 @@ def _write_torch(found: FoundVersion, wish: ExportOptions, temporary: str) -> Ex
     with found.reader.pinned(found.entry.info.id) as entry:
         record = found.reader.record(entry)
         tensors = _layout(found, record)
-    count = sum(_is_wanted(spec.name, wish.names) for spec in tensors)
+    count = sum(_is_wanted(spec.name, options.names) for spec in tensors)
     return ExportResult(os.stat(temporary).st_size, count)
 
 
 def _tensors(
-    found: FoundVersion, record: VersionRecord, wish: ExportOptions
+    found: FoundVersion, record: VersionRecord, options: ExportOptions
 ) -> tuple[dict[str, TensorSpec], list[str]]:
     """The tensors to write by the name they get, and the key paths of what is left out."""
     specs = _layout(found, record)
@@ -361,19 +363,19 @@ def _tensors(
     tensors: dict[str, TensorSpec] = {}
     left_out = []
     for path, (_, node) in zip(distinct([path for path, _ in leaves]), leaves, strict=True):
-        if not _is_wanted(path, wish.names):
+        if not _is_wanted(path, options.names):
             continue
         index = tensor_index(node)
         is_tensor = isinstance(node, dict) and "$tensor" in node
         if index is None or not is_tensor or specs[index].storage < 0:
             left_out.append(path)
             continue
-        name = path.removeprefix(wish.strip) or "tensor"
+        name = path.removeprefix(options.strip) or "tensor"
         if name in tensors:
             raise UsageError(f"two tensors would be called {name}; strip less")
         tensors[name] = specs[index]
     if not tensors:
-        raise UsageError(f"{wish.target} has no tensor of such a name; portus show lists them")
+        raise UsageError(f"{options.target} has no tensor of such a name; portus show lists them")
     return tensors, left_out
 
 

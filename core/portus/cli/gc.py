@@ -54,30 +54,30 @@ class GcOptions:
         return frozenset({Fate.DELETED, Fate.UNKNOWN} if self.missing else {Fate.DELETED})
 
 
-def run(pool: str | None, wish: GcOptions, output: Output) -> int:
+def run(pool: str | None, options: GcOptions, output: Output) -> int:
     """Collect; the exit code."""
     documents: list[Json] = []
     code = 0
     where = find_pool(pool, mirrors=True)
     if where.kind is PlaceKind.MIRROR:
-        if wish.missing or wish.empty or wish.links is not None:
+        if options.missing or options.empty or options.links is not None:
             raise UsageError(f"{where}: --missing, --empty and --links are for pools")
-        return mirrored.gc(where, dry_run=wish.dry_run, output=output)
+        return mirrored.gc(where, dry_run=options.dry_run, output=output)
     for each in pools_at(where):
         path = each.path
         try:
-            infos, removed, freed = _collected(each, wish)
+            infos, removed, freed = _collected(each, options)
         except PortusError as error:
             documents.append({"path": path, "error": error_document(error)})
             output.note(f"portus: {said(error)}")
             code = max(code, exit_code(error))
         else:
-            _say(path, infos, removed, freed, wish, output)
+            _say(path, infos, removed, freed, options, output)
             retired: list[Json] = [version_document(info) for info in infos]
             documents.append({"path": path, "retired": retired, "removed": removed, "freed": freed})
     if not documents:
         output.line("no pools")
-    output.document({"dry_run": wish.dry_run, "pools": documents})
+    output.document({"dry_run": options.dry_run, "pools": documents})
     return code
 
 
@@ -85,13 +85,13 @@ _Collected = tuple[list[VersionInfo], bool, int]
 """The versions let go of, or that would be; whether the pool file went too, and bytes freed."""
 
 
-def _collected(pool: Place, wish: GcOptions) -> _Collected:
+def _collected(pool: Place, options: GcOptions) -> _Collected:
     if pool.is_host:
-        return _collect_from_host(pool, wish)
-    return (_look if wish.dry_run else _collect)(pool, wish)
+        return _collect_from_host(pool, options)
+    return (_look if options.dry_run else _collect)(pool, options)
 
 
-def _look(pool: Place, wish: GcOptions) -> _Collected:
+def _look(pool: Place, options: GcOptions) -> _Collected:
     """Changes nothing."""
     reader = open_reader(pool.path)
     try:
@@ -99,18 +99,20 @@ def _look(pool: Place, wish: GcOptions) -> _Collected:
     finally:
         reader.close()
     found = links(links_directory(pool.path), _FILES, adopt=False)
-    gone = unheld(found, catalogue, wish.states)
+    gone = unheld(found, catalogue, options.states)
     infos = [entry.info for entry in catalogue.entries() if entry.info.id in gone]
     is_device = pool.kind is PlaceKind.DEVICE
-    return infos, wish.empty and len(gone) == len(catalogue.ids()) and not is_device, 0
+    return infos, options.empty and len(gone) == len(catalogue.ids()) and not is_device, 0
 
 
-def _collect(pool: Place, wish: GcOptions) -> _Collected:
+def _collect(pool: Place, options: GcOptions) -> _Collected:
     taken = on_disk(pool.path)
     with writing(pool.path) as (writer, keeper):
         before = {entry.info.id: entry.info for entry in writer.catalogue().entries()}
-        gone = keeper.collect(wish.states)
-        removed = wish.empty and not writer.catalogue().ids() and pool.kind is not PlaceKind.DEVICE
+        gone = keeper.collect(options.states)
+        removed = (
+            options.empty and not writer.catalogue().ids() and pool.kind is not PlaceKind.DEVICE
+        )
         if removed:  # while it is locked: whoever waits for it finds that it is gone
             remove_journals(pool.path)
             remove_pool(pool.path, _FILES)
@@ -118,13 +120,13 @@ def _collect(pool: Place, wish: GcOptions) -> _Collected:
     return [before[version] for version in sorted(gone)], removed, freed
 
 
-def _collect_from_host(place: Place, wish: GcOptions) -> _Collected:
+def _collect_from_host(place: Place, options: GcOptions) -> _Collected:
     """By the links that trainers of this machine keep, which may be at work: nothing of theirs is
     changed, and a reference file that is young may be about to get its name. What the host knows
     besides was written elsewhere: whether it is there is not known here."""
-    directory = wish.links or nearest(os.getcwd())
+    directory = options.links or nearest(os.getcwd())
     paths = host_links(place, directory)
-    if not paths and not wish.missing:
+    if not paths and not options.missing:
         raise UsageError(
             f"{place}: no links to it in {directory or DEFAULT_DIRECTORY}: the machine whose "
             "trainer wrote the reference files knows which are gone. Run this there, in the "
@@ -145,10 +147,10 @@ def _collect_from_host(place: Place, wish: GcOptions) -> _Collected:
             for each in found
         ]
         catalogue = host.catalogue()
-        gone = unheld(found, catalogue, wish.states)
+        gone = unheld(found, catalogue, options.states)
         infos = [entry.info for entry in catalogue.entries() if entry.info.id in gone]
-        if gone and not wish.dry_run:
-            lost = gone_for_good(found, wish.states, _FILES)
+        if gone and not options.dry_run:
+            lost = gone_for_good(found, options.states, _FILES)
             tokens = {info.token.hex() for info in infos}
             unknown = [each.reference for each in found if each.state is Fate.UNKNOWN]
             missing = [each for each in unknown if each in lost and each.token in tokens]
@@ -158,7 +160,7 @@ def _collect_from_host(place: Place, wish: GcOptions) -> _Collected:
             for each in lost:
                 if each not in missing and each.leads_to(there) is None:
                     host.let_go(each)
-        freed = 0 if wish.dry_run else host.give_back()
+        freed = 0 if options.dry_run else host.give_back()
     return infos, False, freed
 
 
@@ -173,9 +175,14 @@ def _written_elsewhere(reference: Reference) -> FileLink:
 
 
 def _say(
-    path: str, infos: list[VersionInfo], removed: bool, freed: int, wish: GcOptions, output: Output
+    path: str,
+    infos: list[VersionInfo],
+    removed: bool,
+    freed: int,
+    options: GcOptions,
+    output: Output,
 ) -> None:
-    would = "would be " if wish.dry_run else ""
+    would = "would be " if options.dry_run else ""
     for info in infos:
         output.line(f"{path}: {info.model}@{info.step} {would}deleted, {size_text(info.size)}")
     if removed:

@@ -42,17 +42,17 @@ class ReportOptions:
     picture: str | None = None
 
 
-def run(wish: ReportOptions, pool: str | None, output: Output) -> int:
+def run(options: ReportOptions, pool: str | None, output: Output) -> int:
     """Report; the exit code."""
-    seen = training_of(wish.run, pool, output)
+    seen = training_of(options.run, pool, output)
     made = document(seen)
-    if wish.page is not None:
-        _write(wish.page, report_page.page(seen, made).encode())
-    if wish.picture is not None:
-        _write(wish.picture, report_picture.picture(seen))
+    if options.page is not None:
+        _write(options.page, report_page.page(seen, made).encode())
+    if options.picture is not None:
+        _write(options.picture, report_picture.picture(seen))
     _say(seen, output)
     output.document(made)
-    for path in filter(None, (wish.page, wish.picture)):
+    for path in filter(None, (options.page, options.picture)):
         output.note(f"written: {path}")
     return 0
 

@@ -40,9 +40,9 @@ class _Seen:
     listed: bool
 
 
-def run(place: str, wish: RescueOptions, output: Output) -> int:
+def run(place: str, options: RescueOptions, output: Output) -> int:
     """Look, and make what is wished for; the exit code."""
-    if wish.into is not None and wish.in_place:
+    if options.into is not None and options.in_place:
         raise UsageError("--into or --in-place: choose one of them")
     path = _file(place)
     with contextlib.closing(_FILES.open(path, writable=False)) as medium:
@@ -50,9 +50,9 @@ def run(place: str, wish: RescueOptions, output: Output) -> int:
         whole = [each.found for each in seen if each.whole]
         _say(path, seen, output)
         made: str | None = None
-        if wish.into is not None:
-            made = _into(path, medium, _some(path, medium, whole), wish.into)
-    if wish.in_place:
+        if options.into is not None:
+            made = _into(path, medium, _some(path, medium, whole), options.into)
+    if options.in_place:
         made = _in_place(path, whole)
     damaged = not whole or any(each.listed and not each.whole for each in seen)
     code = FOUND if damaged else 0

@@ -7,7 +7,7 @@ from portus.daemon.events import log_to_stderr
 from portus.daemon.main import ServeOptions, serve
 
 
-def run(wish: ServeOptions, output: Output) -> int:
+def run(options: ServeOptions, output: Output) -> int:
     """Serve until told to end; the exit code."""
     log_to_stderr()
-    return 0 if serve(wish) else 3
+    return 0 if serve(options) else 3

@@ -74,27 +74,27 @@ class ServeOptions:
     mirror_wait: float = WAIT_S
 
 
-def serve(wish: ServeOptions) -> bool:
+def serve(options: ServeOptions) -> bool:
     """Serve until SIGTERM or SIGINT; False if the end was not clean.
 
     Raises what keeps it from starting: ``UsageError``, ``MediumError``, ``BusyError``,
     ``CorruptionError``.
     """
-    rate = parse_rate(wish.scrub) if wish.scrub else None
+    rate = parse_rate(options.scrub) if options.scrub else None
     os.umask(0o077)  # what a host makes is its own: pools are 0600, directories 0700
     _give_back_what_is_freed()
-    server = prepared(wish)
+    server = prepared(options)
     scrubber = None if rate is None else Scrubber(server.house.pools, server.house.counters, rate)
     signals = _heard_signals()
-    desk = _desk(wish, server)
+    desk = _desk(options, server)
     server.start()
     for door in server.doors:
         address = door.reached
         tell(
             logging.INFO,
             "serving",
-            f"serving {wish.place} on {address}",
-            place=wish.place,
+            f"serving {options.place} on {address}",
+            place=options.place,
             address=address,
         )
     notify("READY=1")
@@ -104,7 +104,7 @@ def serve(wish: ServeOptions) -> bool:
         if number == signal.SIGHUP:
             notify("RELOADING=1")
             with contextlib.suppress(PortusError):  # it is in the log
-                reload(wish, server)
+                reload(options, server)
             notify("READY=1")
     notify("STOPPING=1")
     tell(logging.INFO, "ending", "ending")
@@ -136,15 +136,15 @@ def _give_back_what_is_freed() -> None:
         library.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
-def _desk(wish: ServeOptions, server: Server) -> Desk | None:
+def _desk(options: ServeOptions, server: Server) -> Desk | None:
     """Where the operator is heard. One that nobody asked for is done without, if it cannot be."""
-    path = wish.admin_path or desk_path(server)
+    path = options.admin_path or desk_path(server)
     if path is None:
         return None
     try:
-        desk = Desk(path, server, lambda: reload(wish, server))
+        desk = Desk(path, server, lambda: reload(options, server))
     except MediumError as error:
-        if wish.admin_path is not None:
+        if options.admin_path is not None:
             server.stop()
             raise
         tell(logging.WARNING, "log", f"cannot listen for the operator: {error.strerror}")
@@ -177,24 +177,24 @@ class _Read:
     context: ssl.SSLContext | None
 
     @classmethod
-    def of(cls, wish: ServeOptions) -> _Read:
-        if (wish.cert_path is None) != (wish.key_path is None):
+    def of(cls, options: ServeOptions) -> _Read:
+        if (options.cert_path is None) != (options.key_path is None):
             raise UsageError("--tls-cert and --tls-key go together")
         context = None
-        if wish.cert_path is not None and wish.key_path is not None:
-            context = tls_context(wish.cert_path, wish.key_path)
-        quotas = read_quotas(wish.quota, wish.quota_path)
-        return cls(read_secrets(wish.secret_path), quotas, context)
+        if options.cert_path is not None and options.key_path is not None:
+            context = tls_context(options.cert_path, options.key_path)
+        quotas = read_quotas(options.quota, options.quota_path)
+        return cls(read_secrets(options.secret_path), quotas, context)
 
 
-def reload(wish: ServeOptions, server: Server) -> None:
+def reload(options: ServeOptions, server: Server) -> None:
     """Read secrets, quotas and certificates again. They count for who comes from now on, quotas
     for all: connections stay, and saves go on.
 
     Raises ``UsageError`` if one of them cannot be read; then all stay as they were.
     """
     try:
-        read = _Read.of(wish)
+        read = _Read.of(options)
         server.house.pools.limit(read.quotas)
     except UsageError as error:
         text = f"cannot reread secrets, quotas and certificates, so the old ones stay: {error}"
@@ -207,24 +207,28 @@ def reload(wish: ServeOptions, server: Server) -> None:
     tell(logging.INFO, "reloaded", "secrets, quotas and certificates were read again")
 
 
-def prepared(wish: ServeOptions) -> Server:
+def prepared(options: ServeOptions) -> Server:
     """A server that listens, and has not started."""
-    read = _Read.of(wish)
+    read = _Read.of(options)
     context = read.context
-    memory = parse_size(wish.memory) if wish.memory else MEMORY
+    memory = parse_size(options.memory) if options.memory else MEMORY
     if memory < MEMORY_MIN:
-        raise UsageError(f"--memory {wish.memory}: expected {MEMORY_MIN >> 20}M or more")
-    if wish.connections is not None and wish.connections < CONNECTIONS_MIN:
-        raise UsageError(f"--connections {wish.connections}: expected {CONNECTIONS_MIN} or more")
-    places = Places(wish.connections or CONNECTIONS)
+        raise UsageError(f"--memory {options.memory}: expected {MEMORY_MIN >> 20}M or more")
+    if options.connections is not None and options.connections < CONNECTIONS_MIN:
+        raise UsageError(f"--connections {options.connections}: expected {CONNECTIONS_MIN} or more")
+    places = Places(options.connections or CONNECTIONS)
     _may_open(places)
-    addresses = [heard(text, tls=context is not None) for text in wish.listen or ("127.0.0.1",)]
-    fabric = Fabric(Transport.of(wish.transport, "--transport"))
+    addresses = [heard(text, tls=context is not None) for text in options.listen or ("127.0.0.1",)]
+    fabric = Fabric(Transport.of(options.transport, "--transport"))
     mirrors = None
-    if wish.mirror:
-        mirrors = TenantMirrors(parse_store(wish.mirror, "--mirror"), wish.mirror_wait)
-    other = None if wish.replica is None else _other(wish, wish.replica, addresses, read.secrets)
-    pools = Pools(wish.place, read.quotas, mirrors, other, wish.mirror_wait)
+    if options.mirror:
+        mirrors = TenantMirrors(parse_store(options.mirror, "--mirror"), options.mirror_wait)
+    other = (
+        None
+        if options.replica is None
+        else _other(options, options.replica, addresses, read.secrets)
+    )
+    pools = Pools(options.place, read.quotas, mirrors, other, options.mirror_wait)
     house = House(
         pools=pools,
         secrets=read.secrets,
@@ -242,8 +246,8 @@ def prepared(wish: ServeOptions) -> Server:
             tls = context if address.scheme is Scheme.TLS else None
             doors.append(open_door(address, tls))
         server = Server(doors, house)
-        if wish.metrics:
-            host, _, port = wish.metrics.rpartition(":")
+        if options.metrics:
+            host, _, port = options.metrics.rpartition(":")
             from portus.daemon.metrics import publish  # what it needs is installed for it alone
 
             publish(house, server.connections, _number(port), host.strip("[]") or "127.0.0.1")
@@ -256,10 +260,10 @@ def prepared(wish: ServeOptions) -> Server:
 
 
 def _other(
-    wish: ServeOptions, text: str, addresses: Sequence[Address], secrets: Secrets
+    options: ServeOptions, text: str, addresses: Sequence[Address], secrets: Secrets
 ) -> OtherHost:
     """The host that goes on if this one is lost. Raises ``UsageError`` if it cannot."""
-    if wish.mirror:
+    if options.mirror:
         raise UsageError("--mirror and --replica: what is saved is copied to one of them")
     if not is_address(text):
         raise UsageError(f"--replica {text!r}: expected a storage host, portus://host:7117")

@@ -34,9 +34,9 @@ STATE = {"x": torch.arange(100_000)}
 
 
 @contextlib.contextmanager
-def started(wish: ServeOptions, path: str) -> Iterator[Server]:
-    server = prepared(wish)
-    desk = Desk(path, server, lambda: reload(wish, server))
+def started(options: ServeOptions, path: str) -> Iterator[Server]:
+    server = prepared(options)
+    desk = Desk(path, server, lambda: reload(options, server))
     server.start()
     desk.start()
     try:
@@ -55,8 +55,8 @@ def desk(tmp_path: Path) -> str:
 def server(tmp_path: Path, desk: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     connect_again_at_once(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    wish = ServeOptions(place=str(tmp_path / "pools"), listen=["127.0.0.1:0"], quota="64M")
-    with started(wish, desk) as made:
+    options = ServeOptions(place=str(tmp_path / "pools"), listen=["127.0.0.1:0"], quota="64M")
+    with started(options, desk) as made:
         yield made
 
 
@@ -177,14 +177,14 @@ def test_after_an_error_of_the_disk_a_pool_is_read_in_full_and_opened_again(
 ) -> None:
     connect_again_at_once(monkeypatch)
     place = tmp_path / "pools"
-    wish = ServeOptions(place=str(place), listen=["127.0.0.1:0"])
+    options = ServeOptions(place=str(place), listen=["127.0.0.1:0"])
     ill = ("503 Service Unavailable", "default: accepts no more writes\n")
 
     def fails(number: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with (
-        started(wish, desk) as server,
+        started(options, desk) as server,
         portus.Checkpointer(url(server), keep=None, on_error="raise") as run,
     ):
         run.save(STATE, 1).wait()

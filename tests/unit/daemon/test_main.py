@@ -391,8 +391,8 @@ def test_who_begins_no_tls_is_ended_in_time(
 ) -> None:
     monkeypatch.setattr("portus.daemon.server.GREETING_S", 0.2)
     cert, key = certificate(tmp_path)
-    wish = ServeOptions(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
-    server = prepared(wish)
+    options = ServeOptions(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
+    server = prepared(options)
     server.start()
     try:
         for said_first in (b"", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n"):
@@ -432,7 +432,7 @@ def test_where_to_listen_is_said_in_short_or_in_full(text: str, address: Address
 
 
 @pytest.mark.parametrize(
-    ("wish", "match"),
+    ("options", "match"),
     [
         ({"listen": ["0.0.0.0:0"]}, "--secret-file"),
         ({"tls": "cert.pem"}, "go together"),
@@ -446,15 +446,15 @@ def test_where_to_listen_is_said_in_short_or_in_full(text: str, address: Address
     ],
 )
 def test_a_senseless_wish_is_refused_and_nothing_listens(
-    tmp_path: Path, wish: dict[str, object], match: str
+    tmp_path: Path, options: dict[str, object], match: str
 ) -> None:
     made = ServeOptions(
-        place=str(wish.get("place", tmp_path / "pools")),
-        listen=wish.get("listen", ["127.0.0.1:0"]),  # type: ignore[arg-type]
-        cert_path=wish.get("tls"),  # type: ignore[arg-type]
-        quota=wish.get("quota"),  # type: ignore[arg-type]
-        secret_path=wish.get("secret_path"),  # type: ignore[arg-type]
-        metrics=wish.get("metrics"),  # type: ignore[arg-type]
+        place=str(options.get("place", tmp_path / "pools")),
+        listen=options.get("listen", ["127.0.0.1:0"]),  # type: ignore[arg-type]
+        cert_path=options.get("tls"),  # type: ignore[arg-type]
+        quota=options.get("quota"),  # type: ignore[arg-type]
+        secret_path=options.get("secret_path"),  # type: ignore[arg-type]
+        metrics=options.get("metrics"),  # type: ignore[arg-type]
     )
     with pytest.raises(UsageError, match=match):
         prepared(made)

@@ -33,8 +33,8 @@ def write(path: Path, *lines: str) -> str:
 
 
 @contextlib.contextmanager
-def started(wish: ServeOptions) -> Iterator[Server]:
-    server = prepared(wish)
+def started(options: ServeOptions) -> Iterator[Server]:
+    server = prepared(options)
     server.start()
     try:
         yield server
@@ -95,14 +95,14 @@ def test_a_tenant_has_so_many_secrets_at_most(tmp_path: Path) -> None:
 
 def test_new_connections_see_the_new_certificate(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
-    wish = ServeOptions(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
-    with started(wish) as server:
+    options = ServeOptions(place="memory:1M", listen=["127.0.0.1:0"], cert_path=cert, key_path=key)
+    with started(options) as server:
         place = ("127.0.0.1", server.doors[0].port)
         assert ssl.get_server_certificate(place) == Path(cert).read_text()
         before = Path(cert).read_text()
         certificate(tmp_path)
         assert ssl.get_server_certificate(place) == before
-        reload(wish, server)
+        reload(options, server)
         assert ssl.get_server_certificate(place) == Path(cert).read_text() != before
 
 
@@ -111,23 +111,23 @@ def test_what_cannot_be_read_changes_nothing(
 ) -> None:
     quotas, secret = tmp_path / "quotas", tmp_path / "secret"
     monkeypatch.setenv("PORTUS_SECRET_FILE", write(secret, OLD))
-    wish = ServeOptions(
+    options = ServeOptions(
         place="memory:8M",
         listen=["127.0.0.1:0"],
         secret_path=write(tmp_path / "there", OLD),
         quota_path=write(quotas, "default 1M"),
     )
-    with started(wish) as server:
+    with started(options) as server:
         hosted = server.house.pools.of("default")
         write(tmp_path / "there", NEW)
         for wrong in ("default much", "default 1M 2M", "default 1M\ndefault 2M", "/ 1M"):
             write(quotas, wrong)
             with pytest.raises(UsageError):
-                reload(wish, server)
+                reload(options, server)
         write(quotas, "default 2M")
         write(tmp_path / "there", "short")
         with pytest.raises(UsageError, match="expected a secret of"):
-            reload(wish, server)
+            reload(options, server)
         assert hosted.writer.max_bytes == 1 << 20
         portus.Checkpointer(url(server)).close()
     assert caplog.text.count("the old ones stay") == 5
@@ -138,18 +138,18 @@ def test_quotas_are_each_tenants_own_and_may_change_in_the_middle(
 ) -> None:
     caplog.set_level(logging.INFO)
     path = write(tmp_path / "quotas", "# of the small ones", "small 1M")
-    wish = ServeOptions(
+    options = ServeOptions(
         place=str(tmp_path / "pools"), listen=["127.0.0.1:0"], quota="64M", quota_path=path
     )
     big = {"x": torch.zeros(1 << 20)}
-    with started(wish) as server:
+    with started(options) as server:
         with portus.Checkpointer(url(server, "big"), on_error="raise") as run:
             run.save(big, 1).wait()
         with portus.Checkpointer(url(server, "small"), on_error="raise") as run:
             with pytest.raises(MediumError, match="max_bytes is 1048576"):
                 run.save(big, 1).wait()
             write(tmp_path / "quotas", "small 32M")
-            reload(wish, server)
+            reload(options, server)
             run.save(big, 2).wait()
     assert "read again" in caplog.text
 

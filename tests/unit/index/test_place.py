@@ -118,8 +118,8 @@ def _by_yaml(url: str) -> Any:
 
 
 def _exported(url: str) -> Any:
-    wish = ExportOptions(target="m", out=f"{url}/out.pt")
-    return export(wish, None, Output(as_json=False))
+    options = ExportOptions(target="m", out=f"{url}/out.pt")
+    return export(options, None, Output(as_json=False))
 
 
 WAYS: dict[str, Callable[[str], Any]] = {
