@@ -197,6 +197,8 @@ class Protected:
         self._specs: tuple[TensorSpec, ...] | None = None
         self._layout = b""
         self._batch = 0
+        self._modules: Final[list[tuple[torch.nn.Module, Table]]] = []
+        """Each module with a table, which it may share with another."""
         self._stepped: set[int] = set()
         """Optimizers that stepped in this batch, by id."""
         self._in_batch = False
@@ -312,9 +314,7 @@ class Protected:
             yield
         finally:
             self._in_batch = False
-        if self._ended_early:  # the same batch once more, with what came after
-            self._batch -= 1
-        self._end()
+        self._take(self._batch if self._ended_early else self._batch + 1)
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the same batches. Before each one, ``ids_of`` is called for the batch that follows
@@ -340,8 +340,9 @@ class Protected:
     def wait(self) -> None:
         """Block until all batches so far are durable. Raises what the pool raised, such as
         ``MediumError``: then only the batches before that are durable, and every later update
-        raises the same.
+        raises the same. ``UsageError`` in a forked child.
         """
+        self._check_process()
         self._worker.wait()
 
     def close(self) -> None:
@@ -390,6 +391,15 @@ class Protected:
             if owner is not None:
                 owner._after_step(optimizer)
 
+        def looked_up(module: torch.nn.Module, _: object) -> None:
+            owner = known()
+            table = None if owner is None else owner._table_of(module)
+            if table is not None and module.max_norm is not None:
+                raise UsageError(
+                    f"{table.name}: max_norm={module.max_norm} changes rows in the forward pass, "
+                    "before any update; set it to None"
+                )
+
         def shown(module: torch.nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
             owner = known()
             if owner is not None:
@@ -398,9 +408,10 @@ class Protected:
         def taken(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
             owner = known()
             if owner is not None:
-                state.update(owner._filled(state))
-                if prefix + "weight" in state:
-                    owner._before_others_write(module)
+                table = owner._table_of(module)
+                state.update(owner._filled(state, resumes=table is not None))
+                if table is not None and prefix + "weight" in state:
+                    owner._before_others_write(table)
 
         def shown_by(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
             owner = known()
@@ -416,8 +427,10 @@ class Protected:
         for module in self._model.modules():
             table = weights.get(id(getattr(module, "weight", None)))
             if table is not None:
+                self._modules.append((module, table))
                 self._hooks += [
                     module.register_forward_pre_hook(_ids_hook(table.name, table.shape[0])),
+                    module.register_forward_pre_hook(looked_up),
                     module.register_state_dict_post_hook(shown),
                     module.register_load_state_dict_pre_hook(taken),
                 ]
@@ -430,7 +443,7 @@ class Protected:
     def _before_step(
         self, optimizer: Optimizer, arguments: tuple[object, ...], named: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        if not any(optimizer is each for each in self._optimizers):
+        if not self._has(optimizer):
             self._refuse_stranger(optimizer)
             return None
         closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
@@ -449,6 +462,7 @@ class Protected:
 
     def _before_update(self, optimizer: Optimizer) -> None:
         self._check_usable()
+        self._check_tables(optimizer)
         if not self._may_update:
             raise UsageError(
                 f"{self._name}: the pool already holds a training; call `load` before the first "
@@ -468,13 +482,15 @@ class Protected:
         if mapped is not None:
             mapped.log(rows)
 
-    def _before_others_write(self, module: torch.nn.Module) -> None:
-        """A table is about to be loaded: what is committed of it stays where it is."""
+    def _before_others_write(self, table: Table) -> None:
+        """A table is about to be loaded: what is committed of it stays where it is, and the batch
+        before is durable as it was."""
         mapped = self._mapped
         if mapped is not None and self._store.newest is not None:
             self._keep_written()
-            self._worker.wait()
-            mapped.exchange(next(each for each in self._tables if each.weight is module.weight))
+        self._worker.wait()
+        if mapped is not None and self._store.newest is not None:
+            mapped.exchange(table)
             self._whole = True
 
     def _keep_written(self) -> None:
@@ -499,7 +515,7 @@ class Protected:
             )
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        if any(optimizer is each for each in self._optimizers):
+        if self._has(optimizer):
             if self._early is not None:
                 self._early.after_update()
             for table in self._tables:
@@ -518,11 +534,40 @@ class Protected:
                     "not passed to `protect`; call `close`, and `protect` again with that optimizer"
                 )
 
+    def _check_tables(self, optimizer: Optimizer | None = None) -> None:
+        """Raise ``UsageError`` if the model has not the tables that were protected; or if
+        ``optimizer``, a protected one, is about to update one that is another's."""
+        for module, table in self._modules:
+            if module._parameters.get("weight") is not table.weight:
+                raise UsageError(
+                    f"{table.name}: its weight is another parameter than the one that was "
+                    "protected, by an assignment or load_state_dict(assign=True): copy into it "
+                    "instead; or call `close`, and `protect` again with optimizers of the new one"
+                )
+            table.require_same()
+        if optimizer is None:
+            return
+        others = {id(each.weight): each for each in self._tables if each.optimizer is not optimizer}
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter.grad is not None and id(parameter) in others:
+                raise UsageError(
+                    f"{others[id(parameter)].name}: a {type(optimizer).__name__} is about to "
+                    "update it that did not have it when it was protected; call `close`, and "
+                    "`protect` again"
+                )
+
+    def _has(self, optimizer: Optimizer) -> bool:
+        return any(optimizer is each for each in self._optimizers)
+
+    def _table_of(self, module: torch.nn.Module) -> Table | None:
+        """None for a module that is not protected: a copy of one has its hooks too."""
+        return next((table for each, table in self._modules if each is module), None)
+
     # --- states that others save and load -------------------------------------------------------
 
     def _leave_out(self, module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
-        if self._shows_others():
-            table = next(each for each in self._tables if each.weight is module.weight)
+        table = self._table_of(module)
+        if table is not None and self._shows_others():
             state[prefix + "weight"] = self._elsewhere("model", f"{table.name}.weight".lstrip("."))
 
     def _leave_out_rows(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
@@ -580,8 +625,8 @@ class Protected:
         pinned = {each.reference.token for each in pins}
         return [each.info.id for each in gone if each.info.token.hex() not in pinned]
 
-    def _filled(self, state: Any) -> Any:
-        """A state with what is elsewhere filled in. Training continues from there."""
+    def _filled(self, state: Any, *, resumes: bool = True) -> Any:
+        """A state with what is elsewhere filled in; ``resumes``: training continues from there."""
         places: list[Elsewhere] = []
 
         def of(place: Elsewhere) -> object:
@@ -591,7 +636,7 @@ class Protected:
             return within(self._read[1], place.path)
 
         filled = replaced(state, of)
-        if places:
+        if places and resumes:
             self._batch, self._may_update, self._whole = places[0].batch, True, True
             self._stepped.clear()
         return filled
@@ -605,12 +650,19 @@ class Protected:
     def _take(self, batch: int) -> None:
         """Take the moment of a batch, and have it made durable."""
         self._worker.wait()  # it reads what the next moment changes
+        self._check_tables()
         self._look()
         self._read = self._marked = None
-        moment = self._moment(batch)
-        self._batch = batch
-        self._mark_unchanged()
-        self._worker.put(moment)
+        try:
+            moment = self._moment(batch)
+            self._batch = batch
+            self._mark_unchanged()
+            self._worker.put(moment)
+        except BaseException:  # Ctrl-C: the rows of this one may be nowhere but in the tables
+            self._whole = True
+            raise
+        if moment.rows is None:  # it is read from the tables, which anybody may write to
+            self._worker.settle()
 
     def _mark_unchanged(self) -> None:
         self._stepped.clear()
@@ -704,13 +756,16 @@ class Protected:
         return self._pool.medium.info.name
 
     def _check_usable(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise UsageError(f"{self._name}: used after it was closed")
+
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise UsageError(
                 f"{self._name}: protected in process {self._process}, used in process "
                 f"{os.getpid()}: a forked child cannot use it"
             )
-        if self._closed:
-            raise UsageError(f"{self._name}: used after it was closed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -771,6 +826,11 @@ class _Worker:
             self._moment = moment
             self._stop.awaited = True
             self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Block until no commit is in flight. What it raised, the next ``wait`` raises."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._moment is None)
 
     def wait(self) -> None:
         """Block until no commit is in flight. Raises what a commit raised, every time."""

@@ -78,7 +78,9 @@ class Table:
     def touch(self) -> bool:
         """Note which rows the update that comes changes; False if it changes none. Raises
         ``UsageError``, naming what is not as it was protected, before anything is changed."""
-        self._check()
+        self.require_same()
+        if self.optimizer is not None:
+            check_optimizer(self.name, self.weight, self.optimizer)
         gradient = self.weight.grad
         if gradient is None:
             return False
@@ -133,7 +135,8 @@ class Table:
                     "optimizers in the order in which they were saved"
                 )
 
-    def _check(self) -> None:
+    def require_same(self) -> None:
+        """Raise ``UsageError`` if it has another dtype or shape than when it was protected."""
         weight = self.weight
         if weight.dtype != self.dtype or weight.shape != self.shape:
             raise UsageError(
@@ -141,8 +144,6 @@ class Table:
                 f"protected, found {weight.dtype} {tuple(weight.shape)}; call `close`, and protect "
                 "the new table with a new pool"
             )
-        if self.optimizer is not None:
-            check_optimizer(self.name, self.weight, self.optimizer)
 
 
 def tables_of(
@@ -190,7 +191,13 @@ def check_optimizer(name: str, weight: torch.nn.Parameter, optimizer: Optimizer)
             f"{name}: {kind.__name__} may change rows that a batch did not look up, so Portus "
             f"cannot tell which rows changed; use one of {names}"
         )
-    [group] = [each for each in optimizer.param_groups if any(p is weight for p in each["params"])]
+    owning = [each for each in optimizer.param_groups if any(p is weight for p in each["params"])]
+    if not owning:
+        raise UsageError(
+            f"{name}: the {kind.__name__} that had it when it was protected has it no more; call "
+            "`close`, and `protect` again with the optimizer that has it"
+        )
+    [group] = owning
     for key in _NEEDED[kind]:
         if group[key]:
             raise UsageError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,7 @@ def test_an_update_begins_when_the_batch_before_it_is_durable(
     commit, wait = TableStore.commit, module._Worker.wait
 
     def slow(self: TableStore, moment: Moment) -> None:
-        if moment.batch == 1:
+        if moment.batch == 2:
             begins.wait()  # that the next update waits, or is over
         commit(self, moment)
         order.append(f"durable {moment.batch}")
@@ -95,20 +97,21 @@ def test_an_update_begins_when_the_batch_before_it_is_durable(
     small = Small()
     with small.protect(path) as tables:
         small.step(1)
+        small.step(2)
         monkeypatch.setattr(module._Worker, "wait", waiting)
         small.optimizer.register_step_pre_hook(lambda *_: order.append("update"))
 
-        def second() -> None:
-            small.step(2)
+        def third() -> None:
+            small.step(3)
             waits.set()
 
-        thread = threading.Thread(target=second)
+        thread = threading.Thread(target=third)
         thread.start()
         waits.wait()
         begins.set()
         thread.join()
         tables.wait()
-    assert order == ["durable 1", "update", "durable 2"]
+    assert order == ["durable 1", "durable 2", "update", "durable 3"]
 
 
 def test_the_closure_of_a_step_runs_while_the_batch_before_is_made_durable(
@@ -117,7 +120,7 @@ def test_the_closure_of_a_step_runs_while_the_batch_before_is_made_durable(
     computed, commit = threading.Event(), TableStore.commit
 
     def slow(self: TableStore, moment: Moment) -> None:
-        if moment.batch == 1:
+        if moment.batch == 2:
             assert computed.wait(60)
         commit(self, moment)
 
@@ -132,6 +135,7 @@ def test_the_closure_of_a_step_runs_while_the_batch_before_is_made_durable(
 
     with small.protect(path):
         small.step(1)
+        small.step(2)
         small.optimizer.step(closure)
     assert durable(path)[3].tolist() == [-1.0] * 4
 
@@ -261,6 +265,64 @@ def test_what_something_else_wrote_to_a_table_is_durable(
         with caplog.at_level(logging.WARNING):
             small.step(2)
     assert "table changed outside of an update" in caplog.text
+    assert torch.equal(durable(path), small.weight.detach())
+
+
+def test_what_something_else_writes_after_a_whole_batch_is_not_in_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = TableStore.commit
+
+    def slow(self: TableStore, moment: Moment) -> None:
+        time.sleep(0.2)
+        commit(self, moment)
+
+    monkeypatch.setattr(TableStore, "commit", slow)
+    small = Small()
+    with small.protect(path) as tables:
+        for number in (1, 2):  # the first one; and one before which something else wrote
+            small.step(number)
+            wanted = small.weight.detach().clone()
+            with torch.no_grad():
+                small.weight.clamp_(min=-0.5)
+            tables.wait()
+            assert torch.equal(durable(path), wanted)
+
+
+def test_a_table_is_loaded_once_the_batch_before_is_durable(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, order = TableStore.commit, list[str]()
+
+    def slow(self: TableStore, moment: Moment) -> None:
+        time.sleep(0.2)
+        commit(self, moment)
+        order.append(f"durable {moment.batch}")
+
+    small = Small()
+    with small.protect(path):
+        small.step(1)
+        monkeypatch.setattr(TableStore, "commit", slow)
+        small.step(2)
+        small.model.load_state_dict({"table.weight": torch.ones(ROWS, 4)})
+        order.append("loaded")
+    assert order == ["durable 2", "loaded"]
+
+
+def test_ctrl_c_at_the_end_of_a_batch_leaves_its_rows_to_the_next_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: module._Worker, moment: Moment) -> None:
+        raise KeyboardInterrupt
+
+    small = Small()
+    with small.protect(path):
+        small.step(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(module._Worker, "put", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                small.step(2)
+        small.step(3)
     assert torch.equal(durable(path), small.weight.detach())
 
 
@@ -734,6 +796,23 @@ def negative_ids(small: Small) -> None:
     small.step(-1)
 
 
+def max_norm_now(small: Small) -> None:
+    table: Any = small.model["table"]
+    table.max_norm = 0.1
+    small.step(7)
+
+
+def another_parameter(small: Small) -> None:
+    same_values = {"table.weight": small.weight.detach().clone()}
+    small.model.load_state_dict(same_values, assign=True)
+    small.step(1)
+
+
+def in_no_optimizer(small: Small) -> None:
+    small.optimizer.param_groups.clear()
+    small.step(1)
+
+
 MISUSED: dict[str, tuple[Callable[[Small], None], str]] = {
     "momentum": (momentum_now, "table: SGD with momentum=0.5"),
     "dtype": (another_dtype, r"expected a table of torch.float32 \(50, 4\).*found torch.float16"),
@@ -741,6 +820,9 @@ MISUSED: dict[str, tuple[Callable[[Small], None], str]] = {
     "dense": (a_dense_gradient, "table: expected a sparse gradient, found a dense one"),
     "ids": (ids_out_of_range, "table: expected ids from 0 to 49, found 50"),
     "negative ids": (negative_ids, "table: expected ids from 0 to 49, found -1"),
+    "max_norm": (max_norm_now, "table: max_norm=0.1 changes rows in the forward pass"),
+    "parameter": (another_parameter, "table: its weight is another parameter.*assign=True"),
+    "no optimizer": (in_no_optimizer, "table: the SGD that had it when it was protected"),
 }
 
 
@@ -755,6 +837,67 @@ def test_misuse_is_named_before_anything_is_changed(name: str, path: Path) -> No
             misuse(small)
         assert torch.equal(small.weight.detach().float(), before)
     assert torch.equal(durable(path), before)
+
+
+def test_an_optimizer_that_got_the_table_of_another_one_updates_nothing(path: Path) -> None:
+    small, rest = Small(), torch.nn.Linear(1, 1)
+    other = torch.optim.SGD(rest.parameters(), lr=1.0)
+    with protect(small.model, [small.optimizer, other], pool=path) as tables:
+        with tables.batch():
+            small.step(7)
+        before = small.weight.detach().clone()
+        other.add_param_group({"params": [small.weight]})
+        with pytest.raises(UsageError, match="table: a SGD is about to update it that did not"):
+            other.step()
+        assert torch.equal(small.weight.detach(), before)
+    assert torch.equal(durable(path), before)
+
+
+def test_a_table_of_another_dtype_is_not_committed_over_the_one_before(path: Path) -> None:
+    small = Small()
+    with small.protect(path) as tables:
+        small.step(7)
+        small.model.half()
+        with pytest.raises(UsageError, match=r"found torch\.float16"):
+            small.model.state_dict()
+        with pytest.raises(UsageError, match=r"found torch\.float16"), tables.batch():
+            pass
+        tables.wait()
+        assert durable(path).dtype == torch.float32
+        small.model.float()
+        small.step(8)
+        assert tables.batches == 2
+    assert torch.equal(durable(path), small.weight.detach())
+
+
+def test_a_copy_of_a_protected_model_is_a_model_like_any_other(path: Path) -> None:
+    small = Small(torch.optim.Adagrad)
+    with small.protect(path) as tables:
+        small.step(7)
+        twin = copy.deepcopy(small.model)
+        weight: Any = twin["table"].weight
+        torch.nn.init.ones_(weight)
+        assert torch.equal(twin.state_dict()["table.weight"], torch.ones(ROWS, 4))
+        saved = small.model.state_dict()
+        small.step(8)
+        wanted = small.weight.detach().clone()
+        twin.load_state_dict(saved)
+        assert weight[:, 0].nonzero().flatten().tolist() == [7]
+        assert torch.equal(small.weight.detach(), wanted)
+        assert tables.batches == 2
+        small.step(9)
+        assert tables.batches == 3
+    assert torch.equal(durable(path), small.weight.detach())
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Small().protect(path) as tables, monkeypatch.context() as patch:
+        process = os.getpid()
+        patch.setattr(os, "getpid", lambda: process + 1)
+        with pytest.raises(UsageError, match="a forked child cannot use it"):
+            tables.wait()
 
 
 @pytest.mark.parametrize(
