@@ -21,6 +21,9 @@ BUCKET = "portus"
 STRANGER = ("stranger-key", "stranger-secret")
 """The credentials of a user who has no right to it."""
 
+READER = ("reader-key", "reader-secret")
+"""Those that have the right to read it alone."""
+
 NUMBERS = itertools.count()
 
 
@@ -42,6 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(tmp_path_factory.mktemp("s3") / "server") as server:
         server.make_bucket(BUCKET)
         server.make_user("stranger", *STRANGER)  # now: it waits 30 s for a gateway that was killed
+        server.make_reader(*READER)
         yield server
 
 

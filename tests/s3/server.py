@@ -177,6 +177,14 @@ class Server:
             *("--access-key", access_key, "--secret-key", secret_key),
         )
 
+    def make_reader(self, access_key: str, secret_key: str) -> None:
+        """Credentials of the user of ``environment`` that have the right to read alone."""
+        self._tool(
+            *("radosgw-admin", "-n", "client.rgw", "subuser", "create", "--uid", "portus"),
+            *("--subuser", "portus:reader", "--access", "read", "--key-type", "s3"),
+            *("--access-key", access_key, "--secret-key", secret_key),
+        )
+
     def make_bucket(self, name: str) -> None:
         """A bucket of the user of ``environment``. obstore makes none; a signed PUT of nothing
         does."""

@@ -15,7 +15,7 @@ from portus.mirror.mirror import Mirror
 from portus.mirror.opening import open_store
 from portus.testing.proxy import ConnectionCut, RequestFault, RequestProxy
 from tests.crash.saver import Training
-from tests.s3.conftest import STRANGER
+from tests.s3.conftest import READER, STRANGER
 from tests.unit.client.same import assert_same
 
 pytestmark = pytest.mark.s3
@@ -79,7 +79,9 @@ def test_a_request_that_fails_ends_no_training_and_the_mirror_catches_up(
     monkeypatch.setattr("portus.mirror.copier._PAUSE_MIN_S", 0.05)
     with caplog.at_level(logging.WARNING, "portus"):
         train(tmp_path, url, 1)
-        proxy.fail(FAULTS[fault], method="PUT", times=2)
+        # What is refused at the start is an error; what is to be copied, later.
+        target = "/packs/" if fault in ("403", "404") else ""
+        proxy.fail(FAULTS[fault], method="PUT", target=target, times=2)
         train(tmp_path, url, 2)
     assert counted(url)[-1] == 3
     shutil.rmtree(tmp_path / ".portus")
@@ -87,6 +89,7 @@ def test_a_request_that_fails_ends_no_training_and_the_mirror_catches_up(
         assert_same(saver.load(), Training(3).state())
     if fault in ("403", "404"):
         assert "is behind; retrying" in caplog.text
+    assert ("it may be read, not written" in caplog.text) == (fault == "403")
 
 
 def test_wrong_credentials_at_the_start_are_an_error_at_once(
@@ -99,3 +102,20 @@ def test_wrong_credentials_at_the_start_are_an_error_at_once(
         train(tmp_path, url, 1)
     for text in (str(raised.value), caplog.text):
         assert STRANGER[1] not in text
+
+
+def test_who_may_read_and_not_write_is_told_at_the_start_and_may_load(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, url, 1)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", READER[0])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", READER[1])
+    refused = r"may be read, not written: .*403 AccessDenied.*s3:PutObject on portus.*'none'"
+    for _ in range(2):
+        with pytest.raises(UsageError, match=refused):
+            train(tmp_path, url, 1)
+        shutil.rmtree(tmp_path / ".portus")  # a fresh node
+    assert_same(portus.load(f"{url}/net"), Training(1).state())
+    with pytest.raises(UsageError, match=refused):
+        train(tmp_path / "new", f"{url}-new", 1)
+    assert not (tmp_path / "new" / ".portus").exists(), "and no pool was made"

@@ -151,8 +151,8 @@ class Checkpointer:
         try:
             if self._home.exists():
                 self._pool.open_if_there()
-            elif self._pool.mirroring is not None and self._pool.mirroring.has_versions():
-                self._pool.open_or_create()
+            else:
+                self._pool.begin_with_mirror()
         except BaseException:
             self._fence.close()
             if self._pool.mirroring is not None:

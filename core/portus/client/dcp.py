@@ -184,6 +184,8 @@ class PortusStorageWriter(StorageWriter):
         self._keep: Final = Keep.of(keep)
         self._mirror: Final = self._mirrored()
         self._begun: Beginning | None = None
+        self._is_start = True
+        """False once all ranks could begin."""
         self._mirroring: PartMirroring | None = None
         self._checkpointer: Checkpointer | None = None
         self._step = 0
@@ -405,7 +407,7 @@ class PortusStorageWriter(StorageWriter):
             self._is_shared = False
             self._retention.stand(rank, count)
             self.close()
-            self._begun = None
+            self._begun, self._is_start = None, True
         self._rank, self._count = rank, count
         self._begin_with_mirror()
 
@@ -558,6 +560,10 @@ class PortusStorageWriter(StorageWriter):
         return {os.path.join(self._wanted.directory, name): part for name, part in parts.items()}
 
     def _open(self) -> Checkpointer:
+        self._begin_with_mirror()
+        return self._open_part()
+
+    def _open_part(self) -> Checkpointer:
         if self._checkpointer is None:
             name = part_model(self.model, self._rank, self._count)
             spared = None if self._keep is None or self._keep.is_last_alone else self._keep
@@ -590,8 +596,8 @@ class PortusStorageWriter(StorageWriter):
     # The mirror.
 
     def _begin_with_mirror(self) -> None:
-        """Before this job saves, on all ranks: put back what its pools lack and the mirror has.
-        Collective, the first time. Raises on all ranks what one of them met."""
+        """Before this job saves, on all ranks: put back what its pools lack and the mirror has, and
+        claim that. Collective, the first time. Raises on all ranks what one of them met."""
         mirror = self._mirror
         if mirror is None or self._begun is not None:
             return
@@ -600,6 +606,15 @@ class PortusStorageWriter(StorageWriter):
             lambda begun: self._put_back(mirror, begun),
             self._ranks,
         )
+        try:
+            together(lambda: None, lambda _: self._claim(), self._ranks)
+        except BaseException:
+            self._begun = None
+            raise
+        self._is_start = False
+
+    def _claim(self) -> None:
+        self._open_part()
 
     def _put_back(self, mirror: GroupMirror, begun: Beginning) -> None:
         check_writable(mirror.address)
@@ -608,7 +623,6 @@ class PortusStorageWriter(StorageWriter):
     def _part_mirroring(self) -> PartMirroring | None:
         if self._mirror is None:
             return None
-        self._begin_with_mirror()
         assert self._begun is not None
         return PartMirroring(
             self._mirror.address,
@@ -620,6 +634,7 @@ class PortusStorageWriter(StorageWriter):
             complete=self._begun.complete,
             newest=self._begun.newest.get((self._rank, self._count)),
             left=self._left_there(self._mirror, self._begun),
+            is_start=self._is_start,
             meet=lambda groups, is_over: self._tally.shared(
                 self._group, groups, self._count, is_over
             ),

@@ -29,7 +29,7 @@ from portus.mirror.copier import Copier, Joined
 from portus.mirror.mirror import models
 from portus.mirror.objects import Referred
 from portus.mirror.opening import configured_key, open_store
-from portus.mirror.store import Store
+from portus.mirror.store import Store, UnwritableError
 from portus.protocol.address import is_tenant
 from portus.spec import VersionInfo
 
@@ -89,8 +89,9 @@ class TenantMirrors:
 
     def attach(self, hosted: MirroredPool) -> None:
         """Fill a pool that was just opened, and mirror it from now on. Blocks while versions are
-        fetched. Raises ``UsageError`` for wrong credentials and the like; ``TransportError`` if the
-        store cannot be asked and the pool is empty."""
+        fetched. Raises ``UsageError`` for wrong credentials and the like, and if there are models
+        and the mirror may be read, not written; ``TransportError`` if the store cannot be asked and
+        the pool is empty."""
         place = self.address
         below = replace(place, prefix=f"{place.prefix}/{hosted.tenant}".lstrip("/"))
         if place.prefix.startswith("/"):
@@ -164,6 +165,8 @@ class TenantMirror:
             copier = self._copier(model, there.get(model, 0))
             try:
                 copier.begin(self._pool_of(model))
+            except UnwritableError:
+                raise  # it is so of all models
             except UsageError as error:
                 self._refused[model] = str(error)
                 tell(logging.ERROR, "log", f"{self._hosted.tenant}: {error}")

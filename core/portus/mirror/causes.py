@@ -15,7 +15,7 @@ from typing import Final
 
 from portus.errors import MediumError, PortusError, TransportError, UsageError, printable
 from portus.mirror.address import StoreAddress, StoreKind
-from portus.mirror.store import MissingError
+from portus.mirror.store import MissingError, UnwritableError
 
 _STATUS: Final = re.compile(r"status(?: code)?: (\d{3})")
 _CODE: Final = re.compile(r"<Code>(\w{1,80})</Code>|\(code: (\w{1,80})\)")
@@ -179,6 +179,7 @@ _BY_TEXT: Final = (
     ),
     (r"BareRedirect|without LOCATION", _BY_CODE["PermanentRedirect"]),
 )
+_WRITES: Final = ("put", "create")
 _RIGHTS: Final = {
     "put": "s3:PutObject",
     "create": "s3:PutObject",
@@ -212,7 +213,9 @@ def meant(error: BaseException, failed: FailedCall) -> PortusError:
     what = f"{failed.address}: cannot {failed.operation} {failed.name}".rstrip()
     found, advice = (each.format(**_words(failed)) for each in (cause.found, cause.advice))
     found += (f" ({said})" if said else "") + (f", at {server[1]}" if server else "")
-    return cause.kind(f"{what}: {found}" + (f"; {advice}" if advice else ""))
+    is_write = cause is _DENIED and failed.operation in _WRITES
+    kind = UnwritableError if is_write else cause.kind
+    return kind(f"{what}: {found}" + (f"; {advice}" if advice else ""))
 
 
 def _words(failed: FailedCall) -> dict[str, object]:

@@ -8,7 +8,8 @@ there. Reference files go along, by their paths.
 
 Before anything is saved, ``begin`` looks which of the two has the newer history. A pool that is new
 gets from the mirror what the model had: its newest version, what its reference files lead to, and
-these files. A pool whose history went on elsewhere is named, and not gone on from.
+these files. A pool whose history went on elsewhere is named, and not gone on from. Then it claims
+the mirror, which is its first write: where that is not allowed, nothing ever would be mirrored.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from portus.mirror.log import SupersededError
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import Added, Fact, Referred, Removed, State, Unreferred
 from portus.mirror.opening import configured_key
-from portus.mirror.store import Store
+from portus.mirror.store import Store, UnwritableError
 from portus.mirror.waiting import Show, bar
 from portus.spec import VersionInfo
 from portus.transport.base import Stop, StoppedError
@@ -58,6 +59,9 @@ _SHOW_S: Final = 0.2
 _SAY_S: Final = 10.0
 """How often who waits hears how far it is."""
 
+_READ_ALONE: Final = "it may be read, not written"
+"""What a refused write means, after a read that was not."""
+
 
 class Copier:
     """Copies what is committed of one model to its mirror. Thread-safe but for ``begin``."""
@@ -66,6 +70,8 @@ class Copier:
         "To resume from the mirror, move this pool away; to resume from here, use another mirror, "
         "or mirror='none'"
     )
+    _instead = "or name another mirror"
+    """What else to do about a mirror that cannot be written."""
 
     def __init__(
         self,
@@ -127,13 +133,18 @@ class Copier:
         raises."""
         return self._mirror.read().newest is not None
 
+    def claim_for(self, pool: bytes) -> None:
+        """Claim it for a pool that is to be made, and will have this identity. Raises
+        ``UsageError`` if it may be read, not written."""
+        self._written(lambda: self._mirror.claim(_who(), pool, 0))
+
     def begin(self, joined: Joined) -> None:
         """This is saved to from now on: at the start, and when the pool has a successor. Blocks
         while versions are fetched.
 
-        Raises ``UsageError`` if the pool's history went on elsewhere, and for wrong credentials and
-        the like; ``TransportError`` if the store cannot be asked and the pool is empty: nobody
-        knows then whether there is something to go on from.
+        Raises ``UsageError`` if the pool's history went on elsewhere, for wrong credentials and
+        the like, and if the mirror may be read, not written; ``TransportError`` if the store cannot
+        be asked and the pool is empty: nobody knows then whether there is something to go on from.
         """
         if self._joined is None:
             self._begin(joined)
@@ -162,11 +173,34 @@ class Copier:
                 joined.require_alone(state, newest)
                 self._fill(state, joined)
                 joined.since = joined.writer.catalogue().root.sequence
-                self._claim(joined)
         except (TransportError, MediumError) as error:
             if not own:
                 raise
             self._say(error)
+        else:
+            self._claim_first(joined, state)
+
+    def _claim_first(self, joined: Joined, state: State) -> None:
+        """Claim it for the run that begins, unless it did so already for this pool, as ``state``
+        says. Raises as ``_written``."""
+        uuid, own = joined.writer.superblock.uuid, self._mirror.state
+        if self._mirror.is_claimed and state.writer == own.writer and own.terms[-1].pool == uuid:
+            self._claimed(joined)
+        else:
+            self._written(lambda: self._claim(joined))
+
+    def _written(self, claim: Callable[[], object]) -> None:
+        """The first write to the mirror. Raises ``UsageError`` if that is not allowed. If the store
+        does not answer, or is full, the thread tries again."""
+        try:
+            claim()
+        except (TransportError, MediumError) as error:
+            self._say(error)
+        except UnwritableError as error:
+            raise UnwritableError(
+                f"{self.address}: nothing can be mirrored there: {_READ_ALONE}: {error}. Expected "
+                f"a mirror that this process may write to: give it that right, {self._instead}"
+            ) from error
 
     def _is_behind(
         self, state: State, newest: Added, joined: Joined, own: Sequence[VersionInfo]
@@ -374,7 +408,8 @@ class Copier:
         if self._ended:
             return  # the store was closed, and the cause is that of before
         foreign = not isinstance(error, PortusError)
-        text = f"{type(error).__name__}: {error}" if foreign else str(error)
+        said = f"{_READ_ALONE}: {error}" if isinstance(error, UnwritableError) else str(error)
+        text = f"{type(error).__name__}: {error}" if foreign else said
         if text != self._failure:
             self._failure = text
             _log.warning(
@@ -482,11 +517,14 @@ class Copier:
             raise self._elsewhere(state.newest, joined, own)
 
     def _take_term(self, joined: Joined, at: int | None = None) -> None:
-        who = f"pid {os.getpid()} on {platform.node()}"
-        state = self._mirror.claim(who, joined.writer.superblock.uuid, joined.since, at=at)
+        self._mirror.claim(_who(), joined.writer.superblock.uuid, joined.since, at=at)
+        self._claimed(joined)
+
+    def _claimed(self, joined: Joined) -> None:
         joined.is_claimed, self._collected_s = True, None
-        if state.newest is not None:
-            self._mirrored_ns = max(self._mirrored_ns, state.newest.time_ns)
+        newest = self._mirror.state.newest
+        if newest is not None:
+            self._mirrored_ns = max(self._mirrored_ns, newest.time_ns)
 
     def _copy(self, joined: Joined, info: VersionInfo, facts: Sequence[Fact]) -> None:
         try:
@@ -548,6 +586,10 @@ class Copier:
         every: list[Added | VersionInfo] = [*mirrored]
         every += [info for info in infos if info.token not in tokens]
         return local | {each.token for each in self._keep.staying(every)}
+
+
+def _who() -> str:
+    return f"pid {os.getpid()} on {platform.node()}"
 
 
 class ElsewhereError(UsageError):

@@ -13,6 +13,7 @@ digits and ``-_.=``. All methods block, may be called from several threads, and 
 
 - ``TransportError``: the store could not be asked, or did not answer. Try again later.
 - ``UsageError``: it answered, and refuses: wrong credentials, no such bucket, no right to do this.
+- ``UnwritableError``, which is one: no right to write. By ``put`` and ``create`` alone.
 - ``MediumError``: it has no room.
 - ``MissingError``: there is no such object. By ``get`` and ``get_range`` alone.
 
@@ -25,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from portus.errors import PortusError
+from portus.errors import PortusError, UsageError
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes; a view is of unsigned bytes, in one dimension."""
@@ -33,6 +34,10 @@ Buffer = bytes | bytearray | memoryview
 
 class MissingError(PortusError):
     """There is no object of that name."""
+
+
+class UnwritableError(UsageError):
+    """The store knows who asks, who has no right to write there."""
 
 
 @dataclass(frozen=True, slots=True)

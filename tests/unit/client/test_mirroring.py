@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import logging
@@ -12,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from portus.mirror.store import Store
 from portus.testing.hosting import serving, url
 from portus.testing.stores import CountingStore
 from portus.transport.base import Stop
+from tests.unit.client.bucket import SmallBucket
 from tests.unit.client.stuck import until
 
 
@@ -778,3 +780,108 @@ def test_whoever_fails_while_he_fetches_goes_on_with_that(node: Node, before: Be
     with node.start() as run:
         assert same(run.load(), state(3))
         assert same(portus.load_reference(node.run / "best.ckpt"), state(1))
+
+
+def said_by(url: str) -> State:
+    """What the log of the mirror there says."""
+    with contextlib.closing(open_store(parse(url))) as store:
+        return Mirror(store, "net").read()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallBucket]:
+    """A bucket, to which the environment leads."""
+    monkeypatch.setattr(copier, "_PAUSE_MIN_S", 0.01)
+    with SmallBucket() as bucket:
+        bucket.lead(monkeypatch)
+        yield bucket
+
+
+REFUSED = (
+    r"s3://bucket/runs: nothing can be mirrored there: it may be read, not written: "
+    r"s3://bucket/runs: cannot create net/log/.*: permission is denied \(403 AccessDenied\), at "
+    r"127.0.0.1.*; grant the right to s3:PutObject on bucket. Expected a mirror that this process "
+    r"may write to: give it that right, name another mirror, or say mirror='none'"
+)
+
+
+def test_a_bucket_that_may_be_read_and_not_written_is_an_error_at_once(
+    node: Node, small: SmallBucket
+) -> None:
+    small.is_read_only = True
+    with pytest.raises(UsageError, match=REFUSED):
+        node.start(mirror="s3://bucket/runs")
+    assert list(node.run.iterdir()) == [], "and no pool was made"
+    with node.start(mirror="none") as run:
+        run.save(state(1), 1).wait()
+    with pytest.raises(UsageError, match=REFUSED):
+        node.start(mirror="s3://bucket/runs")
+    assert small.objects == {}
+    small.is_read_only = False
+    with node.start(mirror="s3://bucket/runs") as run:
+        assert run.steps() == [1], "nothing holds the pool"
+    small.is_read_only = True
+    assert same(portus.load("s3://bucket/runs/net"), state(1)), "who only loads writes nothing"
+    node.lose()
+    with pytest.raises(UsageError, match=REFUSED):
+        node.start(mirror="s3://bucket/runs")
+
+
+def test_if_the_right_to_write_is_withdrawn_training_goes_on_and_the_log_names_that(
+    node: Node, small: SmallBucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING, "portus"),
+        node.start(mirror="s3://bucket/runs") as run,
+    ):
+        mirroring = run._pool.mirroring
+        assert mirroring is not None
+        run.save(state(1), 1).wait()
+        until(lambda: not mirroring.unmirrored())
+        small.is_read_only = True
+        for step in (2, 3):
+            run.save(state(step), step).wait()
+        until(lambda: bool(mirroring.failure))
+        assert "it may be read, not written" in mirroring.failure
+        small.is_read_only = False
+        until(lambda: not mirroring.unmirrored() and not mirroring.failure)
+    told = [each.message for each in caplog.records if "is behind; retrying: " in each.message]
+    assert told
+    for each in told:
+        assert "it may be read, not written: s3://bucket/runs: cannot put net/" in each
+        assert "grant the right to s3:PutObject on bucket" in each
+    found = portus.load("s3://bucket/runs/net")
+    assert same(found, state(3))
+
+
+def test_the_claim_of_a_start_is_its_only_write_also_where_there_is_nothing_yet(
+    node: Node, small: SmallBucket
+) -> None:
+    with node.start(mirror="s3://bucket/runs") as run:
+        assert (small.count("LIST"), small.count("PUT")) == (1, 1)
+        assert not run._home.exists()
+        run.save(state(1), 1).wait()
+        mirroring = run._pool.mirroring
+        assert mirroring is not None
+        until(lambda: not mirroring.unmirrored())
+        assert (small.count("LIST"), small.count("PUT")) == (1, 1 + 3)
+        uuid = run.uuid
+    assert [each.pool for each in said_by("s3://bucket/runs").terms] == [uuid]
+    node.lose()
+    with node.start(mirror="s3://bucket/runs") as run:
+        assert same(run.load(), state(1))
+
+
+def test_who_began_before_a_run_went_on_elsewhere_claims_anew(
+    node: Node, small: SmallBucket, tmp_path: Path
+) -> None:
+    """Between the start of a run and its first save another machine saved the same run."""
+    with node.start(mirror="s3://bucket/runs") as run:
+        with Checkpointer(tmp_path / "other", "net", mirror="s3://bucket/runs") as other:
+            other.save(state(7), 7).wait()
+        shutil.rmtree(tmp_path / "other")
+        run.save(state(8), 8).wait()
+        assert run.steps() == [7, 8]
+    found = said_by("s3://bucket/runs")
+    assert [each.step for each in found.versions] == [7, 8]
+    assert found.term == 3

@@ -19,7 +19,7 @@ from portus.errors import MediumError, TransportError, UsageError
 from portus.mirror.address import StoreAddress, parse
 from portus.mirror.mirror import Mirror
 from portus.mirror.opening import open_store
-from portus.mirror.store import Store
+from portus.mirror.store import Store, UnwritableError
 from portus.testing.hosting import serving, url
 from portus.testing.stores import CountingStore
 from tests.hosts import Host
@@ -247,3 +247,25 @@ def test_portus_serve_waits_for_its_mirror_at_sigterm_and_begins_with_it(
 def test_wrong_words_end_the_start(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--mirror 's3//bucket': expected s3://"):
         prepared(ServeOptions(place=str(tmp_path), listen=["127.0.0.1:0"], mirror="s3//bucket"))
+
+
+def test_a_host_with_models_begins_with_no_mirror_that_it_may_read_and_not_write(
+    tmp_path: Path, bucket: StoreAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ReadAlone(Away):
+        def create(self, name: str, data: bytes) -> bool:
+            raise UnwritableError(f"cannot create {name}: permission is denied")
+
+    save(tmp_path / "pools", bucket, 1)
+    expected = steps(bucket)
+    monkeypatch.setattr(mirrors_of_hosts, "open_store", lambda at: ReadAlone(open_store(at)))
+    with (
+        pytest.raises(
+            UsageError, match=r"default: nothing can be mirrored there: it may be read, not wri.*"
+        ) as raised,
+        serving(tmp_path / "pools", mirrors=TenantMirrors(bucket)),
+    ):
+        raise AssertionError
+    assert "give it that right, or name another mirror" in str(raised.value)
+    save(tmp_path / "pools", None, 2)
+    assert steps(bucket) == expected

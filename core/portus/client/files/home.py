@@ -66,8 +66,8 @@ class Home(Protocol):
     def exists(self) -> bool:
         """True if there is a pool to open already."""
 
-    def create(self) -> None:
-        """Make the pool, if there is none."""
+    def create(self, uuid: bytes | None = None) -> None:
+        """Make the pool, if there is none. uuid: its identity, where that was said before."""
 
     def open(self) -> Pool:
         """The pool, and its reference files. Raises what opening raises."""
@@ -113,13 +113,13 @@ class FileHome:
     def exists(self) -> bool:
         return has_pool(self.path)
 
-    def create(self) -> None:
+    def create(self, uuid: bytes | None = None) -> None:
         for is_last in (False, False, True):
             if self.exists():
                 return
             try:
                 make_directory(os.path.dirname(self.path))
-                create_pool(self.path, LocalFiles())
+                create_pool(self.path, LocalFiles(), uuid)
             except MediumError as error:
                 if is_last or error.errno != errno.ENOENT:
                     raise  # else the directory went with the pool of another, who never saved
@@ -291,7 +291,7 @@ class HostHome:
     def exists(self) -> bool:
         return True  # a host that cannot be reached at the start raises (V8)
 
-    def create(self) -> None:
+    def create(self, uuid: bytes | None = None) -> None:
         """The host makes it."""
 
     def open(self) -> HostPool:

@@ -41,6 +41,8 @@ class RunPool:
         self.keeper: Keeper | None = None
         self.before: Before | None = None
         self.mirroring = mirroring
+        self._promised: bytes | None = None
+        """The identity of the pool that is to be made."""
         self.created = False
         self.opening: Final = threading.RLock()
         self._home: Final = home
@@ -63,7 +65,8 @@ class RunPool:
                     self._open()
                     self._moving = False
             while self.writer is None or self.keeper is None:  # ends: others took theirs away
-                self._home.create()
+                promised, self._promised = self._promised, None
+                self._home.create(promised)
                 self.open_if_there()
             return self.writer, self.keeper
 
@@ -79,10 +82,22 @@ class RunPool:
         """Have ``mirroring`` copy what is committed. Raises what joining raises."""
         with self.opening:
             self.mirroring = mirroring
-            if self.writer is not None:
-                assert isinstance(self.writer, PoolWriter)
-                assert self.keeper is not None
-                mirroring.join(self.writer, self.keeper, self._home.older)
+            if self.writer is None:
+                self._promised = mirroring.promise()
+                return
+            assert isinstance(self.writer, PoolWriter)
+            assert self.keeper is not None
+            mirroring.join(self.writer, self.keeper, self._home.older)
+
+    def begin_with_mirror(self) -> None:
+        """There is no pool yet: make it, and fill it, if the mirror has versions. Raises what
+        opening raises."""
+        if self.mirroring is None:
+            return
+        if self.mirroring.has_versions():
+            self.open_or_create()
+        else:
+            self._promised = self.mirroring.promise()
 
     @contextlib.contextmanager
     def looked_at(self) -> Iterator[list[PoolReader]]:

@@ -7,6 +7,7 @@ node. A mirror is not taken from another run of the same name that is on this ma
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Final
@@ -17,7 +18,7 @@ from portus.errors import PortusError, UsageError
 from portus.index.directory import open_reader
 from portus.index.keep import Keep
 from portus.index.pool import PoolReader, PoolWriter
-from portus.mirror.address import StoreAddress
+from portus.mirror.address import StoreAddress, StoreKind
 from portus.mirror.copier import Copier, Joined
 from portus.mirror.objects import Added, Referred, State
 from portus.mirror.opening import check_writable, open_store
@@ -26,6 +27,8 @@ from portus.spec import VersionInfo
 
 class Mirroring(Copier):
     """The mirror of one model, for the run that saves the model. Thread-safe but for ``join``."""
+
+    _instead = "name another mirror, or say mirror='none'"
 
     def __init__(
         self,
@@ -46,6 +49,17 @@ class Mirroring(Copier):
         """As that of ``Copier``, before a run that has no pool. Raises as ``check_writable``."""
         check_writable(self.place)
         return super().has_versions()
+
+    def promise(self) -> bytes | None:
+        """The identity of the pool that is to be made, for which this is claimed now: before a run
+        that has none, so that it learns at once whether its mirror may be written. None for a
+        directory, of which that is known. Raises as ``claim_for``."""
+        check_writable(self.place)
+        if self.place.kind is StoreKind.FOLDER:
+            return None
+        pool = os.urandom(16)
+        self.claim_for(pool)
+        return pool
 
     def join(
         self, writer: PoolWriter, keeper: Keeper, older: Callable[[], Collection[PoolReader]]

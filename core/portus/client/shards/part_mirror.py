@@ -73,15 +73,18 @@ class PartMirroring(Mirroring):
         meet: Meet,
         newest: int | None = None,
         left: MirroredLeftovers | None = None,
+        is_start: bool = True,
     ) -> None:
         """model: of the run. keep: which complete groups stay; None: all. complete: ids of the
         groups that were complete in the mirror when the job began, newest last; None: nobody knows.
         meet: how ranks tell each other, at the end, what each has there. newest: as of ``Mirror``.
         left: what jobs of other numbers of ranks left there, on the rank that lets go of it.
+        is_start: the job begins: it is an error then if the mirror may not be written.
         """
         part = part_model(model, rank, count)
         super().__init__(address, part, keep, wait_s=wait_s, newest=newest)
         self._rank: Final = rank
+        self._is_start: Final = is_start
         self._named = UNNAMED
         self._waiting: frozenset[bytes] = frozenset()
         """Groups that began after the one that is named."""
@@ -172,11 +175,19 @@ class PartMirroring(Mirroring):
 
     def _begin(self, joined: Joined) -> None:
         """What a fresh node needs was put back before, for all ranks together."""
+        if self._is_start:
+            self._claim_first(joined, self._mirror.state)
+
+    def promise(self) -> bytes | None:
+        return super().promise() if self._is_start else None
 
     def _claim(self, joined: Joined) -> None:
         if not self._is_told:  # else it was looked at, for all ranks together
             self._require_newest(joined)
         self._take_term(joined)
+
+    def _claimed(self, joined: Joined) -> None:
+        super()._claimed(joined)
         self._mirrored_ns = max(
             (
                 each.time_ns

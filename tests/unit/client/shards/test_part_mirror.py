@@ -36,6 +36,7 @@ from portus.mirror.opening import open_store
 from portus.mirror.store import Store
 from portus.testing.nursery import nursery
 from portus.testing.stores import CountingStore
+from tests.unit.client.bucket import SmallBucket
 from tests.unit.client.stuck import is_in, until
 
 pytestmark = [
@@ -386,3 +387,33 @@ class Counting:
 
     def list(self, prefix: str, after: str = "") -> Any:
         return self._store.list(prefix, after)
+
+
+def test_a_bucket_that_may_be_read_and_not_written_is_an_error_at_once_and_no_later(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(copier, "_PAUSE_MIN_S", 0.01)
+    with SmallBucket() as small:
+        mirror = small.lead(monkeypatch)
+        small.is_read_only = True
+        for _ in range(2):
+            with pytest.raises(
+                UsageError, match=r"nothing can be mirrored there: it may be read, not written: .*"
+            ):
+                start(tmp_path, mirror=mirror)
+            save_without_mirror(tmp_path)  # with pools of its own it is an error all the same
+        assert small.objects == {}
+        small.is_read_only = False
+        with (
+            caplog.at_level(logging.WARNING, "portus"),
+            contextlib.closing(start(tmp_path, mirror=mirror)) as writer,
+        ):
+            writer.save(state(2.0), step=2).wait()
+            small.is_read_only = True
+            writer.close()  # as where ranks change; what is opened again is no start
+            writer.save(state(3.0), step=3).wait()
+            until(lambda: "retrying: it may be read, not written: " in caplog.text)
+            small.is_read_only = False
+        assert GroupMirror(parse(mirror), "run").look().complete[-1].step == 3
