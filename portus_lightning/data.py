@@ -92,7 +92,7 @@ class TrainingData:
             delivered = self._delivered(cursor, done)
             states.append(cursor.state_dict(delivered, is_over=is_over, iterator=iterator))
         random = [
-            torch.zeros(portus.RANDOMNESS_BYTES, dtype=torch.uint8)
+            torch.zeros(portus.RANDOMNESS_BYTES, dtype=torch.uint8, device="cpu")
             if each is None
             else each.pop("random")
             for each in states

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from typing import Final
 
@@ -18,6 +19,7 @@ _NEEDED: Final = {
 
 def main() -> None:
     """Run the command line, and exit."""
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(OSError, ValueError):
@@ -36,6 +38,18 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+
+
+def _open_standard_streams() -> None:
+    """Let no other file get the number of a standard stream that is closed (``portus ls >&-``)."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -73,12 +74,12 @@ class Output:
         """The result for machines; nothing unless they are asked for."""
         if self.as_json and not self._said:
             self._said = True
-            print(json.dumps(value, indent=2))
+            _print(json.dumps(value, indent=2))
 
     def line(self, text: str = "") -> None:
         """A line of the result for people."""
         if not self.as_json:
-            print(printable(text))
+            _print(printable(text))
 
     def note(self, text: str) -> None:
         """A message."""
@@ -108,10 +109,10 @@ class Output:
         if sys.stdout.isatty():
             Console().print(table)
             return
-        console = Console(width=_WIDE, force_terminal=False, color_system=None)
+        console = Console(file=io.StringIO(), width=_WIDE, force_terminal=False, color_system=None)
         with console.capture() as captured:
             console.print(table, crop=False)
-        print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        _print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
     def fail(self, error: PortusError) -> int:
         """Say why a command could not do what it was asked for; its exit code."""
@@ -127,7 +128,7 @@ def reported(as_json: bool) -> Iterator[Output]:
     output = Output(as_json)
     try:
         yield output
-        sys.stdout.flush()
+        _flush()
         if output.code:
             raise typer.Exit(output.code)
     except PortusError as error:
@@ -137,9 +138,37 @@ def reported(as_json: bool) -> Iterator[Output]:
         raise typer.Exit(INTERRUPTED) from error
     except BrokenPipeError as error:
         # Who read our output has enough. Python would complain once more at exit.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()
         raise typer.Exit(BROKEN_PIPE) from error
+
+
+def _print(text: str) -> None:
+    try:
+        print(text)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _unwritable(error) from error
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _unwritable(error) from error
+
+
+def _unwritable(error: OSError) -> MediumError:
+    """The result cannot be written: the disk behind ``>>`` is full, for example."""
+    _print_no_more()
+    return MediumError(error.errno, f"cannot write to standard output: {error.strerror}")
+
+
+def _print_no_more() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_code(error: PortusError) -> int:

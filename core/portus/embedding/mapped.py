@@ -123,7 +123,7 @@ class Mapped:
             for _, tensor in _tensors(table)
         ]
         if [len(each) for each in self.digests] != sizes:
-            self.digests = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+            self.digests = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
 
     def rows(self, table: Table, number: torch.Tensor) -> list[RowsThere]:
         """Rows of a table, and of what is kept of them, as far as they are placed."""
@@ -154,7 +154,7 @@ class Mapped:
                 for key, each in _tensors(table)
                 if each.data_ptr() in self._places
             ]:  # names of tensors would be views
-                self._put(table, key, torch.empty((0, *shape[1:]), dtype=dtype))
+                self._put(table, key, torch.empty((0, *shape[1:]), dtype=dtype, device="cpu"))
         self._places.clear()
         kept = {extent.offset: extent for view, extent in self._views if view() is not None}
         self._views.clear()

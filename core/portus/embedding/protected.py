@@ -204,7 +204,7 @@ class Protected:
         self._in_batch = False
         self._whole = True
         """The next moment is taken whole."""
-        self._counter: Final = torch.tensor(0)
+        self._counter: Final = torch.tensor(0, device="cpu")
         self._ended_early = False
         """The moment of this batch was taken before its end, since a state was asked for."""
         self._collecting = False
@@ -737,7 +737,7 @@ class Protected:
         try:
             return {
                 "batch": self._counter,
-                "dense_batch": torch.tensor(batch),
+                "dense_batch": torch.tensor(batch, device="cpu"),
                 "model": self._model.state_dict(),
                 "optimizers": [each.state_dict() for each in self._optimizers],
                 "extra": None if self._extra is None else self._extra(),
@@ -995,10 +995,10 @@ def _copied(
         if index in tables or not length[index]:
             continue
         if storage.device.type == "cpu":
-            copy = torch.empty(int(length[index]), dtype=torch.uint8)
+            copy = torch.empty(int(length[index]), dtype=torch.uint8, device="cpu")
             ctypes.memmove(copy.data_ptr(), int(address[index]), int(length[index]))
         else:
-            copy = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
+            copy = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu())
         address[index] = copy.data_ptr()
         copies.append(copy)
     return copies

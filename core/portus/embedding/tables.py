@@ -105,7 +105,7 @@ class Table:
     def rows(self) -> torch.Tensor:
         """The rows that changed since the last moment, each once, in order."""
         if not self.touched:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         return self.touched[0] if len(self.touched) == 1 else torch.unique(torch.cat(self.touched))
 
     def require_saved(self, saved: Any) -> None:

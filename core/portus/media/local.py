@@ -144,6 +144,8 @@ class LocalFiles:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                return None
             raise file_error("look at", path, error) from error
         identity = (found.st_dev, found.st_ino)
         return FileStatus(identity, found.st_nlink, found.st_size, found.st_mtime_ns)

@@ -16,11 +16,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 import threading
 import weakref
 from typing import Final, Protocol
 
 from portus.errors import UsageError
+
+if sys.platform != "win32":
+    import fcntl
 
 
 class Inherited(Protocol):
@@ -55,6 +59,25 @@ child."""
 _free: Final = list(range(_SLOTS))
 
 
+_STANDARD: Final = 3
+"""The numbers below it are standard input, output and error, whether they are open or not."""
+
+
+def _open(path: str, flags: int, mode: int) -> int:
+    """As ``os.open``, but never with the number of a standard stream.
+
+    Where such a stream is closed (``python train.py >&-``), its number is the next one that the
+    system gives; what a library in C then prints would go into the file.
+    """
+    number = os.open(path, flags, mode)
+    if number >= _STANDARD or sys.platform == "win32":
+        return number
+    try:
+        return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _STANDARD)
+    finally:
+        os.close(number)
+
+
 class Descriptor:
     """An open file, in this process only."""
 
@@ -65,7 +88,7 @@ class Descriptor:
         self._number = -1
         self._slot: int | None = None
         with still:
-            self._number = os.open(path, flags | getattr(os, "O_BINARY", 0), mode)
+            self._number = _open(path, flags | getattr(os, "O_BINARY", 0), mode)
             self._slot = _free.pop() if _free else None
             if self._slot is not None:
                 NUMBERS[self._slot] = self._number + 1

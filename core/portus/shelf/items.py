@@ -98,7 +98,7 @@ class Array:
 
         dtype: torch.dtype = getattr(torch, self.dtype)
         if not self.size:
-            return torch.empty(self.sizes, dtype=dtype)
+            return torch.empty(self.sizes, dtype=dtype, device="cpu")
         return torch.frombuffer(memory[: self.size].data, dtype=dtype).reshape(self.sizes)
 
     def fill(self, value: Any) -> None:

@@ -269,3 +269,33 @@ def test_a_path_that_is_no_text_does_no_harm(run: Run) -> None:
     assert done.returncode == 0
     assert "odd\\udcff.ckpt" in done.stdout
     assert process("ls", "--json", cwd=run.root).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", ["ls", "ls --json", "verify"])
+def test_a_result_that_cannot_be_written_is_an_error_of_the_machine(
+    run: Run, arguments: str
+) -> None:
+    for unbuffered in ("", "1"):
+        done = subprocess.run(
+            ["/bin/sh", "-c", f'"$0" -c "$1" {arguments} > /dev/full', sys.executable, MAIN],
+            capture_output=True,
+            text=True,
+            cwd=run.root,
+            timeout=60,
+            check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+        expected = "portus: cannot write to standard output: No space left on device\n"
+        assert (done.returncode, done.stderr) == (74, expected)
+
+
+@pytest.mark.parametrize("arguments", ["ls", "verify", "gc", "ls --nonsense"])
+def test_closed_streams_do_no_harm(run: Run, arguments: str) -> None:
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'"$0" -c "$1" {arguments} <&- >&- 2>&-', sys.executable, MAIN],
+        cwd=run.root,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == (2 if "nonsense" in arguments else 0)
+    assert process("verify", cwd=run.root).returncode == 0

@@ -317,6 +317,14 @@ def test_a_directory_that_cannot_be_looked_at_proves_nothing(tmp_path: Path) -> 
     assert states(run) == {1: fate.Fate.UNKNOWN}
 
 
+def test_a_link_that_leads_in_a_circle_beside_the_checkpoints_holds_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(run, 1)
+    os.symlink("circle", run / "ckpt/circle")
+    os.unlink(run / "ckpt/1.ckpt")
+    assert states(run) == {1: fate.Fate.DELETED}
+
+
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.long)])
 def test_restarts_each_from_a_copy_of_the_last_end_with_what_is_kept(
     tmp_path: Path, count: int

@@ -566,3 +566,28 @@ def test_what_is_no_file_is_refused_as_ever(tmp_path: Path) -> None:
         LocalFiles().open_uncached(str(tmp_path / "none"))
     with pytest.raises(UsageError, match="a directory"):
         LocalFiles().open_uncached(str(tmp_path))
+
+
+CLOSED_STREAMS = """
+import os, sys
+from portus.media.local import LocalFiles
+
+medium = LocalFiles(mapped=sys.argv[2] == "mapped").create(sys.argv[1], 1 << 16)
+medium.store(0, b"kept")
+for number in (1, 2):
+    try:
+        os.write(number, b"what a library in C prints")
+    except OSError:
+        pass
+medium.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["mapped", "plain"])
+def test_no_pool_has_the_number_of_a_standard_stream(tmp_path: Path, how: str) -> None:
+    pool = tmp_path / "pool"
+    script = '"$0" -c "$1" "$2" "$3" <&- >&- 2>&-'
+    subprocess.run(
+        ["/bin/sh", "-c", script, sys.executable, CLOSED_STREAMS, pool, how], timeout=60, check=True
+    )
+    assert pool.read_bytes()[:26] == b"kept" + bytes(22)

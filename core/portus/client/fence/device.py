@@ -29,7 +29,7 @@ class _Ring:
         self.busy: Final = threading.Lock()
         self.stream: Final = torch.cuda.Stream(device)
         self.buffers: Final = [
-            torch.empty(UNIT, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+            torch.empty(UNIT, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
         ]
         self.arrived: Final = [_event() for _ in range(2)]
 

@@ -280,7 +280,7 @@ class _Ranks:
         self._of: Final = group
         self._own: Any = None
         self._work: Any = None
-        self._said = torch.zeros(1, dtype=torch.uint8)
+        self._said = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._are_alone: bool | None = None
 
     def step(self, told: bool, otherwise: int = _DONE) -> bool:

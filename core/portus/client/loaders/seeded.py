@@ -53,7 +53,7 @@ class SeededDataset(Dataset[T]):
             raise UsageError(f"seed: expected a whole number, found {seed!r}")
         self.dataset: Final = dataset
         self.seed: Final = seed
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()
 
     @property
     def epoch(self) -> int:

@@ -585,7 +585,7 @@ def _fetch(opened: _Opened, wanted: Column) -> list[torch.UntypedStorage | None]
     lengths = record.storages["length"][wanted].astype(np.int64)
     address = np.zeros(len(wanted), np.int64)
     for position, (index, length) in enumerate(zip(wanted.tolist(), lengths.tolist(), strict=True)):
-        storage = torch.empty(length, dtype=torch.uint8).untyped_storage()
+        storage = torch.empty(length, dtype=torch.uint8, device="cpu").untyped_storage()
         storages[index] = storage
         address[position] = storage.data_ptr()
     _fetch_into(opened, wanted, address)

@@ -96,6 +96,18 @@ def test_a_version_comes_back_as_it_was_and_ties_stay_tied(saved: Saved) -> None
     assert loaded["head"]["w"].data_ptr() == loaded["head"]["tied"].data_ptr()
 
 
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_a_load_is_in_memory_whatever_the_default_device_is(saved: Saved, device: str) -> None:
+    before = torch.get_default_device()
+    torch.set_default_device(device)
+    try:
+        loaded: Any = restore.load(saved.pool, saved.entry(3))
+    finally:
+        torch.set_default_device(before)
+    assert loaded["model"]["w"].device.type == "cpu"
+    assert same(loaded, state(3))
+
+
 def test_damage_is_told_with_model_step_tensors_and_where(saved: Saved) -> None:
     saved.damage(2, "head.w")
     with pytest.raises(CorruptionError, match=r"step 2.*head\.tied = head\.w|step 2.*head\.w"):
