@@ -156,10 +156,11 @@ class Folder:
         is_first = home not in self._safe
         self._make_safe(home)
         path = os.path.join(home, f"{os.getpid()}-{secrets.token_hex(8)}")
-        number = _told("create", path, lambda: os.open(path, _NEW, 0o666))
+        # Errors name the directory: a run that tries again reports each cause once.
+        number = _told("create a file in", home, lambda: os.open(path, _NEW, 0o666))
         try:
             try:
-                _told("write", path, lambda: _write(number, views))
+                _told("write a file in", home, lambda: _write(number, views))
             finally:
                 os.close(number)
             if is_first:

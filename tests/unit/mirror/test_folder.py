@@ -157,3 +157,16 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UsageError, match="file"):
         Folder(str(tmp_path / "file" / "below")).put("a", [b"x"])
+
+
+def test_a_directory_that_goes_away_is_told_in_the_same_words_each_time(tmp_path: Path) -> None:
+    store = Folder(str(tmp_path / "mirror"))
+    store.put("a", [b"x"])
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    said = set()
+    for _ in range(3):
+        with pytest.raises(MediumError) as failed:
+            store.put("b", [b"x"])
+        said.add(str(failed.value))
+    [text] = said
+    assert f"{tmp_path}/mirror/{PARTIAL}: cannot create a file in: No such file" in text
