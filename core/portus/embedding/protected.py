@@ -830,12 +830,13 @@ class _Worker:
     def settle(self) -> None:
         """Block until no commit is in flight. What it raised, the next ``wait`` raises."""
         with self._changed:
+            self._changed.notify_all()  # Ctrl-C may have cut a ``put`` short
             self._changed.wait_for(lambda: self._moment is None)
 
     def wait(self) -> None:
         """Block until no commit is in flight. Raises what a commit raised, every time."""
         with self._changed:
-            self._changed.wait_for(lambda: self._moment is None)
+            self.settle()
             if self._error is not None:
                 raise self._error
 

@@ -326,6 +326,32 @@ def test_ctrl_c_at_the_end_of_a_batch_leaves_its_rows_to_the_next_one(
     assert torch.equal(durable(path), small.weight.detach())
 
 
+@pytest.mark.timeout(30)
+def test_ctrl_c_while_a_batch_is_handed_over_holds_up_no_update_for_ever(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    small = Small()
+    with small.protect(path) as tables:
+        small.step(1)
+        small.step(2)
+        tables.wait()
+        with monkeypatch.context() as patch:
+            put = module._Worker.put
+
+            def cut_short(self: module._Worker, moment: Moment) -> None:
+                patch.setattr(self._changed, "notify_all", interrupted)
+                put(self, moment)
+
+            patch.setattr(module._Worker, "put", cut_short)
+            with pytest.raises(KeyboardInterrupt):
+                small.step(3)
+        small.step(4)
+    assert torch.equal(durable(path), small.weight.detach())
+
+
 def test_what_something_else_wrote_within_a_batch_is_durable_with_it(path: Path) -> None:
     small = Small()
     with small.protect(path) as tables:
