@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -295,6 +295,33 @@ def test_a_view_of_a_table_in_place_that_outlives_it_is_a_copy(
     view[1] = 5
     assert array[1].tolist() == [5, 5, 5, 5]
     assert torch.equal(durable(device)["model"]["table.weight"], shown)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "said"),
+    [
+        (lambda model: model.half(), r"found torch\.float16"),
+        (
+            lambda model: model.load_state_dict(Training().model.state_dict(), assign=True),
+            "its weight is another parameter",
+        ),
+    ],
+    ids=["dtype", "parameter"],
+)
+def test_a_table_in_place_that_was_exchanged_leaves_the_pool_as_it_was(
+    device: str, exchange: Callable[[Any], Any], said: str
+) -> None:
+    training = InPlace()
+    with training.protected(device) as tables:
+        with tables.batch():
+            training.step(1)
+        tables.wait()
+        exchange(training.model)
+        with pytest.raises(UsageError, match=said):
+            training.model.state_dict()
+        with pytest.raises(UsageError, match=said), tables.batch():
+            pass
+    require_the_same(durable(device), 1)
 
 
 def test_after_it_is_closed_a_model_has_no_rows_that_lead_to_the_pool(
