@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import operator
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from portus.errors import UsageError
+from portus.format.layout import MAGIC
+from portus.format.reference import SIZE_MAX
 from portus.index.keep import checked_metrics
 
 References = Mapping[str, str | None]
@@ -70,10 +73,33 @@ def _references(
     if reference is None:
         return {}
     if not isinstance(reference, Mapping):
-        return {os.path.abspath(os.fspath(reference)): None}
+        return {_checked_path(os.path.abspath(os.fspath(reference))): None}
     for path, part in reference.items():
         if not isinstance(state, dict) or part not in state:
             raise UsageError(
                 f"reference: {path} should lead to {part!r}, which is not a key of state"
             )
-    return {os.path.abspath(path): part for path, part in reference.items()}
+    return {_checked_path(os.path.abspath(path)): part for path, part in reference.items()}
+
+
+def _checked_path(path: str) -> str:
+    """A reference file takes the place of what is at ``path``: not of a device, nor of a pool."""
+    kind = _in_the_way(path)
+    if kind is not None:
+        raise UsageError(f"reference: {path} is {kind}, which a file would replace; name another")
+    return path
+
+
+def _in_the_way(path: str) -> str | None:
+    try:
+        status = os.stat(path)
+        if stat.S_ISDIR(status.st_mode):
+            return None  # made way for, or refused where the file is put
+        if not stat.S_ISREG(status.st_mode):
+            return "not a regular file"
+        if status.st_size > SIZE_MAX:
+            with open(path, "rb") as file:
+                return "a pool" if file.read(len(MAGIC)) == MAGIC else None
+    except (OSError, ValueError):
+        pass  # nothing is there, or nobody can tell
+    return None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import portus
 from portus.client.wanted import WantedSave, check_model
 from portus.errors import UsageError
 
@@ -33,6 +34,22 @@ def test_paths_are_absolute_whatever_the_directory_is_later(
 def test_whatever_is_an_integer_is_a_step() -> None:
     assert wanted(step=np.int64(7)).step == 7
     assert wanted(step=-(1 << 63)).step == -(1 << 63)
+
+
+def test_no_reference_replaces_a_pool_or_a_device(tmp_path: Path) -> None:
+    with portus.Checkpointer(tmp_path, "net", journal=False) as run:
+        run.save({"a": 1}, 1).wait()
+        pool = tmp_path / "net.portus"
+        link = tmp_path / "link"
+        link.symlink_to(pool)
+        for each in (pool, link):
+            with pytest.raises(UsageError, match="is a pool, which a file would replace"):
+                run.save({"a": 1}, 2, reference=each)
+        assert run.load() == {"a": 1}
+    os.mkfifo(tmp_path / "pipe")
+    for reference in (tmp_path / "pipe", {str(tmp_path / "pipe"): "a"}):
+        with pytest.raises(UsageError, match="pipe is not a regular file"):
+            wanted({"a": 1}, reference=reference)
 
 
 @pytest.mark.parametrize(
