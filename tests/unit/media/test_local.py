@@ -198,7 +198,7 @@ def test_links_are_followed_when_looking(directory: Path) -> None:
     assert found is not None
     assert found.identity == (os.stat(directory).st_dev, os.stat(directory / "file").st_ino)
     assert LocalFiles().status(str(directory / "dangling")) is None
-    assert_errno(errno.ELOOP, lambda: LocalFiles().status(str(directory / "loop")))
+    assert LocalFiles().status(str(directory / "loop")) is None, "it leads nowhere either"
     assert LocalFiles().entries(str(directory)) == ["dangling", "file", "link", "loop"]
 
 
