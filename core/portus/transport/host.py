@@ -103,6 +103,8 @@ class Links:
         self._hosts: Final = address.each
         self._at = 0
         """Which of them is asked first."""
+        self._of: Final = weakref.WeakKeyDictionary[Link, int]()
+        """Which of them a connection leads to."""
         self._log: Final = log
         self._durable: Final = durable
         self.answer_s = ANSWER_S
@@ -150,7 +152,7 @@ class Links:
 
     def give_back(self, link: Link) -> None:
         """Done with it. One that is closed, or in the middle of something, is of no more use."""
-        whole = not link.closed and link.connection.state is Phase.READY
+        whole = not link.closed and link.connection.state is Phase.READY and self._leads(link)
         with self._guard:
             if (
                 whole
@@ -206,6 +208,10 @@ class Links:
         if link.silence is not None:
             self._hangs(link.silence)
 
+    def _leads(self, link: Link) -> bool:
+        """False for a connection to the host that was left."""
+        return self._of.get(link, self._at) == self._at
+
     def _taken_idle(self) -> list[Link]:
         with self._guard:
             idle, self._idle = self._idle, []
@@ -237,6 +243,8 @@ class Links:
             if not link.is_silent(self.silence_s):
                 break
             self.ask(said.Status())
+            if not self._leads(link):  # then another host has answered
+                raise SilentError(f"{link.name}: no answer, and it is {self._hosts[self._at]} now")
         return link.hear()
 
     def close(self) -> None:
@@ -285,7 +293,7 @@ class Links:
             raise MediumError(errno.EBADF, f"{self.address}: used after it was closed")
         why, now_s = self._why, time.monotonic()
         if why is not None:
-            if self._asking is not None and self._asking.is_alive():
+            if self.hangs:
                 raise TransportError(f"{why} (retrying in the background until it answers)")
             if now_s < self._again_s:
                 raise TransportError(f"{why} (next try in {self._again_s - now_s:.1f} s)") from why
@@ -296,11 +304,16 @@ class Links:
                 self._hangs(error)
             raise
 
+    @property
+    def hangs(self) -> bool:
+        """True from a wait in vain until the host has answered the thread that asks."""
+        asking = self._asking  # in a forked child it is not alive
+        return asking is not None and asking.is_alive()
+
     def _hangs(self, why: TransportError) -> None:
         """Nobody waits for the host from now on, until it answers a thread that asks."""
         with self._guard:
-            asking = self._asking  # in a forked child it is not alive
-            if self._over.is_set() or (asking is not None and asking.is_alive()):
+            if self._over.is_set() or self.hangs:
                 return
             self._why = why
             self._asking = threading.Thread(target=self._ask_on, name="portus-probe", daemon=True)
@@ -363,10 +376,13 @@ class Links:
                 self._hosts[other],
             )
             self._at = other
+            for each in self._taken_idle():  # what was left may be reached again
+                each.close()
             return found
 
     def _claimed_at(self, at: int) -> tuple[Link, Welcome]:
         link, welcome = self._let_in(self._hosts[at])
+        self._of[link] = at
         try:
             if at == 1 and self._claim is not None:
                 self._require_log(link, self._claim.model)

@@ -453,8 +453,9 @@ class HostDraft:
         if link.connection.state is Phase.SAVING and not link.closed:
             if reached is not None:
                 reached.lane.close()
-            with contextlib.suppress(PortusError):
-                link.ask(said.Abandon(), _ABANDON_S)
+            if not self._pool.links.hangs:  # else the next save would wait for that answer, too
+                with contextlib.suppress(PortusError):
+                    link.ask(said.Abandon(), _ABANDON_S)
         self._pool.links.give_back(link)  # in any other state it is closed: that abandons too
         if reached is not None:
             reached.regions.give_back(reached.taken)
