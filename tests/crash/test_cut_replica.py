@@ -37,7 +37,8 @@ SAVE_BYTES = 1_000_000
 SILENCE_S = 2.0
 """The longest that a client waits for a host that says nothing."""
 
-STALL_S = SILENCE_S / 2
+STALL_S = 0.9 * SILENCE_S
+"""What is a wait for a host, and not for a busy machine."""
 
 
 class Far:
@@ -87,6 +88,7 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
         yield Far(first, second, front, between)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120 * (1 + CUTS))
 @pytest.mark.parametrize("whole", [False, True], ids=["clients", "all"])
 @pytest.mark.parametrize("how", ["reset", "silent"])
@@ -123,11 +125,10 @@ def test_a_host_that_is_cut_off_is_left_once_and_leads_no_more(
             assert far.log().terms[-1].pool == pools[1].writer.superblock.uuid
             far.heal()
             until(lambda: is_refused(url(far.first)))
-            if how == "reset":  # after silence that is not known yet to hold
-                for _ in range(2):
-                    told.until_saved(saver)
-                told.check(saver)
-                assert told.newest > newest
+            for _ in range(2):
+                told.until_saved(saver)
+            told.check(saver)
+            assert told.newest > newest
             assert far.log().term == term, "the first host took no term"
         with portus.Checkpointer(url(far.second), "net", durable=2) as resumed:
             assert_same(resumed.load(), state(told.newest))

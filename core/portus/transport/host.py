@@ -103,8 +103,8 @@ class Links:
         self._hosts: Final = address.each
         self._at = 0
         """Which of them is asked first."""
-        self._of: Final = weakref.WeakKeyDictionary[Link, int]()
-        """Which of them a connection leads to."""
+        self._of: Final = weakref.WeakKeyDictionary[Link, tuple[int, Welcome]]()
+        """Which of them a connection leads to, and how that greeted it."""
         self._log: Final = log
         self._durable: Final = durable
         self.answer_s = ANSWER_S
@@ -146,16 +146,17 @@ class Links:
                 link = self._idle.pop() if self._idle else None
             if link is None:
                 return self._dialled()
-            if link.is_alive():
+            if link.is_alive() and self._leads(link):
                 return link
             link.close()
 
     def give_back(self, link: Link) -> None:
         """Done with it. One that is closed, or in the middle of something, is of no more use."""
-        whole = not link.closed and link.connection.state is Phase.READY and self._leads(link)
+        whole = not link.closed and link.connection.state is Phase.READY
         with self._guard:
             if (
                 whole
+                and self._leads(link)
                 and self._why is None
                 and not self._over.is_set()
                 and len(self._idle) < _IDLE_MAX
@@ -210,7 +211,11 @@ class Links:
 
     def _leads(self, link: Link) -> bool:
         """False for a connection to the host that was left."""
-        return self._of.get(link, self._at) == self._at
+        return self._of[link][0] == self._at
+
+    def uuid_of(self, link: Link) -> bytes:
+        """The identity of the pool that a connection leads to, also after the host was left."""
+        return self._of[link][1].uuid
 
     def _taken_idle(self) -> list[Link]:
         with self._guard:
@@ -332,7 +337,7 @@ class Links:
     def _tried(self) -> Link:
         why = self._why
         try:
-            link, self.welcome = self._reached()
+            link = self._reached()
         except TransportError as error:
             self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_MIN_S, 2 * self._pause_s))
             self._why, self._again_s = error, time.monotonic() + self._pause_s
@@ -342,6 +347,13 @@ class Links:
                 raise
             # It let us in before: the call is not wrong, the host is not what it was.
             raise TransportError(f"{self.address} refuses us now: {error}") from error
+        with self._guard:
+            leads = self._leads(link)
+            if leads:
+                self.welcome = self._of[link][1]
+        if not leads:  # another thread went to the other host, while this one was greeted
+            link.close()
+            return self._tried()
         self._was_in = True
         if not link.connection.has_digests and not self._said_older:
             self._said_older = True
@@ -355,7 +367,7 @@ class Links:
         self._why, self._pause_s = None, 0.0
         return link
 
-    def _reached(self) -> tuple[Link, Welcome]:
+    def _reached(self) -> Link:
         """A connection that is greeted, and has the claim; by the second host where the first one
         does not answer, or has not what counts."""
         try:
@@ -375,14 +387,15 @@ class Links:
                 error,
                 self._hosts[other],
             )
-            self._at = other
+            with self._guard:
+                self._at = other
             for each in self._taken_idle():  # what was left may be reached again
                 each.close()
             return found
 
-    def _claimed_at(self, at: int) -> tuple[Link, Welcome]:
+    def _claimed_at(self, at: int) -> Link:
         link, welcome = self._let_in(self._hosts[at])
-        self._of[link] = at
+        self._of[link] = (at, welcome)
         try:
             if at == 1 and self._claim is not None:
                 self._require_log(link, self._claim.model)
@@ -392,7 +405,7 @@ class Links:
         except BaseException:
             link.close()
             raise
-        return link, welcome
+        return link
 
     def _require_log(self, link: Link, model: str) -> None:
         """Raise ``TransportError`` if the second host knows nothing of the model: then the first

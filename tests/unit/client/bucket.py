@@ -31,8 +31,6 @@ class SmallBucket:
         bucket = self
 
         class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
             def do_GET(self) -> None:
                 bucket._get(self)
 

@@ -392,7 +392,7 @@ class HostDraft:
             inexact=labels.inexact,
         )
         self._tell_metrics(link, labels)
-        uuid = self._pool.links.welcome.uuid
+        uuid = asked = self._pool.links.uuid_of(link)
         try:
             answer = self._pool.links.ask_for_work(link, confirm)
             if isinstance(answer, said.Missing):
@@ -402,7 +402,8 @@ class HostDraft:
                 answer = self._pool.links.ask_for_work(link, confirm)
         except TransportError as error:
             record = self._outcome(labels.token, error)
-            if self._pool.links.welcome.uuid != uuid:  # the replica has it, in its own pool
+            uuid = self._pool.links.welcome.uuid
+            if uuid != asked:  # the replica has it, in its own pool
                 confirm = msgspec.structs.replace(confirm, layout=labels.layout, tree=labels.tree)
         else:
             if not isinstance(answer, said.Committed):
@@ -411,8 +412,8 @@ class HostDraft:
             record = decode_version(memoryview(answer.record))
             info = replace(record.info, inexact=labels.inexact, metrics=labels.metrics)
             record = replace(record, info=info)
-        self._refuse_other(record, labels, before, confirm)
-        if self._pool.durable > 1 and self._pool.links.welcome.uuid == uuid:
+        self._refuse_other(record, labels, before, confirm, uuid)
+        if self._pool.durable > 1 and uuid == asked:
             self._tell_replica(link, labels)
         self._pool.committed(record.info)
         self.release()
@@ -607,10 +608,11 @@ class HostDraft:
         labels: Labels,
         before: Before | None,
         confirm: said.Confirm,
+        uuid: bytes,
     ) -> None:
-        """Raise ``CorruptionError`` if what the host committed is not what was meant; then it is
-        let go of, for it would be taken for the newest."""
-        info, uuid = record.info, self._pool.links.welcome.uuid
+        """Raise ``CorruptionError`` if what the host committed, to the pool ``uuid``, is not what
+        was meant; then it is let go of, for it would be taken for the newest."""
+        info = record.info
 
         def digest_for(kind: RecordKind, payload: bytes | None) -> bytes:
             if payload is not None:
@@ -632,8 +634,9 @@ class HostDraft:
         wrong = [what for what, (meant, found) in compared.items() if meant != found]
         if not wrong:
             return
-        with contextlib.suppress(PortusError):
-            self._pool.retire([info.id])
+        if self._pool.links.welcome.uuid == uuid:  # in another pool the id is that of another
+            with contextlib.suppress(PortusError):
+                self._pool.retire([info.id])
         meant, found = compared[wrong[0]]
         raise CorruptionError(
             f"{self.name}: the storage host committed another {wrong[0]} for model "
