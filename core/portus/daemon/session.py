@@ -793,7 +793,8 @@ class _Requests:
 
     def _room(self, message: said.Room) -> Said:
         grown = self._writer.ensure(message.size)
-        self._writer.touch(grown, lambda: not self._link.closed)
+        link = self._link  # who hangs up wants no more of it, however much was asked for
+        self._writer.touch(grown, lambda: not (link.closed or link.hung_up))
         return said.Done()
 
     def _retire(self, message: said.Retire) -> Said:

@@ -1014,6 +1014,27 @@ def test_a_client_that_hangs_up_is_hashed_for_no_more(
     settled(server, lambda: server.connections() == 0)
 
 
+def test_space_is_touched_no_more_for_a_client_that_hung_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much it asked for: each GiB takes half a second, and a GiB of the page cache."""
+    began, ended = threading.Event(), threading.Event()
+
+    def endless(self: PoolWriter, extents: object, wanted: Callable[[], bool]) -> None:
+        began.set()
+        while wanted():
+            time.sleep(0.001)
+        ended.set()
+
+    monkeypatch.setattr(PoolWriter, "touch", endless)
+    with client(server) as link:
+        link.send(said.Room(1 << 20))
+        assert began.wait(20)
+        assert not ended.wait(0.05), "it is waited for"
+    assert ended.wait(20)
+    settled(server, lambda: server.connections() == 0)
+
+
 def test_so_many_are_hashed_for_at_once_and_other_tenants_too(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
