@@ -16,15 +16,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import sys
 import threading
 import weakref
 from typing import Final, Protocol
 
 from portus.errors import UsageError
-
-if sys.platform != "win32":
-    import fcntl
 
 
 class Inherited(Protocol):
@@ -69,13 +65,15 @@ def _open(path: str, flags: int, mode: int) -> int:
     Where such a stream is closed (``python train.py >&-``), its number is the next one that the
     system gives; what a library in C then prints would go into the file.
     """
-    number = os.open(path, flags, mode)
-    if number >= _STANDARD or sys.platform == "win32":
-        return number
+    number, low = os.open(path, flags, mode), list[int]()
     try:
-        return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _STANDARD)
+        while number < _STANDARD:
+            low.append(number)
+            number = os.dup(number)
+        return number
     finally:
-        os.close(number)
+        for each in low:
+            os.close(each)
 
 
 class Descriptor:
