@@ -43,7 +43,8 @@ _OBJECT = re.compile(r"rank-(\d)-of-2[^/]*/(packs|manifests|log)/")
 
 class Faults:
     """Each kind of PUT of each of two ranks fails in several ways, and the server is killed before
-    one of each kind. That of one object fails once at most."""
+    one of each kind. That of one object fails once at most, and the claim at the start of a rank
+    never: there a refusal is an error."""
 
     def __init__(self, chance: random.Random, kill: Callable[[], None]) -> None:
         """kill: the server."""
@@ -55,13 +56,18 @@ class Faults:
         self.has_killed = threading.Event()
         self._kill = kill
         self._failed: set[str] = set()
+        self._begun: set[str] = set()
         self._guard = threading.Lock()
 
     def __call__(self, request: Request) -> RequestFault | None:
         found = _OBJECT.search(request.target)
         if request.method != "PUT" or found is None:
             return None
+        rank, kind = found.groups()
         with self._guard:
+            if kind == "log" and rank not in self._begun:
+                self._begun.add(rank)
+                return None
             is_dead = self.has_killed.is_set()
             mine = [
                 each
