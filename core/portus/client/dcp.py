@@ -47,6 +47,7 @@ from portus.client.job.exchange import (
     Named,
     News,
     Outcomes,
+    Parting,
     Progress,
     Tally,
     Word,
@@ -635,9 +636,7 @@ class PortusStorageWriter(StorageWriter):
             newest=self._begun.newest.get((self._rank, self._count)),
             left=self._left_there(self._mirror, self._begun),
             is_start=self._is_start,
-            meet=lambda groups, is_over: self._tally.shared(
-                self._group, groups, self._count, is_over
-            ),
+            parting=Parting(self._tally, lambda: self._group, self._count),
         )
 
     def _left_there(self, mirror: GroupMirror, begun: Beginning) -> MirroredLeftovers | None:

@@ -334,7 +334,7 @@ class Copier:
     def _say_wait(self, show: Show | None, total: int) -> None:
         if show is None:
             text = "portus: waiting for the mirror, Ctrl-C ends that: %s. %s"
-            _log.warning(text, self._left(), self._failure)
+            _log.warning(text, self._awaited(), self._failure)
             return
         copying, left = self._copying, len(self.unmirrored())
         sent = f", {copying.done >> 20} MiB of the next" if copying else ""
@@ -345,6 +345,10 @@ class Copier:
         joined = self._joined
         there = {each.token for each in self._mirror.state.versions}
         return [each for each in (joined.infos() if joined else ()) if each.token not in there]
+
+    def _awaited(self) -> str:
+        """What the wait at the end is for, in words."""
+        return self._left()
 
     def _left(self) -> str:
         """What is not mirrored, in words; nothing if all is."""

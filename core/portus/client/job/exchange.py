@@ -50,8 +50,8 @@ _WORD: Final = struct.Struct(
 and news without failures: raises; whether anything was committed, and its step; groups; which is
 named, and how far it is mirrored."""
 
-_MET_S: Final = 30.0
-"""The longest that ranks wait for each other at the end of a run."""
+_BEGUN_S: Final = 30.0
+"""The longest that ranks wait at the end of a run for one that does not come to its end."""
 
 _POLL_S: Final = 0.05
 
@@ -350,19 +350,19 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self._store: Any = None
+        self.store: Any = None
 
     def begin(self) -> None:
         """The process group is the one of now."""
-        self._store = None
+        self.store = None
         if dist.is_available() and dist.is_initialized():
             with contextlib.suppress(RuntimeError, ValueError):
-                self._store = dist.distributed_c10d._get_default_store()
+                self.store = dist.distributed_c10d._get_default_store()
 
     def is_last(self, group: bytes, count: int) -> bool:
         """Count this rank. True if it is the last of ``count``. False also where nothing can be
         counted."""
-        store, key = self._store, f"portus/{group.hex()}"
+        store, key = self.store, f"portus/{group.hex()}"
         try:
             is_last = store is not None and store.add(key, 1) == count
         except RuntimeError as error:  # those who met may be gone, or have no such store
@@ -373,38 +373,62 @@ class Tally:
                 store.delete_key(key)
         return bool(is_last)
 
-    def shared(
-        self, end: bytes, groups: Sequence[bytes], count: int, is_over: Callable[[], bool]
-    ) -> frozenset[bytes]:
-        """At the end of a run, of which ``end`` is the last group: which of ``groups`` all of
-        ``count`` ranks name here. Waits for the others, for a limited time, and no longer than
-        ``is_over`` is false; nothing is shared where they do not come."""
-        store = self._store
+
+class Parting:
+    """What ranks tell each other at the end of a run, in the store at which they met."""
+
+    def __init__(self, tally: Tally, last: Callable[[], bytes], count: int) -> None:
+        """last: the id of the last group that they saved, of ``count`` ranks."""
+        self._tally: Final = tally
+        self._last: Final = last
+        self._count: Final = count
+        self._has_begun = False
+
+    @property
+    def _key(self) -> str:
+        return f"portus/{self._last().hex()}/end"
+
+    def begin(self) -> None:
+        """This rank saves nothing any more, and will call ``shared``."""
+        store = self._tally.store
+        if store is not None and not self._has_begun:
+            self._has_begun = True
+            with contextlib.suppress(RuntimeError):
+                store.add(f"{self._key}/begun", 1)
+
+    def shared(self, groups: Sequence[bytes], is_over: Callable[[], bool]) -> frozenset[bytes]:
+        """Which of ``groups`` all ranks name here. Waits until ``is_over`` for the others, and for
+        a limited time for those who do not even begin; without them nothing is shared."""
+        store, key, count = self._tally.store, self._key, self._count
         if count == 1:
             return frozenset(groups)
         if store is None:
             return frozenset()
-        until_s = time.monotonic() + _MET_S
-        key = f"portus/{end.hex()}/end"
+        found: list[bytes] = []
+        until_s = time.monotonic() + _BEGUN_S
+
+        def is_given_up() -> bool:
+            is_late = time.monotonic() > until_s
+            return is_over() or (is_late and store.add(f"{key}/begun", 0) < count)
+
         try:
             for group in groups:
                 store.add(f"{key}/{group.hex()}", 1)
-            if not _reaches(store, f"{key}/come", count, until_s, is_over):
-                return frozenset()
-            found = [each for each in groups if store.add(f"{key}/{each.hex()}", 0) == count]
+            if _reaches(store, f"{key}/come", count, is_given_up):
+                found = [each for each in groups if store.add(f"{key}/{each.hex()}", 0) == count]
             # The process of one of them is the store: it stays until all have read.
-            _reaches(store, f"{key}/gone", count, until_s, is_over)
+            _reaches(store, f"{key}/gone", count, is_given_up)
         except RuntimeError as error:
             _log.debug("portus: cannot tell what all ranks have mirrored: %s", error)
             return frozenset()
         return frozenset(found)
 
 
-def _reaches(store: Any, key: str, count: int, until_s: float, is_over: Callable[[], bool]) -> bool:
+def _reaches(store: Any, key: str, count: int, is_over: Callable[[], bool]) -> bool:
     """Count this rank, and wait until all were counted."""
     reached = store.add(key, 1)
     while reached < count:
-        if is_over() or time.monotonic() > until_s:
+        if is_over():
             return False
         time.sleep(_POLL_S)
         reached = store.add(key, 0)

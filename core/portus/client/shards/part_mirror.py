@@ -16,12 +16,12 @@ A part goes from the mirror only if it is older than a group that is known to be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from portus.client.files.run_mirror import Mirroring
-from portus.client.job.exchange import UNNAMED, Progress
+from portus.client.job.exchange import UNNAMED, Parting, Progress
 from portus.client.shards.mirrored_leftovers import MirroredLeftovers
 from portus.errors import PortusError
 from portus.index.groups import ID_SIZE, part_model, part_token
@@ -31,7 +31,7 @@ from portus.index.records import VersionEntry
 from portus.mirror.address import StoreAddress
 from portus.mirror.copier import Joined
 from portus.mirror.fetching import place_of
-from portus.mirror.objects import Added, Fact, State
+from portus.mirror.objects import Fact, State
 from portus.spec import VersionInfo
 from portus.transport.base import Stop
 
@@ -45,9 +45,6 @@ class _Held:
     entry: VersionEntry
     pin: contextlib.ExitStack
 
-
-Meet = Callable[[Sequence[bytes], Callable[[], bool]], Set[bytes]]
-"""Waits for all ranks, until it is over; which of these groups, newest last, all of them have."""
 
 _MET_MAX: Final = 8
 """Groups that are told of at the end."""
@@ -70,14 +67,14 @@ class PartMirroring(Mirroring):
         *,
         wait_s: float,
         complete: Sequence[bytes] | None,
-        meet: Meet,
+        parting: Parting,
         newest: int | None = None,
         left: MirroredLeftovers | None = None,
         is_start: bool = True,
     ) -> None:
         """model: of the run. keep: which complete groups stay; None: all. complete: ids of the
         groups that were complete in the mirror when the job began, newest last; None: nobody knows.
-        meet: how ranks tell each other, at the end, what each has there. newest: as of ``Mirror``.
+        parting: how ranks tell each other at the end what each has there. newest: as of ``Mirror``.
         left: what jobs of other numbers of ranks left there, on the rank that lets go of it.
         is_start: the job begins: it is an error then if the mirror may not be written.
         """
@@ -92,7 +89,7 @@ class PartMirroring(Mirroring):
         self._complete = tuple(complete or ())
         self._begun: Final = frozenset(self._complete)
         self._left_there: Final = left
-        self._meet: Final = meet
+        self._parting: Final = parting
         self._has_met = False
         self._held: _Held | None = None
 
@@ -150,6 +147,21 @@ class PartMirroring(Mirroring):
         super().close()
         self._let_go()
 
+    def finish(self, wait_s: float) -> None:
+        """As that of ``Mirroring``."""
+        self._parting.begin()
+        super().finish(wait_s)
+
+    def ended(self) -> None:
+        """As that of ``Mirroring``. Whoever waits for this rank waits no longer."""
+        super().ended()
+        if not self._has_met:
+            self._has_met = True
+            self._parting.shared((), lambda: True)
+
+    def _awaited(self) -> str:
+        return super()._awaited() or "other ranks are still copying their parts"
+
     def _let_go(self) -> bool:
         """Hold nothing any more, unless it is being copied; true if there was something."""
         with self._changed:
@@ -161,13 +173,14 @@ class PartMirroring(Mirroring):
         return True
 
     def _catch_up(self, joined: Joined) -> None:
+        closing = self._closing  # if it becomes so meanwhile, what waits was not looked at
         super()._catch_up(joined)
-        if not self._closing or self._ended or self._has_met:
+        if not closing or self._ended or self._has_met:
             return
         self._has_met = True
         there = {each.token for each in self._mirror.state.versions}
         own = [info.token[:ID_SIZE] for info in joined.infos() if info.token in there]
-        found = self._meet(own[-_MET_MAX:], lambda: self._ended)
+        found = self._parting.shared(own[-_MET_MAX:], lambda: self._ended)
         self._complete += tuple(each for each in own if each in found - set(self._complete))
         super()._catch_up(joined)
 
@@ -234,12 +247,9 @@ class PartMirroring(Mirroring):
         kept |= {each.token for each in mirrored[first:]}
         if not self._is_told:
             kept |= {each.token for each in mirrored if each not in complete}
-        if self._keep is None:
-            return kept | {each.token for each in complete}
-        tokens = {each.token for each in mirrored}
-        every: list[Added | VersionInfo] = [*complete]
-        every += [info for info in infos if info.token not in tokens]
-        return kept | {each.token for each in self._keep.staying(every)}
+        # Complete ones alone are counted: of these all ranks know, so all let go of the same.
+        staying = complete if self._keep is None else self._keep.staying(complete)
+        return kept | {each.token for each in staying}
 
 
 def _end(held: _Held) -> None:

@@ -19,7 +19,7 @@ import torch
 
 import portus.dcp
 from portus.client.files import run_mirror
-from portus.client.shards import mirrored_groups
+from portus.client.shards import mirrored_groups, part_mirror
 from portus.client.shards.beginning import beginning, put_back
 from portus.client.shards.grouped import has_writer
 from portus.client.shards.mirrored_groups import GroupMirror, MirroredRun
@@ -176,6 +176,62 @@ def test_a_policy_says_which_groups_stay_in_the_mirror_also_those_of_a_lost_mach
     shutil.rmtree(tmp_path / "run")
     assert saved(range(6, 9)) == [2, 3, 5, 6, 7, 8], "4 is none of these; the pools have no 2 and 3"
     assert [each.step for each in groups(tmp_path / "run" / "pools")] == [5, 6, 7, 8]
+
+
+def test_a_job_that_ends_while_its_last_groups_wait_leaves_no_older_ones_in_the_mirror(
+    tmp_path: Path, before: list[Before], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, is_idle = threading.Event(), threading.Event()
+    collect = part_mirror.PartMirroring._collect
+
+    def held_up(call: str, name: str) -> None:
+        if call == "put":
+            assert may_go_on.wait(60)
+
+    def ended(self: Any, joined: Any) -> None:
+        if self.unmirrored():
+            is_idle.set()  # nothing to copy now, while some wait
+            until(lambda: self._closing)
+        collect(self, joined)
+
+    monkeypatch.setattr(part_mirror.PartMirroring, "_collect", ended)
+    before.append(held_up)
+    writer = start(tmp_path)
+    for step in (1, 2, 3, 4, 5):
+        writer.save(state(float(step)), step=step).wait()
+    may_go_on.set()
+    assert is_idle.wait(60)
+    writer.close()
+    held = [each.step for each in groups(tmp_path / "run" / "pools")]
+    assert held[-2:] == [4, 5]
+    assert 1 not in held
+    assert [each.step for each in mirrored(tmp_path).groups] == held
+
+
+def test_groups_that_are_not_complete_in_the_mirror_take_the_place_of_none_that_is(
+    tmp_path: Path, before: list[Before]
+) -> None:
+    """Ranks hear of complete groups together, and of others at different times: only if those do
+    not count, all let go of the same."""
+
+    def steps() -> list[int]:
+        return [each.step for each in mirrored(tmp_path).groups]
+
+    def away(call: str, name: str) -> None:
+        if call == "put":
+            raise TransportError("the store does not answer")
+
+    with contextlib.closing(start(tmp_path, keep=2)) as writer:
+        for step in (1, 2):
+            writer.save(state(float(step)), step=step).wait()
+            until(lambda step=step: step in steps())  # type: ignore[misc]
+        before.append(away)
+        for step in (3, 4):
+            writer.save(state(float(step)), step=step).wait()
+        before.pop()
+        until(lambda: 3 in steps())
+        assert steps() == [1, 2, 3], "3 and 4 are the last two, and nobody knows of them"
+    assert steps() == [each.step for each in groups(tmp_path / "run" / "pools")] == [2, 3, 4]
 
 
 def test_who_may_not_list_is_told_at_once_and_later_training_goes_on(
