@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
-import threading
 import time
 from typing import Final
 
@@ -22,21 +22,22 @@ class Copies:
         self._target: Final = target
         self._every_s: Final = every_s
         self._next_s = time.monotonic() + every_s
-        self._thread: threading.Thread | None = None
+        self._under_way: concurrent.futures.Future[None] | None = None
 
     def offer(self, path: str) -> None:
         """Copy the checkpoint at ``path``, which may still be on its way, if it is time."""
-        if time.monotonic() < self._next_s or (self._thread and self._thread.is_alive()):
+        if time.monotonic() < self._next_s or (self._under_way and not self._under_way.done()):
             return
         self._next_s = time.monotonic() + self._every_s
-        self._thread = threading.Thread(target=self._copy, args=(path,), name="portus-copy")
-        self._thread.start()
+        executor = concurrent.futures.ThreadPoolExecutor(1, "portus-copy")
+        self._under_way = executor.submit(self._copy, path)
+        executor.shutdown(wait=False)  # its thread ends with that; the exit of the process waits
 
     def finish(self, path: str | None) -> None:
         """Wait for what is under way, and copy the newest checkpoint, if there is one, now."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._under_way is not None:
+            concurrent.futures.wait([self._under_way])
+            self._under_way = None
         if path is not None:
             self._copy(path)
 

@@ -30,6 +30,7 @@ BROAD_EXCEPT = {
     "core/portus/transport/abreast.py: run": "raised in the thread that asks for the result",
     "core/portus/transport/abreast.py: in_any_order": "raised in the thread that waits for all",
     "core/portus/transport/abreast.py: take_part": "raised in the thread that waits for all",
+    "core/portus/transport/beside.py: finish": "raised when the threads are over",
     "core/portus/transport/local.py: _together": "raised in the thread that waits for it",
     "core/portus/transport/local.py: take_part_beside": "raised in the thread that waits for it",
     "core/portus/embedding/protected.py: _raised": "the top of the worker thread; it is kept",
@@ -46,6 +47,19 @@ RECURRING = {
 }
 
 # Who may unpickle or write a pickle, and why. Nothing read from a pool ever is (V6).
+PLAIN_THREADS = {
+    "core/portus/pipeline/queue.py": "a condition says that it ended; it is joined after that",
+    "core/portus/client/job/preemption.py": "uses nothing of who waits for it, a limited time",
+    "core/portus/transport/host.py": "nobody waits for it",
+    "core/portus/daemon/admin.py": "nobody waits for it",
+    "core/portus/daemon/metrics.py": "nobody waits for it",
+    "core/portus/daemon/scrubber.py": "in a process where signals raise nothing",
+    "core/portus/daemon/server.py": "in a process where signals raise nothing",
+    "core/portus/testing/contract.py": "a test waits for it",
+    "core/portus/testing/relay.py": "tests wait for it",
+}
+"""Modules that start threads which are no ``Beside``, and why they may."""
+
 PICKLE = {
     "core/portus/client/leaving/nested.py": "writes a torch file where no pool can be saved to",
     "core/portus/client/leaving/torch_file.py": "writes what torch.save would, verified",
@@ -129,6 +143,16 @@ def test_no_two_classes_share_a_public_name() -> None:
     recurring = {name: found for name, found in places.items() if len(found) > 1}
     assert {name: found for name, found in recurring.items() if name not in RECURRING} == {}
     assert sorted(RECURRING.keys() - recurring.keys()) == [], "these do not recur any more"
+
+
+def test_threads_that_are_waited_for_are_waited_for_after_ctrl_c_too() -> None:
+    """``threading.Thread.join`` that was interrupted takes the thread for ended, before 3.13."""
+    plain = set()
+    for path in package_files():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("threading.Thread"):
+                plain.add(str(path.relative_to(ROOT)))
+    assert plain == set(PLAIN_THREADS)
 
 
 def broad_excepts(path: Path) -> Iterator[str]:

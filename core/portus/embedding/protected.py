@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,6 +51,7 @@ from portus.media.local import LocalFiles
 from portus.pipeline.waiting import Changed
 from portus.spec import TensorSpec
 from portus.transport.base import Stop
+from portus.transport.beside import Beside
 
 _log: Final = logging.getLogger("portus")
 
@@ -814,9 +814,7 @@ class _Worker:
         self._is_held = False
         """It is to do none."""
         self._stop: Final = Stop(awaited=False)
-        self._thread: Final = threading.Thread(
-            target=self._run, name="portus-embedding", daemon=True
-        )
+        self._thread: Final = Beside(self._run, "portus-embedding")
         self._thread.start()
 
     def put(self, moment: Moment) -> None:

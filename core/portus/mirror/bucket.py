@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -41,6 +42,7 @@ from portus.mirror.names import (
     writable_bytes,
 )
 from portus.mirror.store import Buffer, ListedObject
+from portus.transport.beside import Beside
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -306,7 +308,7 @@ class _Calls:
         self._guard: Final = threading.Lock()
         self._process: Final = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Beside | None = None
         self._is_closed = False
 
     def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
@@ -359,9 +361,7 @@ class _Calls:
             raise UsageError(f"{self._name}: it is closed; open it again")
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(
-                target=_serve, args=(self._loop,), name="portus-store", daemon=True
-            )
+            self._thread = Beside(partial(_serve, self._loop), "portus-store")
             self._thread.start()
         return self._loop
 

@@ -43,6 +43,7 @@ from portus.mirror.store import Store, UnwritableError
 from portus.mirror.waiting import Show, bar
 from portus.spec import VersionInfo
 from portus.transport.base import Stop, StoppedError
+from portus.transport.beside import Beside
 
 _log: Final = logging.getLogger("portus")
 
@@ -104,7 +105,7 @@ class Copier:
         )
         self._changed: Final = threading.Condition()
         self._joined: Joined | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Beside | None = None
         self._wanted = False
         """True if there may be something to do."""
         self._closing = False
@@ -253,7 +254,7 @@ class Copier:
             self._wanted = True
             if self._thread is None:
                 name = f"portus-mirror-{self._model}"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread = Beside(self._run, name)
                 self._thread.start()
             self._changed.notify_all()
 
@@ -319,7 +320,7 @@ class Copier:
             _log.error("portus: the mirror is behind: %s. %s", left, self._failure)
         self._joined = None
 
-    def _wait_for(self, thread: threading.Thread, wait_s: float) -> None:
+    def _wait_for(self, thread: Beside, wait_s: float) -> None:
         """Until it has mirrored all, or ``wait_s`` have passed; at a terminal with a bar."""
         until_s, total = time.monotonic() + wait_s, len(self.unmirrored())
         with bar("portus: mirror") as show:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Final, Generic, TypeVar
 
+from portus.transport.beside import Beside, finish
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -29,8 +31,8 @@ def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count:
     """``work`` on each item, ``count`` at a time. Whoever is through with one takes the next, so a
     slow one holds nobody up. Blocks until all are through.
 
-    If one fails, no other is begun, and when those that are under way are through, its error is
-    raised. No thread is left.
+    If one fails, or Ctrl-C comes, no other is begun, and when those that are under way are through,
+    that is raised. No thread is left.
     """
     shared, failed = SharedIterator(items), list[BaseException]()
 
@@ -43,11 +45,8 @@ def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count:
             shared.end()
 
     # Not a pool of threads: the exit of the process would wait for what they hang in.
-    threads = [
-        threading.Thread(target=take_part, name=f"{NAME}-{number}", daemon=True)
-        for number in range(min(count, len(items)))
-    ]
-    begun: list[threading.Thread] = []
+    threads = [Beside(take_part, f"{NAME}-{number}") for number in range(min(count, len(items)))]
+    begun: list[Beside] = []
     try:
         for thread in threads:
             thread.start()
@@ -56,8 +55,7 @@ def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count:
             thread.join()
     finally:
         shared.end()
-        for thread in begun:
-            thread.join()
+        finish(begun)
     if failed:
         raise failed[0]
 
@@ -84,7 +82,7 @@ class _Abreast(Generic[_Item, _Result]):
         self._work: Final = work
         self._count: Final = count
         self._asked: Final[queue.SimpleQueue[_Turn[_Item, _Result] | None]] = queue.SimpleQueue()
-        self._threads: Final[list[threading.Thread]] = []
+        self._threads: Final[list[Beside]] = []
 
     def over(self, items: Iterable[_Item]) -> Generator[_Result, None, None]:
         under_way: list[_Turn[_Item, _Result]] = []
@@ -102,16 +100,13 @@ class _Abreast(Generic[_Item, _Result]):
                 turn.given_up = True
             for _ in self._threads:
                 self._asked.put(None)
-            for thread in self._threads:
-                thread.join()
+            finish(self._threads)
 
     def _begin(self, turn: _Turn[_Item, _Result]) -> None:
         self._asked.put(turn)
         if len(self._threads) < self._count:
             # Not a pool of threads: the exit of the process would wait for what they hang in.
-            thread = threading.Thread(
-                target=self._run, name=f"{NAME}-{len(self._threads)}", daemon=True
-            )
+            thread = Beside(self._run, f"{NAME}-{len(self._threads)}")
             thread.start()
             self._threads.append(thread)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeGuard
@@ -42,6 +41,7 @@ from portus.transport.base import (
     cut,
 )
 from portus.transport.base import memory as _view
+from portus.transport.beside import Beside, finish
 
 __all__ = [
     "Digests",
@@ -447,7 +447,7 @@ def _together(work: Callable[[Iterator[Segments]], None], batches: Iterator[Segm
             failed.append(error)
 
     # No pool of threads: the exit of the process would wait for it, whatever it hangs in.
-    second = threading.Thread(target=take_part_beside, name="portus-transport", daemon=True)
+    second = Beside(take_part_beside, "portus-transport")
     try:
         second.start()
     except RuntimeError:  # the interpreter is going down, and starts no thread any more
@@ -456,7 +456,7 @@ def _together(work: Callable[[Iterator[Segments]], None], batches: Iterator[Segm
     try:
         take_part()
     finally:
-        second.join()
+        finish([second])  # it reads or writes memory that is the caller's
     if failed:
         raise failed[0]
 

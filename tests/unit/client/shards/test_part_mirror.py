@@ -19,6 +19,7 @@ import torch
 
 import portus.dcp
 from portus.client.files import run_mirror
+from portus.client.job.exchange import Progress
 from portus.client.shards import mirrored_groups, part_mirror
 from portus.client.shards.beginning import beginning, put_back
 from portus.client.shards.grouped import has_writer
@@ -222,9 +223,11 @@ def test_groups_that_are_not_complete_in_the_mirror_take_the_place_of_none_that_
             raise TransportError("the store does not answer")
 
     with contextlib.closing(start(tmp_path, keep=2)) as writer:
+        mirroring = writer._mirroring
+        assert mirroring is not None
         for step in (1, 2):
             writer.save(state(float(step)), step=step).wait()
-            until(lambda step=step: step in steps())  # type: ignore[misc]
+            until(lambda: mirroring.progress(under_way=True) is Progress.MIRRORED)
         before.append(away)
         for step in (3, 4):
             writer.save(state(float(step)), step=step).wait()

@@ -1,0 +1,65 @@
+"""A thread that works beside another one, which waits for its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+_DEAF_S_MAX: Final = 0.25
+"""The longest wait at a time: a signal that comes just before its thread blocks is heard after."""
+
+
+class Beside(threading.Thread):
+    """A thread whose end is waited for reliably, whatever a signal handler raises in the wait.
+
+    Before Python 3.13, Ctrl-C in ``threading.Thread.join`` makes Python take a thread for ended
+    that still runs: ``is_alive`` is false from then on, and the next ``join`` returns at once
+    (``_wait_for_tstate_lock``). Whoever then closes a pool, or gives memory back, takes it from a
+    thread that uses it. The exit of the process does not wait for such a thread.
+    """
+
+    def __init__(self, work: Callable[[], object], name: str) -> None:
+        """work: what it does; it keeps its own errors."""
+        super().__init__(name=name, daemon=True)
+        self._work = work
+        self._is_over = False
+        self._running: Final = threading.Lock()
+        self._running.acquire()
+
+    def run(self) -> None:
+        """As that of ``threading.Thread``."""
+        try:
+            self._work()
+        finally:
+            del self._work  # and with it what it uses
+            self._is_over = True  # before: who took the lock and was interrupted need not again
+            self._running.release()
+
+    def is_alive(self) -> bool:
+        """True from its start until its work is done."""
+        return self.ident is not None and not self._is_over
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until its work is done, ``timeout`` seconds at most. Ctrl-C ends the wait."""
+        until_s = None if timeout is None else time.monotonic() + timeout
+        while not self._is_over:
+            left_s = _DEAF_S_MAX if until_s is None else until_s - time.monotonic()
+            if self._running.acquire(timeout=max(0.0, min(left_s, _DEAF_S_MAX))):
+                self._running.release()
+            elif left_s <= _DEAF_S_MAX and until_s is not None:
+                return
+
+
+def finish(threads: Iterable[Beside]) -> None:
+    """Wait until all of them are over. Ctrl-C is raised then: for who owns memory that they use."""
+    raised: BaseException | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:
+                raised = error
+    if raised is not None:
+        raise raised
