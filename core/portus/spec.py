@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -84,3 +85,14 @@ class VersionInfo:
     size: int
     inexact: bool = field(default=False, compare=False)
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+
+def checked_step(step: object) -> int:
+    """A step of training, as a user passes one. Raises ``UsageError`` for what is none."""
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]  # that is what is tried
+    except TypeError as error:
+        raise UsageError(f"step: expected an integer, found {step!r:.80}") from error
+    if not -(1 << 63) <= number < 1 << 63:
+        raise UsageError(f"step: expected 64 bits, found {number}")
+    return number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import stat
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from portus.errors import UsageError
 from portus.format.layout import MAGIC
 from portus.format.reference import SIZE_MAX
 from portus.index.keep import checked_metrics
+from portus.spec import checked_step
 
 References = Mapping[str, str | None]
 """Absolute paths of reference files, and the part of the state that each leads to (None: all)."""
@@ -41,23 +41,13 @@ class WantedSave:
         """Raises ``UsageError`` for what makes no sense."""
         files = _references(reference, state)
         scored = checked_metrics(metrics)
-        return cls(_checked_step(step), files, synchronous, _checked(token), scored)
+        return cls(checked_step(step), files, synchronous, _checked(token), scored)
 
 
 def check_model(model: str) -> None:
     """Raises ``UsageError`` for what is no name of a model."""
     if not isinstance(model, str) or not model or len(model.encode()) > 200:
         raise UsageError(f"model: expected a name of 1 to 200 bytes, found {model!r}")
-
-
-def _checked_step(step: int) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError as error:
-        raise UsageError(f"step: expected an integer, found {step!r:.80}") from error
-    if not -(1 << 63) <= number < 1 << 63:
-        raise UsageError(f"step: expected 64 bits, found {number}")
-    return number
 
 
 def _checked(token: bytes | None) -> bytes | None:

@@ -69,8 +69,13 @@ class Place:
             return pool
         if pool is None:
             return cls.by_variable() or cls._at(os.path.abspath(DEFAULT_DIRECTORY))
+        if isinstance(pool, Sequence) and not isinstance(pool, str | bytes):
+            return cls._of_hosts(pool, what)
         if not isinstance(pool, str | os.PathLike):
-            return cls._of_hosts(list(pool), what)
+            raise UsageError(
+                f"{what}: expected a path, the address of a storage host, or a list of addresses, "
+                f"found {pool!r:.80}"
+            )
         text = os.fspath(pool)
         if not text:
             raise UsageError(
@@ -169,7 +174,9 @@ def local_path(path: str | os.PathLike[str], what: str, *, hosts: bool = False) 
     for a URL, which would name a directory ``s3:`` here.
     """
     text = os.fspath(path)
-    url = _URL.match(text) if isinstance(text, str) else None
+    if not isinstance(text, str) or "\0" in text:
+        raise UsageError(f"{what}: expected a path, found {text!r:.80}")
+    url = _URL.match(text)
     if url is None:
         return os.path.abspath(os.path.expanduser(text))
     expected = "a path"

@@ -97,6 +97,13 @@ FOREIGN = [
 ]
 
 
+@pytest.mark.parametrize("other", [5, 1.5, b"x", "\0", "a\0b", {"path": "x"}, {"x"}])
+def test_what_is_no_path_is_refused_as_it_was_given(other: Any, here: Path) -> None:
+    with pytest.raises(UsageError, match="pool: expected a path") as caught:
+        Place.named(other)
+    assert repr(other) in str(caught.value)
+
+
 @pytest.mark.parametrize("url", FOREIGN)
 def test_a_url_that_is_none_of_ours_is_an_error_and_never_a_directory(url: str, here: Path) -> None:
     with pytest.raises(UsageError, match="expected") as caught:

@@ -20,7 +20,7 @@ from portus.index.records import VersionEntry
 from portus.media import calls
 from portus.media.base import MediumKind
 from portus.mirror.address import StoreAddress
-from portus.spec import VersionInfo
+from portus.spec import VersionInfo, checked_step
 
 _TRIES: Final = 5
 """A load of the newest starts again when all it knew was retired meanwhile, this often."""
@@ -35,6 +35,7 @@ Found = list[tuple[PoolReader, VersionEntry]]
 def chosen(pools: Iterable[PoolReader], model: str, step: int | None) -> Found:
     """The versions of a model, of one step or of any, in some pools: of each the oldest commit
     first. Raises ``UsageError`` if there is none."""
+    step = None if step is None else checked_step(step)
     catalogues = [(pool, pool.catalogue()) for pool in pools]
     every: Found = [
         (pool, entry)

@@ -40,7 +40,7 @@ from portus.index.groups import ID_SIZE, Group, groups_of, part_model, part_of, 
 from portus.index.place import Place, PlaceKind
 from portus.media.calls import is_nested
 from portus.protocol.address import is_address
-from portus.spec import VersionInfo
+from portus.spec import VersionInfo, checked_step
 
 _log: Final = logging.getLogger("portus")
 
@@ -257,6 +257,7 @@ def chosen(
     that says what is missing of each rank if there is none; ``TransportError`` that says so too
     where a host that does not answer may have it.
     """
+    step = None if step is None else checked_step(step)
     fitting = [group for group in found.groups if group.model == model and group.id not in but]
     fitting = [group for group in fitting if step is None or group.step == step]
     fitting = [group for group in fitting if ids is None or group.id in ids]

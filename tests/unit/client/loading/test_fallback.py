@@ -169,6 +169,8 @@ def test_a_step_that_is_only_in_the_mirror_is_loaded_from_there(
         with caplog.at_level(logging.ERROR, "portus"):
             assert same(saver.load(step=1), state(1))
         assert "step 1 is taken from the mirror" in caplog.text
+        with pytest.raises(UsageError, match="step: expected an integer, found '3'"):
+            saver.load(step="3")  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=r"there are steps \[2, 3\]"):
             saver.load(step=7)
 
