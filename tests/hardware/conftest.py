@@ -8,8 +8,8 @@ from typing import Final
 
 import pytest
 
+from portus.daemon.house import ClientTimeouts
 from portus.daemon.server import Server
-from portus.daemon.session import ClientTimeouts
 from portus.index.directory import format_device
 from portus.media.local import LocalFiles
 from tests.hosts import connect_again_at_once, serving

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("pyverbs.device", reason="no pyverbs; make test-hardware", exc_type=ImportError)
 
+from portus.daemon.house import ClientTimeouts
 from portus.daemon.server import Server
-from portus.daemon.session import ClientTimeouts
 from portus.errors import MediumError, TransportError, UsageError
 from portus.index.check import check
 from portus.index.directory import format_device, open_reader

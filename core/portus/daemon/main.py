@@ -17,6 +17,7 @@ from portus.daemon.admin import Desk, desk_path
 from portus.daemon.counters import Counters
 from portus.daemon.events import tell
 from portus.daemon.fabric import Fabric
+from portus.daemon.house import MEMORY, ClientTimeouts, House
 from portus.daemon.mirrors import WAIT_S, TenantMirrors
 from portus.daemon.places import CONNECTIONS, Places
 from portus.daemon.pools import Pools, Quotas, parse_rate, parse_size, read_quotas
@@ -24,7 +25,6 @@ from portus.daemon.replicas import OtherHost
 from portus.daemon.scrubber import Scrubber
 from portus.daemon.secrets import Secrets, read_secrets
 from portus.daemon.server import Door, Server, open_door, shut, tls_context
-from portus.daemon.session import MEMORY, ClientTimeouts, House
 from portus.errors import MediumError, PortusError, UsageError
 from portus.mirror.address import parse as parse_store
 from portus.protocol.address import TENANT, Address, Scheme, Transport, is_address, parse

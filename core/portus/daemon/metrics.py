@@ -21,8 +21,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from portus.daemon.counters import BOUNDS_S, COUNTED, TIMED
+from portus.daemon.house import House
 from portus.daemon.pools import Hosted, free_bytes, room_bytes
-from portus.daemon.session import House
 from portus.errors import MediumError
 
 if TYPE_CHECKING:

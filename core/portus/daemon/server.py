@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from portus.daemon.events import tell
+from portus.daemon.house import Facts, House, turned_away
 from portus.daemon.places import ConnectionSlot
 from portus.daemon.pools import Hosted
-from portus.daemon.session import GREETING_S, Facts, House, ServedConnection, turned_away
+from portus.daemon.session import GREETING_S, ServedConnection
 from portus.errors import BusyError, MediumError, UsageError
 from portus.protocol.address import Address, Scheme
 from portus.transport.stream import Link

@@ -171,16 +171,18 @@ class Vocabulary:
         states = list(Phase)
         return dict(sorted(moves.items(), key=lambda move: states.index(move[0][0])))
 
-    def handlers(self, owner: type) -> dict[MessageKind, Callable[..., Any]]:
-        """The method of ``owner`` that answers, for each request. A handler has the declared name
-        behind an underscore, and takes one argument, ``message``, of the class of the message.
+    def handlers(self, *owners: type) -> dict[MessageKind, tuple[type, Callable[..., Any]]]:
+        """The method of one of ``owners`` that answers, for each request, with its owner. A handler
+        has the declared name behind an underscore, and takes one argument, ``message``, of the
+        class of the message.
 
         Raises ``AssertionError`` for a request without a handler, a handler of another message, and
         a handler that no message names.
         """
-        where = f"{owner.__qualname__} of {owner.__module__}"
+        where = " or ".join(f"{owner.__qualname__} of {owner.__module__}" for owner in owners)
         there = {
-            name: method
+            (owner, name): method
+            for owner in owners
             for name, method in vars(owner).items()
             if name.startswith("_") and _takes_a_message(method)
         }
@@ -189,20 +191,22 @@ class Vocabulary:
             if not kind.is_request:
                 continue
             name = f"_{kind.handler}"
-            method = there.pop(name, None)
-            if method is None:
+            owner = next((owner for owner in owners if (owner, name) in there), None)
+            if owner is None:
                 raise AssertionError(
                     f"message {kind.name}: its handler is declared as {kind.handler!r}, and "
                     f"{where} has no method {name}(self, message)"
                 )
+            method = there.pop((owner, name))
             taken = typing.get_type_hints(method).get("message")
             if taken is not kind.type:
                 raise AssertionError(
                     f"message {kind.name}: {name} of {where} takes {taken}, expected {kind.type}"
                 )
-            found[kind] = method
+            found[kind] = owner, method
         if there:
-            raise AssertionError(f"{', '.join(there)} of {where}: no message names it as handler")
+            left = ", ".join(name for _, name in there)
+            raise AssertionError(f"{left} of {where}: no message names it as handler")
         return found
 
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from portus.daemon.counters import Counters
+from portus.daemon.house import MEMORY, ClientTimeouts, House
 from portus.daemon.mirrors import TenantMirrors
 from portus.daemon.places import CONNECTIONS, Places
 from portus.daemon.pools import Pools, Quotas
 from portus.daemon.replicas import OtherHost
 from portus.daemon.secrets import Secrets
 from portus.daemon.server import Server, open_door
-from portus.daemon.session import MEMORY, ClientTimeouts, House
 from portus.protocol.address import Address, Scheme, parse
 from portus.transport.budget import Budget
 

@@ -16,8 +16,8 @@ import torch
 import portus
 from portus.client.checkpointer import Checkpointer
 from portus.client.files.host import HostPool
+from portus.daemon.house import ClientTimeouts
 from portus.daemon.server import Server
-from portus.daemon.session import ClientTimeouts
 from portus.errors import CorruptionError, PortusError
 from portus.format.layout import RecordKind
 from portus.format.reference import decode

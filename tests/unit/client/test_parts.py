@@ -19,8 +19,8 @@ from portus.client.files.host import HostPool
 from portus.client.files.keeper import Keeper
 from portus.client.loading.resolve import POOLS
 from portus.client.shards.grouped import census
+from portus.daemon.house import ClientTimeouts
 from portus.daemon.server import Server
-from portus.daemon.session import ClientTimeouts
 from portus.index.directory import WRITERS
 from portus.index.groups import new_id, part_model, part_token
 from portus.media.local import LocalFiles

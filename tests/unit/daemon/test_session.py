@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from portus.daemon.fabric import Fabric
+from portus.daemon.house import ClientTimeouts
 from portus.daemon.pools import HASHERS
 from portus.daemon.secrets import read_secrets
 from portus.daemon.server import Server
-from portus.daemon.session import ClientTimeouts
 from portus.errors import (
     BusyError,
     CorruptionError,
@@ -290,7 +290,7 @@ def test_a_tree_that_is_none_is_not_committed_and_the_pool_stays_whole(
 ) -> None:
     """Whoever could, would have `portus verify` call the pool damaged from then on."""
     if match.startswith("of more"):
-        monkeypatch.setattr("portus.daemon.session.VALUES_MAX", 20)
+        monkeypatch.setattr("portus.daemon.requests.saves.VALUES_MAX", 20)
     layout = encode_layout([spec("a", 0, 1)])
     good = b'{"$tensor":0}'
     with client(server) as link:
@@ -832,7 +832,7 @@ def test_a_host_has_so_many_tenants_at_most(
 def test_a_client_has_so_many_regions_at_most(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.daemon.session.REGIONS_MAX", 3)
+    monkeypatch.setattr("portus.daemon.requests.saves.REGIONS_MAX", 3)
     with client(server) as link:
         registered(link)
         with pytest.raises(UsageError, match="more than 3 regions"):
@@ -842,8 +842,8 @@ def test_a_client_has_so_many_regions_at_most(
 def test_a_client_has_so_many_pins_and_claims_at_most(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.daemon.session.PINS_MAX", 2)
-    monkeypatch.setattr("portus.daemon.session.CLAIMS_MAX", 2)
+    monkeypatch.setattr("portus.daemon.requests.reads.PINS_MAX", 2)
+    monkeypatch.setattr("portus.daemon.requests.saves.CLAIMS_MAX", 2)
     with client(server) as link:
         for version in range(1, 6):  # those that were taken back do not count
             asked(link, said.Pin(version), said.Done)
@@ -979,7 +979,8 @@ def test_the_end_does_not_wait_for_what_is_hashed(
     with serving(tmp_path / "pools") as server, client(server) as link:
         ending = threading.Thread(target=lambda: ends.append(server.stop(20)))
         confirmed(link)
-        monkeypatch.setattr("portus.daemon.session.check", endless)
+        for module in ("reads", "saves"):
+            monkeypatch.setattr(f"portus.daemon.requests.{module}.check", endless)
         if request_of == "check":
             link.send(said.Check(packed_column([0]), b""))
         else:
@@ -1005,7 +1006,7 @@ def test_a_client_that_hangs_up_is_hashed_for_no_more(
         finally:
             ended.set()
 
-    monkeypatch.setattr("portus.daemon.session.check", endless)
+    monkeypatch.setattr("portus.daemon.requests.reads.check", endless)
     with client(server) as link:
         link.send(said.Check(packed_column([0]), b""))
         assert began.wait(20)
@@ -1045,7 +1046,7 @@ def test_so_many_are_hashed_for_at_once_and_other_tenants_too(
         assert go_on.wait(20)
         return np.zeros((1, 16), np.uint8)
 
-    monkeypatch.setattr("portus.daemon.session.check", hashed)
+    monkeypatch.setattr("portus.daemon.requests.reads.check", hashed)
     with contextlib.ExitStack() as stack:
         tenants = ["one"] * (most + 1) + ["two"]
         links = [stack.enter_context(client(server, name, model=None)) for name in tenants]

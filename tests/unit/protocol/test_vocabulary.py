@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from portus.daemon.session import _ANSWERS
+from portus.daemon.requests.router import ANSWERS
 from portus.protocol import messages as said
 from portus.protocol.vocabulary import MessageKind, Phase, Vocabulary
 
@@ -43,7 +43,7 @@ class Answers:
 
 
 def test_each_request_is_bound_to_the_method_it_declares() -> None:
-    assert spoken().handlers(Answers) == {Ask.kind: Answers._ask}
+    assert spoken().handlers(Answers) == {Ask.kind: (Answers, Answers._ask)}
 
 
 def test_a_request_that_no_method_answers_is_told_by_both_names() -> None:
@@ -100,7 +100,7 @@ def test_a_number_says_whose_message_it_is() -> None:
 
 
 def test_every_request_of_the_protocol_has_its_answer() -> None:
-    silent = {kind for kind in said.MESSAGES if kind.from_client} - set(_ANSWERS)
+    silent = {kind for kind in said.MESSAGES if kind.from_client} - set(ANSWERS)
     heard_by_the_session = {said.Hello.kind, said.ProofGiven.kind, said.DATA, said.Bye.kind}
     assert silent == heard_by_the_session
 

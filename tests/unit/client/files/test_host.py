@@ -23,8 +23,8 @@ import portus
 from portus.client.checkpointer import Checkpointer
 from portus.client.files.host import HostPool, _Reached
 from portus.client.loading.resolve import pool_of
+from portus.daemon.house import ClientTimeouts
 from portus.daemon.server import Server
-from portus.daemon.session import ClientTimeouts
 from portus.errors import (
     AbandonedError,
     BusyError,
