@@ -42,16 +42,17 @@ class Record:
         self.size: Final = size
         self.fields: Final = fields
         self._names: Final = tuple(field.name for field in fields)
+        self._blank: Final[dict[str, Value]] = {
+            field.name: b"" if field.code.endswith("s") else 0 for field in fields
+        }
         self._struct: Final = struct.Struct("<" + "".join(field.code for field in fields))
         assert self._struct.size == size, f"{name}: {self._struct.size} bytes, not {size}"
 
     def pack(self, **values: Value) -> bytes:
         """The bytes; fields not given are zero."""
-        blank: dict[str, Value] = {
-            field.name: b"" if field.code.endswith("s") else 0 for field in self.fields
-        }
-        assert values.keys() <= blank.keys(), f"{self.name} has no {values.keys() - blank.keys()}"
-        return self._struct.pack(*(blank | values).values())
+        row = self._blank | values
+        assert len(row) == len(self._blank), f"{self.name} has no {row.keys() - self._names}"
+        return self._struct.pack(*row.values())
 
     def row(self, *values: Value) -> bytes:
         """The bytes of all fields, given in their order: several times as fast as ``pack``."""

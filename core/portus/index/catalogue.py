@@ -59,6 +59,10 @@ class Catalogue:
 
     def ids(self) -> frozenset[int]:
         """The ids of every version."""
+        return self._ids
+
+    @cached_property
+    def _ids(self) -> frozenset[int]:
         return frozenset(entry.info.id for entry in self.entries())
 
     def find(self, version: int) -> VersionEntry | None:

@@ -439,11 +439,12 @@ class PoolWriter(PoolReader):
         with self._committing:
             pages = -(-free // PAGE)
             wanted = _Wanted(pages, False, _left_to_records(pages))
+            missing = self._missing(wanted)
             for free_more in (self._settle, self._retire_deleted):
-                if self._missing(wanted) > 0:
-                    free_more()
+                if missing > 0 and free_more():
+                    missing = self._missing(wanted)
             try:
-                return self._grow(self._missing(wanted))
+                return self._grow(missing)
             except MediumError:
                 if not self.yields():
                     raise

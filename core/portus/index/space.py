@@ -20,28 +20,21 @@ Column = npt.NDArray[np.int64]
 EMPTY: Final[Runs] = np.empty((0, 2), np.int64)
 
 
-def _runs(first: Column, after: Column) -> Runs:
-    """One of each pair. A commit makes some twenty of them, and ``np.stack`` takes longer."""
-    found = np.empty((len(first), 2), np.int64)
-    found[:, 0] = first
-    found[:, 1] = after
-    return found
-
-
 def runs_of(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Runs:
     """The pages that byte ranges touch, sorted and merged. Empty ranges touch none."""
     start = np.asarray(offsets).astype(np.int64)
     size = np.asarray(lengths).astype(np.int64)
     some = size > 0
-    first = start[some] // PAGE
-    after = -(-(start[some] + size[some]) // PAGE)
-    return merged([_runs(first, after)])
+    pages = np.empty((np.count_nonzero(some), 2), np.int64)
+    pages[:, 0] = start[some] // PAGE
+    pages[:, 1] = -(-(start[some] + size[some]) // PAGE)
+    return merged([pages])
 
 
 def extents_runs(extents: Iterable[Extent]) -> Runs:
     """The same for extents."""
-    listed = list(extents)
-    return runs_of([each.offset for each in listed], [each.length for each in listed])
+    pages = [(each.offset // PAGE, -(-each.end // PAGE)) for each in extents if each.length]
+    return merged([np.array(pages, np.int64)]) if pages else EMPTY
 
 
 def merged(reaches: Iterable[Runs]) -> Runs:
@@ -49,22 +42,23 @@ def merged(reaches: Iterable[Runs]) -> Runs:
     together = np.concatenate([EMPTY, *reaches])
     if len(together) < 2:
         return together
-    together = together[np.argsort(together[:, 0], kind="stable")]
-    furthest = np.maximum.accumulate(together[:, 1])
-    opens = np.ones(len(together), bool)
-    opens[1:] = together[1:, 0] > furthest[:-1]
-    first = np.flatnonzero(opens)
-    last = np.append(first[1:] - 1, len(together) - 1)
-    return _runs(together[first, 0], furthest[last])
+    starts, ends = together.T
+    order = starts.argsort(kind="stable")
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    opens = starts[1:] > ends[:-1]
+    found = np.empty((1 + np.count_nonzero(opens), 2), np.int64)
+    found[0, 0], found[1:, 0] = starts[0], starts[1:][opens]
+    found[:-1, 1], found[-1, 1] = ends[:-1][opens], ends[-1]
+    return found
 
 
 def gaps(reach: Runs, first_page: int, after_page: int) -> Runs:
     """The pages of [first_page, after_page) that ``reach`` (merged) leaves free."""
     inside = reach[(reach[:, 1] > first_page) & (reach[:, 0] < after_page)]
-    starts = np.append(np.int64(first_page), inside[:, 1])
-    ends = np.append(inside[:, 0], np.int64(after_page))
-    some = ends > starts
-    return _runs(starts[some], ends[some])
+    found = np.empty((len(inside) + 1, 2), np.int64)
+    found[0, 0], found[1:, 0] = first_page, inside[:, 1]
+    found[:-1, 1], found[-1, 1] = inside[:, 0], after_page
+    return found[found[:, 1] > found[:, 0]]
 
 
 def without(runs: Runs, others: Runs) -> Runs:

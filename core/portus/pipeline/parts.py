@@ -13,7 +13,7 @@ from portus.format.layout import EXTENT, STORAGE, UNIT_DIGEST
 from portus.index.records import Rows, VersionRecord
 from portus.pipeline.plan import Column
 from portus.spec import Extent
-from portus.transport.base import Digests, Sources, unit_counts
+from portus.transport.base import Digests, Sources, owners, unit_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,9 @@ def offsets_in(groups: list[StorageRows], storage: Column, offset: Column) -> Co
 
 def equal_storages(left: Digests, right: Digests, lengths: Column) -> Column:
     """Positions of the storages all of whose unit digests are equal on both sides."""
-    units = unit_counts(lengths)
-    different = np.any(left != right, axis=1)
-    owner = np.repeat(np.arange(len(lengths)), units)
-    return np.setdiff1d(np.arange(len(lengths)), owner[different])
+    equal = np.ones(len(lengths), np.bool_)
+    equal[owners(lengths)[np.any(left != right, axis=1)]] = False
+    return np.flatnonzero(equal)
 
 
 def rows_of(groups: list[StorageRows], lengths: Column) -> tuple[Rows, Rows, Rows]:

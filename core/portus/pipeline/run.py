@@ -235,13 +235,12 @@ class Save:
     def _copy(self, indices: Column) -> None:
         start = time.perf_counter()
         rest = self._share(indices)
-        fed = np.isin(rest, np.array(list(self._snapshot.feeds), np.int64))
-        exposed = np.isin(rest, self._snapshot.exposed)
-        for some, move in (
-            (rest[~fed & ~exposed], self._copy_from_here),
-            (rest[exposed], self._copy_exposed),
-            (rest[fed], self._copy_from_feeds),
-        ):
+        ways = np.zeros(len(self._snapshot.length), np.int8)
+        ways[self._snapshot.exposed] = 1
+        ways[list(self._snapshot.feeds)] = 2
+        moves = (self._copy_from_here, self._copy_exposed, self._copy_from_feeds)
+        for way, move in enumerate(moves):
+            some = rest[ways[rest] == way]
             if len(some):
                 move(some)
         self._stats.copied_bytes += int(self._snapshot.length[rest].sum())

@@ -290,8 +290,10 @@ def cut(sources: Sources) -> tuple[Segments, Digests]:
     digests = np.zeros((len(owner), DIGEST_SIZE), np.uint8)
     digests[sources.length[owner] == 0] = np.frombuffer(digest(b""), np.uint8)
 
-    cuts = np.unique(np.concatenate([unit_start, extent_start]))
-    cuts = cuts[cuts < sources.size]
+    cuts = np.sort(np.concatenate([unit_start, extent_start]))
+    kept = cuts < sources.size
+    kept[1:] &= cuts[1:] > cuts[:-1]
+    cuts = cuts[kept]
     # An empty source or extent begins where the next one does; "right" finds that next one.
     row = np.searchsorted(unit_start, cuts, "right") - 1
     offset = np.full(len(cuts), -1, np.int64)
