@@ -60,14 +60,19 @@ def shared(record: VersionRecord, indices: Column) -> StorageRows:
     """The storages ``indices`` as a committed version holds them."""
     rows = record.storages[indices]
     counts = rows["extents"].astype(np.int64)
-    units = unit_counts(rows["length"].astype(np.int64))
     return StorageRows(
         indices,
         record.extents[ranges(rows["first_extent"].astype(np.int64), counts)],
         counts,
-        _as_digests(record.units[ranges(rows["first_unit"].astype(np.int64), units)]),
+        unit_digests(rows, record.units),
         rows["born"].astype(np.int64),
     )
+
+
+def unit_digests(storages: Rows, units: Rows) -> Digests:
+    """The digests of some storages of a version, of all of whose units ``units`` are."""
+    counts = unit_counts(storages["length"].astype(np.int64))
+    return _as_digests(units[ranges(storages["first_unit"].astype(np.int64), counts)])
 
 
 def exact(extents: Sequence[Extent], length: int) -> list[Extent]:

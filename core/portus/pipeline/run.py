@@ -29,7 +29,7 @@ from portus.index.pool import REFRESH_COMMITS
 from portus.pipeline.audit import NO_EXTENTS, Audit, Late, no_changes
 from portus.pipeline.draft import Draft, Labels
 from portus.pipeline.handle import SaveStats
-from portus.pipeline.parts import equal_storages, ranges, shared, sources
+from portus.pipeline.parts import equal_storages, ranges, shared, sources, unit_digests
 from portus.pipeline.plan import Before, Column, Flags, Snapshot
 from portus.pipeline.waiting import Changed
 from portus.spec import VersionInfo
@@ -97,7 +97,10 @@ class Save:
         self._before: Final = before
         self._policy: Final = policy
         self._lock: Final = threading.RLock()
-        self._changed: Final = Changed(self._lock)
+        # Two, so that whoever waits for the end is woken once: each time it would take Python's lock
+        # from the worker.
+        self._copied: Final = Changed(self._lock)
+        self._ended: Final = Changed(self._lock)
         self._stop: Final = Stop(awaited=False)
         self._stage = Stage.PLANNED
         self._reading = False
@@ -158,7 +161,8 @@ class Save:
             if self._stage < Stage.COMMITTED:
                 self._stage = Stage.FAILED
                 self._error = error if isinstance(error, PortusError) else _unexpected(error)
-            self._changed.notify_all()
+            self._copied.notify_all()
+            self._ended.notify_all()
         self._let_go()
 
     # Any thread.
@@ -178,7 +182,7 @@ class Save:
     def _released(self, timeout_s: float) -> bool:
         with self._lock:
             self.hurry()
-            if self._changed.wait_for(lambda: self._stage >= Stage.COPIED, timeout_s):
+            if self._copied.wait_for(lambda: self._stage >= Stage.COPIED, timeout_s):
                 return True
             self._stage = Stage.FAILED
             self._error = AbandonedError(
@@ -188,10 +192,11 @@ class Save:
                 f"the medium {self._draft.name}"
             )
             self._stop.set()
-            self._changed.notify_all()
+            self._copied.notify_all()
+            self._ended.notify_all()
             # The copier sees the stop within milliseconds. Until then it reads memory that the
             # caller may be about to free (a resize); but a stuck medium may hold it for ever.
-            self._changed.wait_for(lambda: not self._reading, _LEAVE_S)
+            self._copied.wait_for(lambda: not self._reading, _LEAVE_S)
             return False
 
     @property
@@ -213,14 +218,14 @@ class Save:
         """See ``SaveHandle.join``."""
         with self._lock:
             self.hurry()
-            self._changed.wait_for(lambda: self.over)
+            self._ended.wait_for(lambda: self.over)
 
     def result(self, timeout_s: float | None) -> VersionInfo:
         """See ``SaveHandle.wait``."""
         with self._lock:
             if timeout_s != 0:
                 self.hurry()
-            if not self._changed.wait_for(lambda: self.over, timeout_s):
+            if not self._ended.wait_for(lambda: self.over, timeout_s):
                 raise TimeoutError(
                     f"save of step {self._snapshot.step}: not durable within {timeout_s:g} s"
                 )
@@ -233,6 +238,8 @@ class Save:
     # Copying.
 
     def _copy(self, indices: Column) -> None:
+        if not len(indices):
+            return
         start = time.perf_counter()
         rest = self._share(indices)
         ways = np.zeros(len(self._snapshot.length), np.int8)
@@ -324,7 +331,7 @@ class Save:
         old_lengths = before.record.storages["length"][indices].astype(np.int64)
         if not np.array_equal(lengths, old_lengths):
             return
-        old = shared(before.record, indices).digests
+        old = unit_digests(before.record.storages[indices], before.record.units)
         self._steady[indices[equal_storages(digests, old, lengths)]] = True
 
     # The audit.
@@ -401,7 +408,7 @@ class Save:
         with self._lock:
             self._info = committed.record.info
             self._stage = Stage.COMMITTED
-            self._changed.notify_all()
+            self._ended.notify_all()
 
     def _advance(self, stage: Stage) -> None:
         with self._lock:
@@ -411,14 +418,14 @@ class Save:
             self._reading = stage is Stage.COPYING
             if stage is Stage.COPIED:
                 self._forget_sources()
-            self._changed.notify_all()
+            self._copied.notify_all()
 
     def _stop_reading(self) -> None:
         if self._audit is not None:
             self._audit.close()
         with self._lock:
             self._reading = False
-            self._changed.notify_all()
+            self._copied.notify_all()
 
     def _forget_sources(self) -> None:
         """The caller's memory is not read any more: do not keep it alive."""
