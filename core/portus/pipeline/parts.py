@@ -118,13 +118,12 @@ def rows_of(groups: list[StorageRows], lengths: Column) -> tuple[Rows, Rows, Row
         counts[group.indices] = group.counts
         born[group.indices] = group.born
     extents = _in_order(
-        [np.repeat(group.indices, group.counts) for group in groups],
-        [group.extents for group in groups],
-        EXTENT.dtype,
+        indices, counts[indices], [group.extents for group in groups], EXTENT.dtype
     )
     per_storage = unit_counts(lengths)
     units = _in_order(
-        [np.repeat(group.indices, per_storage[group.indices]) for group in groups],
+        indices,
+        per_storage[indices],
         [_as_rows(group.digests) for group in groups],
         UNIT_DIGEST.dtype,
     )
@@ -148,13 +147,13 @@ def _storage_digests(units: Rows, per_storage: Column) -> Rows:
     return result
 
 
-_NO_OWNERS: Final = np.empty(0, np.int64)
-
-
-def _in_order(owners: list[Column], rows: list[Rows], dtype: np.dtype[np.void]) -> Rows:
+def _in_order(
+    indices: Column, counts: Column, rows: list[Rows], dtype: np.dtype[np.void]
+) -> Rows:
+    """Rows in the order of the storages ``indices``, which have ``counts`` of them each."""
     if len(rows) == 1:
         return rows[0]
-    order = np.argsort(np.concatenate([_NO_OWNERS, *owners]), kind="stable")
+    order = np.argsort(np.repeat(indices, counts), kind="stable")
     return np.concatenate([np.empty(0, dtype), *rows])[order]
 
 

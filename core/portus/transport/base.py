@@ -227,6 +227,9 @@ class Segments:
         """
         if not len(self):
             return
+        if self.size + gap * len(self) <= size_max:
+            yield self
+            return
         ends = np.flatnonzero(np.diff(self.row, append=-1)) + 1
         bytes_before = np.cumsum(self.length + gap)[ends - 1]
         start = unit = done = 0
@@ -282,6 +285,14 @@ def owners(lengths: Column) -> Column:
 
 def cut(sources: Sources) -> tuple[Segments, Digests]:
     """The segments of ``sources``, and their digests: those of empty sources set, the rest zero."""
+    if _are_segments(sources):
+        segments = Segments(
+            address=sources.address,
+            offset=sources.extent_offset,
+            length=sources.length,
+            row=np.arange(len(sources.length)),
+        )
+        return segments, np.zeros((len(segments), DIGEST_SIZE), np.uint8)
     units, owner = unit_counts(sources.length), owners(sources.length)
     rank = np.arange(len(owner)) - (np.cumsum(units) - units)[owner]
     source_start = np.cumsum(sources.length) - sources.length
@@ -307,6 +318,17 @@ def cut(sources: Sources) -> tuple[Segments, Digests]:
         row=row,
     )
     return segments, digests
+
+
+def _are_segments(sources: Sources) -> bool:
+    """True if each of them is one unit in one extent, as most storages of most states are."""
+    length = sources.length
+    return (
+        len(length) > 0
+        and np.array_equal(length, sources.extent_length)
+        and 0 < int(length.min())
+        and int(length.max()) <= UNIT
+    )
 
 
 @runtime_checkable

@@ -111,10 +111,10 @@ def _tie(
 ) -> tuple[list[int], Storages]:
     """The index of the storage of each tensor (-1: meta), and the distinct storages."""
     keys = [storage._cdata for storage in every]
-    found = dict(zip(keys, every, strict=True))
     meta = any(device.type == "meta" for device in set(devices))
-    if len(found) == len(keys) and not meta:
+    if len(set(keys)) == len(keys) and not meta:
         return list(range(len(keys))), tuple(every)
+    found = dict(zip(keys, every, strict=True))
     order: dict[int, int] = {}
     places = [
         -1 if meta and device.type == "meta" else order.setdefault(key, len(order))
