@@ -39,6 +39,7 @@ Group = Callable[[Path, Path, int], Iterable[Row]]
 
 GROUPS: dict[str, Group] = {
     "commit": lambda memory, disk, rounds: saving.commit_rows(memory, rounds),
+    "fixed": lambda memory, disk, rounds: [saving.fixed_row(memory, rounds)],
     "durable": lambda memory, disk, rounds: saving.durable_rows(disk, rounds),
     "call": lambda memory, disk, rounds: [saving.call_row(memory, rounds)],
     "training": lambda memory, disk, rounds: training.training_rows(memory, rounds),

@@ -195,6 +195,30 @@ def call_row(memory: Path, rounds: int) -> Row:
         return row.run({"portus": call}, 3 * rounds, warmups=5)
 
 
+def fixed_row(memory: Path, rounds: int) -> Row:
+    """What a commit takes however little is copied: of as many tensors as ResNet50 has weights."""
+    count = PAPER_MODELS["ResNet50"][0]
+    state = tensors_of(count, 4)
+    whole: list[float] = []
+    calls: list[float] = []
+    with pool_at(memory / "pool") as checkpointer:
+        for step in range(20 + 100 * rounds):
+            change(state)
+            time.sleep(0.005)  # what the worker does after a commit is over
+            start = time.perf_counter()
+            handle = checkpointer.save(state, step)
+            called = time.perf_counter()
+            handle.wait()
+            whole.append((time.perf_counter() - start) * 1e3)
+            calls.append((called - start) * 1e3)
+    return Row(
+        name=f"commit, tmpfs, {count} tensors of 4 bytes",
+        bar=None,
+        unit="ms",
+        figures={"portus": whole[20:], "of it in the call": calls[20:]},
+    )
+
+
 def guard_row(memory: Path, rounds: int) -> Row:
     """What an exact audit costs: a save, and the step right after it, until the save is durable."""
     guards: tuple[Guard, ...] = ("exact", "probe")

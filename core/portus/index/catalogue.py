@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, cast
 
+import numpy as np
+
 from portus.errors import CorruptionError, MediumError
-from portus.format.layout import RECORD_SIZE_MAX, RecordKind
+from portus.format.layout import EXTENT, RECORD_SIZE_MAX, RecordKind
 from portus.index.records import (
     NOWHERE,
     Copy,
@@ -24,7 +26,7 @@ from portus.index.records import (
     read_copied,
 )
 from portus.index.roots import Root, read_roots
-from portus.index.space import Runs, extents_runs, merged, runs_of
+from portus.index.space import Runs, extents_runs, runs_of
 from portus.media.base import Loads, Medium, MediumKind, RemoteMedium
 from portus.spec import Extent
 
@@ -253,9 +255,6 @@ def version_runs(entry: VersionEntry, record: VersionRecord) -> Runs:
     alone = [entry.pointer.extent, record.layout.extent, record.tree.extent]
     if record.log is not None:
         alone.append(record.log.extent)
-    return merged(
-        [
-            extents_runs(alone),
-            runs_of(record.extents["offset"], record.extents["length"]),
-        ]
-    )
+    columns = np.array([(each.offset, each.length) for each in alone], EXTENT.dtype)
+    every = np.concatenate([columns, record.extents])
+    return runs_of(every["offset"], every["length"])

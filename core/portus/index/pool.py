@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, cast
 
+import numpy as np
 import numpy.typing as npt
 
 from portus.errors import CorruptionError, MediumError, StaleError, UsageError
@@ -711,7 +712,7 @@ class PoolWriter(PoolReader):
         self._strangers = {each for each in self._strangers if self.locks.pinned(each)}
         strange = [self._strange] if self._strangers else []
         records = [catalogue.record_runs for catalogue in self._roots]
-        reached = merged([*self._reach.values(), *records, *self._held, *strange])
+        reached = np.concatenate([EMPTY, *self._reach.values(), *records, *self._held, *strange])
         return gaps(reached, DATA_START // PAGE, self.medium.size // PAGE)
 
     def _take(self, wanted: _Wanted) -> list[Extent] | None:

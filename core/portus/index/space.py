@@ -15,7 +15,6 @@ import numpy.typing as npt
 from portus.spec import PAGE, Extent
 
 Runs = npt.NDArray[np.int64]
-Column = npt.NDArray[np.int64]
 
 EMPTY: Final[Runs] = np.empty((0, 2), np.int64)
 
@@ -53,11 +52,12 @@ def merged(reaches: Iterable[Runs]) -> Runs:
 
 
 def gaps(reach: Runs, first_page: int, after_page: int) -> Runs:
-    """The pages of [first_page, after_page) that ``reach`` (merged) leaves free."""
-    inside = reach[(reach[:, 1] > first_page) & (reach[:, 0] < after_page)]
-    found = np.empty((len(inside) + 1, 2), np.int64)
-    found[0, 0], found[1:, 0] = first_page, inside[:, 1]
-    found[:-1, 1], found[-1, 1] = inside[:, 0], after_page
+    """The pages of [first_page, after_page) that ``reach`` leaves free; it need not be merged."""
+    starts, ends = reach[(reach[:, 1] > first_page) & (reach[:, 0] < after_page)].T
+    order = starts.argsort(kind="stable")
+    found = np.empty((len(order) + 1, 2), np.int64)
+    found[0, 0], found[1:, 0] = first_page, np.maximum.accumulate(ends[order])
+    found[:-1, 1], found[-1, 1] = starts[order], after_page
     return found[found[:, 1] > found[:, 0]]
 
 
@@ -66,7 +66,7 @@ def without(runs: Runs, others: Runs) -> Runs:
     if not len(runs) or not len(others):
         return runs
     first, after = int(runs[0, 0]), int(runs[-1, 1])
-    return gaps(merged([gaps(runs, first, after), others]), first, after)
+    return gaps(np.concatenate([gaps(runs, first, after), others]), first, after)
 
 
 def page_count(runs: Runs) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
@@ -117,9 +116,7 @@ def rows_of(groups: list[StorageRows], lengths: Column) -> tuple[Rows, Rows, Row
     for group in groups:
         counts[group.indices] = group.counts
         born[group.indices] = group.born
-    extents = _in_order(
-        indices, counts[indices], [group.extents for group in groups], EXTENT.dtype
-    )
+    extents = _in_order(indices, counts[indices], [group.extents for group in groups], EXTENT.dtype)
     per_storage = unit_counts(lengths)
     units = _in_order(
         indices,
@@ -147,9 +144,7 @@ def _storage_digests(units: Rows, per_storage: Column) -> Rows:
     return result
 
 
-def _in_order(
-    indices: Column, counts: Column, rows: list[Rows], dtype: np.dtype[np.void]
-) -> Rows:
+def _in_order(indices: Column, counts: Column, rows: list[Rows], dtype: np.dtype[np.void]) -> Rows:
     """Rows in the order of the storages ``indices``, which have ``counts`` of them each."""
     if len(rows) == 1:
         return rows[0]

@@ -101,13 +101,11 @@ def packed(lengths: Column) -> tuple[Column, int]:
     """
     big = lengths >= ALIGNED_SIZE
     room = np.where(big, -(-lengths // PAGE) * PAGE, -(-lengths // _ALIGNMENT) * _ALIGNMENT)
-    offsets = np.zeros(len(lengths), np.int64)
-    start = 0
-    for group in (np.flatnonzero(big), np.flatnonzero(~big)):
-        ends = np.cumsum(room[group])
-        offsets[group] = start + ends - room[group]
-        start += int(ends[-1]) if len(ends) else 0
-    return offsets, start
+    order = np.argsort(~big, kind="stable")
+    ends = np.cumsum(room[order])
+    offsets = np.empty(len(lengths), np.int64)
+    offsets[order] = ends - room[order]
+    return offsets, int(ends[-1]) if len(ends) else 0
 
 
 def placed(offsets: Column, lengths: Column, room: list[Extent]) -> tuple[Rows, Column]:

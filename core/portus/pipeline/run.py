@@ -97,8 +97,8 @@ class Save:
         self._before: Final = before
         self._policy: Final = policy
         self._lock: Final = threading.RLock()
-        # Two, so that whoever waits for the end is woken once: each time it would take Python's lock
-        # from the worker.
+        # Two, so that who waits for the end is woken once: each time takes Python's lock from the
+        # worker.
         self._copied: Final = Changed(self._lock)
         self._ended: Final = Changed(self._lock)
         self._stop: Final = Stop(awaited=False)

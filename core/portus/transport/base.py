@@ -326,7 +326,7 @@ def _are_segments(sources: Sources) -> bool:
     return (
         len(length) > 0
         and np.array_equal(length, sources.extent_length)
-        and 0 < int(length.min())
+        and int(length.min()) > 0
         and int(length.max()) <= UNIT
     )
 
