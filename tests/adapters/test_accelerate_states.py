@@ -733,7 +733,7 @@ def test_the_first_save_too_is_copied_in_the_background(tmp_path: Path) -> None:
     scene.step()
     saver = scene.accelerator._portus_saver
     scene.accelerator.save_state(str(tmp_path / "one"))
-    late = saver._checkpointer._last._snapshot.late
+    late = saver._checkpointer._saves.last._snapshot.late
     assert late.sum() >= 8, "weights and moments of both models"
     assert saver._watch is None
     scene.checkpointer.wait()

@@ -98,7 +98,7 @@ class SlowSaves:
     ) -> None:
         self.checkpointer = Checkpointer(folder, keep=None, fence_timeout=FENCE_S_MAX)
         if not audited:
-            self.checkpointer._auditor = Unaudited()  # type: ignore[misc]
+            self.checkpointer._saves._auditor = Unaudited()  # type: ignore[misc]
         self.saves: list[SaveHandle] = []
         self._pause = pause
         self._unguarded = unguarded

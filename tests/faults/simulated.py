@@ -122,8 +122,8 @@ def _resumed(say: Say, folder: Path) -> Training:
 
 
 def _remove_at_once() -> None:
-    def reached(self: Removals, removal: Removal, keeper: Keeper) -> None:
-        self._make(removal, keeper)
+    def reached(self: Removals, removal: Removal) -> None:
+        self._make(removal, self._keeper)
 
     setattr(Removals, "reached", reached)  # noqa: B010
 

@@ -571,10 +571,10 @@ class PortusStorageWriter(StorageWriter):
             place = self.place.of_rank(self._rank)
             mirroring = self._mirroring = self._part_mirroring()
             checkpointer = self._checkpointer = self._run.part(name, place, spared, mirroring)
-            checkpointer.surplus = lambda own: self._surplus(checkpointer, own)
-            checkpointer.is_heard_of = True
+            checkpointer.part.surplus = lambda own: self._surplus(checkpointer, own)
+            checkpointer.part.is_heard_of = True
             if self._count > 1 or mirroring is not None:  # a group of one is seen at once
-                checkpointer.on_commit = self._committed
+                checkpointer.part.on_commit = self._committed
         return self._checkpointer
 
     def _committed(self, info: VersionInfo) -> None:
@@ -591,7 +591,7 @@ class PortusStorageWriter(StorageWriter):
         never, going = self._retention.going(own)
         self._sweep(checkpointer)
         self._retention.succeed(checkpointer.uuid)
-        checkpointer.cut_off({info.token for info in own if info.id in never})
+        checkpointer.part.cut_off({info.token for info in own if info.id in never})
         return going
 
     # The mirror.
@@ -670,7 +670,7 @@ class PortusStorageWriter(StorageWriter):
     def _made_pool(self) -> Sign | None:
         """By what this rank's pool is found, which is there then; None if it is known that all
         ranks see it."""
-        return None if self._is_shared or self._count == 1 else self._open().announce()
+        return None if self._is_shared or self._count == 1 else self._open().part.announce()
 
     def _check_shared(self, start: _Start) -> None:
         """Raise ``UsageError`` if the coordinator's pool is not where this rank looks for it, or a
@@ -712,7 +712,7 @@ class PortusStorageWriter(StorageWriter):
             )
         if len(hosts) > 1 and start.hosts[self._rank % len(hosts)] not in (
             b"",
-            self._open().announce().uuid,
+            self._open().part.announce().uuid,
         ):
             raise UsageError(
                 f"rank {self._rank} saves to {self.place.of_rank(self._rank)}, where rank "

@@ -200,7 +200,7 @@ class Retention:
             return
         try:
             with self._run.part(part, at) as checkpointer:
-                checkpointer.let_go(versions)
+                checkpointer.part.let_go(versions)
         except PortusError as error:
             _log.warning("portus: parts that %r left stay for now: %s", part, error)
 

@@ -129,13 +129,17 @@ class Run:
     ) -> Checkpointer:
         """A ``Checkpointer`` of its own for a part of the run, such as a rank's, with the same
         settings; at the run's place, or one of its hosts. The caller closes it, and says what its
-        commits retire (``surplus``), or it keeps all versions, or what ``keep`` says. mirroring:
-        what copies it, which it closes; by itself it has no mirror."""
+        commits retire (``part.surplus``), or it keeps all versions, or what ``keep`` says.
+        mirroring: what copies it, which it closes; by itself it has no mirror."""
         settings = as_arguments(self.settings)
         settings["mirror"] = UNMIRRORED
         checkpointer = Checkpointer(place, name, keep=keep, links=self.links, **settings)
         if mirroring is not None:
-            checkpointer.mirror_by(mirroring)
+            try:
+                checkpointer.part.mirror_by(mirroring)
+            except BaseException:
+                checkpointer.close()
+                raise
         return checkpointer
 
     def close(self) -> None:

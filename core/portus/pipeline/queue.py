@@ -35,6 +35,16 @@ class Work(Protocol):
     def hurry(self) -> None: ...
 
 
+class Chore:
+    """Work that nobody waits for, and that needs no cleaning up."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing to end."""
+
+    def hurry(self) -> None:
+        """It takes no longer than it must."""
+
+
 class Turn:
     """A place for one save, of the thread that asks for it. Given back by the worker once its work
     is over, or by ``dismiss``."""

@@ -175,7 +175,7 @@ def test_it_tells_which_save_failed_last_and_why(run: Run, why: str) -> None:
             return []
 
         if why == "poisoned":
-            trainer.surplus = poison
+            trainer.part.surplus = poison
             trainer.save(state(40), 40)
         else:
             trainer.save({"x": torch.zeros(4 << 20)}, 40)

@@ -133,7 +133,7 @@ def test_a_version_that_is_retired_in_that_moment_is_not_pinned_and_that_is_said
             return [infos[0].id]
 
         other = threading.Thread(target=pin_it)
-        trainer.surplus = late
+        trainer.part.surplus = late
         trainer.save({"step": 30}, 30).wait()
         other.join(60)
         assert trainer.steps() == [20, 30]

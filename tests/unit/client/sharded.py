@@ -184,7 +184,7 @@ def hold(writer: PortusStorageWriter) -> None:
         return []
 
     writer.wait()  # or the save before this one would be held too
-    writer._open().surplus = never
+    writer._open().part.surplus = never
 
 
 def train(rank: int, count: int, root: Path, until: str, killed: str = "-1") -> None:

@@ -623,14 +623,14 @@ def test_a_first_save_that_was_given_up_ends_no_training_that_saves_later(
         before.save({"x": 0}, 0).wait()
     for is_last in (True, False):
         run = Checkpointer(pool)
-        run.surplus = _give_up
+        run.part.surplus = _give_up
         run.save({"x": 1}, 1).join()
         if is_last:
             with pytest.raises(AbandonedError, match="somebody wrote to it"):
                 run.close()
             continue
-        run.await_saves(None, b"")
-        run.surplus = None
+        run._versions.await_saves(None, b"")
+        run.part.surplus = None
         run.save({"x": 2}, 2)
         assert "a save failed; training continues: somebody wrote to it" in caplog.text
         run.close()
@@ -658,7 +658,7 @@ def test_of_several_saves_that_failed_each_is_raised_once(pool: Path) -> None:
 
     with Checkpointer(pool, on_error="raise") as run:
         run.save({"step": 1}, 1).wait()
-        run.surplus = fail
+        run.part.surplus = fail
         for step in (2, 3):
             run.save({"step": step}, step)
         go.set()
@@ -747,7 +747,7 @@ def test_a_file_falls_back_to_the_save_in_flight_when_it_was_asked_for(
     with Checkpointer(pool, on_error="warn") as run:
         run.save({"step": 1}, 1).wait()
         writer, keeper = run._pool.open_or_create()
-        run.surplus = surplus
+        run.part.surplus = surplus
         second = run.save({"step": 2}, 2)
         assert reached.wait(60)  # it is decided what goes, and nothing is committed
         third = run.save({"step": 3}, 3, reference=file)
@@ -779,7 +779,7 @@ def test_a_file_falls_back_to_what_another_of_the_same_model_is_about_to_commit(
     file = tmp_path / "3.ckpt"
     with Checkpointer(pool) as one, Checkpointer(pool) as other:
         one.save({"step": 1}, 1).wait()
-        one.surplus, other.surplus = hold, fail
+        one.part.surplus, other.part.surplus = hold, fail
         second = one.save({"step": 2}, 2)
         assert reached.wait(60)
         third = other.save({"step": 3}, 3, reference=file)
@@ -833,7 +833,7 @@ def test_what_is_saved_after_a_removal_is_not_removed_with_it(
     file = tmp_path / "run" / "2.ckpt"
     with Checkpointer(pool) as run:
         run.prepare(0)
-        run.surplus = hold
+        run.part.surplus = hold
         run.save({"step": 1}, 1, reference=tmp_path / "run" / "1.ckpt")
         run.remove(tmp_path / removed)
         second = run.save({"step": 2}, 2, reference=file)
@@ -853,7 +853,7 @@ def test_a_version_that_is_there_is_loaded_while_another_is_saved(pool: Path) ->
 
     with Checkpointer(pool) as run:
         first = run.save({"step": 1}, 1).wait()
-        run.surplus = hold
+        run.part.surplus = hold
         run.save({"step": 2}, 2)
         assert run.load_version(first.token) == {"step": 1}
         go.set()

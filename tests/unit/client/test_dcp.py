@@ -758,7 +758,7 @@ class Held:
     def __init__(self, writer: PortusStorageWriter) -> None:
         self.begun, self.release = threading.Event(), threading.Event()
         writer.wait()
-        writer._open().surplus = self._hold
+        writer._open().part.surplus = self._hold
 
     def _hold(self, own: Sequence[VersionInfo]) -> list[int]:
         self.begun.set()
@@ -973,7 +973,7 @@ def test_a_part_that_a_rank_says_it_lacks_is_looked_for_before_others_let_go_of_
         infos, theirs = own.versions(), other.versions()
         assert retention.going(infos) == ([], []), "rank 1 has both"
         other.prepare(0)
-        other.let_go([theirs[0].id])
+        other.part.let_go([theirs[0].id])
         assert retention.going(infos) == ([infos[0].id], [infos[0].id])
         retention.hear(replace(said, count=1, complete=frozenset(ids)))
         assert retention.going(infos)[0], "one rank of two says nothing of a group"

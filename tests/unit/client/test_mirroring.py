@@ -859,7 +859,7 @@ def test_the_claim_of_a_start_is_its_only_write_also_where_there_is_nothing_yet(
 ) -> None:
     with node.start(mirror="s3://bucket/runs") as run:
         assert (small.count("LIST"), small.count("PUT")) == (1, 1)
-        assert not run._home.exists()
+        assert not run._pool.home.exists()
         run.save(state(1), 1).wait()
         mirroring = run._pool.mirroring
         assert mirroring is not None

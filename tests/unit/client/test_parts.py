@@ -236,7 +236,7 @@ def test_parts_of_a_group_that_a_rank_never_committed_are_mended_once_no_rank_sa
     with portus.Checkpointer(place, part_model("run", 1, 2)) as other:
         other.prepare(0)
         other.save({"format": 1}, 0, token=part_token(new_id(), 1)).wait()
-        POOLS.closed(other)  # as if it were another process
+        POOLS.closed(other._versions)  # as if it were another process
         assert portus.mend(place, uncommitted=True) == [], "it may commit yet"
     monkeypatch.setattr(mending, "_CLAIM_S", 60.0)
     assert portus.mend(place, uncommitted=True) == [str(path)]
@@ -254,7 +254,7 @@ def test_a_part_that_is_committed_while_mend_looks_makes_its_group_whole(
         rank.save({"format": 1}, 1, token=token, reference={str(path): "format"}).wait()
     last = portus.Checkpointer(place, part_model("run", 1, 2))
     last.save({"format": 1}, 0, token=part_token(new_id(), 1)).wait()
-    POOLS.closed(last)  # as if it were another process
+    POOLS.closed(last._versions)  # as if it were another process
 
     def commit_and_end() -> None:
         last.save({"format": 1}, 1, token=part_token(group, 1)).wait()

@@ -64,7 +64,9 @@ def save(
         names = [f"rank-{rank}-of-{count}.shard", *([".metadata"] if rank == 0 else [])]
         references = {str(shards / name): FORMAT_KEY for name in names} if shards else None
         with Checkpointer(place, part_model("run", rank, count), keep=None) as part:
-            part.surplus = lambda own: []  # only what is known to be complete elsewhere lets go
+            part.part.surplus = (
+                lambda own: []
+            )  # only what is known to be complete elsewhere lets go
             token = part_token(group, rank)
             part.save(content, step, token=token, reference=references).wait()
     return group
@@ -253,7 +255,7 @@ def test_a_copy_of_the_pools_has_its_own_roll_and_the_last_pool_takes_it_along(
     for rank in range(2):
         with Checkpointer(place, part_model("run", rank, 2)) as part:
             part.prepare(0)
-            part.let_go([info.id for info in part.versions()])
+            part.part.let_go([info.id for info in part.versions()])
     left = sorted(place.iterdir()) if place.exists() else []
     assert not [each for each in left if each.suffix in (".portus", ".groups")]
     assert glance(Place.named(copy), "run") is not None

@@ -226,6 +226,6 @@ def failing(checkpointer: portus.Checkpointer) -> Iterator[None]:
     def fail(infos: object) -> list[int]:
         raise portus.MediumError(errno.EIO, "the disk fails")
 
-    checkpointer.surplus = fail
+    checkpointer.part.surplus = fail
     yield
-    checkpointer.surplus = None
+    checkpointer.part.surplus = None

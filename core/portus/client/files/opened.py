@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -11,6 +12,7 @@ from typing import Final
 from portus.client.files.home import Home, Pool
 from portus.client.files.keeper import Keeper
 from portus.client.files.run_mirror import Mirroring
+from portus.client.files.surplus import Surplus
 from portus.errors import MediumError, PortusError, UsageError
 from portus.format.layout import RecordKind
 from portus.index.keep import Keep
@@ -22,9 +24,9 @@ _log: Final = logging.getLogger("portus")
 
 class RunPool:
     """What is open of a home. ``writer``, ``keeper``: None before the pool is open. ``before``: the
-    version to share with. ``created``: it was made to make room in it, and takes itself away if
-    nothing is saved to it. ``opening``: held while it is opened, and by who ends that. Threads may
-    share it.
+    version to share with. ``surplus``: what the next commit retires. ``created``: it was made to
+    make room in it, and takes itself away if nothing is saved to it. ``opening``: held while it is
+    opened, and by who ends that; ``closed``: that was done, or is being done. Threads may share it.
 
     on_open: called after each opening, with ``opening`` held; the pool may be another one then.
     """
@@ -37,6 +39,9 @@ class RunPool:
         mirroring: Mirroring | None,
         on_open: Callable[[], None],
     ) -> None:
+        self.home: Final = home
+        self.model: Final = model
+        self.surplus: Final = Surplus(model, keep, home)
         self.writer: Pool | None = None
         self.keeper: Keeper | None = None
         self.before: Before | None = None
@@ -45,8 +50,8 @@ class RunPool:
         """The identity of the pool that is to be made."""
         self.created = False
         self.opening: Final = threading.RLock()
-        self._home: Final = home
-        self._model: Final = model
+        self.closed = False
+        self._process: Final = os.getpid()
         self._keep: Final = keep
         self._on_open: Final = on_open
         self._moving = False
@@ -55,18 +60,33 @@ class RunPool:
         self._lookers = 0
         """Threads that look at all pools now."""
 
+    @property
+    def is_inherited(self) -> bool:
+        """True in a forked child: everything is the parent's."""
+        return self._process != os.getpid()
+
+    def check_usable(self) -> None:
+        """Raise ``UsageError`` once it is closed, and in a forked child."""
+        if self.is_inherited:
+            raise UsageError(
+                f"this Checkpointer was made in process {self._process}; a forked child must "
+                "make its own, with its own pool"
+            )
+        if self.closed:
+            raise UsageError("this Checkpointer is closed")
+
     def open_or_create(self) -> tuple[Pool, Keeper]:
         """The pool to save to: the successor, once a pool file takes no more writes. Raises what
         opening raises."""
         with self.opening:
             with self._looking:
-                self._moving = self._home.succeed() or self._moving
+                self._moving = self.home.succeed() or self._moving
                 if self._moving:  # if this fails, the next save tries again
                     self._open()
                     self._moving = False
             while self.writer is None or self.keeper is None:  # ends: others took theirs away
                 promised, self._promised = self._promised, None
-                self._home.create(promised)
+                self.home.create(promised)
                 self.open_if_there()
             return self.writer, self.keeper
 
@@ -75,7 +95,7 @@ class RunPool:
         try:
             self._open()
         except (MediumError, UsageError):
-            if self._home.exists():
+            if self.home.exists():
                 raise
 
     def mirror_by(self, mirroring: Mirroring) -> None:
@@ -87,7 +107,7 @@ class RunPool:
                 return
             assert isinstance(self.writer, PoolWriter)
             assert self.keeper is not None
-            mirroring.join(self.writer, self.keeper, self._home.older)
+            mirroring.join(self.writer, self.keeper, self.home.older)
 
     def begin_with_mirror(self) -> None:
         """There is no pool yet: make it, and fill it, if the mirror has versions. Raises what
@@ -104,7 +124,7 @@ class RunPool:
         """The open pool, last, and those that it is a successor of; all stay meanwhile."""
         with self._looking:
             self._lookers += 1
-            pools: list[PoolReader] = list(self._home.older())
+            pools: list[PoolReader] = list(self.home.older())
             if self.writer is not None:
                 pools.append(self.writer)
         try:
@@ -113,13 +133,13 @@ class RunPool:
             with self._looking:
                 self._lookers -= 1
 
-    def drop_older(self, let_go: frozenset[int]) -> None:
+    def drop_older(self) -> None:
         """On the worker: take older pools away of which the last commit let go as a whole."""
         with self._looking:
-            older = [] if self._lookers else list(self._home.older())
+            older = [] if self._lookers else list(self.home.older())
             for pool in older:  # while somebody looks, all stay: the next commit will do
-                if pool.catalogue().ids() <= let_go:
-                    self._home.drop(pool)
+                if pool.catalogue().ids() <= self.surplus.let_go:
+                    self.home.drop(pool)
 
     def place_of_journal(self) -> tuple[str, str] | None:
         """The arguments of ``Journal.begin``; None if there is no pool yet, or none can be."""
@@ -127,23 +147,23 @@ class RunPool:
         if writer is None:
             return None
         try:
-            return self._home.journal(), writer.medium.info.kind.value
+            return self.home.journal(), writer.medium.info.kind.value
         except PortusError as error:
-            _log.debug("%s: cannot tell where the journal belongs: %s", self._home.path, error)
+            _log.debug("%s: cannot tell where the journal belongs: %s", self.home.path, error)
             return None
 
     def _open(self) -> None:
-        writer = self._home.open()
+        writer = self.home.open()
         try:
-            keeper = self._home.keeper(writer)
-            keeper.begin(None if isinstance(writer, PoolWriter) else self._model)
-            keeper.keep(self._model, self._keep)
+            keeper = self.home.keeper(writer)
+            keeper.begin(None if isinstance(writer, PoolWriter) else self.model)
+            keeper.keep(self.model, self._keep)
             if self.mirroring is not None:
                 assert isinstance(writer, PoolWriter)
-                self.mirroring.join(writer, keeper, self._home.older)
+                self.mirroring.join(writer, keeper, self.home.older)
             self.before = self._newest_of(writer)
         except BaseException:
-            self._home.close(made=False)
+            self.home.close(made=False)
             raise
         writer.deleted, writer.advice = keeper.deleted, keeper.advice
         self.writer, self.keeper = writer, keeper
@@ -151,7 +171,7 @@ class RunPool:
 
     def _newest_of(self, writer: Pool) -> Before | None:
         """The version to share with: what was frozen before a restart still is."""
-        found = writer.catalogue().models.get(self._model)
+        found = writer.catalogue().models.get(self.model)
         if not found:
             return None
         try:
@@ -159,11 +179,11 @@ class RunPool:
             layout = bytes(writer.payload(record.layout, RecordKind.LAYOUT))
             tree = bytes(writer.payload(record.tree, RecordKind.TREE))
         except PortusError as error:
-            _log.warning("%s: the newest version is damaged: %s", self._home.path, error)
+            _log.warning("%s: the newest version is damaged: %s", self.home.path, error)
             return None
         if record.log is not None:
             raise UsageError(
-                f"{self._home.path}: {self._model!r} changes in place, and a checkpoint of that "
+                f"{self.home.path}: {self.model!r} changes in place, and a checkpoint of that "
                 "name would replace it: expected checkpoints, found a shelf (open it with "
                 "portus.Shelf) or embedding tables (portus.embedding.protect); give the run "
                 "another name, or a pool of its own"

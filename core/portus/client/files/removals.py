@@ -21,7 +21,9 @@ from typing import Final, Protocol
 
 from portus.client.files import order
 from portus.client.files.keeper import Keeper
+from portus.client.files.opened import RunPool
 from portus.errors import PortusError
+from portus.pipeline.queue import Chore, Queue
 
 _log: Final = logging.getLogger("portus")
 
@@ -61,15 +63,19 @@ class Removal:
 class Removals:
     """Those of one ``Checkpointer``. They are asked for by any thread, and made by its worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: RunPool, queue: Queue) -> None:
+        self._pool: Final = pool
+        self._queue: Final = queue
         self._asked: Final[list[Removal]] = []
         """In this order; those that wait are in the other list too."""
         self._waiting: Final[list[Removal]] = []
         self._freed_for: AwaitedSave | None = None
 
     def ask(self, removal: Removal) -> None:
-        """Note it, so that what is saved from now on is not removed with it."""
+        """Make it when its turn comes; the pool is open. What is saved from now on is not removed
+        with it."""
         self._asked.append(removal)
+        self._queue.put(_Removing(self, removal))
 
     def takes(self, path: str) -> bool:
         """True if ``path`` is going to be removed, perhaps."""
@@ -82,9 +88,9 @@ class Removals:
 
     # On the worker.
 
-    def reached(self, removal: Removal, keeper: Keeper) -> None:
+    def reached(self, removal: Removal) -> None:
         """Its turn has come: make it, or let it wait."""
-        after = removal.after
+        keeper, after = self._keeper, removal.after
         if after is None or (after.over and after.error is None):
             self._make(removal, keeper)
         elif removal.strictly:
@@ -97,11 +103,12 @@ class Removals:
                 self._asked.remove(removal)
             else:
                 self._waiting.append(removal)
-            self.failed(after, keeper)
+            self.failed(after)
 
-    def committed(self, replaced: Collection[str], keeper: Keeper) -> None:
+    def committed(self, replaced: Collection[str]) -> None:
         """A save was committed after those that wait. ``replaced``: paths that it put files at;
         what was to be removed there is gone, and they are not."""
+        keeper = self._keeper
         waiting, self._waiting[:] = list(self._waiting), []
         for each in waiting:
             if any(each.takes(path) for path in replaced):
@@ -109,10 +116,11 @@ class Removals:
             else:
                 self._make(each, keeper)
 
-    def failed(self, save: AwaitedSave, keeper: Keeper) -> None:
+    def failed(self, save: AwaitedSave) -> None:
         """A save failed: for lack of space, perhaps, and then there is to be some for the next."""
         if save is self._freed_for or getattr(save.error, "errno", None) not in _NO_SPACE:
             return
+        keeper = self._keeper
         for each in self._waiting:
             if self._is_outlived(each, keeper):
                 _log.warning(
@@ -135,6 +143,12 @@ class Removals:
             ", ".join(paths[:_NAMED_MAX]),
             more,
         )
+
+    @property
+    def _keeper(self) -> Keeper:
+        keeper = self._pool.keeper
+        assert keeper is not None
+        return keeper
 
     def _loses_nothing(self, removal: Removal, keeper: Keeper) -> bool:
         try:
@@ -159,3 +173,14 @@ class Removals:
             _log.warning("portus: %s was not removed: %s", removal.path, error)
         finally:
             self._asked.remove(removal)
+
+
+class _Removing(Chore):
+    """A removal in the queue."""
+
+    def __init__(self, removals: Removals, removal: Removal) -> None:
+        self._removals: Final = removals
+        self._removal: Final = removal
+
+    def run(self) -> None:
+        self._removals.reached(self._removal)

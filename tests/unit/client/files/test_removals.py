@@ -72,7 +72,7 @@ def test_the_file_of_a_save_that_failed_goes_at_once(trainer: Checkpointer, run:
     with trainer:
         first = save(trainer, run / "1.ckpt", 1)
         first.wait()
-        trainer.surplus = _no  # the next save fails at its commit; its file may be there still
+        trainer.part.surplus = _no  # the next save fails at its commit; its file may be there still
         with pytest.raises(MediumError):
             save(trainer, run / "2.ckpt", 2).wait()
         (run / "last.ckpt").symlink_to("1.ckpt")
@@ -171,7 +171,7 @@ def test_a_save_that_found_no_place_in_the_queue_replaces_nothing(run: Path) -> 
 
     with Checkpointer(run / "pool", fence_timeout=0.05) as trainer:
         save(trainer, run / "1.ckpt", 1).wait()
-        trainer.surplus = hold
+        trainer.part.surplus = hold
         for step in (2, 3):
             save(trainer, run / f"{step}.ckpt", step)
         refused = save(trainer, run / "4.ckpt", 4)

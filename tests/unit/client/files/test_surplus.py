@@ -61,10 +61,10 @@ def test_who_decides_in_the_place_of_keep_retires_nothing_that_a_file_leads_to(
 ) -> None:
     file = str(tmp_path / "1.ckpt")
     with portus.Checkpointer(tmp_path / "m.portus", "m", keep=9) as run:
-        run.surplus = lambda there: [info.id for info in there]
+        run.part.surplus = lambda there: [info.id for info in there]
         run.save({"x": 1}, 1, reference=file).wait()
         for step in (2, 3):
             run.save({"x": step}, step).wait()
         assert run.steps() == [1, 3]
-        until(lambda: run.await_saves(None, b"") is False)
+        until(lambda: run._versions.await_saves(None, b"") is False)
         assert portus.load_reference(file) == {"x": 1}

@@ -177,7 +177,7 @@ def test_what_the_other_ranks_hear_of_is_not_raised_on_one_rank_alone(tmp_path: 
     """A part that fails after the ranks told each other: they would wait for this rank."""
     found = {"t": torch.zeros(1 << 18)}
     checkpointer = Checkpointer(tmp_path, "run", keep=None, max_bytes=5 << 20, on_error="raise")
-    checkpointer.is_heard_of = True
+    checkpointer.part.is_heard_of = True
     handles = []
     for step in range(8):
         found["t"].fill_(step)
