@@ -94,14 +94,20 @@ class Checkpointer:
             _mirroring(self.settings, model, keeping, home),
             _registers(weakref.ref(self)),
         )
-        headroom = self._headroom = Headroom(self._pool, self._queue)
-        self.part: Final = RankPart(self._pool, headroom)
+        self._headroom: Final = Headroom(self._pool, self._queue)
+        self.part: Final = RankPart(self._pool, self._headroom)
         """What other ranks have a say about, where this saves a part of their groups."""
         self._versions: Final = RunVersions(self._pool, self._queue, verify=self.settings.verify)
         self._fence: Final = Fence(self.settings.fence_timeout)
         self._ledger: Final = Ledger(self._pool, self._queue, self.settings)
         self._saves: Final = RunSaves(
-            self._pool, self._queue, self._fence, self._ledger, headroom, self.part, self.settings
+            self._pool,
+            self._queue,
+            self._fence,
+            self._ledger,
+            self._headroom,
+            self.part,
+            self.settings,
         )
         self._ended = False
         POOLS.allow(home.allowed)
