@@ -214,7 +214,7 @@ def logged(medium: Loads, record: VersionRecord) -> Logged:
     if record.log is None:
         return NOT_LOGGED
     places, tree, count, is_left = PatchPlaces(record), None, 0, False
-    changes: dict[int, list[LoggedChange]] = {}
+    changes: dict[int, _Changes] = {}
     undo: list[Entry] = []
     for entry in entries(medium, record):
         count = entry.number
@@ -227,14 +227,29 @@ def logged(medium: Loads, record: VersionRecord) -> Logged:
         _add_changes(places, entry, changes)
     for entry in reversed(undo):
         _add_changes(places, entry, changes)
-    return Logged(tree, changes, count, is_left)
+    made = {storage: list(each.values()) for storage, each in changes.items()}
+    return Logged(tree, made, count, is_left)
 
 
-def _add_changes(places: PatchPlaces, entry: Entry, changes: dict[int, list[LoggedChange]]) -> None:
+_Changes = dict[tuple[int, int], LoggedChange]
+"""In order, by their places: first byte, and length, of one patch; for several, a number that is
+below 0, and 0."""
+
+
+def _add_changes(places: PatchPlaces, entry: Entry, changes: dict[int, _Changes]) -> None:
+    """What is written again at the very place of before takes its place: a dense part that each
+    batch writes takes memory once."""
     for storage, start, data in places.of(entry):
-        changes.setdefault(storage, []).append((start, data))
+        _add(changes.setdefault(storage, {}), (start, len(data)), (start, data))
     for storage, starts, rows in places.of_bunches(entry):
-        changes.setdefault(storage, []).append((starts, rows))
+        own = changes.setdefault(storage, {})
+        one = len(starts) == 1
+        _add(own, (int(starts[0]), rows.shape[1]) if one else (~len(own), 0), (starts, rows))
+
+
+def _add(changes: _Changes, place: tuple[int, int], change: LoggedChange) -> None:
+    changes.pop(place, None)
+    changes[place] = change
 
 
 def pending(medium: Loads, record: VersionRecord) -> list[Entry]:

@@ -144,3 +144,27 @@ def test_rows_in_bunches_come_back_over_extents_and_windows(medium: Memory, size
         target = bytearray(high - low)
         found.over(0, low, memoryview(target))
         assert bytes(target) == image[low:high].tobytes()
+
+
+def test_what_each_entry_writes_whole_takes_memory_once(medium: Memory) -> None:
+    """And between two of these, others write a part of it, or all of it and more."""
+    record = version()
+    assert record.log is not None
+    rng = np.random.default_rng(5)
+    image = np.zeros(PAGE, np.uint8)
+    writer = LogWriter(medium, record.log)
+    parts = [(0, PAGE), (100, 50), (0, PAGE), (90, 80), (100, 50), (200, 30)]
+    for start, length in parts:
+        data = rng.integers(0, 256, (1, length), np.uint8)
+        image[start : start + length] = data
+        place = 20 * PAGE + start
+        if length == 50:
+            writer.append([(Extent(place, length), data[0].data)], b"", record.info.commit)
+        else:
+            writer.append([], b"", record.info.commit, [Bunch(np.array([place]), data)])
+    found = logged(medium, record)
+    target = bytearray(PAGE)
+    found.over(0, 0, memoryview(target))
+    assert bytes(target) == image.tobytes()
+    assert len(found.changes[0]) == len({*parts})
+    assert found.entries == len(parts)
