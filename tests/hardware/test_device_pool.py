@@ -1,13 +1,18 @@
 """A pool on a DAX device, as a user has it: ``Checkpointer(pool="/dev/dax0.0")``.
 
-The one file here that imports torch, which takes about a minute in the lab.
+The one file here that imports torch, which takes about a minute in the lab. And tables in place,
+which are larger than the memory that the process may take.
 """
 
 from __future__ import annotations
 
+import re
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +22,13 @@ from portus.index.directory import format_device, has_pool, open_reader
 from portus.media.dax import open_device
 from portus.media.local import LocalFiles
 from portus.spec import Extent
-from tests.hardware.conftest import DEVDAX
+from tests.hardware.conftest import DEVDAX, FSDAX
 from tests.hosts import serving, url
 
 pytestmark = [pytest.mark.pmem, pytest.mark.timeout(900)]
+
+MORE = 48 << 20
+"""Bytes of memory of its own that a process with tables in place may take in addition."""
 
 
 @pytest.fixture
@@ -115,6 +123,80 @@ def test_a_training_saves_to_a_host_by_verbs_and_is_restored_in_place(
         assert torch.equal(model.weight, weight)
         assert server._house.counters["verbs_bytes"] - before >= 2 * weight.nbytes
         assert server._house.counters["bounced_bytes"] == 0
+
+
+def _said(name: str) -> int:
+    """Bytes, as the kernel counts them for this process."""
+    [found] = re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found) << 10
+
+
+@pytest.fixture
+def little_memory() -> Iterator[int]:
+    """What the process has; the kernel refuses it more than ``MORE`` in addition."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_said("VmData") + MORE, before[1]))
+    yield _said("RssAnon")
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@pytest.mark.parametrize(
+    ("pool", "rows"),
+    [(DEVDAX, 750_000), (f"{FSDAX}/larger.portus", 500_000)],
+    ids=["device", "file"],
+)
+def test_tables_larger_than_the_memory_train_and_load_in_place(
+    pool: str, rows: int, blank: None, request: pytest.FixtureRequest
+) -> None:
+    """Rows of each batch are all over a table, and the log is folded in. A smaller table in memory
+    first: what the first step needs for itself is there then."""
+    import torch
+
+    from portus.embedding import RowwiseAdagrad, protect
+
+    batches, shown = 12, torch.empty(0)
+    chosen = [torch.arange(number, rows, rows // 2000) for number in range(batches)]
+
+    def made(count: int = rows, device: str = "meta") -> tuple[Any, list[Any]]:
+        table = torch.nn.EmbeddingBag(count, 64, mode="sum", sparse=True, device=device)
+        model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(64, 1)})
+        sparse = RowwiseAdagrad(table.parameters(), lr=0.1)
+        return model, [sparse, torch.optim.Adam(model["top"].parameters())]
+
+    def step(model: Any, optimizers: list[Any], ids: torch.Tensor) -> None:
+        for each in optimizers:
+            each.zero_grad()
+        model["top"](model["table"](ids.reshape(-1, 1))).square().mean().backward()
+        for each in optimizers:
+            each.step()
+
+    if pool != DEVDAX:
+        Path(pool).unlink(missing_ok=True)
+    step(*made(10, "cpu"), chosen[0] % 10)
+    before, most, logs = request.getfixturevalue("little_memory"), 0, set()
+    for begin in (0, batches // 2):
+        model, optimizers = made()
+        with protect(model, optimizers, pool=pool, log_bytes=2 << 20, in_place=True) as tables:
+            resumed = tables.load()
+            assert (0 if resumed is None else resumed.batch) == begin
+            if resumed is None:
+                torch.nn.init.ones_(model["table"].weight)
+            else:
+                assert torch.equal(model["table"].weight[chosen[begin - 1]], shown)
+            most = max(most, _said("RssAnon"))
+            for number in range(begin, begin + batches // 2):
+                step(model, optimizers, chosen[number])
+                tables.wait()
+                most = max(most, _said("RssAnon"))
+                logs.add(tables._store._log.log.name)  # type: ignore[union-attr]
+            shown = model["table"].weight[chosen[number]].detach().clone()
+            size = model["table"].weight.nbytes
+    print(f"tables of {size >> 20} MiB, resident {(most - before) / (1 << 20):.1f} MiB more")
+    assert len(logs) > 1, "the log was never folded in"
+    assert size > 2.5 * MORE
+    assert most - before < MORE
+    if pool != DEVDAX:
+        Path(pool).unlink()
 
 
 @pytest.mark.usefixtures("blank")
