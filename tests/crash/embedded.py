@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 import portus
 from portus.embedding import Protected, RowwiseAdagrad, protect
@@ -82,6 +83,20 @@ class Training:
             optimizer.step()
         self.scheduler.step()
 
+    def parts(self) -> str:
+        """A digest of the tables and of what is kept of their rows, and one of the rest."""
+        rows, rest = xxhash.xxh3_128(), xxhash.xxh3_128()
+        for each in (*self.model.norm.buffers(), *self.model.norm.parameters()):
+            rest.update(each.detach().numpy().tobytes())
+        for optimizer in self.optimizers:
+            for parameter in optimizer.param_groups[0]["params"]:
+                kept = optimizer.state.get(parameter, {})
+                for each in (parameter.detach(), *(kept[key] for key in sorted(kept))):
+                    is_rows = optimizer is not self.optimizers[3] and torch.as_tensor(each).ndim
+                    data = torch.as_tensor(each).numpy().tobytes()
+                    (rows if is_rows else rest).update(data)
+        return f"{rows.hexdigest()} {rest.hexdigest()}"
+
     def state(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
@@ -126,6 +141,25 @@ def run(say: Say, path: str) -> None:
             with tables.batch():
                 training.step(number)
             say(f"batch {number}")
+
+
+GAP = 8
+
+
+def relax(say: Say, path: str) -> None:
+    """The same in relaxed mode. With each batch, what the tables are then, and the dense part; with
+    the one that it found, the batch of its dense part too."""
+    training = Training()
+    settings = {"mode": "relaxed", "gap": GAP, "in_place": device(path)}
+    with training.protected(path, **settings) as tables:
+        resumed = tables.load()
+        number = 0 if resumed is None else resumed.batch
+        say(f"resumed {number} {0 if resumed is None else resumed.dense_batch} {training.parts()}")
+        while True:
+            number += 1
+            with tables.batch():
+                training.step(number)
+            say(f"batch {number} {training.parts()}")
 
 
 def compare(say: Say, path: str) -> None:

@@ -7,6 +7,7 @@ stored row by row where an update would write.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, cast
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from portus.client.loading.restore import load
 from portus.client.state.state import flatten
-from portus.embedding.placed import NO_ROWS, PlacedMoment, PlacedStore, TensorLocation
+from portus.embedding.placed import NO_ROWS, PlacedMoment, PlacedStore, RowsThere, TensorLocation
 from portus.index.directory import open_writer
 from portus.index.records import encode_layout
 from portus.media.lock import ProcessLocks
@@ -60,6 +61,11 @@ class User(DeviceProcess[State]):
             names = {self.index(each): each for each in (WIDE, NARROW)}
             self.places = {names[index]: each for index, each in self.store.places.items()}
         self.is_new = newest is None
+        self.dense: Tensors = {}
+        """The dense part that is durable, if that is another one."""
+        self.dense_batch = 0
+        self.upcoming: Mapping[str, Sequence[int]] = {}
+        """Of the batch after the next one that ends."""
         self.state = shown(self.pool)
         self.report((self.state,))
 
@@ -75,9 +81,10 @@ class User(DeviceProcess[State]):
 
     def log(self, rows: Mapping[str, Sequence[int]]) -> None:
         """What an update of these rows needs, before it."""
-        self.store.log(
-            [(self.places[name], np.array(sorted(each))) for name, each in rows.items() if each]
-        )
+        self.store.log(self.rows(rows))
+
+    def rows(self, rows: Mapping[str, Sequence[int]]) -> list[RowsThere]:
+        return [(self.places[name], np.array(sorted(each))) for name, each in rows.items() if each]
 
     def write(self, rows: Mapping[str, Sequence[int]], step: int) -> None:
         """Update rows, one store for each, as a processor might."""
@@ -95,9 +102,14 @@ class User(DeviceProcess[State]):
         *,
         ahead: Mapping[str, Sequence[int]] | None = None,
         more: Mapping[str, Sequence[int]] | None = None,
+        is_relaxed: bool = False,
+        sliced: int = 0,
+        ends: bool = False,
     ) -> None:
         """One batch. ``ahead``: what was announced of it; ``more``: what a second optimizer
-        updates after the first one."""
+        updates after the first one. ``is_relaxed``: its dense part is the one before, and not to be
+        durable with it; ``sliced``: is to be written in so many slices; ``ends``: is durable in the
+        end, in a version of its own."""
         step = int(self.tensors["batch"]) + 1
         rows = {WIDE: wide, NARROW: narrow}
         if ahead is not None:
@@ -106,23 +118,37 @@ class User(DeviceProcess[State]):
         if more is not None:
             self.update(more, step)
         self.tensors["batch"].fill_(step)
-        self.tensors["dense"] += step
-        self.tensors["step"] = step // 3
-        self.end(step)
+        if sliced:
+            self.dense = {"dense": self.tensors["dense"], "step": self.tensors["step"]}
+        if not is_relaxed:
+            self.tensors["dense"] = self.tensors["dense"] + step
+            self.tensors["step"] = step // 3
+            self.dense_batch = step
+        self.end(step, sliced, is_left=is_relaxed or bool(sliced), ends=ends)
 
     def update(self, rows: Mapping[str, Sequence[int]], step: int) -> None:
         self.log(rows)
         self.write(rows, step)
 
-    def end(self, step: int) -> None:
+    def end(self, step: int, sliced: int = 0, *, is_left: bool = False, ends: bool = False) -> None:
         """The batch is over: both this one and the one before may be found from now on."""
         moment = self.moment(step)
-        after = (digest_of(self.tensors), self.state[1])
-        self.report((self.state, after))
+        if is_left:
+            moment = replace(moment, left=[self.index("dense")], sliced=sliced)
+        moment = replace(moment, ahead=self.rows(self.upcoming))
+        self.upcoming = {}
+        if not is_left:
+            self.dense = {}
+        marks = self.state[1]
+        after = [(digest_of({**self.tensors, **self.dense}), marks)]
+        if ends:
+            after.append((digest_of(self.tensors), marks))
+            self.dense = {}
+        self.report((self.state, *after))
         self.store.commit(moment)
         self.is_new = False
-        self.state = after
-        self.report((after,))
+        self.state = after[-1]
+        self.report((self.state,))
 
     def moment(self, step: int) -> PlacedMoment:
         flat = flatten(self.tensors)
@@ -135,6 +161,7 @@ class User(DeviceProcess[State]):
             address=np.array([each.data_ptr() for each in flat.storages], np.int64),
             length=np.array([each.nbytes() for each in flat.storages], np.int64),
             rows=None if self.is_new else dict.fromkeys(placed, NO_ROWS),
+            dense_batch=self.dense_batch,
             alive=flat,
             placed=placed,
             digests={index[name]: index[f"digests.{i}"] for i, name in enumerate(self.places)},
@@ -200,3 +227,40 @@ def marked(user: User) -> None:
     user.batch([3, 5], [7])
     user.mark(b"b" * 16)
     user.batch([5], [6])
+
+
+def sliced(user: User) -> None:
+    """A dense part in slices, marks beside it, and the next one; rows that the next batch changes
+    are announced."""
+    user.batch([3], [7])
+    user.batch([1, 5], [0, 319], sliced=2)
+    user.mark(b"a" * 16)
+    user.batch([5], [8], is_relaxed=True, ends=True)
+    user.mark(b"b" * 16)
+    user.batch([5], [8], is_relaxed=True, ahead={WIDE: [5]})
+    user.batch([5, 2], [9], sliced=1, ends=True)
+    user.batch([5], [9], is_relaxed=True)
+
+
+def sliced_and_announced(user: User) -> None:
+    """The last slice and the undo of the batch after it are of one commit."""
+    user.batch([3], [7])
+    user.batch([5], [8], sliced=2)
+    user.upcoming = {WIDE: [5, 6], NARROW: [8]}
+    user.batch([5], [8], is_relaxed=True, ends=True)
+    user.batch([5, 6], [8], is_relaxed=True)
+    user.batch([6], [8], is_relaxed=True)
+
+
+def sliced_and_folded(user: User) -> None:
+    """The log is folded in between two slices, when a batch begins; and then when one ends, with
+    the dense part that comes in slices."""
+    user.batch([3], [7])
+    user.batch([1, 5], [0, 8], sliced=4)
+    user.batch([5], [8], is_relaxed=True)
+    user.batch(range(12), range(0, 320, 3), is_relaxed=True)
+    user.batch([5], [8], is_relaxed=True, ends=True)
+    user.batch([2], [9], sliced=4)
+    user.batch([3], [9], is_relaxed=True)
+    user.batch(range(12), [], more={NARROW: range(320)}, is_relaxed=True, ends=True)
+    user.batch([5], [8], is_relaxed=True)

@@ -12,7 +12,6 @@ import pytest
 from portus.embedding import fold, store
 from portus.embedding.fold import Fold
 from portus.embedding.moment import Moment
-from portus.embedding.slices import Slices
 from portus.embedding.store import TableStore
 from portus.index import log
 from portus.index.log import Bunch, LogWriter, Patch
@@ -53,6 +52,11 @@ from tests.crash.mistaken_logs import (
     OverTheLastEntry,
     WhatCountsIsInCachesOnly,
     digest_not_compared,
+)
+from tests.crash.mistaken_slices import (
+    a_slice_is_not_persisted,
+    slices_are_committed_before_the_last_one,
+    slices_go_over_the_dense_part_that_counts,
 )
 
 IMAGES_MIN: Final = 10_000
@@ -276,46 +280,6 @@ def the_log_is_cut_too_early(patch: pytest.MonkeyPatch) -> None:
         right(self, fold, moment)
 
     patch.setattr(TableStore, "_replace", wrong)
-
-
-def a_slice_is_not_persisted(patch: pytest.MonkeyPatch) -> None:
-    right = Slices.go_on
-
-    def wrong(self: Slices) -> None:
-        with pytest.MonkeyPatch.context() as within:
-            within.setattr(type(self._pool.medium), "persist", lambda medium, ranges: None)
-            right(self)
-
-    patch.setattr(Slices, "go_on", wrong)
-
-
-def slices_are_committed_before_the_last_one(patch: pytest.MonkeyPatch) -> None:
-    """It is stored, and persisted later."""
-    right = Slices.go_on
-
-    def wrong(self: Slices) -> None:
-        if self.done + 1 < self.count or self.count == 1:
-            right(self)
-            return
-        with pytest.MonkeyPatch.context() as within:
-            within.setattr(type(self._pool.medium), "persist", lambda medium, ranges: None)
-            right(self)
-
-    patch.setattr(Slices, "go_on", wrong)
-
-
-def slices_go_over_the_dense_part_that_counts(patch: pytest.MonkeyPatch) -> None:
-    """Where it is, and not to new extents."""
-    right = TableStore._slice_on
-
-    def wrong(self: TableStore, moment: Moment) -> None:
-        right(self, moment)
-        slices, record = self._slices, self._record
-        if slices is not None and not slices.done and record is not None:
-            there = [list(record.storage_extents(each)) for each in slices.indices.tolist()]
-            slices._extents[:] = there
-
-    patch.setattr(TableStore, "_slice_on", wrong)
 
 
 def a_fold_has_the_dense_part_of_before(patch: pytest.MonkeyPatch) -> None:

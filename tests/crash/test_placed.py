@@ -12,12 +12,20 @@ import pytest
 
 from portus.embedding import placed
 from portus.embedding.placed import PlacedMoment, PlacedStore
+from portus.embedding.slices import Slices
 from portus.embedding.store import TableStore
 from portus.index.in_place import cell_digests
 from portus.index.log import Bunch, LogWriter, pending
 from portus.testing.explore import Explorer, ImageError
 from tests.crash import logged
 from tests.crash.embedding_user import State, verify
+from tests.crash.mistaken_slices import (
+    a_slice_is_not_persisted,
+    slices_are_committed_before_the_last_one,
+    slices_end_one_early,
+    slices_go_over_the_dense_part_that_counts,
+    the_tree_is_that_of_the_dense_part_before,
+)
 from tests.crash.placed_user import (
     DEVICE,
     Plan,
@@ -27,6 +35,9 @@ from tests.crash.placed_user import (
     left_half_done,
     marked,
     same_rows,
+    sliced,
+    sliced_and_announced,
+    sliced_and_folded,
     train,
 )
 
@@ -45,11 +56,17 @@ EXPLORATIONS: Final[dict[str, tuple[tuple[Plan, ...], tuple[int, ...], int]]] = 
     "the same rows": ((same_rows,), (2,), 60),
     "left half done": ((left_half_done, go_on), (1, 1), 60),
     "marks": ((marked,), (2,), 60),
+    "a dense part in slices": ((sliced, go_on), (1, 1), 60),
+    "slices and what is announced": ((sliced_and_announced,), (2,), 60),
+    "slices while folding in": ((sliced_and_folded,), (1,), 60),
     "crash in recovery from a crash": ((begin, begin, go_on), (1, 1, 1), 60),
 }
 
 
 LONG: Final = (
+    "a dense part in slices",
+    "slices while folding in",
+    "slices with the tree of before",
     "crash in recovery from a crash",
     "closing says that half a batch counts",
     "digests are those of the batch before",
@@ -125,16 +142,9 @@ class LoggedAfterwards(User):
 class NobodyAnnounced(User):
     """What was not announced is not logged, such as the rows of another rank."""
 
-    def batch(
-        self,
-        wide: Sequence[int],
-        narrow: Sequence[int],
-        *,
-        ahead: Mapping[str, Sequence[int]] | None = None,
-        more: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
-        self.announced = ahead
-        super().batch(wide, narrow, ahead=ahead, more=more)
+    def batch(self, wide: Sequence[int], narrow: Sequence[int], **named: Any) -> None:
+        self.announced = named.get("ahead")
+        super().batch(wide, narrow, **named)
 
     def update(self, rows: Mapping[str, Sequence[int]], step: int) -> None:
         if self.announced is None:
@@ -145,21 +155,14 @@ class NobodyAnnounced(User):
 class LoggedBeforeThePreviousUpdate(User):
     """The undo of a batch has rows as they were before the batch before it updated them."""
 
-    def batch(
-        self,
-        wide: Sequence[int],
-        narrow: Sequence[int],
-        *,
-        ahead: Mapping[str, Sequence[int]] | None = None,
-        more: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
+    def batch(self, wide: Sequence[int], narrow: Sequence[int], **named: Any) -> None:
         every = {each: each.extent.length // each.cell for each in self.places.values()}
         self.early = {each: self.store._read(each, np.arange(n)) for each, n in every.items()}
-        super().batch(wide, narrow, ahead=ahead, more=more)
+        super().batch(wide, narrow, **named)
 
-    def end(self, step: int) -> None:
+    def end(self, step: int, sliced: int = 0, **named: Any) -> None:
         cells = {each: each.logged for each in self.places.values() if len(each.logged)}
-        super().end(step)
+        super().end(step, sliced, **named)
         for place, number in cells.items():
             data = self.early[place][number]
             assert self.store._log is not None
@@ -251,6 +254,32 @@ def folded_in_within_a_batch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PlacedStore, "_make_room", wrong)
 
 
+def announced_before_the_slices_end(patch: pytest.MonkeyPatch) -> None:
+    """The undo of the next batch is in the log that the last slice ends."""
+    right = PlacedStore._write_slice
+
+    def wrong(self: PlacedStore, moment: PlacedMoment, slices: Slices) -> None:
+        self.log(moment.ahead)
+        right(self, moment, slices)
+
+    patch.setattr(PlacedStore, "_write_slice", wrong)
+
+
+def a_fold_between_slices_has_what_is_in_memory(patch: pytest.MonkeyPatch) -> None:
+    """Of the dense part that is being written, and says the text of the one before."""
+    right = PlacedStore._grouped
+
+    def wrong(self: PlacedStore, moment: PlacedMoment, held: Any, slices: Any) -> Any:
+        if slices is None and self._slices is not None:
+            address = moment.address.copy()
+            for each in self._slices.indices.tolist():
+                address[each] = self._slices.moment.address[each]
+            moment = replace(moment, address=address)
+        return right(self, moment, held, slices)
+
+    patch.setattr(PlacedStore, "_grouped", wrong)
+
+
 def nothing(patch: pytest.MonkeyPatch) -> None:
     """The engine is right, and who uses it is not."""
 
@@ -259,6 +288,9 @@ ONE: Final = ((train,), (20,))
 TWO: Final = ((left_half_done, go_on), (3, 20))
 KEPT: Final = ((marked,), (20,))
 SAME: Final = ((same_rows,), (20,))
+SLICED: Final = ((sliced,), (20,))
+ANNOUNCED: Final = ((sliced_and_announced,), (20,))
+SLICED_AND_FOLDED: Final = ((sliced_and_folded,), (2,))
 
 Search = tuple[tuple[Plan, ...], tuple[int, ...]]
 
@@ -277,6 +309,17 @@ MISTAKES: Final[dict[str, tuple[Mistake, Search, type[User]]]] = {
     "what is put back is in caches only": (put_back_in_caches_only, TWO, User),
     "a mark shares the tables": (marks_share_the_tables, KEPT, User),
     "the log is folded in within a batch": (folded_in_within_a_batch, ONE, User),
+    "a slice is not persisted": (a_slice_is_not_persisted, SLICED, User),
+    "the last slice is not drained": (slices_are_committed_before_the_last_one, SLICED, User),
+    "slices end one early": (slices_end_one_early, ANNOUNCED, User),
+    "slices over what counts": (slices_go_over_the_dense_part_that_counts, ANNOUNCED, User),
+    "slices with the tree of before": (the_tree_is_that_of_the_dense_part_before, SLICED, User),
+    "announced before the slices end": (announced_before_the_slices_end, ANNOUNCED, User),
+    "folded in with slices in the making": (
+        a_fold_between_slices_has_what_is_in_memory,
+        SLICED_AND_FOLDED,
+        User,
+    ),
 }
 
 

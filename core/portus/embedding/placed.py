@@ -13,7 +13,8 @@ committed; whatever is found to be changed in addition is logged when that is fo
 update.
 
 A log that is full is folded in: a new version has the tables where they are, the dense part anew,
-and a new log. A mark, which stays, is a copy of everything: nothing that another version or a
+and a new log. So is it when a dense part is all there that came in slices beside batches: that one
+then has it. A mark, which stays, is a copy of everything: nothing that another version or a
 reader is promised to have is changed in place.
 """
 
@@ -27,6 +28,7 @@ from typing import Final
 import numpy as np
 
 from portus.embedding.moment import Bytes, Column, Moment, Rows
+from portus.embedding.slices import Slices
 from portus.embedding.store import MARKS, MODEL, TableStore
 from portus.errors import UsageError
 from portus.format.checksum import DIGEST_SIZE, UNIT, unit_count
@@ -163,8 +165,8 @@ class PlacedStore(TableStore):
             place.old = [old[each] for each in order.tolist()]
 
     def commit(self, moment: Moment) -> None:
-        """As ``TableStore``: what the places of the moment have now, and the rest of it. Then what
-        comes next is logged, as far as it is known."""
+        """As ``TableStore``: what the places of the moment have now, and the rest of it. Then the
+        slice that is due is written, and what comes next is logged, as far as it is known."""
         assert isinstance(moment, PlacedMoment)
         sums: dict[int, list[int]] = {}
         changed: list[Extent] = []
@@ -184,7 +186,10 @@ class PlacedStore(TableStore):
             place.sums = sums[index]
         for place in self._places.values():
             place.logged, place.old = np.empty(0, np.int64), []
-        self.log(moment.ahead)
+        self._slice_on(moment)
+        if self._slices is not None:
+            self._write_slice(moment, self._slices)
+        self.log(moment.ahead)  # in the log that there is by now
 
     def mark(self, batch: int, token: bytes, retire: Collection[int] = ()) -> None:
         """As ``TableStore``, by a copy of everything."""
@@ -243,6 +248,8 @@ class PlacedStore(TableStore):
         log.append([], said, record.info.commit, bunches)
         self._open_end = True
         self._tree = said or self._tree
+        if not moment.left:
+            self._dense_batch = moment.dense_batch
         return True
 
     def _new_sums(self, place: TensorLocation) -> list[int]:
@@ -277,12 +284,25 @@ class PlacedStore(TableStore):
 
     # --- all but the tables anew ----------------------------------------------------------------
 
-    def _fold_in(self, moment: Moment) -> None:
-        """Commit by a new version, with a new log, and the tables where they are."""
+    def _write_slice(self, moment: PlacedMoment, slices: Slices) -> None:
+        """The slice that is due once a moment is committed. After the last one a version is
+        committed, of this moment, that has the dense part of the slices."""
+        if slices.is_behind:
+            slices.go_on()
+        if slices.is_whole:
+            try:
+                self._fold_in(moment, slices)
+            finally:
+                self._give_up_slices()
+
+    def _fold_in(self, moment: Moment, slices: Slices | None = None) -> None:
+        """Commit by a new version, with a new log, and the tables where they are. ``slices``: that
+        are all there, for the dense part that it has."""
         assert isinstance(moment, PlacedMoment)
         before, held = self._log, list[list[Extent]]()
+        dense = moment if slices is None else slices.moment
         try:
-            groups, stored = self._grouped(moment, held)
+            groups, stored = self._grouped(moment, held, slices)
             [area] = self.pool.reserve(self._log_length(moment), contiguous=True)
             held.append([area])
             storages, extents, units = rows_of(groups, moment.length)
@@ -296,7 +316,7 @@ class PlacedStore(TableStore):
                     step=moment.batch,
                     token=os.urandom(16),
                     layout=self._layout_of(moment),
-                    tree=moment.tree,
+                    tree=dense.tree,
                     storages=storages,
                     extents=extents,
                     units=units,
@@ -316,20 +336,22 @@ class PlacedStore(TableStore):
             assert self._record is not None
             before.store([], b"", self._record.info.commit, flags=UNDO)
         self._record, self._log = record, LogWriter(self.pool.medium, record.log)
-        self._layout, self._tree, self._open_end = moment.layout, moment.tree, False
+        self._layout, self._tree, self._open_end = moment.layout, dense.tree, False
+        self._dense_batch = dense.dense_batch
         self._places = dict(moment.placed)
         for _, area in self._reserved:
             self.pool.release([area])
         self._reserved.clear()
 
     def _grouped(
-        self, moment: PlacedMoment, held: list[list[Extent]]
+        self, moment: PlacedMoment, held: list[list[Extent]], slices: Slices | None
     ) -> tuple[list[StorageRows], list[Extent]]:
-        """Where the storages are: those that are not placed in new extents, which are ``held``; and
-        what was stored to."""
-        rest = np.array([i for i in range(len(moment.length)) if i not in moment.placed], np.int64)
+        """Where the storages are: those that are not placed, nor in ``slices``, in new extents,
+        which are ``held``; and what was stored to these. What is placed is durable already."""
+        there = {*moment.placed, *(() if slices is None else slices.indices.tolist())}
+        rest = np.array([i for i in range(len(moment.length)) if i not in there], np.int64)
         group, stored = self._afresh(moment, rest, held)
-        groups = [group]
+        groups = [group] if slices is None else [group, slices.rows()]
         before = self._record
         for index, place in moment.placed.items():
             data = memory(int(moment.address[moment.digests[index]]), DIGEST_SIZE * place.units)
@@ -344,7 +366,6 @@ class PlacedStore(TableStore):
                     np.array([born]),
                 )
             )
-            stored.append(place.extent)
         return groups, stored
 
     def _afresh(
@@ -388,6 +409,7 @@ class PlacedStore(TableStore):
             length=length,
             rows=None,
             alive=alive,
+            dense_batch=self._dense_batch,
             placed=self._places,
             digests=digests,
         )

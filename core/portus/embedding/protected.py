@@ -180,12 +180,10 @@ class Protected:
         """pool: is closed by it, also if this raises. every: the dense part is less than so many
         batches older than the tables."""
         self._every: Final = every
-        self._slices: Final = 0 if in_place or every == 1 else max(1, every // _SLICES_SHARE)
+        self._slices: Final = 0 if every == 1 else max(1, every // _SLICES_SHARE)
         """In how many the dense part is written; 0: in one piece, by the entry of its batch."""
         self._dense: _Dense | None = None
         """As it was taken last, if it is written in slices."""
-        self._dense_batch = 0
-        """The batch of which it was taken last."""
         self._pool: Final = pool
         self._keep: Final = keep
         self._ids_of: Final = ids_of
@@ -290,7 +288,7 @@ class Protected:
                 f"{self._name}: the saved state does not fit this model and its optimizers; load "
                 f"it with those that saved it, or use another pool: {error}"
             ) from error
-        self._batch, self._dense_batch, self._dense = batch, dense_batch, None
+        self._batch, self._dense = batch, None
         self._may_update, self._whole = True, mapped is not None and mapped.adopt()
         if mapped is not None:
             mapped.goes_on_from(batch)
@@ -673,7 +671,7 @@ class Protected:
     def _moment(self, batch: int) -> Moment:
         mapped, dense = self._mapped, self._dense
         if dense is not None and self._leaves(dense, batch):
-            return dense.with_rows(batch, self._tables)
+            return dense.with_rows(batch, self._tables, self._rows_ahead())
         if mapped is not None:
             self._whole = mapped.adopt() or self._whole
             mapped.measure()
@@ -681,24 +679,15 @@ class Protected:
         address = np.array([each.data_ptr() for each in flat.storages], np.int64)
         length = np.array([each.nbytes() for each in flat.storages], np.int64)
         index = {each.data_ptr(): place for place, each in enumerate(flat.storages)}
-        rows: dict[int, Rows] = {}
         places, digests = ({}, {}) if mapped is None else mapped.placed(index)
-        for table in self._tables:
-            number = table.rows()
-            for tensor in table.tensors():
-                place = index[tensor.data_ptr()]
-                rows[place] = NO_ROWS if place in places else changed_rows(tensor, number)
+        rows = _changed(self._tables, index, places)
         copied = _copied(flat, address, length, rows)
         counter = index[self._counter.data_ptr()]
         others = {*range(len(length))} - rows.keys() - {counter} - {*digests.values()}
         left: set[int] = set()
-        if self._slices:
+        if self._slices and not self._whole and dense is not None:
             # After a load the durable one may be as old as it may be: this one is not sliced.
-            left = set() if self._whole or dense is None else others
-        elif not self._whole and batch - self._dense_batch < self._every:
             left = others
-        if self._slices or not left:
-            self._dense_batch = batch
         moment = Moment(
             batch=batch,
             layout=self._layout_of(flat),
@@ -707,22 +696,27 @@ class Protected:
             length=length,
             rows=None if self._whole else rows,
             left=left,
-            dense_batch=self._dense_batch,
+            dense_batch=batch,
             sliced=self._slices if left else 0,
-            alive=(flat, copied),
+            alive=(flat, copied) if mapped is None else copied,  # else tables are the pool's own
         )
         self._whole = False
+        if mapped is not None:
+            moment = PlacedMoment.of(moment, places, digests, self._rows_ahead())
         if self._slices:
             self._dense = _Dense(moment, index, counter, others)
-        if mapped is None:
-            return moment
-        ahead = [
+        return moment
+
+    def _rows_ahead(self) -> list[RowsThere]:
+        """Rows in the pool that the next batch was announced to update; said once."""
+        if self._mapped is None:
+            return []
+        announced, self._announced = self._announced, {}
+        return [
             each
-            for place, number in self._announced.items()
-            for each in mapped.rows(self._tables[place], number)
+            for place, number in announced.items()
+            for each in self._mapped.rows(self._tables[place], number)
         ]
-        self._announced = {}
-        return PlacedMoment.of(moment, places, digests, ahead)
 
     def _leaves(self, dense: _Dense, batch: int) -> bool:
         """True if a batch needs no other dense part than that one."""
@@ -779,17 +773,18 @@ class _Dense:
     counter: int
     others: Collection[int]
 
-    def with_rows(self, batch: int, tables: Sequence[Table]) -> Moment:
+    def with_rows(self, batch: int, tables: Sequence[Table], ahead: Sequence[RowsThere]) -> Moment:
         """The moment of a later batch, with the rows that changed in it, and this dense part."""
-        rows: dict[int, Rows] = {}
-        for table in tables:
-            number = table.rows()
-            for tensor in table.tensors():
-                rows[self.index[tensor.data_ptr()]] = changed_rows(tensor, number)
+        moment = self.moment
+        if isinstance(moment, PlacedMoment):
+            moment = replace(moment, ahead=ahead)
+            rows = _changed(tables, self.index, moment.placed)
+        else:
+            rows = _changed(tables, self.index, ())
         counted, address = np.array([batch], np.int64), self.moment.address.copy()
         address[self.counter] = counted.ctypes.data
         return replace(
-            self.moment,
+            moment,
             batch=batch,
             address=address,
             rows=rows,
@@ -928,6 +923,20 @@ def _require_same(
                 "the table as it was, or protect this one with a new pool, and copy the rows from "
                 "`portus.open`"
             )
+
+
+def _changed(
+    tables: Sequence[Table], index: Mapping[int, int], places: Collection[int]
+) -> dict[int, Rows]:
+    """The rows that changed since the last moment, copied, by the places of their storages; none of
+    what is in the pool already, ``places``."""
+    found: dict[int, Rows] = {}
+    for table in tables:
+        number = table.rows()
+        for tensor in table.tensors():
+            place = index[tensor.data_ptr()]
+            found[place] = NO_ROWS if place in places else changed_rows(tensor, number)
+    return found
 
 
 def _of_torch(model: object, optimizer: object) -> list[Optimizer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -17,13 +18,14 @@ from portus.client.files.pins import pin
 from portus.client.loading import restore
 from portus.embedding import Elsewhere, RowwiseAdagrad, fill, protect
 from portus.embedding.placed import PlacedStore
+from portus.embedding.slices import Slices
 from portus.embedding.store import MODEL
 from portus.errors import BusyError, CorruptionError, MediumError, UsageError
 from portus.index import in_place, log
 from portus.index.check import check
 from portus.index.findings import Severity
 from portus.index.place import Place
-from portus.spec import PAGE
+from portus.spec import PAGE, Extent
 from portus.testing.device import stand_in
 from tests.crash.embedded import Training, same
 from tests.unit.embedding.test_protected import Small
@@ -100,6 +102,81 @@ def test_a_training_in_place_goes_on_where_it_was_closed(device: str) -> None:
                 with tables.batch():
                     training.step(number)
     require_the_same(durable(device), 8)
+
+
+GAP = 8
+
+
+class Relaxed(InPlace):
+    def protected(self, path: str, **settings: Any) -> Any:
+        return super().protected(path, mode="relaxed", gap=GAP, **settings)
+
+
+def trained(device: str, numbers: range, patch: pytest.MonkeyPatch) -> tuple[list[int], Any]:
+    """The gaps that a crash may leave: after each batch, and before the version that ends slices.
+    And what the logs were; the device is left as at the oldest dense part."""
+    training, gaps, dense, logs = Relaxed(), list[int](), dict[int, Any](), set[bytes]()
+    copy, fold_in = f"{device}.oldest", PlacedStore._fold_in
+
+    def look(batch: int) -> None:
+        state = durable(device)
+        dense_batch = int(state["dense_batch"])
+        assert int(state["batch"]) == batch
+        found = [state["model"]["top.weight"], state["extra"]["scheduler"]["last_epoch"]]
+        assert same(found, dense[dense_batch])
+        if not gaps or batch - dense_batch > max(gaps):
+            shutil.copy(device, copy)
+        gaps.append(batch - dense_batch)
+
+    def shown() -> list[Any]:
+        return [training.model.top.weight.detach().clone(), training.scheduler.last_epoch]
+
+    def noted(self: PlacedStore, moment: Any, slices: Any = None) -> None:
+        if slices is not None:
+            look(moment.batch)
+        fold_in(self, moment, slices)
+
+    with training.protected(device) as tables, patch.context() as within:
+        within.setattr(PlacedStore, "_fold_in", noted)
+        if training.load(tables):
+            dense[int(durable(device)["dense_batch"])] = shown()
+        for number in numbers:
+            with tables.batch():
+                training.step(number)
+                dense[tables.batches + 1] = shown()
+            tables.wait()
+            look(tables.batches)
+            found = durable(device)["model"]
+            for name in ("items", "bags", "users"):
+                weight = training.model.get_submodule(name).weight
+                assert torch.equal(weight.detach(), found[f"{name}.weight"])
+            logs.add(tables._store._log.log.name)
+    assert max(gaps) < GAP
+    shutil.copy(copy, device)
+    return gaps, logs
+
+
+def test_in_place_a_dense_part_is_written_in_slices_and_a_crash_anywhere_is_within_the_gap(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written: list[tuple[int, int]] = []
+    store_slice = Slices._store
+
+    def noted(self: Slices, room: int | None) -> Iterator[Extent]:
+        stored = list(store_slice(self, room))
+        written.append((self.batch, sum(each.length for each in stored)))
+        return iter(stored)
+
+    monkeypatch.setattr(Slices, "_store", noted)
+    gaps, logs = trained(device, range(1, 3 * GAP), monkeypatch)
+    assert max(gaps) == GAP - 1, "never as old as allowed: is the bound too strict, or all in one?"
+    first = [size for batch, size in written if batch == written[0][0]]
+    assert len(first) == GAP // 4, "not one slice for each batch"
+    assert max(first) - min(first) < len(first)
+    assert len(logs) > 3, "no log was folded in after the last slice"
+    # Whoever goes on from the oldest dense part stays within the gap as well.
+    trained(device, range(100, 102 + GAP), monkeypatch)
+    assert "views of tables" not in caplog.text, "the dense part that was copied holds tables"
 
 
 def _update_and_fail(training: Training) -> None:
@@ -279,6 +356,44 @@ def test_a_pool_too_small_for_its_tables_changes_no_model(device: str) -> None:
     with pytest.raises(MediumError, match="cannot"):
         protect(model, optimizer, pool=device, in_place=True)
     assert all(map(torch.equal, shown, (each[:3] for each in model.parameters())))
+
+
+def test_a_batch_that_fails_leaves_no_view_of_its_tables(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or all of them would be copied to memory, while its error is handled."""
+    table = torch.nn.Embedding(BIG // 256, 64, sparse=True, device="meta")
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    tables = protect(table, optimizer, pool=device, log_bytes=BIG, in_place=True)
+    table(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    with pytest.raises(MediumError, match="keep fewer versions"):
+        tables.close()
+    assert "views of tables" not in caplog.text
+
+
+def test_folding_in_flushes_no_table_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.nn.Embedding(BIG // 256, 64, sparse=True, device="meta")
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    with protect(table, optimizer, pool=device, log_bytes=LOG, in_place=True) as tables:
+        logs, flushed = set[bytes](), list[int]()
+        medium = tables._pool.medium
+        persist = medium.persist
+
+        def noted(ranges: Any) -> None:
+            flushed.append(sum(each.length for each in ranges))
+            persist(ranges)
+
+        monkeypatch.setattr(medium, "persist", noted)
+        for number in range(9):
+            optimizer.zero_grad()
+            table(torch.arange(number, 300)).sum().backward()
+            optimizer.step()
+            tables.wait()
+            logs.add(cast(Any, tables._store)._log.log.name)
+    assert len(logs) > 2
+    assert max(flushed) >= BIG  # the first batch
+    assert sorted(flushed)[-2] < 2 * LOG
 
 
 def test_a_view_of_a_table_in_place_that_outlives_it_is_a_copy(
