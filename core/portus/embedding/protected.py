@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ from portus.index.directory import create_pool, has_pool, open_writer
 from portus.index.fits import Seconds, SomeBytes, refuse_misfits
 from portus.index.place import Place, PlaceKind
 from portus.index.pool import PoolWriter
-from portus.index.records import encode_layout
+from portus.index.records import VersionEntry, encode_layout
 from portus.media.local import LocalFiles
 from portus.pipeline.waiting import Changed
 from portus.spec import TensorSpec
@@ -255,6 +256,13 @@ class Protected:
         newest = self._store.newest
         if newest is None:
             return None
+        try:
+            return self._load(newest, gap_max)
+        except BaseException as error:
+            _forget_locals(error)
+            raise
+
+    def _load(self, newest: VersionEntry, gap_max: int | None) -> Resumed:
         mapped = self._mapped
         state: Any = load(self._pool, newest) if mapped is None else mapped.load()
         batch, dense_batch = int(state["batch"]), int(state["dense_batch"])
@@ -965,6 +973,14 @@ def _refuse_protected(tables: Sequence[Table]) -> None:
                     f"{table.name}: it is protected already, in {other._name}; call `close` on "
                     "what `protect` returned for that"
                 )
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Of what raised: tables of a pool would be held by these as long as somebody has the error,
+    and copied to memory when the pool is closed."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
 
 
 def _load_optimizer(optimizer: Optimizer, saved: Any) -> None:

@@ -372,6 +372,34 @@ def test_a_batch_that_fails_leaves_no_view_of_its_tables(
     assert "views of tables" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda training: training.model.items.bfloat16(), "expected a table of"),
+        (lambda training: training.optimizers.reverse(), "in the order in which they were saved"),
+        (lambda training: setattr(training.model, "top", torch.nn.Linear(17, 2)), "does not fit"),
+        (lambda training: None, "expected a dense part that is at most 0 batches older"),
+    ],
+    ids=["table", "optimizer", "dense part", "gap"],
+)
+def test_a_load_that_is_refused_leaves_no_view_of_its_tables(
+    device: str, change: Callable[[Any], Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or all of them would be copied to memory, while its error is handled."""
+    training = Relaxed()
+    with training.protected(device) as tables:
+        for number in range(1, 5):
+            with tables.batch():
+                training.step(number)
+    training = InPlace() if "older" in said else Relaxed()
+    change(training)
+    with training.protected(device) as tables, pytest.raises(UsageError, match=said) as raised:
+        tables.load()
+    assert raised.value.__traceback__ is not None
+    assert "views of tables" not in caplog.text
+    assert durable(device)["batch"] == 4
+
+
 def test_folding_in_flushes_no_table_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = torch.nn.Embedding(BIG // 256, 64, sparse=True, device="meta")
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
