@@ -294,7 +294,8 @@ class _Cycle:
                 training.batches = tables.ahead(batches)
             training.step()
             tables.wait()
-            # Slices make new versions too; a fold begins another log.
+            # Slices make new versions too; a fold begins another log, and so does, in place, the
+            # last slice.
             first, begun, written = _log_of(tables), time.perf_counter(), _written()
             while len(took) < BATCHES or (
                 _log_of(tables) == first and time.perf_counter() - begun < CYCLE_S_MAX
