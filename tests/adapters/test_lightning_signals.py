@@ -111,6 +111,7 @@ def search(root: Path, seed: int, signals: int) -> None:
     assert len(real) > len(paths) // 3
 
 
+@pytest.mark.long
 def test_signals_at_any_line_of_a_run_leave_a_file_each(
     tmp_path: Path, requeued: Path, seed: int
 ) -> None:

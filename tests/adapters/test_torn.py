@@ -224,7 +224,10 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     "precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("make", [torch.optim.AdamW, OPTIMIZERS["sgd-momentum"], lbfgs])
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.AdamW, OPTIMIZERS["sgd-momentum"], pytest.param(lbfgs, marks=pytest.mark.long)],
+)
 def test_no_batch_of_lightning_tears_a_version(
     make: Callable[..., torch.optim.Optimizer], precision: str, tmp_path: Path
 ) -> None:

@@ -153,6 +153,7 @@ def _leads_right(file: Path, saved: int, there: int) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_a_pool_is_whole_or_not_there_when_its_maker_was_killed(
     folder: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -152,7 +152,7 @@ def check_samples(history: History, epoch: int, step: int) -> None:
 @pytest.mark.parametrize(
     ("framework", "ranks", "workers", "kills"),
     [
-        ("lightning", 1, 0, 1),
+        pytest.param("lightning", 1, 0, 1, marks=pytest.mark.long),
         ("accelerate", 1, 0, 1),
         *(
             pytest.param(framework, ranks, workers, KILLS, marks=pytest.mark.long)

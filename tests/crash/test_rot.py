@@ -179,6 +179,7 @@ def outcome(load: Callable[[], object], wanted: int, loud: Loud) -> str:
     return "fell back" if loud.count > before else "fell back silently"
 
 
+@pytest.mark.long
 def test_a_flipped_byte_of_a_pool_is_never_handed_out(rotten: Rotten, seed: int) -> None:
     random_ = random.Random(seed)
     seen: dict[str, Counter[str]] = {place: Counter() for place in rotten.places}

@@ -349,7 +349,7 @@ class Copier:
 
     def _awaited(self) -> str:
         """What the wait at the end is for, in words."""
-        return self._left()
+        return self._left() or "older versions are to be removed there"
 
     def _left(self) -> str:
         """What is not mirrored, in words; nothing if all is."""

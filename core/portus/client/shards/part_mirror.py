@@ -160,7 +160,9 @@ class PartMirroring(Mirroring):
             self._parting.shared((), lambda: True)
 
     def _awaited(self) -> str:
-        return super()._awaited() or "other ranks are still copying their parts"
+        if self._has_met and not self._failure and not self.unmirrored():
+            return "other ranks are still copying their parts"
+        return super()._awaited()
 
     def _let_go(self) -> bool:
         """Hold nothing any more, unless it is being copied; true if there was something."""

@@ -467,9 +467,10 @@ def test_a_bucket_that_may_be_read_and_not_written_is_an_error_at_once_and_no_la
         small.is_read_only = False
         with (
             caplog.at_level(logging.WARNING, "portus"),
-            contextlib.closing(start(tmp_path, mirror=mirror)) as writer,
+            contextlib.closing(start(tmp_path, mirror=mirror, mirror_wait=3)) as writer,
         ):
             writer.save(state(2.0), step=2).wait()
+            until(lambda: bool(GroupMirror(parse(mirror), "run").look().groups))
             small.is_read_only = True
             writer.close()  # as where ranks change; what is opened again is no start
             writer.save(state(3.0), step=3).wait()
