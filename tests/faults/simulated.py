@@ -148,7 +148,7 @@ def _tell_before_the_commit() -> None:
         with self._lock:
             self._info = VersionInfo(self.model, 0, 0, self.step, self.token, 0, 0)
             self._stage = Stage.COMMITTED
-            self._changed.notify_all()
+            self._ended.notify_all()
         committing(self)
 
     setattr(Save, "_commit", commit)  # noqa: B010

@@ -148,7 +148,7 @@ def trained(device: str, numbers: range, patch: pytest.MonkeyPatch) -> tuple[lis
             look(tables.batches)
             found = durable(device)["model"]
             for name in ("items", "bags", "users"):
-                weight = training.model.get_submodule(name).weight
+                weight = training.model.get_parameter(f"{name}.weight")
                 assert torch.equal(weight.detach(), found[f"{name}.weight"])
             logs.add(tables._store._log.log.name)
     assert max(gaps) < GAP
@@ -386,7 +386,7 @@ def test_a_load_that_is_refused_leaves_no_view_of_its_tables(
     device: str, change: Callable[[Any], Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Or all of them would be copied to memory, while its error is handled."""
-    training = Relaxed()
+    training: Relaxed | InPlace = Relaxed()
     with training.protected(device) as tables:
         for number in range(1, 5):
             with tables.batch():
