@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import TypeVar
+
+from portus.transport.beside import DEAF_S_MAX
 
 Result = TypeVar("Result")
-
-_DEAF_S_MAX: Final = 0.25
-"""The longest wait at a time. Python runs a signal's handler late if the signal comes just before
-its thread blocks: when that wakes up."""
 
 
 class Changed(threading.Condition):
@@ -23,7 +21,7 @@ class Changed(threading.Condition):
             return super().wait_for(predicate, timeout)
         until = None if timeout is None else time.monotonic() + timeout
         while True:
-            left = _DEAF_S_MAX if until is None else until - time.monotonic()
-            result = super().wait_for(predicate, min(left, _DEAF_S_MAX))
-            if result or left < _DEAF_S_MAX:
+            left = DEAF_S_MAX if until is None else until - time.monotonic()
+            result = super().wait_for(predicate, min(left, DEAF_S_MAX))
+            if result or left < DEAF_S_MAX:
                 return result

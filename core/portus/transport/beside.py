@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
-_DEAF_S_MAX: Final = 0.25
-"""The longest wait at a time: a signal that comes just before its thread blocks is heard after."""
+DEAF_S_MAX: Final = 0.25
+"""The longest wait at a time. Python runs a signal's handler late if the signal comes just before
+its thread blocks: when that wakes up."""
 
 
 class Beside(threading.Thread):
@@ -45,10 +46,10 @@ class Beside(threading.Thread):
         """Wait until its work is done, ``timeout`` seconds at most. Ctrl-C ends the wait."""
         until_s = None if timeout is None else time.monotonic() + timeout
         while not self._is_over:
-            left_s = _DEAF_S_MAX if until_s is None else until_s - time.monotonic()
-            if self._running.acquire(timeout=max(0.0, min(left_s, _DEAF_S_MAX))):
+            left_s = DEAF_S_MAX if until_s is None else until_s - time.monotonic()
+            if self._running.acquire(timeout=max(0.0, min(left_s, DEAF_S_MAX))):
                 self._running.release()
-            elif left_s <= _DEAF_S_MAX and until_s is not None:
+            elif left_s <= DEAF_S_MAX and until_s is not None:
                 return
 
 

@@ -18,16 +18,16 @@ from portus.client.files.pins import pin
 from portus.client.loading import restore
 from portus.embedding import Elsewhere, RowwiseAdagrad, fill, protect
 from portus.embedding.placed import PlacedStore
-from portus.embedding.slices import Slices
 from portus.embedding.store import MODEL
 from portus.errors import BusyError, CorruptionError, MediumError, UsageError
 from portus.index import in_place, log
 from portus.index.check import check
 from portus.index.findings import Severity
 from portus.index.place import Place
-from portus.spec import PAGE, Extent
+from portus.spec import PAGE
 from portus.testing.device import stand_in
 from tests.crash.embedded import Training, same
+from tests.unit.embedding import sliced
 from tests.unit.embedding.test_protected import Small
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -159,20 +159,9 @@ def trained(device: str, numbers: range, patch: pytest.MonkeyPatch) -> tuple[lis
 def test_in_place_a_dense_part_is_written_in_slices_and_a_crash_anywhere_is_within_the_gap(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    written: list[tuple[int, int]] = []
-    store_slice = Slices._store
-
-    def noted(self: Slices, room: int | None) -> Iterator[Extent]:
-        stored = list(store_slice(self, room))
-        written.append((self.batch, sum(each.length for each in stored)))
-        return iter(stored)
-
-    monkeypatch.setattr(Slices, "_store", noted)
+    written = sliced.noted(monkeypatch)
     gaps, logs = trained(device, range(1, 3 * GAP), monkeypatch)
-    assert max(gaps) == GAP - 1, "never as old as allowed: is the bound too strict, or all in one?"
-    first = [size for batch, size in written if batch == written[0][0]]
-    assert len(first) == GAP // 4, "not one slice for each batch"
-    assert max(first) - min(first) < len(first)
+    sliced.require_even(written, gaps, GAP)
     assert len(logs) > 3, "no log was folded in after the last slice"
     # Whoever goes on from the oldest dense part stays within the gap as well.
     trained(device, range(100, 102 + GAP), monkeypatch)

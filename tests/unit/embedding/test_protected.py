@@ -21,16 +21,16 @@ from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, early, fill, 
 from portus.embedding import protected as module
 from portus.embedding.fold import Fold
 from portus.embedding.moment import Moment
-from portus.embedding.slices import Slices
 from portus.embedding.store import MARKS, MODEL, TableStore
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
 from portus.index.check import check
 from portus.index.log import LogWriter
-from portus.spec import PAGE, Extent
+from portus.spec import PAGE
 from portus.testing.nursery import nursery
 from portus.transport.base import Stop
 from tests.crash.embedded import Training, same
 from tests.unit.client.stuck import until
+from tests.unit.embedding import sliced
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
@@ -441,22 +441,11 @@ def relaxed(training: Training, path: Path) -> Protected:
 def test_a_dense_part_is_written_in_slices_and_a_crash_anywhere_is_within_the_gap(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: list[tuple[int, int]] = []
-    store_slice = Slices._store
-
-    def noted(self: Slices, room: int | None) -> Iterator[Extent]:
-        stored = list(store_slice(self, room))
-        written.append((self.batch, sum(each.length for each in stored)))
-        return iter(stored)
-
-    monkeypatch.setattr(Slices, "_store", noted)
+    written = sliced.noted(monkeypatch)
     monkeypatch.setattr(TableStore, "has_more", False)  # as late as may be
     training = Training()
     gaps = trained(training, path, tmp_path, range(1, 2 * GAP + 2))
-    assert max(gaps) == GAP - 1, "never as old as allowed: is the bound too strict, or all in one?"
-    first = [size for batch, size in written if batch == written[0][0]]
-    assert len(first) == GAP // 4, "not one slice for each batch"
-    assert max(first) - min(first) < len(first)
+    sliced.require_even(written, gaps, GAP)
     # Whoever goes on from the oldest dense part stays within the gap as well.
     worst = tmp_path / f"{1 + gaps.index(max(gaps))}.portus"
     trained(Training(), worst, tmp_path, range(100, 102 + GAP))
