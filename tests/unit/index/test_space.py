@@ -46,6 +46,15 @@ def test_gaps_and_reach_share_no_page_and_leave_none_out(ranges: list[tuple[int,
     assert free == set(range(3, 50)) - _pages(ranges)
 
 
+@given(st.lists(_RANGES, max_size=4))
+def test_gaps_are_of_all_reaches_though_these_overlap_and_are_in_no_order(
+    many: list[list[tuple[int, int]]],
+) -> None:
+    free = gaps(np.concatenate([EMPTY, *map(_runs, many)]), 3, 50)
+    assert _pages_of(free) == set(range(3, 50)).difference(*map(_pages, many))
+    assert page_count(free) == len(_pages_of(free)), "no page is free twice"
+
+
 @given(_RANGES, st.integers(0, 60))
 def test_a_choice_is_free_and_whole_or_there_is_not_enough(
     ranges: list[tuple[int, int]], pages: int
