@@ -29,6 +29,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch.distributed as dist
+
 import portus
 from portus_accelerate import capture, is_on, resume
 from portus_accelerate.saver import Pickled, Saver
@@ -285,12 +287,20 @@ def _load_accelerator_state(stock: Callable[..., Any]) -> Callable[..., Any]:
     return load_accelerator_state
 
 
+_ended: Final[list[Any]] = []
+"""The process group of the job that ended last. Its models would be the last to hold it, and torch
+lets go of a model's group with Python's lock held, which gloo's threads may need to end: they let
+go of the tensors of an exchange, those of the last save for one, some time after it is over."""
+
+
 def _end_training(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def end_training(self: Any) -> Any:
         saver = _saver_of(self)
         try:
             if saver is not None:
+                if dist.is_available() and dist.is_initialized():
+                    _ended[:] = [dist.group.WORLD]
                 saver.finish()
                 if saver.logged is not None:
                     _tell_trackers(self, saver, *saver.logged)

@@ -11,9 +11,9 @@ from portus.cli.pools import version_document
 from portus.cli.progress import bar
 from portus.errors import CorruptionError, PortusError, UsageError
 from portus.index.check import Severity, check
-from portus.index.directory import WRITERS, pools_at
+from portus.index.directory import WRITERS, locked, pools_at
 from portus.index.place import Place, local_path
-from portus.index.pool import PoolReader, read_holder
+from portus.index.pool import PoolReader
 from portus.index.rebuild import chosen, copy_versions, rebuild
 from portus.index.rescue import RecoverableVersion, find_versions, is_whole
 from portus.media.base import Medium
@@ -150,9 +150,7 @@ def _in_place(path: str, whole: list[RecoverableVersion]) -> str:
         WRITERS.close(WRITERS.open(path))
     except CorruptionError:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.closing(locked(path, _FILES)))
             medium = stack.enter_context(contextlib.closing(_FILES.open(path, writable=True)))
-            locks = FileLocks(path, writable=True, describe_holder=lambda: read_holder(medium))
-            stack.enter_context(contextlib.closing(locks))
-            locks.acquire_writer(10.0)
             rebuild(medium, _some(path, medium, whole))
     return path

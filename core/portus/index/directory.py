@@ -227,11 +227,9 @@ def format_device(path: str, files: FileSystem, *, force: bool = False) -> bool:
     force: whatever it holds. Raises ``BusyError`` while another process writes to a pool there.
     """
     with contextlib.ExitStack() as undo:
+        undo.callback(locked(path, files).close)
         medium = files.open(path, writable=True)
         undo.callback(medium.close)
-        locks = FileLocks(path, writable=True, describe_holder=lambda: read_holder(medium))
-        undo.callback(locks.close)
-        locks.acquire_writer(10.0)
         if not force and not device.is_blank(medium):
             return False
         device.make_pool(medium)
@@ -427,18 +425,17 @@ def open_writer(
     _leave_in_children()
     before = files.status(path)  # whoever holds the lock may remove the file meanwhile
     with contextlib.ExitStack() as undo:
-        medium = files.open(path, writable=True)
-        undo.callback(medium.close)
-        if max_bytes is not None and medium.info.kind is MediumKind.DEVDAX:
-            raise UsageError(
-                f"{path}: max_bytes applies to files only; a pool on a device uses the whole "
-                "device. Make a smaller namespace, or omit max_bytes"
-            )
-        held = locks or FileLocks(path, writable=True, describe_holder=lambda: read_holder(medium))
-        undo.callback(held.close)
         try:
-            wait_s = HELD_S if timeout_s is None else timeout_s
-            writer = PoolWriter(medium, held, timeout_s=wait_s, max_bytes=max_bytes)
+            held = locks or locked(path, files, HELD_S if timeout_s is None else timeout_s)
+            undo.callback(held.close)
+            medium = files.open(path, writable=True)
+            undo.callback(medium.close)
+            if max_bytes is not None and medium.info.kind is MediumKind.DEVDAX:
+                raise UsageError(
+                    f"{path}: max_bytes applies to files only; a pool on a device uses the whole "
+                    "device. Make a smaller namespace, or omit max_bytes"
+                )
+            writer = PoolWriter(medium, held, max_bytes=max_bytes)
         except BusyError as error:
             hint = f"{error.strerror}. To read it meanwhile: portus.open({path!r})"
             raise BusyError(error.errno, hint) from error
@@ -453,6 +450,26 @@ def open_writer(
             files.sync(os.path.dirname(path))
         undo.pop_all()
         return writer
+
+
+def locked(path: str, files: FileSystem, timeout_s: float = HELD_S) -> FileLocks:
+    """Be the writer of the pool file at ``path``, until these locks are closed.
+
+    Only then is a file to be opened for writing: who had it before may have made it grow, or
+    given space back, until it let go. Raises ``BusyError`` naming who has it, after ``timeout_s``.
+    """
+
+    def holder() -> str:
+        with contextlib.closing(files.open(path, writable=False)) as medium:
+            return read_holder(medium)
+
+    locks = FileLocks(path, writable=True, describe_holder=holder)
+    try:
+        locks.acquire_writer(timeout_s)
+    except BaseException:
+        locks.close()
+        raise
+    return locks
 
 
 def note_failure(writer: PoolWriter | None, text: str, path: str | None) -> None:

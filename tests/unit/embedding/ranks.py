@@ -30,4 +30,5 @@ def rank(say: Say, number: int, store: str, pool: str) -> None:
     if tables is not None:
         tables.close()
     say(weight.detach().numpy().tobytes().hex())
+    del parallel  # the last to hold a gloo group would wait for its threads, see decision 0191
     dist.destroy_process_group()

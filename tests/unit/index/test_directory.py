@@ -1,0 +1,58 @@
+"""Pool files of which two want to be the writer."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from portus.index.check import check
+from portus.index.directory import create_pool, open_writer
+from portus.index.pool import PoolWriter
+from portus.media.base import SparseMedium
+from portus.media.local import LocalFiles
+from portus.spec import PAGE
+from tests.unit.client.stuck import WAIT_S_MAX, is_in, until
+from tests.unit.index.pools import save
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_who_waited_for_the_writer_before_finds_the_file_as_that_one_left_it(
+    tmp_path: Path, mapped: bool
+) -> None:
+    """A job is queued again while its predecessor saves: the pool grew, and has holes."""
+    path, files = str(tmp_path / "run.portus"), LocalFiles(mapped=mapped)
+    create_pool(path, files)
+    before, size = open_writer(path, files), os.path.getsize(path)
+    found: list[PoolWriter] = []
+    waiting = threading.Thread(
+        target=lambda: found.append(open_writer(path, files, timeout_s=WAIT_S_MAX))
+    )
+    waiting.start()
+    until(lambda: is_in(waiting, "acquire_writer"))
+    gone = save(before, "m", 1, [b"1" * (1 << 20)])
+    save(before, "m", 2, [b"2" * (1 << 20)], retire=[gone.info.id])
+    hole = before.reserve(64 * PAGE)
+    assert isinstance(before.medium, SparseMedium)
+    before.medium.discard(hole)
+    before.release(hole)
+    known = before.catalogue()
+    before.close()
+    waiting.join()
+    after = found[0]
+    try:
+        assert os.path.getsize(path) > size, "it grew, or nothing was tried"
+        assert after.medium.size == os.path.getsize(path)
+        assert after.catalogue() == known
+        if mapped:
+            assert isinstance(after.medium, SparseMedium)
+            assert after.medium.holes() == []
+        save(after, "m", 3, [b"3" * (3 << 20)])
+        assert check(after) == []
+    finally:
+        after.close()
