@@ -188,7 +188,7 @@ def logged_once_and_for_all(patch: pytest.MonkeyPatch) -> None:
 
 def rows_not_durable(patch: pytest.MonkeyPatch) -> None:
     """The batch is committed, and its rows are in caches."""
-    patch.setattr(placed, "_runs", lambda place: [])
+    patch.setattr(placed, "_runs", lambda place: np.empty((0, 2), np.int64))
 
 
 def one_cell_of_a_row(patch: pytest.MonkeyPatch) -> None:

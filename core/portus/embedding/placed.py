@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from portus.embedding.moment import Bytes, Column, Moment, Rows
 from portus.embedding.slices import Slices
@@ -45,7 +46,7 @@ from portus.index.in_place import (
 from portus.index.log import Bunch, LogWriter, entry_size, logged, pending
 from portus.index.pool import NewVersion, PoolWriter
 from portus.index.records import InPlaceStorage, VersionLog, VersionRecord, decode_layout
-from portus.media.base import MappedMedium
+from portus.media.base import Extents, MappedMedium
 from portus.pipeline.parts import StorageRows, exact, rows_of
 from portus.spec import PAGE, Extent
 from portus.transport.base import Source, Stop, memory
@@ -159,25 +160,28 @@ class PlacedStore(TableStore):
         assert self._record is not None
         self._log.append_undo(self._record.info.commit, bunches)
         for place, cells, data in found:
-            order = np.argsort(np.concatenate([place.logged, cells]), kind="stable")
-            old = place.old + cell_digests(cells, data)
-            place.logged = np.concatenate([place.logged, cells])[order]
-            place.old = [old[each] for each in order.tolist()]
+            old, place.logged = place.logged, np.concatenate([place.logged, cells])
+            place.old = place.old + cell_digests(cells, data)
+            if len(old) and cells[0] < old[-1]:
+                order = np.argsort(place.logged, kind="stable")
+                place.logged = place.logged[order]
+                place.old = [place.old[each] for each in order.tolist()]
 
     def commit(self, moment: Moment) -> None:
         """As ``TableStore``: what the places of the moment have now, and the rest of it. Then the
         slice that is due is written, and what comes next is logged, as far as it is known."""
         assert isinstance(moment, PlacedMoment)
         sums: dict[int, list[int]] = {}
-        changed: list[Extent] = []
+        changed: list[NDArray[np.int64]] = []
         for index, place in moment.placed.items():
             if moment.rows is None or not place.sums:
                 sums[index] = self._all_sums(place)
-                changed.append(place.extent)
+                changed.append(np.array([[place.extent.offset, place.extent.length]]))
             else:
                 sums[index] = self._new_sums(place)
-                changed += _runs(place)
-        self.pool.medium.persist(changed)
+                changed.append(_runs(place))
+        if changed:
+            self.pool.medium.persist(Extents(*np.concatenate(changed).T))
         _say(moment, sums)
         if not self._append(moment):
             self._fold_in(moment)
@@ -463,11 +467,10 @@ class PlacedStore(TableStore):
         if undo:
             bunches = [bunch for entry in undo for bunch in entry.bunches]
             medium.persist(
-                [
-                    Extent(at, bunch.data.shape[1])
-                    for bunch in bunches
-                    for at in bunch.offset.tolist()
-                ]
+                Extents(
+                    np.concatenate([bunch.offset for bunch in bunches]),
+                    np.concatenate([np.full_like(b.offset, b.data.shape[1]) for b in bunches]),
+                )
             )
             log.append([], b"", record.info.commit)  # only now: they are put back
         there = InPlace(medium, record, logged(medium, record))
@@ -483,17 +486,13 @@ def _offsets(place: TensorLocation, cells: Column) -> Column:
     return found
 
 
-def _runs(place: TensorLocation) -> list[Extent]:
-    """Where the cells that were logged are in the pool, neighbours joined."""
+def _runs(place: TensorLocation) -> NDArray[np.int64]:
+    """Where the cells that were logged are in the pool, neighbours joined: offset and length of
+    each, of shape (runs, 2)."""
     cells = place.logged
-    if not len(cells):
-        return []
     first = np.flatnonzero(np.diff(cells, prepend=-2) != 1)
-    last = np.append(first[1:], len(cells)) - 1
-    return [
-        Extent(place.extent.offset + low * place.cell, (high - low + 1) * place.cell)
-        for low, high in zip(cells[first].tolist(), cells[last].tolist(), strict=True)
-    ]
+    count = np.diff(first, append=len(cells))
+    return np.stack([place.extent.offset + cells[first] * place.cell, count * place.cell], 1)
 
 
 def _say(moment: PlacedMoment, sums: Mapping[int, list[int]]) -> None:

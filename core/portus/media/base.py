@@ -22,7 +22,10 @@ import abc
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, overload, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from portus.errors import MediumError
 from portus.spec import Extent
@@ -51,6 +54,42 @@ class MediumInfo:
     granularity: int
     volatile: bool
     writable: bool
+
+
+class Extents(Sequence[Extent]):
+    """Many runs of bytes, in columns: an object for each costs more than to write the run back."""
+
+    def __init__(self, offset: NDArray[np.int64], length: NDArray[np.int64]) -> None:
+        """offset: in bytes, from the start of the pool. length: in bytes, none of them 0."""
+        self.offset: Final = offset
+        self.length: Final = length
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    @overload
+    def __getitem__(self, index: int) -> Extent: ...
+    @overload
+    def __getitem__(self, index: slice) -> Extents: ...
+    def __getitem__(self, index: int | slice) -> Extent | Extents:
+        if isinstance(index, slice):
+            return Extents(self.offset[index], self.length[index])
+        return Extent(int(self.offset[index]), int(self.length[index]))
+
+
+def spans(ranges: Sequence[Extent]) -> list[tuple[int, int]]:
+    """Offset and length of each that is not empty."""
+    if isinstance(ranges, Extents):
+        return list(zip(ranges.offset.tolist(), ranges.length.tolist(), strict=True))
+    return [(each.offset, each.length) for each in ranges if each.length]
+
+
+def bounds(ranges: Sequence[Extent]) -> Sequence[Extent]:
+    """Extents that are within a medium if all of ``ranges`` are."""
+    if not isinstance(ranges, Extents) or not len(ranges):
+        return ranges
+    first, end = int(ranges.offset.min()), int((ranges.offset + ranges.length).max())
+    return [Extent(first, end - first)]
 
 
 class Medium(Protocol):

@@ -30,7 +30,7 @@ import numpy as np
 from portus.errors import MediumError, UsageError
 from portus.media import linux
 from portus.media.addresses import AddressRange
-from portus.media.base import MediumInfo, MediumKind
+from portus.media.base import MediumInfo, MediumKind, bounds, spans
 from portus.media.file import FileSystemTraits, MappedFile, file_error
 from portus.media.memory import WORD
 from portus.media.pmem import Processor, processor
@@ -222,9 +222,9 @@ class SpaceMedium:
     def persist(self, ranges: Sequence[Extent]) -> None:
         """Writes back every line of ``ranges``, and waits."""
         self._check_writable()
-        for extent in ranges:
+        for extent in bounds(ranges):
             self._check_range(extent.offset, extent.length)
-        self._write_back([extent for extent in ranges if extent.length])
+        self._write_back(ranges)
 
     def close(self) -> None:
         """Also gives the addresses back: nobody may use one any more."""
@@ -232,11 +232,12 @@ class SpaceMedium:
         self._space.close()
 
     def _write_back(self, ranges: Sequence[Extent]) -> None:
-        if not ranges:
+        some = spans(ranges)
+        if not some:
             return
         try:
-            for extent in ranges:
-                self._space.flush(extent.offset, extent.length)
+            for offset, length in some:
+                self._space.flush(offset, length)
             self._space.drain()
         except OSError as error:
             self._poison = (
@@ -347,14 +348,14 @@ class DaxFile(MappedFile):
     def persist(self, ranges: Sequence[Extent]) -> None:
         """Writes back every line of ``ranges``, and waits."""
         self._check_writable()
-        for extent in ranges:
+        for extent in bounds(ranges):
             self._check_range(extent.offset, extent.length)
-        some = [extent for extent in ranges if extent.length]
+        some, start, flush = spans(ranges), self._addresses.start, self._cpu.flush
         if not some:
             return
         try:
-            for extent in some:
-                self._cpu.flush(self._addresses.start + extent.offset, extent.length)
+            for offset, length in some:
+                flush(start + offset, length)
             self._cpu.drain()
         except OSError as error:
             raise self._poisoned("persist", error) from error

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+import numpy as np
 import pytest
 
 from portus.errors import BusyError, MediumError, UsageError
-from portus.media.base import Files, Locks, MappedMedium, Medium, Names, SparseMedium
+from portus.media.base import Extents, Files, Locks, MappedMedium, Medium, Names, SparseMedium
 from portus.spec import PAGE, Extent
 
 SIZE: Final = 3 * PAGE
@@ -183,6 +184,17 @@ class MediumContract(abc.ABC):
         medium.persist([Extent(SIZE, 0)])
         medium.persist([Extent(10, 4), Extent(0, SIZE), Extent(10, 4), Extent(12, 0)])
         assert self.read_behind(medium, 10, 4) == b"kept"
+
+    def test_persist_takes_ranges_in_columns(self, medium: Medium) -> None:
+        medium.store(10, b"kept")
+        medium.persist(Extents(np.empty(0, np.int64), np.empty(0, np.int64)))
+        medium.persist(Extents(np.array([SIZE - 1, 10, 0]), np.array([1, 4, 2])))
+        assert self.read_behind(medium, 10, 4) == b"kept"
+        with pytest.raises(UsageError):
+            medium.persist(Extents(np.array([0, SIZE - 1]), np.array([1, 2])))
+        with pytest.raises(UsageError):
+            medium.persist(Extents(np.array([-1, 0]), np.array([2, 1])))
+        assert not medium.poisoned
 
     def test_a_failed_persist_poisons_for_good_and_loads_go_on(self, medium: Medium) -> None:
         medium.store(0, b"older")
