@@ -11,6 +11,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,4 +67,13 @@ def run(
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 2)
     sys.argv = [path, *arguments]
+    kept: list[object] = []
+    destroy = torch.distributed.destroy_process_group
+
+    def keep_and_destroy(group: Any = None) -> None:
+        kept.append(torch.distributed.group.WORLD)
+        destroy(group)
+
+    # Without Portus torch may hang there as the models go: decision 0191.
+    torch.distributed.destroy_process_group = keep_and_destroy
     runpy.run_path(path, run_name="__main__")
