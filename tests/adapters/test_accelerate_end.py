@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -41,6 +42,7 @@ def end_before_gloo_does(say: Say, root: str, rank: int) -> None:
     say("ended")
 
 
+@pytest.mark.long
 def test_a_job_ends_though_gloo_still_holds_its_last_tensor(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         children = nursery(__name__)

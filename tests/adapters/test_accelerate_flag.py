@@ -268,6 +268,7 @@ def imported(site: str, **variables: str) -> str:
     return done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("broken", "text", "says"),
     [

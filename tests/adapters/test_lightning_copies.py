@@ -34,6 +34,7 @@ def steps(run: Path) -> dict[str, int]:
     return found
 
 
+@pytest.mark.long
 def test_all_checkpoints_load_after_a_resume_in_a_copy(tmp_path: Path) -> None:
     run, copy = tmp_path / "run", tmp_path / "run2"
     fit(run, 1)

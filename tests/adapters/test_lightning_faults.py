@@ -114,6 +114,7 @@ def test_one_save_at_the_end_that_fails_ends_the_training_as_a_failure(
     assert not threads()
 
 
+@pytest.mark.long
 def test_an_error_of_the_training_is_not_hidden_by_a_save_that_failed(
     tmp_path: Path, small: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,6 +171,7 @@ class Grows(Callback):
             checkpoint["more"] = torch.zeros(MOUNT_BYTES, dtype=torch.uint8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("top_k", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_full_disk_never_empties_the_checkpoint_directory(
     tmp_path: Path, small: Path, top_k: int
@@ -180,6 +182,7 @@ def test_a_full_disk_never_empties_the_checkpoint_directory(
     assert newest_step(tmp_path) == 2
 
 
+@pytest.mark.long
 def test_a_pool_that_may_not_grow_never_empties_the_checkpoint_directory(tmp_path: Path) -> None:
     saves = every_step(tmp_path, monitor="step", mode="max", save_top_k=2, save_last="link")
     fit(tmp_path, tmp_path / "pool", Grows(), saves=saves, max_bytes=2 * MOUNT_BYTES)
@@ -257,6 +260,7 @@ def test_one_failed_sync_and_a_kill_leave_the_newest_checkpoint_that_was_told(
     assert newest_step(tmp_path) >= 2
 
 
+@pytest.mark.long
 def test_a_failed_save_ends_the_training_if_asked_to(tmp_path: Path, small: Path) -> None:
     (small / "full").write_bytes(bytes(MOUNT_BYTES - (6 << 20)))
     with pytest.raises(MediumError, match="No space left on device"):

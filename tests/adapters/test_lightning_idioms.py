@@ -100,6 +100,7 @@ def test_a_checkpoint_equals_what_lightning_would_have_saved(tmp_path: Path) -> 
 # --- ModelCheckpoint ---
 
 
+@pytest.mark.long
 def test_top_k_and_last_and_best_work_and_removed_versions_leave_the_pool(tmp_path: Path) -> None:
     keep = every_step(tmp_path, monitor="loss", save_top_k=2, save_last=True)
     fit = trainer(tmp_path, callbacks=[keep], max_epochs=2, plugin=PortusIO(materialize="none"))
@@ -141,6 +142,7 @@ def test_what_keep_wants_stays_in_the_pool_when_lightning_removes_its_file(tmp_p
     assert found == {3: 0, 4: 1, 5: 2, 6: 3}
 
 
+@pytest.mark.long
 def test_save_last_as_a_link_leads_to_the_newest(tmp_path: Path) -> None:
     keep = every_step(tmp_path, save_last="link", monitor="loss", save_top_k=2)
     trainer(tmp_path, callbacks=[keep]).fit(Net(), loader())
@@ -249,6 +251,7 @@ def test_manual_optimization_with_two_optimizers_saves_and_resumes(
 # --- files ---
 
 
+@pytest.mark.long
 def test_files_are_copied_moved_and_deleted_like_any_others(tmp_path: Path) -> None:
     trainer(tmp_path, callbacks=[every_step(tmp_path)], plugin=PortusIO(materialize="none")).fit(
         Net(), loader()
@@ -351,6 +354,7 @@ def test_after_the_end_a_save_makes_a_real_file_and_leaves_the_pool_alone(tmp_pa
     assert torch.load(tmp_path / "ckpt" / "final.ckpt")["global_step"] == 6
 
 
+@pytest.mark.long
 def test_a_fresh_process_that_never_imports_portus_loads_by_path(
     tmp_path: Path, installed: Path
 ) -> None:

@@ -97,6 +97,7 @@ def damage(run: Path, content: bytes) -> None:
         file.write(b"damage")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_version_that_is_damaged_or_gone_here_is_taken_from_the_mirror(
     tmp_path: Path,

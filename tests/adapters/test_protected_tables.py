@@ -86,6 +86,7 @@ class Module(LightningModule):
             self.tables.close()
 
 
+@pytest.mark.long
 def test_lightning_resumes_with_the_tables_of_the_checkpoint_that_it_loads(tmp_path: Path) -> None:
     pool = tmp_path / "tables.portus"
 

@@ -221,6 +221,7 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, max_iter=3, history_size=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.long)]
 )
@@ -234,14 +235,17 @@ def test_no_batch_of_lightning_tears_a_version(
     check(trained(tmp_path, make, precision=precision), tmp_path)
 
 
+@pytest.mark.long
 def test_accumulated_batches_tear_nothing(tmp_path: Path) -> None:
     check(trained(tmp_path, torch.optim.AdamW, accumulate_grad_batches=2), tmp_path)
 
 
+@pytest.mark.long
 def test_two_optimizers_stepped_by_hand_tear_nothing(tmp_path: Path) -> None:
     check(lambda saves: fit(Gan(saves), tmp_path), tmp_path)
 
 
+@pytest.mark.long
 def test_averaged_weights_swapped_for_validation_tear_nothing(tmp_path: Path) -> None:
     def run(saves: SlowSaves) -> None:
         fit(Net(saves, torch.optim.AdamW), tmp_path, WeightAveraging(), SaveEveryBatch())
@@ -270,6 +274,7 @@ def test_weights_put_back_after_a_save_tear_nothing(tmp_path: Path) -> None:
     check(run, tmp_path)
 
 
+@pytest.mark.long
 def test_fabric_tears_nothing(tmp_path: Path) -> None:
     def run(saves: SlowSaves) -> None:
         fabric = Fabric(accelerator="cpu", plugins=[Through(saves)])
@@ -300,6 +305,7 @@ class Recording(PortusIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_no_checkpoint_of_the_plugin_is_torn(precision: str, tmp_path: Path) -> None:
     io = Recording(tmp_path / "pool")

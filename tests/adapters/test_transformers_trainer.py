@@ -66,6 +66,7 @@ def trained(
     return made
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("flag")
 def test_weights_stay_real_and_the_rest_is_in_the_pool_and_resumes(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel

@@ -145,16 +145,19 @@ def test_a_search_does_the_same_each_time() -> None:
     assert first == second
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", _some(range(1, persists_of(save_and_retire) + 1)))
 def test_a_failed_persist_and_a_power_loss_later_lose_nothing_reported(number: int) -> None:
     print(explored_with(persist_fails(number), save_and_retire))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", _some(range(1, persists_of(save_together, Roomy) + 1)))
 def test_a_persist_that_several_share_fails_for_all_and_loses_nothing_reported(number: int) -> None:
     print(explored_with(persist_fails(number), save_together, Roomy))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", _some([3, 5, 8, 11]))
 def test_a_failed_persist_loses_no_reference_file(number: int) -> None:
     print(explored_with(persist_fails(number), refer, Tight))

@@ -153,7 +153,7 @@ def check_samples(history: History, epoch: int, step: int) -> None:
     ("framework", "ranks", "workers", "kills"),
     [
         pytest.param("lightning", 1, 0, 1, marks=pytest.mark.long),
-        ("accelerate", 1, 0, 1),
+        pytest.param("accelerate", 1, 0, 1, marks=pytest.mark.long),
         *(
             pytest.param(framework, ranks, workers, KILLS, marks=pytest.mark.long)
             for framework in _TRAINS

@@ -41,6 +41,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120 + 5 * KILLS)
 def test_what_the_mirror_counts_outlives_each_machine_bit_for_bit(folder: Path, seed: int) -> None:
     lose_machines(folder, f"file://{folder}/bucket", seed)

@@ -323,6 +323,7 @@ MISTAKES: Final[dict[str, tuple[Mistake, Search, type[User]]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", _by_length(MISTAKES))
 def test_a_mistake_of_tables_in_place_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake, (plans, budgets), user = MISTAKES[name]

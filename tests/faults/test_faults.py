@@ -74,6 +74,7 @@ def wrong(kind: str, root: Path, fault: Fault, stock: Counter[str]) -> tuple[boo
     return bool(report.hit), [f"{fault} ({report.hit}): {each}" for each in complaints(report)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
@@ -91,6 +92,7 @@ def test_a_call_that_fails_stops_no_training_that_has_a_version(
     assert not found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "kind",

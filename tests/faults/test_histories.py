@@ -42,6 +42,7 @@ def lived(root: Path, seed: int, mistake: str | None = None) -> Iterator[World]:
         yield world
 
 
+@pytest.mark.long
 def test_whatever_happens_to_runs_told_files_load_their_own_step_or_say_why_not(
     tmp_path: Path, seed: int
 ) -> None:
@@ -103,6 +104,7 @@ def found(root: Path, seed: int, mistake: str) -> str:
     raise AssertionError(f"{mistake}: {HISTORIES_MAX} histories found nothing")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", TELLING)
 def test_a_wrong_engine_is_found_and_the_right_one_is_none(mistake: str, tmp_path: Path) -> None:
     def said_of(number: int, engine: str | None) -> str:

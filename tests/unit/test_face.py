@@ -128,6 +128,7 @@ def test_importing_portus_loads_itself_alone_and_starts_nothing() -> None:
     assert loaded_by(f"import portus\n{nothing_started}", before) == {"portus"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("entry", "behind"),
     [

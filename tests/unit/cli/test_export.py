@@ -143,6 +143,7 @@ def test_a_file_that_is_there_stays_until_the_new_one_is_whole(run: Run) -> None
     assert out.read_bytes() == before
 
 
+@pytest.mark.long
 def test_tensors_of_many_units_and_extents_come_back(run: Run) -> None:
     big = torch.arange(3 * UNIT // 8 + 1001)
     middle = big[1000 : 2 * UNIT // 8 + 5]

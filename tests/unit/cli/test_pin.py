@@ -56,6 +56,7 @@ def test_a_pinned_version_stays_over_restarts_and_until_it_is_unpinned(run: Run)
     assert steps(run.pool) == [20, 60]
 
 
+@pytest.mark.long
 def test_a_trainer_that_is_at_work_heeds_a_pin_and_its_end(run: Run) -> None:
     with Checkpointer(run.pool, "net", keep=1) as trainer:
         trainer.save({"step": 30}, 30).wait()
@@ -108,6 +109,7 @@ def test_to_a_portus_that_knows_no_pins_it_is_a_file_that_is_not_where_it_was(
     assert steps(run.pool) == [10, 20, 40]
 
 
+@pytest.mark.long
 def test_a_version_that_is_retired_in_that_moment_is_not_pinned_and_that_is_said(
     run: Run,
 ) -> None:
@@ -159,6 +161,7 @@ def test_it_needs_one_step(run: Run) -> None:
     assert portus("pin", "other").code == 0
 
 
+@pytest.mark.long
 def test_all_parts_of_a_sharded_step_are_pinned(tmp_path: Path) -> None:
     pool = tmp_path / "pool"
     writer = PortusStorageWriter(pool, "run", keep=1)

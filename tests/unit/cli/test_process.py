@@ -32,6 +32,7 @@ def process(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -163,6 +164,7 @@ def test_a_pool_removed_while_somebody_waits_for_it_is_not_written(run: Run) -> 
     assert "removed or replaced while it was opened" in said
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_nothing_behind(run: Run) -> None:
     import torch
 
@@ -261,6 +263,7 @@ def test_a_reader_that_has_enough_ends_it_quietly(run: Run) -> None:
     assert done.returncode in (0, 141)
 
 
+@pytest.mark.long
 def test_a_path_that_is_no_text_does_no_harm(run: Run) -> None:
     odd = os.fsencode(run.root) + b"/odd\xff.ckpt"
     with run.trainer() as trainer:
@@ -271,6 +274,7 @@ def test_a_path_that_is_no_text_does_no_harm(run: Run) -> None:
     assert process("ls", "--json", cwd=run.root).returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", ["ls", "ls --json", "verify"])
 def test_a_result_that_cannot_be_written_is_an_error_of_the_machine(
     run: Run, arguments: str
@@ -289,6 +293,7 @@ def test_a_result_that_cannot_be_written_is_an_error_of_the_machine(
         assert (done.returncode, done.stderr) == (74, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", ["ls", "verify", "gc", "ls --nonsense"])
 def test_closed_streams_do_no_harm(run: Run, arguments: str) -> None:
     done = subprocess.run(

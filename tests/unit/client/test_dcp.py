@@ -149,6 +149,7 @@ def test_a_rank_killed_in_a_save_costs_that_save_and_nothing_else(
     assert resumed[-1] == whole[-1]
 
 
+@pytest.mark.long
 def test_saves_alike_are_planned_once_and_others_anew(tmp_path: Path) -> None:
     run(tmp_path, "again:2")
     found = groups(tmp_path / "again", "run")
@@ -175,6 +176,7 @@ def test_pools_of_each_node_s_own_are_told_at_the_first_save(tmp_path: Path) -> 
     run(tmp_path, "apart:2")
 
 
+@pytest.mark.long
 def test_a_rank_looks_at_no_other_rank_s_pool_and_copies_are_no_pools_of_others(
     tmp_path: Path,
 ) -> None:
@@ -235,6 +237,7 @@ def damage_shard(place: Path, rank: int) -> None:
     Path(path).write_bytes(data)
 
 
+@pytest.mark.long
 def test_a_damaged_newest_group_is_passed_over_by_all_ranks_and_nothing_is_half_loaded(
     saved: Path, tmp_path: Path
 ) -> None:

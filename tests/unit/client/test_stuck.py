@@ -44,6 +44,7 @@ def checkpointer(gate: Gate, path: Path) -> Iterator[Checkpointer]:
         gate.open()
 
 
+@pytest.mark.long
 def test_a_stuck_medium_costs_the_version_and_not_the_training(
     checkpointer: Checkpointer, gate: Gate
 ) -> None:

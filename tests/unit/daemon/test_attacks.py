@@ -178,6 +178,7 @@ ATTACKS: list[Callable[[Link], None]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda each: each.__name__)
 def test_a_host_holds_no_more_than_it_was_told_to_and_others_save(
     host: Attacked,

@@ -46,6 +46,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.long
 def test_it_ends_clean_in_time_and_starts_again_without_repair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

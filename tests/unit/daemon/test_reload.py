@@ -42,6 +42,7 @@ def started(options: ServeOptions) -> Iterator[Server]:
         assert server.stop()
 
 
+@pytest.mark.long
 def test_every_save_survives_a_change_of_the_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

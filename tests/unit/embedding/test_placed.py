@@ -80,6 +80,7 @@ def require_the_same(found: Any, batches: int) -> None:
     assert same(found["optimizers"], expected["optimizers"])
 
 
+@pytest.mark.long
 def test_tables_in_place_train_to_the_same_bits_over_folding_in(device: str) -> None:
     training = InPlace()
     with training.protected(device) as tables:
@@ -156,6 +157,7 @@ def trained(device: str, numbers: range, patch: pytest.MonkeyPatch) -> tuple[lis
     return gaps, logs
 
 
+@pytest.mark.long
 def test_in_place_a_dense_part_is_written_in_slices_and_a_crash_anywhere_is_within_the_gap(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -485,6 +487,7 @@ def test_misuse_of_tables_in_place_is_named(device: str, tmp_path: Path) -> None
         Small().protect(Path(device))
 
 
+@pytest.mark.long
 def test_tables_in_place_take_no_memory(device: str) -> None:
     """The table has more bytes than the process may get in addition, by the kernel's count."""
     rows = BIG // 256

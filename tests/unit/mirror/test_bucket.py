@@ -121,6 +121,7 @@ def test_an_object_and_a_range_that_are_missing_are_no_error_of_the_store(
         assert isinstance(told(store, call), MissingError)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
@@ -194,6 +195,7 @@ def test_tls_that_is_not_believed_not_spoken_or_not_used(
     meets(proxy.endpoint, "set AWS_ALLOW_HTTP=true")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("scheme", "said", "is_signed"),
     [("http", None, True), ("https", None, False), ("https", "false", True), ("http", "1", False)],

@@ -172,6 +172,7 @@ def test_neighbours_in_the_same_pages_may_be_written(way: AuditMethod, seed: int
         assert bench.holds(save) == [inside.tobytes()]
 
 
+@pytest.mark.long
 @needs_kernel
 def test_the_kernel_is_asked_about_big_storages_and_hashes_tell_of_the_others() -> None:
     sizes = [*[1000] * 50, UNIT + 5000, WATCHED_MIN, 2 * UNIT + 1, 0, 7]
@@ -206,6 +207,7 @@ def test_a_save_that_failed_watches_nothing_any_more() -> None:
         again.close()
 
 
+@pytest.mark.long
 def test_a_save_given_up_after_its_last_byte_was_copied_never_commits() -> None:
     medium = Gate(DATA_START)
     bench, arrays = Bench(medium), _arrays(1, [100])
@@ -244,6 +246,7 @@ def test_release_waits_for_the_copy_and_not_for_the_commit() -> None:
     save.result(0)
 
 
+@pytest.mark.long
 def test_a_save_that_ran_out_of_time_never_commits() -> None:
     medium = Gate(DATA_START)
     bench, arrays = Bench(medium), _arrays(1)

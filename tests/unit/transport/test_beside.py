@@ -61,6 +61,7 @@ def test_who_was_interrupted_in_the_wait_can_wait_again() -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.long
 def test_a_wait_for_its_end_lasts_till_then_and_ctrl_c_comes_after() -> None:
     gate, through = threading.Event(), list[bool]()
     thread = Beside(lambda: through.append(gate.wait(WAIT_S)), "a test")
@@ -70,6 +71,7 @@ def test_a_wait_for_its_end_lasts_till_then_and_ctrl_c_comes_after() -> None:
     assert through == [True]
 
 
+@pytest.mark.long
 def test_after_ctrl_c_no_thread_uses_what_it_was_given() -> None:
     gate, under_way, begun = threading.Event(), set[int](), list[int]()
 

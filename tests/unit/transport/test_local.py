@@ -231,6 +231,7 @@ def test_every_flipped_bit_is_seen(engine: Engine, medium: Medium, seed: int) ->
     assert flips > ROUNDS // 2
 
 
+@pytest.mark.long
 def test_units_of_a_big_source_are_hashed_each(engine: Engine) -> None:
     case = big_case(2 * UNIT + 12_345, 3 * UNIT)
     assert case.sources[0].length + case.sources[1].length > local.TWO_THREADS_MIN
@@ -245,6 +246,7 @@ def test_units_of_a_big_source_are_hashed_each(engine: Engine) -> None:
     medium.close()
 
 
+@pytest.mark.long
 def test_two_threads_do_each_unit_once(engine: Engine, seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.choice([0, 16 << 10, rng.randrange(60_000)]) for _ in range(2000)]

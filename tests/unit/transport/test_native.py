@@ -213,6 +213,7 @@ def test_a_thread_of_low_priority_works_until_somebody_waits_then_two() -> None:
     _soon(lambda: len(_started()) <= len(before))
 
 
+@pytest.mark.long
 @linux_only
 def test_who_waits_goes_on_in_the_middle_of_what_the_patient_thread_did(seed: int) -> None:
     helper = native.helper()

@@ -481,6 +481,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_copies(
     save.copied.set()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_step_waits_too(fence: Fence, model: nn.Sequential) -> None:
     optimizer = with_gradients(model)

@@ -217,6 +217,7 @@ def test_a_forked_child_keeps_no_connection(server: Server) -> None:
         checkpointer.save(state(2), 2).wait()  # and the parent's go on
 
 
+@pytest.mark.long
 def test_a_bit_that_flips_on_the_way_is_never_part_of_a_version(
     server: Server, link: LossyLink, seed: int
 ) -> None:
@@ -395,6 +396,7 @@ def test_a_stalled_link_costs_saves_and_not_the_training(server: Server, link: L
         saved_at_last(checkpointer, 9)
 
 
+@pytest.mark.long
 def test_a_host_that_hangs_is_waited_for_once_and_then_asked_in_the_background(
     server: Server, link: LossyLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -542,6 +544,7 @@ def test_a_host_whose_memory_was_lost_is_saved_to_again(tmp_path: Path) -> None:
         assert same(loaded, state(4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", [None, "step"])
 def test_a_host_that_lost_its_memory_between_two_saves_costs_no_training(
     tmp_path: Path, part: str | None

@@ -274,6 +274,7 @@ def test_saves_of_a_checkpointer_are_seen_and_nothing_stays_behind(tmp_path: Pat
     assert clock._clocks == ()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
 def test_all_ranks_save_at_the_steps_that_the_first_one_says(tmp_path: Path, backend: str) -> None:
     """Rank 1 is slower, so what it measures would say something else. The second backend is for

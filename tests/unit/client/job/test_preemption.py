@@ -123,6 +123,7 @@ def test_a_log_that_hangs_holds_nothing_up_for_long() -> None:
         assert child.wait() == 128 + signal.SIGTERM
 
 
+@pytest.mark.long
 def test_all_ranks_leave_at_the_same_step_whichever_was_told(tmp_path: Path) -> None:
     with nursery("tests.unit.client.sharded").start(
         "tests.unit.client.told:two_ranks", str(tmp_path)

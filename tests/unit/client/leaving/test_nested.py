@@ -342,6 +342,7 @@ def search(path: Path, seed: int, signals: int) -> None:
         assert_same(torch.load(target), state)
 
 
+@pytest.mark.long
 def test_a_signal_at_any_line_of_a_call_leaves_a_file_and_no_lock(
     tmp_path: Path, seed: int
 ) -> None:

@@ -610,6 +610,7 @@ def test_a_machine_without_portus_is_told_what_to_do(run: Run) -> None:
 WITHOUT_ENTRY_POINTS = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
+@pytest.mark.long
 def test_torch_loads_a_reference_where_only_the_entry_point_ran(run: Run, tmp_path: Path) -> None:
     path = run.save("a.ckpt")
     information = tmp_path / "site" / "portus_checkpoint-0.dist-info"

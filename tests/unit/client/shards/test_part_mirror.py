@@ -448,6 +448,7 @@ class Counting:
         return self._store.list(prefix, after)
 
 
+@pytest.mark.long
 def test_a_bucket_that_may_be_read_and_not_written_is_an_error_at_once_and_no_later(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -763,6 +763,7 @@ def test_a_class_that_changed_says_so() -> None:
         resaved({"x": kinds.Slotted(1, "a")}, lambda text: text.replace('"width"', '"depth"'))
 
 
+@pytest.mark.long
 def test_what_main_defined_is_asked_for_by_name() -> None:
     program = textwrap.dedent(
         """
