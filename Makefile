@@ -96,7 +96,7 @@ test-s3: setup ## the tests marked s3, against such a server; about a minute
 demo: setup ## train, kill in the middle of a save, resume, compare; about 4 minutes. ARGS=--dlrm: embedding tables
 	@$(BIN)/python recipes/$(if $(filter --dlrm,$(ARGS)),dlrm_tiny,gpt_tiny_lightning).py --demo $(filter-out --dlrm,$(ARGS))
 
-test: setup ## the inner loop: all tests but the long ones; about 7 minutes
+test: setup ## the inner loop: all tests but the long ones; about 5 minutes
 	@$(PYTEST) $(ARGS)
 
 long: setup ## what takes long: deeper searches, and trainings that are killed
