@@ -16,7 +16,7 @@ from portus.client.files.reference import lead_links_to
 from portus.client.leaving.in_turn import saved_in
 from portus.client.loading.resolve import POOLS
 from portus.client.shards.grouped import Census, census, has_writer, pool_of_part
-from portus.errors import BusyError, UsageError
+from portus.errors import BusyError, MediumError, UsageError
 from portus.index.directory import WRITERS, has_pool, links_directory, pools_at
 from portus.index.groups import Group, part_model
 from portus.index.place import Place, PlaceName
@@ -107,10 +107,13 @@ def _pool_files(place: Place, model: str | None) -> list[str]:
 
 @contextlib.contextmanager
 def _of_file(path: str, wait_s: float) -> Iterator[Keeper | None]:
-    """The reference files of a pool file, which is nobody else's meanwhile; None if it is."""
+    """The reference files of a pool file, which is nobody else's meanwhile; None if it is, or if
+    whoever had it took it away."""
     try:
         writer = WRITERS.open(path, timeout_s=wait_s)
-    except BusyError:
+    except (MediumError, UsageError) as error:
+        if not isinstance(error, BusyError) and has_pool(path):
+            raise
         yield None
         return
     try:

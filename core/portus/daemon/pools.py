@@ -24,6 +24,7 @@ from portus.format.layout import DATA_START
 from portus.index.check import CheckOptions, Severity, check_file
 from portus.index.directory import (
     create_pool,
+    is_at,
     links_directory,
     make_directory,
     on_disk,
@@ -134,9 +135,10 @@ class Hosted:
     def look(self) -> None:
         """Raise ``MediumError`` if the path of the pool leads to another file now: whoever opens
         it next would not find what is committed here."""
-        medium = self.writer.medium
-        if self.path is None or not isinstance(medium, PlainFile) or medium.is_at(self.path):
+        if is_at(self.writer, self.path):
             return
+        medium = self.writer.medium
+        assert isinstance(medium, PlainFile)
         raise MediumError(
             errno.ESTALE,
             f"{self.path} was replaced or moved while this host has it open; its pool is at "

@@ -29,6 +29,7 @@ from portus.index.roll import deserted
 from portus.index.roots import Root
 from portus.media.base import FileStatus, FileSystem, Locks, MediumKind
 from portus.media.dax import is_device
+from portus.media.file import PlainFile
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
 from portus.media.process import NUMBERS
@@ -281,6 +282,12 @@ def remove_pool(path: str, files: FileSystem) -> None:
             os.rmdir(directory)
 
 
+def is_at(writer: PoolWriter, path: str | None) -> bool:
+    """False if the pool file that is open is not the one at ``path`` any more: it was removed or
+    moved, and what is there may be the pool of another."""
+    return path is None or not isinstance(writer.medium, PlainFile) or writer.medium.is_at(path)
+
+
 def remove_journals(pool_path: str) -> None:
     """Remove what was written down of the runs in the pool at ``pool_path``. Raises as
     ``links_directory``; what cannot be removed stays."""
@@ -367,6 +374,17 @@ class Writers:
         have none.
         """
         files = LocalFiles(mapped=mapped)
+        for is_last in (False, False, True):
+            try:
+                return self._open(path, files, timeout_s, max_bytes)
+            except MediumError as error:  # who had it removed it, and a third one made it anew
+                if is_last or error.errno != errno.ENOENT or files.status(path) is None:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _open(
+        self, path: str, files: FileSystem, timeout_s: float | None, max_bytes: int | None
+    ) -> PoolWriter:
         status = files.status(path)
         if status is None:
             raise UsageError(f"{path}: there is no pool file of this name")
@@ -480,7 +498,7 @@ def note_failure(writer: PoolWriter | None, text: str, path: str | None) -> None
     with contextlib.suppress(PortusError):
         if writer is not None and not writer.medium.poisoned:
             writer.look()  # that may be why
-    if writer is not None and writer.changed_by_others:
+    if writer is not None and (writer.changed_by_others or not is_at(writer, path)):
         return
     if path is None:
         assert writer is not None, "a pool in memory is open"

@@ -25,6 +25,7 @@ from portus.index.directory import (
     generation_of,
     generations,
     has_pool,
+    is_at,
     journal_directory,
     links_directory,
     make_directory,
@@ -111,6 +112,7 @@ class FileHome:
         return journal_directory(self._first)
 
     def exists(self) -> bool:
+        self._go_on()
         return has_pool(self.path)
 
     def create(self, uuid: bytes | None = None) -> None:
@@ -125,10 +127,16 @@ class FileHome:
                     raise  # else the directory went with the pool of another, who never saved
 
     def open(self) -> PoolWriter:
-        writer = WRITERS.open(self.path, max_bytes=self._room())
-        while self._go_on():  # whoever had it went on in a successor meanwhile
+        while True:  # ends: who had it went on in a successor meanwhile, and may have removed it
+            try:
+                writer = WRITERS.open(self.path, max_bytes=self._room())
+            except (MediumError, UsageError):
+                if not self._go_on():
+                    raise
+                continue
+            if not self._go_on():
+                break
             WRITERS.close(writer)
-            writer = WRITERS.open(self.path, max_bytes=self._room())
         self._writer = writer
         self._open_older()
         return writer
@@ -211,8 +219,9 @@ class FileHome:
                 return
 
         def take_away() -> None:
-            forget_deleted(path)
-            remove_pool(path, LocalFiles())
+            if is_at(writer, path):
+                forget_deleted(path)
+                remove_pool(path, LocalFiles())
 
         WRITERS.close(writer, last=take_away)
 
@@ -248,7 +257,7 @@ class FileHome:
             unused = False
             try:
                 unused = self._is_unused(writer.catalogue(), made or succeeded)
-                if unused and not writer.changed_by_others:
+                if unused and is_at(writer, self.path) and not writer.changed_by_others:
                     if writer.catalogue().root.is_first:  # nothing was ever saved
                         remove_journals(self._first)
                     remove_pool(self.path, LocalFiles())

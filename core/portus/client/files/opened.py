@@ -90,6 +90,12 @@ class RunPool:
                 self.open_if_there()
             return self.writer, self.keeper
 
+    def open_if_made(self) -> None:
+        """Open the pool, if another process made it meanwhile. Raises what opening raises."""
+        with self.opening:
+            if self.writer is None and self.home.exists():
+                self.open_if_there()
+
     def open_if_there(self) -> None:
         """Nothing if whoever made the pool, and never saved to it, took it away meanwhile."""
         try:

@@ -149,6 +149,7 @@ class RunVersions:
 
     def _await_saves_to_read(self) -> None:
         self._pool.check_usable()
+        self._pool.open_if_made()
         if self._pool.writer is None:
             raise UsageError(f"{self._pool.home.path}: there is no pool yet; nothing was saved")
         if not self._queue.on_worker():
