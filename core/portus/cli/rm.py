@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from portus.cli import mirrored
 from portus.cli.grouped import FoundGroup, find_groups, ranks_text
@@ -13,6 +14,7 @@ from portus.cli.pools import (
     FoundVersion,
     PlacePools,
     aimed,
+    holders,
     link_text,
     open_pools,
     reference_at,
@@ -26,7 +28,7 @@ from portus.errors import UsageError
 from portus.format.reference import Reference
 from portus.index.directory import WRITERS
 from portus.index.keep import Keep
-from portus.index.place import PlaceKind
+from portus.index.place import Place, PlaceKind
 from portus.index.pool import PoolWriter
 from portus.mirror.address import is_store
 
@@ -96,6 +98,8 @@ def _remove_file(path: str, reference: Reference, pool: str | None) -> list[dict
             f"portus rm {reference.model}@{reference.step} --force --pool {holding[0]}"
         )
     with writing(holding[0].path) as (writer, keeper):
+        if reference_at(path) != reference:
+            raise UsageError(f"{path} changed meanwhile, and is still there: run this again")
         before = {entry.info.id: entry.info for entry in writer.catalogue().entries()}
         keeper.remove(path)
         after = writer.catalogue().ids()
@@ -122,27 +126,67 @@ def _remove_versions(
     whole = keep is None and models == {target}
     if whole and not yes and not output.ask(question):
         raise UsageError(f"nothing was removed: use --yes for all of {target}, or {target}@STEP")
-    for place in dict.fromkeys(each.pool for each in found):
-        if place.kind is PlaceKind.MIRROR:
-            mirrored.let_go(place, found, force=force)
-            continue
-        ids = [each.info.id for each in found if each.pool == place]
+    places = _by_place(found)
+    for place in [each for each in places if each.is_host or each.kind is PlaceKind.MIRROR]:
+        seen = places.pop(place)
         if place.is_host:
-            tokens = {each.info.token.hex() for each in found if each.pool == place}
-            with contextlib.closing(HostPool(place.path)) as host:
-                host.renounce([each for each in host.holds() if each.token in tokens])
-                host.retire(ids)
-                host.give_back()
-            continue
-        with writing(place.path) as (writer, keeper):
-            keeper.renounce(ids)
-            writer.retire(ids)
-            keeper.deleted()  # forgets the links of what is gone
+            _retire_from_host(place, seen)
+        else:
+            mirrored.let_go(place, seen, force=force)
+    _retire(places, force=force)
     removed = [version_document(each.info) for each in found]
     for group in groups:
         output.line(f"removed {group.group.model}@{group.group.step}: {ranks_text(group.group)}")
     _say([] if groups else removed, output)
     return removed
+
+
+def _by_place(found: list[FoundVersion]) -> dict[Place, list[FoundVersion]]:
+    return {
+        place: [each for each in found if each.pool == place]
+        for place in dict.fromkeys(each.pool for each in found)
+    }
+
+
+def _retire_from_host(place: Place, found: list[FoundVersion]) -> None:
+    tokens = {each.info.token.hex() for each in found}
+    with contextlib.closing(HostPool(place.path)) as host:
+        host.renounce([each for each in host.holds() if each.token in tokens])
+        host.retire([each.info.id for each in found])
+        host.give_back()
+
+
+def _retire(places: dict[Place, list[FoundVersion]], *, force: bool) -> None:
+    """Let go of these versions of pool files; of none, with an error, if something changed since
+    they were found: all pools are locked before it is checked."""
+    with contextlib.ExitStack() as stack:
+        opened = {place: stack.enter_context(writing(place.path)) for place in places}
+        for place, seen in places.items():
+            now = _as_seen(place, seen, opened[place][0])
+            (_check_unpinned if force else _check_unheld)(now)
+        for place, (writer, keeper) in opened.items():
+            ids = [each.info.id for each in places[place]]
+            keeper.renounce(ids)
+            writer.retire(ids)
+            keeper.deleted()  # forgets the links of what is gone
+
+
+def _as_seen(place: Place, seen: list[FoundVersion], writer: PoolWriter) -> list[FoundVersion]:
+    """These versions, with what holds them now. Raises ``UsageError`` if one is gone, or all are:
+    in a pool that was made anew, others have their ids."""
+    catalogue = writer.catalogue()
+    there = {(entry.info.id, entry.info.token) for entry in catalogue.entries()}
+    is_same = seen[0].reader.superblock.uuid == writer.superblock.uuid
+    if not is_same or not there >= {(each.info.id, each.info.token) for each in seen}:
+        raise UsageError(f"{place} changed meanwhile, and nothing was removed: run this again")
+    links = holders(place, catalogue)
+
+    def now(each: FoundVersion) -> FoundVersion:
+        entry = each.entry
+        held = links.get(each.info.token, [])
+        return replace(each, open=lambda: (writer, entry), held=lambda: held)
+
+    return list(map(now, seen))
 
 
 def _selected(pools: PlacePools, target: str) -> tuple[list[FoundVersion], list[FoundGroup]]:
@@ -215,9 +259,9 @@ def _is_held(found: FoundVersion, *, force: bool) -> bool:
 
 
 def _check_unpinned(found: list[FoundVersion]) -> None:
-    for each in found:
-        if each.pool.kind is not PlaceKind.MIRROR:
-            check_unpinned(each.pool, each.reader, [each.info])
+    for place, here in _by_place(found).items():
+        if place.kind is not PlaceKind.MIRROR:
+            check_unpinned(place, here[0].reader, [each.info for each in here])
 
 
 def _check_unheld(found: list[FoundVersion]) -> None:

@@ -29,7 +29,9 @@ from portus.client.checkpointer import Checkpointer
 from portus.client.leaving import safetensors as files
 from portus.client.shards.cuts import ItemLocation, encode
 from portus.errors import CorruptionError, MediumError
+from portus.index.directory import Writers
 from portus.index.groups import new_id, part_model, part_token
+from tests.moments import at
 from tests.unit.cli.scene import portus, portus_json
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
@@ -342,3 +344,17 @@ def test_a_box_that_does_not_fit_is_refused(
         )
         with pytest.raises(CorruptionError):
             list(written)
+
+
+def test_a_group_stays_whole_if_the_part_that_goes_last_is_pinned_meanwhile(place: Path) -> None:
+    def pin() -> None:
+        assert portus("pin", "run/rank-0-of-4@1", "--pool", place).code == 0
+
+    with at("call", Writers.open, pin):
+        said = portus("rm", "run@1", "--pool", place)
+    assert (said.code, "is pinned" in said.err) == (2, True)
+    assert "4 of 4, complete" in portus("show", "run@1", "--pool", place).out
+    assert portus("rm", "run@1", "--pool", place, "--force").code == 2
+    portus("unpin", "run@1", "--pool", place)
+    assert portus("rm", "run@1", "--pool", place).code == 0
+    assert portus("show", "run@1", "--pool", place).code == 2
