@@ -274,10 +274,16 @@ def the_log_is_cut_too_early(patch: pytest.MonkeyPatch) -> None:
     right = TableStore._replace
 
     def wrong(self: TableStore, fold: Fold, moment: Moment) -> None:
-        old = self._log
-        if old is not None:
-            self.pool.medium.store(old.log.extent.offset, bytes(old.used.length))
-        right(self, fold, moment)
+        old, version = self._log, fold.version
+
+        def cutting(*arguments: Any) -> Any:  # once it was seen that nobody else changed it
+            if old is not None:
+                self.pool.medium.store(old.log.extent.offset, bytes(old.used.length))
+            return version(*arguments)
+
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(fold, "version", cutting)
+            right(self, fold, moment)
 
     patch.setattr(TableStore, "_replace", wrong)
 

@@ -55,7 +55,8 @@ class Fold:
         except BaseException:
             self.release()
             raise
-        self._log: Final = LogWriter(pool.medium, VersionLog(area, os.urandom(16), self._born, 0))
+        log = VersionLog(area, os.urandom(16), self._born, 0)
+        self._log: Final = LogWriter(pool.medium, log, look=pool.glance)
         self._extents: Final = [
             exact(extents, length)
             for extents, length in zip(self._held, moment.length.tolist(), strict=False)

@@ -197,6 +197,8 @@ class PlacedStore(TableStore):
 
     def mark(self, batch: int, token: bytes, retire: Collection[int] = ()) -> None:
         """As ``TableStore``, by a copy of everything."""
+        if self._log is not None:
+            self._log.look()
         held: list[list[Extent]] = []
         try:
             moment = self._standing(whole=True)
@@ -305,6 +307,8 @@ class PlacedStore(TableStore):
         assert isinstance(moment, PlacedMoment)
         before, held = self._log, list[list[Extent]]()
         dense = moment if slices is None else slices.moment
+        if before is not None:
+            before.look()
         try:
             groups, stored = self._grouped(moment, held, slices)
             [area] = self.pool.reserve(self._log_length(moment), contiguous=True)
@@ -339,7 +343,8 @@ class PlacedStore(TableStore):
             # Whoever reads the old version learns that its tables are not its own any more.
             assert self._record is not None
             before.store([], b"", self._record.info.commit, flags=UNDO)
-        self._record, self._log = record, LogWriter(self.pool.medium, record.log)
+        self._record = record
+        self._log = LogWriter(self.pool.medium, record.log, look=self.pool.glance)
         self._layout, self._tree, self._open_end = moment.layout, dense.tree, False
         self._dense_batch = dense.dense_batch
         self._places = dict(moment.placed)

@@ -98,7 +98,8 @@ class TableStore:
 
     def commit(self, moment: Moment) -> None:
         """Commit a moment; durable on return. Raises ``MediumError``; then what was committed
-        before stays, and rows of the next moment must be None."""
+        before stays, and rows of the next moment must be None. ``CorruptionError`` if somebody else
+        changed the pool."""
         fold = self._fold
         if fold is not None and not (self._is_next(moment) and fold.add(moment)):
             self._give_up_fold()
@@ -138,8 +139,10 @@ class TableStore:
 
     def go_on(self, stop: Stop) -> None:
         """Write the slice that is due, or do the next piece of folding the log in; ``stop``: says
-        whether somebody waits. The next batch may change its tables meanwhile. Raises
-        ``MediumError``."""
+        whether somebody waits. The next batch may change its tables meanwhile. Raises as
+        ``commit``."""
+        if self._log is not None:
+            self._log.look()
         slices = self._slices
         if slices is not None and slices.is_behind:
             slices.go_on()
@@ -156,10 +159,11 @@ class TableStore:
 
     def mark(self, batch: int, token: bytes, retire: Collection[int] = ()) -> None:
         """Keep what is committed now as the version of that token, and let go of other marks, by
-        their ids; durable on return. Raises ``MediumError``."""
+        their ids; durable on return. Raises as ``commit``."""
         record, log = self._record, self._log
         assert record is not None, "a mark of nothing"
         assert log is not None
+        log.look()
         self.pool.commit(
             NewVersion(
                 model=MARKS,
@@ -286,6 +290,8 @@ class TableStore:
 
     def _replace(self, fold: Fold, moment: Moment) -> None:
         """Commit by the version of a fold to which the moment was added, or that began with it."""
+        if self._log is not None:
+            self._log.look()
         try:
             new, stored = fold.version(MODEL, self._layout_of(moment), Stop())
             record = self.pool.commit(new, stored, self._superseded())
@@ -354,6 +360,6 @@ class TableStore:
             for last in entries(self.pool.medium, record):
                 tree = last.tree or tree
         self._record, self._layout, self._tree = record, layout, tree
-        self._log = LogWriter(self.pool.medium, record.log, last)
+        self._log = LogWriter(self.pool.medium, record.log, last, self.pool.glance)
         self._log.cut()
         self._open_end = last is not None and bool(last.bunches or last.tree)

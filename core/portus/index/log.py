@@ -22,7 +22,7 @@ same bytes: if the persist of it failed, its pages look clean, and the medium ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from portus.errors import CorruptionError
+from portus.errors import CorruptionError, MediumError
 from portus.format.layout import BUNCH, ENTRY_MAGIC, EXTENT, LOG_ENTRY, UNDO, WITH_NEXT
 from portus.format.record import Value
 from portus.index.records import VersionLog, VersionRecord
@@ -284,8 +284,15 @@ def _head_size(patches: int, tree_length: int, bunches: int) -> int:
 class LogWriter:
     """Appends to the log of the newest version of a model. One thread at a time."""
 
-    def __init__(self, medium: Medium, log: VersionLog, last: Entry | None = None) -> None:
-        """last: the last entry that counts. What is behind it is blanked by ``cut``."""
+    def __init__(
+        self,
+        medium: Medium,
+        log: VersionLog,
+        last: Entry | None = None,
+        look: Callable[[int, bytes], None] = lambda _offset, _expected: None,
+    ) -> None:
+        """last: the last entry that counts. What is behind it is blanked by ``cut``. look: told
+        before each store what was stored last, and where; raises if somebody else changed it."""
         self.log = log
         """As the newest version has it."""
         self._medium: Final = medium
@@ -293,6 +300,8 @@ class LogWriter:
         self._tail = log.extent.offset if last is None else last.extent.end
         self.count = 0 if last is None else last.number
         """Entries that count."""
+        self._look: Final = look
+        self._last_header = self._stored_header = b""
 
     @property
     def room(self) -> int:
@@ -332,6 +341,12 @@ class LogWriter:
                 "changed while it was opened; open it again"
             )
         self._medium.store(entry.offset, data)
+        self._last_header = bytes(data[: LOG_ENTRY.size])
+
+    def look(self) -> None:
+        """Raise ``CorruptionError`` if somebody else changed the pool: it is poisoned then. Each
+        ``store`` does it."""
+        self._look(0 if self._last is None else self._last.offset, self._last_header)
 
     def store(
         self,
@@ -344,7 +359,8 @@ class LogWriter:
     ) -> Extent:
         """Store the next entry, and say what must be persisted for it to count; then ``advance``.
         There is room for it. ``bunches``: if its version was committed as one that has some.
-        ``flags``: as in the format. Raises ``MediumError``."""
+        ``flags``: as in the format. Raises ``MediumError``, and what ``look`` does."""
+        self.look()
         shapes = [each.data.shape for each in bunches]
         size = entry_size([data.nbytes for _, data in patches], len(tree), shapes)
         assert size <= self.room, "an entry outgrew its log"
@@ -361,20 +377,29 @@ class LogWriter:
         if size <= _ONE_STORE_MAX:
             for part in parts:
                 hasher.update(part)
-            self._medium.store(extent.offset, b"".join([start, hasher.digest(), rest, *parts]))
+            self._stored_header = start + hasher.digest()
+            self._put(extent.offset, b"".join([self._stored_header, rest, *parts]))
             return extent
         position = extent.offset + _DIGEST.stop + len(rest)
         for part in parts:
             hasher.update(part)
-            self._medium.store(position, part)
+            self._put(position, part)
             position += len(part)
-        self._medium.store(extent.offset, start + hasher.digest() + rest)
+        self._stored_header = start + hasher.digest()
+        self._put(extent.offset, self._stored_header + rest)
         return extent
+
+    def _put(self, offset: int, data: bytes | memoryview) -> None:
+        try:
+            self._medium.store(offset, data)
+        except MediumError:
+            self._look(0, b"")  # the file may have been cut
+            raise
 
     def advance(self, stored: Extent) -> None:
         """What was stored is durable, and counts."""
         assert stored.offset == self._tail
-        self._last = stored
+        self._last, self._last_header = stored, self._stored_header
         self._tail = stored.end
         self.count += 1
 
@@ -386,7 +411,7 @@ class LogWriter:
         bunches: Sequence[Bunch] = (),
     ) -> None:
         """Store an entry that stands on the version of ``commit``, and persist it: it is committed.
-        Raises ``MediumError``."""
+        Raises as ``store``."""
         stored = self.store(patches, tree, commit, bunches)
         self._medium.persist([stored])
         self.advance(stored)

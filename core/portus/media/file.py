@@ -277,9 +277,11 @@ class PlainFile:
             )
 
     def _check_length(self, end: int) -> None:
-        """Storing behind the end of a file that somebody cut would be SIGBUS, or a hole."""
-        if end > self._status().st_size:
-            raise self._truncated(end)
+        """Storing behind the end of a file that somebody cut would be SIGBUS, or a hole; before it,
+        something of a pool that is broken."""
+        size = self._status().st_size
+        if size < end or size < self._known:
+            raise self._truncated(max(end, self._known))
 
     def _truncated(self, expected: int) -> MediumError:
         found = self._status().st_size
@@ -329,11 +331,9 @@ class PlainFile:
 
     def _read(self, offset: int, target: memoryview) -> int:
         """Fill ``target``; returns the bytes found, fewer at the end of the file."""
-        done = 0
-        while done < len(target):
+        done = count = self._read_once(offset, target)
+        while count and done < len(target):
             count = self._read_once(offset + done, target[done:])
-            if count == 0:
-                break
             done += count
         return done
 

@@ -92,7 +92,8 @@ class ShelfStore:
         """Make ``items`` what is committed, and of the arrays ``changed``, which are theirs, what
         their views hold.
 
-        Raises ``MediumError``; then all is as it was before, and so are ``committed`` of arrays.
+        Raises ``MediumError``, ``CorruptionError`` if somebody else changed the pool; then all is
+        as it was before, and so are ``committed`` of arrays.
         After an interrupt, or any other exception of a signal handler, nothing can be committed any
         more before the shelf is opened again. ``items`` belong to the store from now on.
         """
@@ -184,6 +185,8 @@ class ShelfStore:
     ) -> None:
         """Commit by a new version."""
         writer = self._writer()
+        if self._log is not None:
+            self._log.look()
         there = set(self._arrays)
         afresh = {each for each in arrays if each not in there}
         afresh |= {each for each in arrays if each in dirty and _mostly(each, dirty[each])}
@@ -203,7 +206,8 @@ class ShelfStore:
                 length = self._log_length(arrays)
                 [area] = writer.reserve(length, contiguous=True)
                 held.append([area])
-                log = LogWriter(writer.medium, VersionLog(area, os.urandom(16), 0, 0))
+                fresh = VersionLog(area, os.urandom(16), 0, 0)
+                log = LogWriter(writer.medium, fresh, look=writer.glance)
             assert log is not None
             count = log.count
             if patches:
@@ -372,7 +376,9 @@ class ShelfStore:
         self.items = decode(tree, made)
         self._is_at(record, arrays, layout, tree)
         if record.log is not None:
-            self._log = LogWriter(self._pool.medium, record.log, last)
+            pool = self._pool
+            if isinstance(pool, PoolWriter):
+                self._log = LogWriter(pool.medium, record.log, last, pool.glance)
             self._open_end = last is not None and bool(last.patches or last.tree)
 
     def _no_shelf(self, models: Sequence[str]) -> UsageError:
