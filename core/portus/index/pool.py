@@ -587,7 +587,8 @@ class PoolWriter(PoolReader):
         ``expected``: what this writer stored last at ``offset``, if it is newer than the root that
         was looked at before: no other pool has it, nor has an older copy of this one."""
         root = self._roots[0].root
-        if expected and root is self._glanced and self._has(offset, expected):
+        is_known = bool(expected) and root is self._glanced and self.medium.size >= root.size
+        if is_known and self._has(offset, expected):
             return
         with self._committing:
             self._look(offset, expected)

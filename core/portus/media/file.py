@@ -277,11 +277,9 @@ class PlainFile:
             )
 
     def _check_length(self, end: int) -> None:
-        """Storing behind the end of a file that somebody cut would be SIGBUS, or a hole; before it,
-        something of a pool that is broken."""
-        size = self._status().st_size
-        if size < end or size < self._known:
-            raise self._truncated(max(end, self._known))
+        """Storing behind the end of a file that somebody cut would be SIGBUS, or a hole."""
+        if end > self._status().st_size:
+            raise self._truncated(end)
 
     def _truncated(self, expected: int) -> MediumError:
         found = self._status().st_size
