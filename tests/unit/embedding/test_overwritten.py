@@ -41,6 +41,19 @@ def train(small: Small, tables: Any) -> None:
     tables.wait()
 
 
+def changed_after_two_batches(deed: Deed, path: Path, other: bytes) -> tuple[Small, Any]:
+    """A training whose pool others changed, with an older copy of it or with the pool ``other``."""
+    small = Small()
+    tables = small.protect(path)
+    small.step(1)
+    tables.wait()
+    older = path.read_bytes()
+    small.step(2)
+    tables.wait()
+    deed(path, older, other)
+    return small, tables
+
+
 def require_refusal(small: Small, tables: Any, path: Path) -> None:
     """The batch is not durable, nor is any later one; the file stays as it is."""
     found = path.read_bytes()
@@ -56,14 +69,7 @@ def require_refusal(small: Small, tables: Any, path: Path) -> None:
 def test_a_batch_fails_once_others_changed_the_pool_and_stores_nothing_there(
     deed: Deed, path: Path, other: bytes
 ) -> None:
-    small = Small()
-    tables = small.protect(path)
-    small.step(1)
-    tables.wait()
-    older = path.read_bytes()
-    small.step(2)
-    tables.wait()
-    deed(path, older, other)
+    small, tables = changed_after_two_batches(deed, path, other)
     require_refusal(small, tables, path)
     if deed is replaced:
         assert check(path) == []
@@ -77,14 +83,7 @@ def test_a_batch_fails_once_others_changed_the_pool_and_stores_nothing_there(
 def test_no_mark_is_made_in_a_pool_that_others_changed(
     deed: Deed, path: Path, other: bytes
 ) -> None:
-    small = Small()
-    tables = small.protect(path)
-    small.step(1)
-    tables.wait()
-    older = path.read_bytes()
-    small.step(2)
-    tables.wait()
-    deed(path, older, other)
+    small, tables = changed_after_two_batches(deed, path, other)
     found = path.read_bytes()
     with pytest.raises(LOST, match=r"another (program|writer)"):
         small.model.state_dict()
