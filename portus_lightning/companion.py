@@ -265,6 +265,12 @@ def plugin_of(trainer: Any) -> PortusIO | None:
     return None
 
 
+def is_with_portus(trainer: Any) -> bool:
+    """True if the Trainer's checkpoints are saved by Portus, and not left to Lightning."""
+    io = plugin_of(trainer)
+    return io is not None and io.is_on()
+
+
 def is_to_be_passed_over(trainer: Any, path: str) -> bool:
     """True if the save of the checkpoint at ``path`` was cut off: it is put aside then. On every
     rank, before any has its pool open."""

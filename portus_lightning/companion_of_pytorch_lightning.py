@@ -7,9 +7,10 @@ from pytorch_lightning import Callback
 from portus_lightning.companion import (
     CompanionHooks,
     is_to_be_passed_over,
+    is_with_portus,
     lead_back_what_was_last,
 )
-from portus_lightning.stock import choose_again
+from portus_lightning.stock import choose_again, link_in_one_step
 
 
 class PortusCompanion(CompanionHooks, Callback):
@@ -17,3 +18,4 @@ class PortusCompanion(CompanionHooks, Callback):
 
 
 choose_again("pytorch_lightning", lead_back_what_was_last, is_to_be_passed_over)
+link_in_one_step("pytorch_lightning", is_with_portus)

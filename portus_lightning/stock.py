@@ -103,6 +103,36 @@ def choose_again(
     connector._select_ckpt_path = selected
 
 
+def link_in_one_step(copy: str, is_meant: Callable[[Any], bool]) -> None:
+    """Where a ``ModelCheckpoint`` of this copy of Lightning makes its ``last`` link anew, of a
+    Trainer for which ``is_meant``: replace the link in one step.
+
+    Lightning removes the link first. A job that was killed right then had no last checkpoint, and
+    ``ckpt_path="last"`` began anew. Nothing happens where Lightning makes links otherwise.
+    """
+    module = importlib.import_module(f"{copy}.callbacks.model_checkpoint")
+    callback = module.ModelCheckpoint
+    make = getattr(callback, "_link_checkpoint", None)
+    if make is None or hasattr(make, "portus_links"):
+        return
+
+    @functools.wraps(make)
+    def made(trainer: Any, filepath: str, linkpath: str) -> None:
+        target, link = os.path.abspath(filepath), os.path.abspath(linkpath)
+        if target != link and trainer.is_global_zero and is_meant(trainer):
+            try:
+                portus.replace_link(link, target)
+            except OSError:  # a directory is there, or no links are made here
+                make(trainer, filepath, linkpath)
+            else:
+                trainer.strategy.barrier()
+        else:
+            make(trainer, filepath, linkpath)
+
+    made.portus_links = True  # type: ignore[attr-defined]
+    callback._link_checkpoint = staticmethod(made)
+
+
 def _is_missing(path: Any) -> bool:
     """True for a path at which there is nothing."""
     is_path = isinstance(path, os.PathLike) or (

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         this_is_a_reference_run_portus_materialize as this_is_a_reference_run_portus_materialize,
     )
     from portus.client.checkpointer import Checkpointer as Checkpointer
+    from portus.client.files.reference import replace_link as replace_link
     from portus.client.job.cadence import Cadence as Cadence
     from portus.client.job.cadence import checked_cadence as checked_cadence
     from portus.client.job.preemption import Preemption as Preemption
@@ -130,6 +131,7 @@ _MODULE_OF: Final = {
     "register_codec": "portus.client.state.codecs",
     "register_reference_loader": "portus._autoload",
     "remaining_references": "portus.client.leaving.in_turn",
+    "replace_link": "portus.client.files.reference",
     "restore_randomness": "portus.client.state.randomness",
     "saved_in": "portus.client.leaving.in_turn",
     "say_remaining": "portus.client.leaving.in_turn",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
 from portus_lightning import PortusIO
@@ -40,6 +41,23 @@ Keeper.make_durable = die_in_save
 fit(Path(sys.argv[1]))
 """
 
+KILLED_AT_LINK = """
+import os, sys
+from pathlib import Path
+from tests.adapters.test_lightning_uncommitted import fit
+
+links = iter(range(1, 99))
+symlink = os.symlink
+
+def die_at_link(target, link, **more):
+    if "last.ckpt" in str(link) and next(links) == 4:  # what was to be replaced may be gone by now
+        os.kill(os.getpid(), 9)
+    symlink(target, link, **more)
+
+os.symlink = die_at_link
+fit(Path(sys.argv[1]))
+"""
+
 
 def fit(root: Path, resume: Any = None) -> Net:
     net = Net()
@@ -50,7 +68,11 @@ def fit(root: Path, resume: Any = None) -> Net:
 
 
 def killed_in_save(root: Path, number: int) -> None:
-    command = [sys.executable, "-c", KILLED, str(root), str(number)]
+    killed(KILLED, str(root), str(number))
+
+
+def killed(program: str, *arguments: str) -> None:
+    command = [sys.executable, "-c", program, *arguments]
     ended = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
@@ -98,6 +120,30 @@ def test_a_last_link_to_a_save_that_was_refused_resumes_the_newest(tmp_path: Pat
     assert not (tmp_path / "ckpt" / "last.ckpt").exists()
     net = fit(tmp_path, "last")
     assert [step for step, _ in net.seen] == [3, 4, 5]
+
+
+def test_a_run_that_died_while_lightning_made_its_last_link_anew_goes_on(tmp_path: Path) -> None:
+    """Lightning removes the link before it makes the new one; then no checkpoint is the last."""
+    killed(KILLED_AT_LINK, str(tmp_path))
+    assert os.readlink(tmp_path / "ckpt" / "last.ckpt") == "step=3.ckpt"
+    net = fit(tmp_path, "last")
+    assert net.seen[0][0] in (2, 3), "the save of step 3 may have been under way"
+    assert torch.load(tmp_path / "ckpt" / "last.ckpt")["global_step"] == BATCHES
+
+
+@pytest.mark.parametrize("there", ["nothing", "a link", "a file", "a directory"])
+def test_a_last_link_takes_the_place_of(there: str, tmp_path: Path) -> None:
+    target, link = tmp_path / "step=1.ckpt", tmp_path / "last.ckpt"
+    target.write_bytes(b"new")
+    if there == "a link":
+        link.symlink_to("step=0.ckpt")
+    elif there == "a file":
+        link.write_bytes(b"old")
+    elif there == "a directory":
+        (link / "shards").mkdir(parents=True)
+    ModelCheckpoint._link_checkpoint(trainer(tmp_path), str(target), str(link))
+    assert os.readlink(link) == "step=1.ckpt"
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=1.ckpt"]
 
 
 @pytest.mark.long

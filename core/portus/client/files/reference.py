@@ -208,15 +208,26 @@ def lead_links_to(target: str, path: str) -> None:
         for name in os.listdir(directory):
             link = os.path.join(directory, name)
             if os.path.islink(link) and os.path.realpath(link) == os.path.realpath(path):
-                second = os.path.join(directory, f".{name}{NEW}")
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(second)
-                os.symlink(os.path.relpath(target, directory), second)
-                os.replace(second, link)
+                replace_link(link, target)
     except FileNotFoundError:
         return  # there is no such directory here
     except OSError as error:
         raise MediumError(error.errno, f"cannot link to {target}: {error.strerror}") from error
+
+
+def replace_link(link: str, target: str) -> None:
+    """Make ``link`` a symbolic link to ``target``, in place of the link or file that may be there,
+    in one step: whoever dies meanwhile leaves the one or the other. Raises ``OSError``."""
+    directory, name = os.path.split(link)
+    second = os.path.join(directory, f".{name}{NEW}")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(second)
+    os.symlink(os.path.relpath(target, directory), second)
+    try:
+        os.replace(second, link)
+    except OSError:
+        os.unlink(second)
+        raise
 
 
 def forget(reference: Reference, directory: str, files: FileSystem) -> None:
