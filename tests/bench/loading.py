@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from portus.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST
+from portus.index.commit_records import NewVersion
 from portus.index.directory import create_pool, open_writer
-from portus.index.pool import NewVersion
 from portus.media.local import LocalFiles
 from tests.bench.measure import Row, Run, timed
 from tests.bench.saving import MIB, memcpy_of, pool_at

@@ -22,7 +22,7 @@ from portus.embedding.tables import changed_rows
 from portus.errors import MediumError
 from portus.format.checksum import digest
 from portus.index.directory import open_writer
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import encode_layout
 from portus.media.base import Medium
 from portus.media.lock import ProcessLocks

@@ -10,7 +10,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar, cast
 from portus.index.check import Severity, check
 from portus.index.device import is_blank, make_pool
 from portus.index.directory import create_pool
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.media.base import FileSystem, Medium
 from portus.media.dax import SpaceMedium
 from portus.media.lock import ProcessLocks

@@ -15,7 +15,7 @@ import numpy as np
 from portus.errors import MediumError
 from portus.format.checksum import digest
 from portus.index.directory import open_writer
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.media.base import Medium
 from portus.media.lock import ProcessLocks
 from portus.shelf import Shelf

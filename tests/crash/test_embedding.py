@@ -14,8 +14,9 @@ from portus.embedding.fold import Fold
 from portus.embedding.moment import Moment
 from portus.embedding.store import TableStore
 from portus.index import log
+from portus.index.commit_records import NewVersion
 from portus.index.log import Bunch, LogWriter, Patch
-from portus.index.pool import NewVersion, PoolWriter
+from portus.index.pool import PoolWriter
 from portus.spec import Extent
 from portus.testing.crash import CrashFiles, Faults
 from portus.testing.explore import Explorer, ImageError

@@ -17,8 +17,11 @@ from portus.client.files.keeper import Keeper
 from portus.errors import MediumError, PortusError
 from portus.format.layout import DATA_START, SLOT_OFFSETS
 from portus.index.catalogue import Catalogue
+from portus.index.commit_records import Change
 from portus.index.directory import create_pool
-from portus.index.pool import Change, PoolReader, PoolWriter, format_pool
+from portus.index.free_space import FreeSpace
+from portus.index.pool import PoolWriter, format_pool
+from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord
 from portus.index.roots import format_superblock
 from portus.index.space import Runs
@@ -164,26 +167,37 @@ class SharerToldOtherwise(PoolWriter):
 # --- wrong use of space ---------------------------------------------------------------------
 
 
-class SpaceUsedAgainTooEarly(PoolWriter):
+def with_space(space: type[FreeSpace]) -> type[Trainer]:
+    """A process whose writer takes that for free."""
+
+    class Wrong(PoolWriter):
+        def _recover(self) -> None:
+            self._space = space(self.medium, self.locks)  # type: ignore[misc]
+            super()._recover()
+
+    return with_pool(Wrong)
+
+
+class SpaceUsedAgainTooEarly(FreeSpace):
     """What the other slot still reaches counts as free."""
 
     def _free_now(self) -> Runs:
-        roots, self._roots = self._roots, self._roots[:1]
+        roots, self.roots = self.roots, self.roots[:1]
         try:
             return super()._free_now()
         finally:
-            self._roots = roots
+            self.roots = roots
 
 
 class SpaceGivenBackTooEarly(PoolWriter):
     """What the other slot still reaches goes back to the file system."""
 
     def give_back(self, at_most: int | None = None) -> int:
-        roots, self._roots = self._roots, self._roots[:1]
+        roots, self._space.roots = self._space.roots, self._space.roots[:1]
         try:
             return super().give_back(at_most)
         finally:
-            self._roots = roots
+            self._space.roots = roots
 
 
 class TornSlotLeftAtOpen(PoolWriter):
@@ -227,7 +241,7 @@ class RecordsShareAPage(PoolWriter):
         return [Extent(area.offset, length)] if area.length == length else [area]
 
 
-class SpaceOfANewVersionNotHeld(PoolWriter):
+class SpaceOfANewVersionNotHeld(FreeSpace):
     """What was reserved for a save can be reserved again by its own records."""
 
     def _free_now(self) -> Runs:
@@ -419,7 +433,7 @@ MISTAKES = {
         with_pool(SharerToldOtherwise), (save_together,), LOST, Faults(persist=frozenset({6}))
     ),
     "space is used again too early": Mistake(
-        with_pool(SpaceUsedAgainTooEarly), (save_and_retire,), TORN
+        with_space(SpaceUsedAgainTooEarly), (save_and_retire,), TORN
     ),
     "space is given back too early": Mistake(with_pool(SpaceGivenBackTooEarly), (give_back,), TORN),
     "a torn slot is left as it is at open": Mistake(
@@ -431,7 +445,7 @@ MISTAKES = {
     "records of two commits share a page": Mistake(
         with_pool(RecordsShareAPage), (retire_by_itself,), LOST
     ),
-    "space in use is not held": Mistake(with_pool(SpaceOfANewVersionNotHeld), (save_three,), TORN),
+    "space in use is not held": Mistake(with_space(SpaceOfANewVersionNotHeld), (save_three,), TORN),
     "a pin is ignored": Mistake(PinIgnored, (save_while_read,), TORN),
     "the directory is never synced": Mistake(DirectoryNeverSynced, (save_one,), LOST),
     "the directory is not synced at open": Mistake(

@@ -25,7 +25,7 @@ from portus.client.loading.view import PoolView
 from portus.errors import CorruptionError, MediumError, PortusError
 from portus.format.layout import SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS
 from portus.index.directory import open_reader
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.spec import Extent
 from tests.unit.client.same import assert_same
 

@@ -9,8 +9,9 @@ from typing import Final
 import pytest
 
 from portus.index import log
+from portus.index.commit_records import NewVersion
 from portus.index.log import LogWriter
-from portus.index.pool import NewVersion, PoolWriter
+from portus.index.pool import PoolWriter
 from portus.media import private
 from portus.media.private import Private
 from portus.shelf import store

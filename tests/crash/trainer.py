@@ -27,7 +27,8 @@ from portus.format.reference import Reference, decode
 from portus.index.catalogue import read_catalogue
 from portus.index.check import Severity, check
 from portus.index.directory import create_pool, links_directory, open_writer
-from portus.index.pool import PoolReader, PoolWriter
+from portus.index.pool import PoolWriter
+from portus.index.reader import PoolReader
 from portus.index.records import (
     NOWHERE,
     VersionEntry,

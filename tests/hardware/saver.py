@@ -17,7 +17,8 @@ from portus.format.checksum import digest
 from portus.index.check import check
 from portus.index.directory import WRITERS, create_pool, has_pool
 from portus.index.findings import Severity
-from portus.index.pool import PoolReader, PoolWriter
+from portus.index.pool import PoolWriter
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, encode_layout
 from portus.media.local import LocalFiles
 from portus.pipeline.draft import PoolDraft

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.client.files.host import HostPool
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import encode_layout
 from portus.pipeline.handle import SaveStats
 from portus.pipeline.parts import shared, sources

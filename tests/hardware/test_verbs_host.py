@@ -69,7 +69,7 @@ def check_sound(server: Server) -> None:
     while hosted.saves and time.monotonic() < until:
         time.sleep(0.01)
     assert hosted.saves == 0
-    assert not hosted.writer._held, "space is held by no save"
+    assert not hosted.writer._space._held, "space is held by no save"
     assert [each for each in check(hosted.writer) if each.severity is Severity.ERROR] == []
 
 

@@ -20,7 +20,7 @@ import portus
 from portus.client.loading import restore
 from portus.errors import PortusError, TransportError, UsageError
 from portus.index.directory import open_reader
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.mirror.address import parse
 from portus.mirror.bucket import Bucket, BucketTimeouts
 from portus.mirror.log import SupersededError

@@ -22,7 +22,7 @@ from portus.cli.pools import PlacePools, find_pool, holders
 from portus.errors import PortusError, UsageError
 from portus.index.catalogue import Catalogue
 from portus.index.place import Place, PlaceKind
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.media.base import Medium
 from portus.media.local import LocalFiles
 from portus.spec import Extent

@@ -33,8 +33,9 @@ from portus.errors import MediumError
 from portus.index.catalogue import Catalogue
 from portus.index.directory import on_disk
 from portus.index.groups import Group, groups_of
+from portus.index.messages import read_failure
 from portus.index.place import Place, PlaceKind
-from portus.index.pool import PoolReader, read_failure
+from portus.index.reader import PoolReader
 from portus.spec import VersionInfo
 
 NEWEST: Final = 10

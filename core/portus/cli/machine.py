@@ -11,7 +11,7 @@ from typing import Final
 
 from portus.errors import MediumError, PortusError, TransportError
 from portus.index.device import is_blank
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.media.dax import DeviceFacts, device_facts, open_device
 from portus.media.lock import ProcessLocks
 from portus.media.pmem import processor

@@ -23,7 +23,7 @@ from portus.index.catalogue import Catalogue
 from portus.index.directory import links_directory, pools_at
 from portus.index.groups import part_of
 from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place, PlaceKind
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.media.local import LocalFiles
 from portus.mirror import objects as mirrored

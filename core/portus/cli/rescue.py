@@ -13,7 +13,7 @@ from portus.errors import CorruptionError, PortusError, UsageError
 from portus.index.check import Severity, check
 from portus.index.directory import WRITERS, locked, pools_at
 from portus.index.place import Place, local_path
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.rebuild import chosen, copy_versions, rebuild
 from portus.index.rescue import RecoverableVersion, find_versions, is_whole
 from portus.media.base import Medium

@@ -34,7 +34,8 @@ from portus.index.directory import (
 )
 from portus.index.holds import PoolHolds
 from portus.index.place import Place
-from portus.index.pool import PoolReader, PoolWriter, format_pool
+from portus.index.pool import PoolWriter, format_pool
+from portus.index.reader import PoolReader
 from portus.media.base import MediumKind
 from portus.media.file import PlainFile
 from portus.media.local import LocalFiles

@@ -13,7 +13,7 @@ from portus.daemon.pools import Pools
 from portus.errors import CorruptionError, PortusError
 from portus.index.check import CheckOptions, Finding, Severity
 from portus.index.place import Place
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.scrub import scrub
 
 PAUSE_S: Final = 3600.0

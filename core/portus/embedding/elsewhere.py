@@ -19,7 +19,7 @@ from portus.client.state.codecs import MARK, decode_stand_ins, is_stand_in, regi
 from portus.embedding.store import MARKS
 from portus.errors import StaleError
 from portus.index.directory import open_reader
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ import numpy as np
 
 from portus.embedding.moment import Moment
 from portus.format.checksum import UNIT
+from portus.index.commit_records import NewVersion
 from portus.index.log import Bunch, LogWriter, entry_size
-from portus.index.pool import NewVersion, PoolWriter
+from portus.index.pool import PoolWriter
 from portus.index.records import Pointer, VersionLog
 from portus.pipeline.parts import StorageRows, exact, rows_of
 from portus.spec import Extent

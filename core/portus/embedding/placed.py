@@ -34,6 +34,7 @@ from portus.embedding.store import MARKS, MODEL, TableStore
 from portus.errors import UsageError
 from portus.format.checksum import DIGEST_SIZE, UNIT, unit_count
 from portus.format.layout import EXTENT, UNDO
+from portus.index.commit_records import NewVersion
 from portus.index.in_place import (
     InPlace,
     cell_digests,
@@ -44,7 +45,7 @@ from portus.index.in_place import (
     unit_sum,
 )
 from portus.index.log import Bunch, LogWriter, entry_size, logged, pending
-from portus.index.pool import NewVersion, PoolWriter
+from portus.index.pool import PoolWriter
 from portus.index.records import InPlaceStorage, VersionLog, VersionRecord, decode_layout
 from portus.media.base import Extents, MappedMedium
 from portus.pipeline.parts import StorageRows, exact, rows_of

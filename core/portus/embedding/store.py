@@ -32,8 +32,9 @@ from portus.embedding.moment import Moment
 from portus.embedding.slices import Slices
 from portus.errors import MediumError, UsageError
 from portus.format.layout import RecordKind
+from portus.index.commit_records import NewVersion
 from portus.index.log import Entry, LogWriter, entries, entry_size
-from portus.index.pool import NO_SPACE, NewVersion, PoolWriter
+from portus.index.pool import NO_SPACE, PoolWriter
 from portus.index.records import Pointer, VersionEntry, VersionRecord
 from portus.pipeline.parts import rows_of, shared
 from portus.spec import PAGE

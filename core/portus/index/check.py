@@ -30,7 +30,7 @@ from portus.index.check_version import BATCH, Bytes, CheckedVersion, Flags, Vers
 from portus.index.directory import pools_at
 from portus.index.findings import RULES, Finding, Findings, Severity
 from portus.index.place import Place
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.index.rescue import next_catalogue
 from portus.index.roots import damaged_slot, read_roots

@@ -23,8 +23,10 @@ from typing import Final
 from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.format.layout import DATA_START
 from portus.index import device
+from portus.index.messages import read_holder, store_failure
 from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
-from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder, store_failure
+from portus.index.pool import PoolWriter, format_pool
+from portus.index.reader import PoolReader
 from portus.index.roll import deserted
 from portus.index.roots import Root
 from portus.media.base import FileStatus, FileSystem, Locks, MediumKind

@@ -20,90 +20,61 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, cast
 
-import numpy as np
 import numpy.typing as npt
 
-from portus.errors import CorruptionError, MediumError, StaleError, UsageError
+from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.layout import (
-    BUNCHES,
-    COPY,
     DATA_START,
     HEADER,
     HOLDER_OFFSET,
     HOLDER_SIZE,
-    IN_PLACE,
-    LOGS,
     SUPERBLOCK_OFFSETS,
-    VERSION_ID_MAX,
     RecordKind,
 )
 from portus.index.catalogue import (
     Catalogue,
-    Model,
     newest_catalogue,
     read_catalogue,
     read_copies,
     read_version,
     version_runs,
 )
+from portus.index.commit_records import Change, CommitRecords, Kept, NewVersion
+from portus.index.free_space import FreeSpace, Wanted, left_to_records
 from portus.index.line import Line, RoomError
+from portus.index.messages import read_failure, read_holder, store_messages
+from portus.index.reader import PoolReader
 from portus.index.records import (
     NOWHERE,
     Copy,
     Pointer,
-    Rows,
     VersionEntry,
-    VersionLog,
     VersionRecord,
-    encode_copies,
-    encode_index,
-    encode_metrics,
-    encode_table,
-    encode_version,
-    frame,
-    metrics_size,
-    point,
-    read_copied,
     read_whole,
 )
-from portus.index.rescue import next_catalogue
 from portus.index.roots import (
     Root,
-    Superblock,
     clear_slot,
-    damaged_slot,
     format_superblock,
     read_roots,
-    read_superblock,
     settle_superblock,
     store_root,
     whole_superblock,
 )
 from portus.index.space import (
-    EMPTY,
     Runs,
-    alone,
-    choose,
     extents_runs,
-    gaps,
-    last,
     merged,
     page_count,
-    runs_of,
-    without,
 )
 from portus.media.base import Locks, Medium, SparseMedium
-from portus.media.warm import warm
-from portus.spec import PAGE, Extent, VersionInfo
+from portus.spec import PAGE, Extent
 
 _log: Final = logging.getLogger("portus")
-
-_TOUCHED: Final = 2 << 20
-"""Bytes of which it is remembered together whether they were touched."""
 
 REFRESH_COMMITS: Final = 64
 """What versions share is written afresh after so many commits, so that rot cannot hide in all."""
@@ -118,204 +89,11 @@ _GROWTH: Final = 2 << 20
 """A pool grows to a multiple of this many bytes: the size of a huge page."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewVersion:
-    """A version about to be committed; its bytes are stored already.
-
-    ``layout`` is a pointer to a layout record that a version in the catalogue uses, or the
-    payload of a new one; so is ``tree``. Rows as in the format; ``born`` 0 stands for this commit.
-    ``inexact``, ``metrics``: see ``VersionInfo``. ``log``: pages of its own that are reserved, or
-    the log of the version before it;
-    ``has_bunches``: its entries may have bunches.
-    """
-
-    model: str
-    step: int
-    token: bytes
-    layout: Pointer | bytes
-    tree: Pointer | bytes
-    storages: Rows
-    extents: Rows
-    units: Rows
-    inexact: bool = False
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    log: VersionLog | None = None
-    has_bunches: bool = False
-
-    @property
-    def features(self) -> int:
-        """The incompat bits that it needs."""
-        if self.log is None:
-            return 0
-        bunches = BUNCHES if self.has_bunches else 0
-        return LOGS | bunches | (IN_PLACE if self.log.in_place else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What one commit is asked for: a ``new`` version, if any, whose bytes are in the extents
-    ``data``; versions to ``retire``, by id."""
-
-    new: NewVersion | None
-    data: Sequence[Extent] = ()
-    retire: Collection[int] = ()
-
-
 def format_pool(medium: Medium, uuid: bytes | None = None, after: Root | None = None) -> None:
     """Make an empty pool of a new medium of at least ``DATA_START`` bytes, durable on return.
     uuid, after: see ``format_superblock``."""
     format_superblock(medium, uuid, after)
     medium.persist([Extent(0, DATA_START)])
-
-
-def read_holder(medium: Medium) -> str:
-    """Who opened the pool for writing last, in words; empty if nobody did."""
-    return _messages(medium)[0]
-
-
-def read_failure(medium: Medium) -> str:
-    """Which save to the pool failed last, when and why, in words; empty if none did."""
-    return _messages(medium)[1]
-
-
-def store_failure(medium: Medium, text: str) -> None:
-    """Say which save failed. Takes no space, and is not persisted: a message, and no more."""
-    _store_messages(medium, read_holder(medium), text)
-
-
-def _messages(medium: Medium) -> tuple[str, str]:
-    data = memoryview(bytearray(HOLDER_SIZE))
-    medium.load(HOLDER_OFFSET, data)
-    text = bytes(data).split(b"\0")[0].decode("utf-8", "replace")
-    holder, _, failure = text.partition("\n")
-    return holder, failure
-
-
-def _store_messages(medium: Medium, holder: str, failure: str) -> None:
-    """Each is one line, and the second is cut off where there is no more room."""
-    text = "\n".join(" ".join(each.split()) for each in (holder, failure) if each)
-    data = text.encode()[: HOLDER_SIZE - 1].decode("utf-8", "ignore").encode()
-    medium.store(HOLDER_OFFSET, data.ljust(HOLDER_SIZE, b"\0"))
-
-
-class PoolReader:
-    """Looks at a pool that somebody may be writing. Owns medium and locks, and closes them.
-
-    Safe to share between threads.
-    """
-
-    def __init__(self, medium: Medium, locks: Locks) -> None:
-        self.medium: Final = medium
-        self.locks: Final = locks
-        self._superblock = read_superblock(medium)
-        self._searched: tuple[Root, Catalogue] | None = None
-
-    @property
-    def superblock(self) -> Superblock:
-        """Who the pool is."""
-        return self._superblock
-
-    def catalogue(self) -> Catalogue:
-        """What is committed now. Raises ``CorruptionError``.
-
-        Where a root slot is damaged, the commit that it may have led to is searched for, once: all
-        that is free is read.
-        """
-        return self._ahead(newest_catalogue(self.medium, self.superblock.uuid))
-
-    def may_have(self, token: bytes) -> bool:
-        """True if readers may find the version of that token, though its commit failed: its root
-        is in a slot, durable or not. Reads the pool anew. Raises ``MediumError``."""
-        try:
-            there = newest_catalogue(self.medium, self.superblock.uuid)
-        except CorruptionError:
-            return False  # nobody finds anything there
-        return any(entry.info.token == token for entry in there.entries())
-
-    def _ahead(self, found: Catalogue) -> Catalogue:
-        """The catalogue that a damaged slot led to, if all of it is whole; else ``found``. A slot
-        that is torn since a crash in a commit looks like one that rotted."""
-        slot = damaged_slot(self.medium, self.superblock.uuid, found.root)
-        if slot is None or self._is_being_written():
-            return found
-        if self._searched is None or self._searched[0] != found.root:
-            name = self.medium.info.name
-            _log.warning(
-                "%s: root slot %d is damaged; searching for the commit that it led to", name, slot
-            )
-            ahead = next_catalogue(self.medium, self.superblock.uuid, found)
-            if ahead is not None:
-                _log.error(
-                    "%s: root slot %d is damaged, but commit %d, to which it led, is intact: "
-                    "that is the newest",
-                    name,
-                    slot,
-                    ahead.root.sequence,
-                )
-            self._searched = found.root, ahead or found
-        return self._searched[1]
-
-    def _is_being_written(self) -> bool:
-        """True if somebody may be storing a slot just now."""
-        return self.locks.has_writer()
-
-    def kept_bytes(self, but: Collection[int] = ()) -> int:
-        """Bytes of pages that the versions reach, all ``but`` some by their ids, and what leads to
-        them. Reads the record of each."""
-        catalogue = self.catalogue()
-        kept = [entry for entry in catalogue.entries() if entry.info.id not in but]
-        whole = replace(catalogue, copies=read_copies(self.medium, catalogue.root))
-        reaches = [self._reach_of(entry) for entry in kept]
-        return DATA_START + page_count(merged([*reaches, whole.record_runs])) * PAGE
-
-    def unique_bytes(self) -> dict[int, int]:
-        """For each version, by its id: bytes of the pages that no other version reaches, which is
-        what removing it alone would free. Reads the record of each."""
-        entries = list(self.catalogue().entries())
-        pages = alone([self._reach_of(entry) for entry in entries])
-        return {e.info.id: each * PAGE for e, each in zip(entries, pages, strict=True)}
-
-    def _reach_of(self, entry: VersionEntry) -> Runs:
-        """The pages of a version; of one whose record is damaged, those of the record."""
-        with contextlib.suppress(CorruptionError):
-            return version_runs(entry, self.record(entry))
-        return extents_runs([entry.pointer.extent])
-
-    @contextlib.contextmanager
-    def pinned(self, version: int) -> Iterator[VersionEntry]:
-        """Hold a version while it is read: its space is not reused before this ends (V1).
-
-        Raises ``StaleError`` if it is not in the pool (any more).
-        """
-        self.locks.pin(version)
-        try:
-            # After the pin: a writer that asked for pins before it saw no version of this id
-            # in its own roots, so if the root still has it, the writer has to see our pin.
-            entry = self.catalogue().find(version)
-            if entry is None:
-                raise StaleError(
-                    f"version {version} is not in {self.medium.info.name} any more; load the "
-                    "newest again"
-                )
-            yield entry
-        finally:
-            self.locks.unpin(version)
-
-    def record(self, entry: VersionEntry) -> VersionRecord:
-        """The record of a pinned version. Raises ``CorruptionError``."""
-        return read_version(self.medium, entry)
-
-    def payload(self, pointer: Pointer, kind: RecordKind) -> memoryview:
-        """A layout or a tree of a pinned version, or its copy. Raises ``CorruptionError``."""
-        return read_copied(self.medium, pointer, kind, self._copies)
-
-    def _copies(self) -> Sequence[Copy]:
-        return read_copies(self.medium, self.catalogue().root)
-
-    def close(self) -> None:
-        """Let go of the medium, the lock and the pins."""
-        self.locks.close()
-        self.medium.close()
 
 
 class PoolWriter(PoolReader):
@@ -346,12 +124,7 @@ class PoolWriter(PoolReader):
         self.persist_s = 0.0
         """Seconds spent in the persists of commits."""
         self._reclaiming = False
-        self._touched: Final = bytearray()
-        self._guard: Final = threading.Lock()
-        self._held: Final[list[Runs]] = []
-        self._holes: Runs = EMPTY
-        """Pages that may have no space: they are filled before they are reserved."""
-        self._reach: Final[dict[int, Runs]] = {}
+        self._space: Final = FreeSpace(medium, locks)
         self._shapes: Final[dict[int, tuple[Pointer | bytes, Pointer | bytes]]] = {}
         self._slots: Final[dict[int, Root]] = {}
         self._unsure: Final[set[int]] = set()
@@ -362,15 +135,16 @@ class PoolWriter(PoolReader):
         """True once somebody else was found to have changed the pool; it is poisoned then."""
         self._glanced: Root | None = None
         """The newest root, if the pool was looked at since it was committed."""
-        self._strangers: set[int] = set()
-        self._strange: Runs = EMPTY
         self._recover()
-        if isinstance(medium, SparseMedium):
-            self._holes = extents_runs(medium.holes())
 
     def catalogue(self) -> Catalogue:
         """What is committed now, from memory."""
         return self._roots[0]
+
+    @property
+    def _roots(self) -> Sequence[Catalogue]:
+        """What the slots lead to, newest first."""
+        return self._space.roots
 
     def _is_being_written(self) -> bool:
         return False  # by this one alone
@@ -405,11 +179,11 @@ class PoolWriter(PoolReader):
         Raises ``MediumError`` (ENOSPC) when there is no room; nothing changes then.
         """
         pages = -(-length // PAGE)
-        wanted = _Wanted(pages, contiguous, 0 if contiguous else _left_to_records(pages))
-        extents = self._take(wanted)
+        wanted = Wanted(pages, contiguous, 0 if contiguous else left_to_records(pages))
+        extents = self._space.take(wanted)
         if extents is None:
             with self._committing:
-                extents = self._take(wanted)
+                extents = self._space.take(wanted)
                 if extents is None:
                     extents = self._make_room(wanted)
         return extents
@@ -417,21 +191,12 @@ class PoolWriter(PoolReader):
     def hold(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> list[Extent]:
         """Keep what a committed version reaches from reuse until ``release`` of what this gives:
         a save in progress is going to share it."""
-        runs = runs_of(offsets, lengths)
-        with self._guard:
-            self._held.append(runs)
-        return _extents(runs)
+        return self._space.hold(offsets, lengths)
 
     def release(self, extents: Sequence[Extent]) -> None:
         """Give back what ``reserve`` gave, or ``hold`` held, once. What a root reaches stays
         taken all the same."""
-        runs = extents_runs(extents)
-        with self._guard:
-            for index, held in enumerate(self._held):
-                if held.shape == runs.shape and bool((held == runs).all()):
-                    del self._held[index]
-                    return
-        assert not len(runs), f"{extents} was not reserved"
+        self._space.release(extents)
 
     def ensure(self, free: int) -> list[Extent]:
         """Make room until ``free`` bytes can be reserved; what the pool grew by. As for a
@@ -441,42 +206,23 @@ class PoolWriter(PoolReader):
         """
         with self._committing:
             pages = -(-free // PAGE)
-            wanted = _Wanted(pages, False, _left_to_records(pages))
-            missing = self._missing(wanted)
+            wanted = Wanted(pages, False, left_to_records(pages))
+            missing = self._space.missing(wanted)
             for free_more in (self._settle, self._retire_deleted):
                 if missing > 0 and free_more():
-                    missing = self._missing(wanted)
+                    missing = self._space.missing(wanted)
             try:
                 return self._grow(missing)
             except MediumError:
                 if not self.yields():
                     raise
-            return self._grow(self._missing(wanted))
+            return self._grow(self._space.missing(wanted))
 
     def touch(self, extents: Sequence[Extent], wanted: Callable[[], bool]) -> None:
         """Have the pages of reserved space present, where this writer has not stored yet: one call
         for many pages, where a store would fault for each. Changes no byte; ends early when
         ``wanted`` is False. Raises ``MediumError`` as stores do."""
-        for extent in extents:
-            for fresh in self._fresh(extent):
-                done = warm(self.medium, fresh, wanted)
-                first, after = fresh.offset // _TOUCHED, -(-(fresh.offset + done) // _TOUCHED)
-                with self._guard:
-                    self._touched[first:after] = b"\1" * (after - first)
-
-    def _fresh(self, extent: Extent) -> list[Extent]:
-        """The parts of ``extent`` that were not touched yet."""
-        first, after = extent.offset // _TOUCHED, -(-extent.end // _TOUCHED)
-        found = []
-        with self._guard:
-            self._touched.extend(bytes(max(0, after - len(self._touched))))
-            while (first := self._touched.find(0, first, after)) >= 0:
-                end = self._touched.find(1, first, after)
-                end = after if end < 0 else end
-                start = max(first * _TOUCHED, extent.offset)
-                found.append(Extent(start, min(end * _TOUCHED, extent.end) - start))
-                first = end
-        return found
+        self._space.touch(extents, wanted)
 
     def give_back(self, at_most: int | None = None) -> int:
         """Give the space that nothing reaches back to whatever holds the medium; bytes that came
@@ -492,35 +238,20 @@ class PoolWriter(PoolReader):
             return 0
         with self._committing:
             self._settle()
-            with self._guard:
-                free = self._free_now()
-                if at_most is None:
-                    kept = choose(free, min(page_count(free), self._record_pages())) or []
-                    given = without(self._unreached(), extents_runs(kept))
-                else:
-                    given = extents_runs(choose(free, min(page_count(free), at_most // PAGE)) or [])
-                self._holes = merged([self._holes, given])
-                self._forget_touched(given)
-            return self.medium.discard(_extents(given))
+            pages = None if at_most is None else at_most // PAGE
+            return self.medium.discard(self._space.give_back(self._record_pages(), pages))
 
     def _record_pages(self) -> int:
         """For the records, and their copies, of a commit that retires something, and some more."""
         return 8 + 2 * page_count(merged(each.record_runs for each in self._roots))
 
-    def _forget_touched(self, given: Runs) -> None:
-        for first, after in given.tolist():
-            first, after = first * PAGE // _TOUCHED, -(-after * PAGE // _TOUCHED)
-            known = len(self._touched[first:after])
-            self._touched[first : first + known] = bytes(known)
-
     def free_bytes(self) -> int:
         """Bytes that can be reserved without growing, and without space that was given back."""
-        return page_count(self._free()) * PAGE
+        return page_count(self._space.free()) * PAGE
 
     def hole_bytes(self) -> int:
         """Bytes that are free, and were given back: to use them is to grow."""
-        with self._guard:
-            return page_count(self._free_holes()) * PAGE
+        return page_count(self._space.free_holes()) * PAGE
 
     def commit(
         self,
@@ -670,14 +401,11 @@ class PoolWriter(PoolReader):
         # V2: before any space is reused. A bit that old programs must see may be in caches only.
         self.medium.persist([slot, *(Extent(offset, PAGE) for offset in declared)])
         self._slots.update({r.slot: r for r in read_roots(self.medium, self.superblock.uuid)})
-        self._roots: list[Catalogue] = [current, *self._older(current)]
-        for catalogue in self._roots:
-            for entry in catalogue.entries():
-                if entry.info.id not in self._reach:
-                    self._reach[entry.info.id] = self._reach_of(entry)
-        # Read on after the writer before us retired them: where they are is not known (V1).
-        self._strangers = self.locks.pins() - self._reach.keys()
-        self._strange = runs_of([DATA_START], [self.medium.size - DATA_START])
+        roots = [current, *self._older(current)]
+        entries = {entry.info.id: entry for each in reversed(roots) for entry in each.entries()}
+        holes = self.medium.holes() if isinstance(self.medium, SparseMedium) else []
+        reach = {version: self._reach_of(entry) for version, entry in entries.items()}
+        self._space.start(roots, reach, holes)
         if len(self._roots) == 1 and not current.root.is_first:
             # The other slot is torn. If only caches say so (its writer was killed in the middle
             # of the store), then on the medium it may still reach an older catalogue (V1).
@@ -717,80 +445,40 @@ class PoolWriter(PoolReader):
     def _store_holder(self) -> None:
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         holder = f"pid {os.getpid()} on {platform.node()}, since {since}"
-        _store_messages(self.medium, holder, read_failure(self.medium))
+        store_messages(self.medium, holder, read_failure(self.medium))
 
-    def _free(self) -> Runs:
-        with self._guard:
-            return self._free_now()
-
-    def _free_now(self) -> Runs:
-        return without(self._unreached(), self._holes)
-
-    def _free_holes(self) -> Runs:
-        unreached = self._unreached()
-        return without(unreached, without(unreached, self._holes))
-
-    def _unreached(self) -> Runs:
-        """What nobody needs, holes too; under the guard."""
-        alive = frozenset().union(*(catalogue.ids() for catalogue in self._roots))
-        for version in [each for each in self._reach if each not in alive]:
-            if not self.locks.pinned(version):
-                del self._reach[version]
-                self._shapes.pop(version, None)
-        self._strangers = {each for each in self._strangers if self.locks.pinned(each)}
-        strange = [self._strange] if self._strangers else []
-        records = [catalogue.record_runs for catalogue in self._roots]
-        reached = np.concatenate([EMPTY, *self._reach.values(), *records, *self._held, *strange])
-        return gaps(reached, DATA_START // PAGE, self.medium.size // PAGE)
-
-    def _take(self, wanted: _Wanted) -> list[Extent] | None:
-        with self._guard:
-            free = self._free_now()
-            extents = (last if wanted.apart else choose)(free, wanted.pages)
-            if extents is None or (wanted.contiguous and len(extents) > 1):
-                return None
-            if page_count(free) < wanted.pages + wanted.spare:
-                return None
-            self._held.append(extents_runs(extents))
-            return extents
-
-    def _make_room(self, wanted: _Wanted) -> list[Extent]:
+    def _make_room(self, wanted: Wanted) -> list[Extent]:
         """Retired versions first, deleted ones next, growth, and what was to be spared last."""
         for free_more in (self._settle, self._retire_deleted):
             if free_more():
-                extents = self._take(wanted)
+                extents = self._space.take(wanted)
                 if extents is not None:
                     return extents
         while True:  # ends: who takes what is added here needs no turn, but has what it wanted then
             try:
-                self._grow(self._missing(wanted), contiguous=wanted.contiguous)
+                self._grow(self._space.missing(wanted), contiguous=wanted.contiguous)
             except MediumError as error:
-                extents = self._take(wanted) if self.yields() else None
+                extents = self._space.take(wanted) if self.yields() else None
                 extents = extents or self._scrape(replace(wanted, spare=0), error)
                 if extents is None:
                     raise
                 return extents
-            extents = self._take(wanted)
+            extents = self._space.take(wanted)
             if extents is not None:
                 return extents
 
-    def _scrape(self, wanted: _Wanted, why: MediumError) -> list[Extent] | None:
+    def _scrape(self, wanted: Wanted, why: MediumError) -> list[Extent] | None:
         """Room where the pool cannot grow any more: what was to be spared; many small pieces, given
         back for one at the end; copies of records, last."""
-        extents = self._take(wanted)
+        extents = self._space.take(wanted)
         scattered = extents is None and wanted.contiguous and why.errno in NO_SPACE
         if scattered and self.give_back(wanted.pages * PAGE):
             with contextlib.suppress(MediumError):
                 self._grow(wanted.pages, contiguous=True)
-                extents = self._take(wanted)
+                extents = self._space.take(wanted)
         if extents is None and self._drop_copies(wanted.pages):
-            extents = self._take(wanted)
+            extents = self._space.take(wanted)
         return extents
-
-    def _missing(self, wanted: _Wanted) -> int:
-        """By how many pages the pool would have to grow."""
-        pages = wanted.pages + wanted.spare
-        return pages if wanted.contiguous else pages - page_count(self._free())
 
     def _settle(self) -> bool:
         """Commit the same catalogue once more if the older root alone reaches something, so that
@@ -811,15 +499,14 @@ class PoolWriter(PoolReader):
         if not copies:
             again = replace(current, root=replace(root, copies=NOWHERE), copies=())
         self._persist_root(again.root)
-        with self._guard:
-            self._roots = [again, current]
+        self._space.advance([again, current], {})
 
     def _drop_copies(self, pages: int) -> bool:
         """Copies yield to data: without other room for ``pages``, no root reaches any until there
         is some. False if that would not help."""
         copies = [copy.pointer.extent for each in self._roots for copy in each.copies]
         held = page_count(extents_runs(copies))
-        if not held or page_count(self._free()) + held < pages:
+        if not held or page_count(self._space.free()) + held < pages:
             return False
         self._commit_again(copies=False)
         self._commit_again(copies=False)
@@ -884,11 +571,8 @@ class PoolWriter(PoolReader):
 
     def _fill_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
         """Have space again where it was given back, for so many pages at most; where."""
-        with self._guard:
-            holes = self._free_holes()
-            count = min(pages, page_count(holes))
-            extents = choose(holes, count) or []
-        if not extents or (contiguous and (count < pages or len(extents) > 1)):
+        extents = self._space.choose_holes(pages, contiguous=contiguous)
+        if not extents:
             return []
         assert isinstance(self.medium, SparseMedium)
         try:
@@ -897,20 +581,20 @@ class PoolWriter(PoolReader):
             if error.errno not in NO_SPACE:
                 raise
             return []  # there may be less at the end
-        with self._guard:
-            self._holes = without(self._holes, extents_runs(extents))
+        self._space.fill(extents)
         return extents
 
     def _full(self, pages: int, why: str) -> str:
-        versions = list(self._reach)  # at once: a reservation in another thread forgets some
-        pinned = [version for version in versions if self.locks.pinned(version)]
+        pinned = self._space.pinned()
         return (
             f"{self.medium.info.name}: {pages * PAGE} more bytes needed, "
             f"{self.free_bytes()} of {self.medium.size} free, {why}"
             + (f"; readers hold versions {pinned}" if pinned else "")
         )
 
-    def _drafted(self, changes: Sequence[Change]) -> tuple[_Draft, list[Extent], list[Extent]]:
+    def _drafted(
+        self, changes: Sequence[Change]
+    ) -> tuple[CommitRecords, list[Extent], list[Extent]]:
         """A draft on the newest root, room for its records, and for their copies if there is any.
         Raises ``RoomError``.
 
@@ -919,7 +603,9 @@ class PoolWriter(PoolReader):
         """
         while True:  # ends: each turn but the last freed space that then stays free
             before = self._roots[0]
-            draft = _Draft(before, self.superblock.uuid, changes, self._kept(before, changes))
+            draft = CommitRecords(
+                before, self.superblock.uuid, changes, self._kept(before, changes)
+            )
             try:
                 area = self.reserve(draft.size, contiguous=True)
             except MediumError as error:
@@ -931,18 +617,18 @@ class PoolWriter(PoolReader):
     def _apart(self, length: int) -> list[Extent]:
         """Room for copies, if they leave enough to the records of later commits."""
         pages = -(-length // PAGE)
-        wanted = _Wanted(pages, True, _left_to_records(pages), apart=True)
-        extents = self._take(wanted)
+        wanted = Wanted(pages, True, left_to_records(pages), apart=True)
+        extents = self._space.take(wanted)
         if extents is None:
             with contextlib.suppress(MediumError):
                 self._grow(wanted.pages + wanted.spare, contiguous=True)
-                extents = self._take(wanted)
+                extents = self._space.take(wanted)
         if extents is None and not self._cramped:
             _log.warning("%s: no space for copies of records", self.medium.info.name)
         self._cramped = extents is None
         return extents or []
 
-    def _kept(self, before: Catalogue, changes: Sequence[Change]) -> _Kept:
+    def _kept(self, before: Catalogue, changes: Sequence[Change]) -> Kept:
         """What a commit keeps of the catalogue before it, and what it writes afresh."""
         retire = set[int]().union(*(change.retire for change in changes))
         new = [change.new for change in changes if change.new is not None]
@@ -974,7 +660,7 @@ class PoolWriter(PoolReader):
         models: Mapping[str, list[VersionEntry]],
         indices: Mapping[str, Pointer],
         wanted: Mapping[Pointer, RecordKind],
-    ) -> _Kept:
+    ) -> Kept:
         """With what there is, and is to be, of copies of the records ``wanted``."""
         damaged, room = frozenset(self._damaged), _COPIES_MAX
         copies: dict[Copy, None] = {}
@@ -986,7 +672,7 @@ class PoolWriter(PoolReader):
             if missing > 0 and pointer.length * missing <= room:
                 room -= pointer.length * missing
                 again += [(kind, record) for record in self._whole(pointer, kind)] * missing
-        return _Kept(models, indices, tuple(copies), again, damaged)
+        return Kept(models, indices, tuple(copies), again, damaged)
 
     def _whole(self, pointer: Pointer, kind: RecordKind) -> list[bytes]:
         """A record, or a copy of it; none if all are damaged."""
@@ -995,188 +681,15 @@ class PoolWriter(PoolReader):
                 return [bytes(read_whole(self.medium, place, kind))]
         return []
 
-    def _advance(self, draft: _Draft) -> None:
-        with self._guard:
-            self._roots = [draft.catalogue, self._roots[0]]
-            for entry, record in draft.made:
-                self._reach[entry.info.id] = version_runs(entry, record)
-                self._shapes[entry.info.id] = record.layout, record.tree
-            self._damaged.difference_update(draft.kept.damaged)
-
-
-def _extents(runs: Runs) -> list[Extent]:
-    return [Extent(first * PAGE, (after - first) * PAGE) for first, after in runs.tolist()]
+    def _advance(self, draft: CommitRecords) -> None:
+        reach = {entry.info.id: version_runs(entry, record) for entry, record in draft.made}
+        self._space.advance([draft.catalogue, self._roots[0]], reach)
+        for entry, record in draft.made:
+            self._shapes[entry.info.id] = record.layout, record.tree
+        for gone in self._shapes.keys() - draft.catalogue.ids():
+            del self._shapes[gone]
+        self._damaged.difference_update(draft.kept.damaged)
 
 
 def _model_of(change: Change) -> str | None:
     return None if change.new is None else change.new.model
-
-
-def _left_to_records(pages: int) -> int:
-    """Free pages that data leaves to records when it takes ``pages``."""
-    return 1 + pages // 64 if pages else 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """Free pages to be taken, as one extent or as several, and how many are to be left besides.
-    ``apart``: far from what was taken before."""
-
-    pages: int
-    contiguous: bool
-    spare: int
-    apart: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What a commit has of the one before: the entries of each model, the indices that stay as they
-    are, and the copies that there are. ``again``: records that are to be copied once more, since
-    there is no copy of them, or it, or they, are ``damaged``."""
-
-    models: Mapping[str, list[VersionEntry]]
-    indices: Mapping[str, Pointer]
-    copies: Sequence[Copy]
-    again: Sequence[tuple[RecordKind, bytes]]
-    damaged: frozenset[Pointer]
-
-
-_COPIED: Final = (
-    RecordKind.MODEL_TABLE,
-    RecordKind.MODEL_INDEX,
-    RecordKind.LAYOUT,
-    RecordKind.TREE,
-)
-"""What more than one version depends on, and so is kept twice. A version's own record is not: one
-byte of it costs what one byte of the version's storages costs."""
-
-
-class _Draft:
-    """The records of one commit: sized first, then placed, then encoded."""
-
-    def __init__(
-        self, before: Catalogue, uuid: bytes, changes: Sequence[Change], kept: _Kept
-    ) -> None:
-        self._before: Final = before
-        self._uuid: Final = uuid
-        self._new: Final = [change.new for change in changes if change.new is not None]
-        self._commit: Final = before.root.sequence + 1
-        self.kept: Final = kept
-        self.made: Final[list[tuple[VersionEntry, VersionRecord]]] = []
-        """The new versions, once they have their place."""
-        self._parts: list[bytes] = []
-        self._copied: Final[list[tuple[RecordKind, bytes]]] = list(kept.again)
-        self.size, self.copies_size = self._measure()
-
-    def place(self, offset: int, apart: int | None, pool_size: int) -> None:
-        """Give every record its place from ``offset`` on, and make the new catalogue.
-
-        apart: where the copies go; None: there is no room for any.
-        pool_size: bytes of the pool, now that there is room for the records in it.
-        """
-        self._start = self._next = offset
-        kept, models = dict(self.kept.models), {}
-        for new in self._new:
-            kept[new.model] = [*kept.get(new.model, ()), self._add_version(new)]
-        for name, entries in kept.items():
-            if name in self.kept.indices:
-                models[name] = self._before.models[name]
-            elif entries:
-                pointer = self._add(RecordKind.MODEL_INDEX, encode_index(name, entries))
-                models[name] = Model(pointer, tuple(entries))
-        table = self._add(
-            RecordKind.MODEL_TABLE,
-            encode_table([(name, model.pointer) for name, model in models.items()]),
-        )
-        copies = tuple(self._placed_copies(apart))
-        root = replace(
-            self._before.root,
-            sequence=self._commit,
-            size=pool_size,
-            next_version=self._before.root.next_version + len(self.made),
-            table=table,
-            copies=self._add(RecordKind.COPIES, encode_copies(copies)) if copies else NOWHERE,
-        )
-        self.catalogue = Catalogue(root, models, copies)
-
-    def records(self) -> bytes:
-        """All records, as they stand from the offset of ``place`` on."""
-        return b"".join(self._parts)
-
-    def copies(self) -> bytes:
-        """All copies, as they stand from ``apart`` on."""
-        return b"".join(_padded(record) for _, record in self._copied)
-
-    def _placed_copies(self, apart: int | None) -> Iterator[Copy]:
-        yield from self.kept.copies
-        if apart is not None:
-            for kind, record in self._copied:
-                yield Copy(point(apart, record), self._commit, kind)
-                apart += len(_padded(record))
-
-    def _add(self, kind: RecordKind, payload: bytes) -> Pointer:
-        record = frame(kind, self._commit, self._uuid, payload)
-        pointer = point(self._next, record)
-        self._parts.append(_padded(record))
-        self._next += len(self._parts[-1])
-        assert self._next - self._start <= self.size, "records outgrew their measure"
-        if kind in _COPIED:
-            self._copied.append((kind, record))
-        return pointer
-
-    def _add_version(self, new: NewVersion) -> VersionEntry:
-        layout, tree = new.layout, new.tree
-        if isinstance(layout, bytes):
-            layout = self._add(RecordKind.LAYOUT, layout)
-        if isinstance(tree, bytes):
-            tree = self._add(RecordKind.TREE, tree)
-        storages = new.storages.copy()
-        storages["born"][storages["born"] == 0] = self._commit
-        version = self._before.root.next_version + len(self.made)
-        assert version < VERSION_ID_MAX
-        info = VersionInfo(
-            model=new.model,
-            id=version,
-            commit=self._commit,
-            step=new.step,
-            token=new.token,
-            time_ns=time.time_ns(),
-            size=int(storages["length"].sum()),
-            inexact=new.inexact,
-            metrics=new.metrics,
-        )
-        log = new.log
-        if log is not None and not log.born:
-            log = replace(log, born=self._commit)
-        record = VersionRecord(info, layout, tree, storages, new.extents, new.units, log)
-        entry = VersionEntry(info, self._add(RecordKind.VERSION, encode_version(record)))
-        self.made.append((entry, record))
-        return entry
-
-    def _measure(self) -> tuple[int, int]:
-        """At least the bytes of all records, and of all copies that are to be written: model
-        indices and table as if none were dropped."""
-        names = list(self._before.models)
-        copied = [
-            96 * (len(entries) + 1) + 4 * len(name) + 24 + len(encode_metrics(entries))
-            for name, entries in self.kept.models.items()
-        ]
-        alone = []
-        for new in self._new:
-            names.append(new.model)
-            copied += [len(blob) for blob in (new.layout, new.tree) if isinstance(blob, bytes)]
-            arrays = new.storages.nbytes + new.extents.nbytes + new.units.nbytes
-            log = 0 if new.log is None else new.log.size + 8
-            alone.append(152 + arrays + 4 * len(new.model) + log)
-            entry = 96 + 4 * len(new.model) + 24  # in an index that may be new
-            copied.append(entry + metrics_size(new.metrics))
-        copied.append(8 + sum(48 + 4 * len(name) for name in names))
-        again = [len(record) for _, record in self.kept.again]
-        alone.append(8 + COPY.size * (len(self.kept.copies) + len(copied) + len(again)))
-        framing = HEADER.size + 8
-        records = sum(copied) + sum(alone) + framing * (len(copied) + len(alone))
-        return records, sum(copied) + framing * len(copied) + sum(again) + 8 * len(again)
-
-
-def _padded(record: bytes) -> bytes:
-    return record + bytes(-len(record) % 8)

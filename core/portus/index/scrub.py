@@ -15,7 +15,7 @@ from typing import Final
 from portus.format.checksum import UNIT
 from portus.index.check import CheckOptions, Finding, check_file, check_medium
 from portus.index.place import Place
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 
 Wait = Callable[[float], object]
 """Called with seconds to wait, 0 or more. What it raises ends a scrub."""

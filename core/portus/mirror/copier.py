@@ -33,7 +33,8 @@ from portus.errors import (
     UsageError,
 )
 from portus.index.keep import Keep
-from portus.index.pool import PoolReader, PoolWriter
+from portus.index.pool import PoolWriter
+from portus.index.reader import PoolReader
 from portus.mirror.fetching import fill, missing, place_of
 from portus.mirror.log import SupersededError
 from portus.mirror.mirror import Mirror

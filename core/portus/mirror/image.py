@@ -18,7 +18,7 @@ import numpy as np
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.checksum import DIGEST_SIZE, UNIT, digest
 from portus.format.layout import DATA_START, EXTENT, SUPERBLOCK_OFFSETS, RecordKind
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import (
     Pointer,
     VersionEntry,

@@ -15,7 +15,7 @@ import numpy as np
 from portus.errors import CorruptionError, PortusError, StaleError, printable
 from portus.format.checksum import UNIT, digest
 from portus.format.layout import RecordKind
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, VersionRecord
 from portus.mirror.image import ABREAST, image
 from portus.mirror.log import KnownLog, MirrorLog

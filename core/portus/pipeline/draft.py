@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.format.layout import RecordKind
-from portus.index.pool import Change, NewVersion, PoolWriter
+from portus.index.commit_records import Change, NewVersion
+from portus.index.pool import PoolWriter
 from portus.index.records import Pointer, Rows, VersionRecord
 from portus.pipeline.parts import StorageRows, offsets_in, rows_of, shared, sources
 from portus.pipeline.plan import Before, Column, Feed, packed, placed

@@ -15,7 +15,8 @@ import numpy as np
 from portus.errors import CorruptionError, UsageError
 from portus.format.checksum import UNIT
 from portus.format.layout import RecordKind
-from portus.index.pool import PoolReader, PoolWriter
+from portus.index.pool import PoolWriter
+from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord
 from portus.pipeline.draft import Labels, PoolDraft, Reserved
 from portus.pipeline.parts import shared, sources

@@ -28,8 +28,10 @@ import numpy as np
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.format.arrays import ArrayShape
 from portus.format.layout import WITH_NEXT, RecordKind
+from portus.index.commit_records import NewVersion
 from portus.index.log import Entry, LogWriter, Patch, PatchPlaces, entries, entry_size
-from portus.index.pool import NewVersion, PoolReader, PoolWriter
+from portus.index.pool import PoolWriter
+from portus.index.reader import PoolReader
 from portus.index.records import (
     Pointer,
     VersionLog,

@@ -129,7 +129,8 @@ def test_free_space_in_small_pieces_becomes_room_for_records(small: Path) -> Non
         with suppress(MediumError):
             while True:
                 pool.reserve(PAGE)
-        pieces = [pool._held[index] for index in range(0, len(pool._held), 2)]
+        held = pool._space._held
+        pieces = [held[index] for index in range(0, len(held), 2)]
         for first, after in (tuple(runs[0].tolist()) for runs in pieces):
             pool.release([portus.spec.Extent(first * PAGE, (after - first) * PAGE)])
         [room] = pool.reserve(3 * PAGE, contiguous=True)

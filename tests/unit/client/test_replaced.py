@@ -17,7 +17,8 @@ import torch
 import portus
 from portus.errors import MediumError
 from portus.index.directory import WRITERS, create_pool, journal_directory, open_writer, remove_pool
-from portus.index.pool import PoolWriter, read_failure
+from portus.index.messages import read_failure
+from portus.index.pool import PoolWriter
 from portus.media.local import LocalFiles
 from tests.unit.client.stuck import WAIT_S_MAX, Gate, gated, is_in, until
 

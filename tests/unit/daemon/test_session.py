@@ -164,7 +164,7 @@ def test_a_client_that_vanishes_anywhere_leaves_nothing(
     settled(server, lambda: server.connections() == 0)
     assert hosted.saves == 0
     assert versions(server) == 0
-    assert not hosted.writer._held, "its space is free again"
+    assert not hosted.writer._space._held, "its space is free again"
     with client(server) as link:  # and its model too
         confirmed(link)
     assert versions(server) == 1
@@ -180,7 +180,7 @@ def test_an_abandoned_save_leaves_nothing_and_the_connection_goes_on(
         asked(link, said.Abandon(), said.Abandoned)
         assert link.connection.state is Phase.READY
         assert hosted.saves == 0
-        assert not hosted.writer._held
+        assert not hosted.writer._space._held
         asked(link, said.Forget(ALL), said.Done)
         confirmed(link)
     assert versions(server) == 1

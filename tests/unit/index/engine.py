@@ -9,7 +9,9 @@ import numpy as np
 
 from portus.format.checksum import UNIT, digest, storage_digest
 from portus.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST
-from portus.index.pool import NewVersion, PoolReader, PoolWriter, format_pool
+from portus.index.commit_records import NewVersion
+from portus.index.pool import PoolWriter, format_pool
+from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord
 from portus.media.lock import LockTable, ProcessLocks
 from portus.media.memory import Memory

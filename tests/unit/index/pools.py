@@ -21,7 +21,9 @@ from portus.format.layout import (
     UNIT_DIGEST,
     RecordKind,
 )
-from portus.index.pool import NewVersion, PoolReader, PoolWriter, format_pool
+from portus.index.commit_records import NewVersion
+from portus.index.pool import PoolWriter, format_pool
+from portus.index.reader import PoolReader
 from portus.index.records import (
     Pointer,
     VersionEntry,

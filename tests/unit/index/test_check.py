@@ -31,7 +31,7 @@ from portus.format.record import Record
 from portus.index.check import RULES, Finding, Severity, check
 from portus.index.directory import create_pool, open_reader, open_writer
 from portus.index.log import LogWriter
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord
 from portus.media.local import LocalFiles
 from portus.media.lock import ProcessLocks
@@ -712,7 +712,7 @@ def test_a_version_retired_while_it_is_checked_is_passed_over(pool: Pool) -> Non
             pool.save("b", 8, [b"1"], retire=[victim])
             pool.save("b", 9, [b"2"])
             pool.save("b", 10, [b"3"])
-            assert victim not in pool.writer._reach
+            assert victim not in pool.writer._space._reach
             pool.medium.store(place.offset, b"somebody else's")
         told.append(done)
 

@@ -13,7 +13,8 @@ from portus.format.layout import DATA_START, SUPERBLOCK_OFFSETS
 from portus.index.check import check
 from portus.index.device import is_blank, make_durable, make_pool
 from portus.index.findings import Severity
-from portus.index.pool import PoolReader, PoolWriter
+from portus.index.pool import PoolWriter
+from portus.index.reader import PoolReader
 from portus.index.roots import whole_superblock
 from portus.media.base import Medium
 from portus.media.lock import ProcessLocks

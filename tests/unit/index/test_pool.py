@@ -15,7 +15,9 @@ import pytest
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
 from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
 from portus.index.directory import WRITERS, create_pool, open_reader
-from portus.index.pool import PoolReader, PoolWriter, format_pool, read_holder
+from portus.index.messages import read_holder
+from portus.index.pool import PoolWriter, format_pool
+from portus.index.reader import PoolReader
 from portus.index.roots import read_roots
 from portus.media.base import MappedMedium
 from portus.media.local import LocalFiles

@@ -12,7 +12,7 @@ from portus.errors import CorruptionError
 from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
 from portus.index.check import check
 from portus.index.findings import Severity
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord
 from portus.index.rescue import RecoverableVersion, find_versions, is_whole
 from portus.media.lock import ProcessLocks

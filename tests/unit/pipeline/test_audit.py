@@ -200,7 +200,8 @@ def test_a_forked_child_watches_its_own_memory_and_leaves_its_parents(
         if child == 0:
             left = 99
             try:
-                own = np.ones(4 << 20, np.uint8)
+                own = np.frombuffer(mmap.mmap(-1, 4 << 20, mmap.MAP_PRIVATE), np.uint8)
+                own[:] = 1  # pages of its own: those of malloc hold more than the array
                 mine = watched(own)
                 memory[:] += 1  # its own copy
                 own[5] = 7

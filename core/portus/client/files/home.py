@@ -38,7 +38,8 @@ from portus.index.directory import (
     remove_pool,
 )
 from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind, local_path
-from portus.index.pool import PoolReader, PoolWriter
+from portus.index.pool import PoolWriter
+from portus.index.reader import PoolReader
 from portus.index.roots import successor_uuid
 from portus.media.local import LocalFiles
 from portus.pipeline.draft import Draft, PoolDraft

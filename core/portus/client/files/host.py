@@ -25,7 +25,8 @@ from portus.format.checksum import DIGEST_SIZE
 from portus.format.layout import RecordKind
 from portus.format.reference import Reference, decode, encode
 from portus.index.catalogue import Catalogue, newest_catalogue
-from portus.index.pool import NO_SPACE, PoolReader
+from portus.index.pool import NO_SPACE
+from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord, decode_version, digest_of
 from portus.index.roots import Superblock, read_superblock
 from portus.mirror.leading import REPLICA

@@ -16,7 +16,8 @@ from portus.client.files.surplus import Surplus
 from portus.errors import MediumError, PortusError, UsageError
 from portus.format.layout import RecordKind
 from portus.index.keep import Keep
-from portus.index.pool import PoolReader, PoolWriter
+from portus.index.pool import PoolWriter
+from portus.index.reader import PoolReader
 from portus.pipeline.plan import Before
 
 _log: Final = logging.getLogger("portus")

@@ -19,7 +19,7 @@ from portus.errors import StaleError, UsageError
 from portus.format.reference import Reference, pin_of
 from portus.index.directory import links_directory, make_directory
 from portus.index.place import Place
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.media.local import LocalFiles
 from portus.spec import VersionInfo
 

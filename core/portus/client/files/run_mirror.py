@@ -17,7 +17,8 @@ from portus.client.files.notes import places
 from portus.errors import PortusError, UsageError
 from portus.index.directory import open_reader
 from portus.index.keep import Keep
-from portus.index.pool import PoolReader, PoolWriter
+from portus.index.pool import PoolWriter
+from portus.index.reader import PoolReader
 from portus.mirror.address import StoreAddress, StoreKind
 from portus.mirror.copier import Copier, Joined
 from portus.mirror.objects import Added, Referred, State

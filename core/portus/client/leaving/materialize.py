@@ -21,7 +21,7 @@ from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.format.reference import SIZE_MAX, Reference
 from portus.index.directory import WRITERS, remove_pool
 from portus.index.place import local_path
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.media.calls import is_nested, refused
 from portus.media.local import LocalFiles

@@ -24,7 +24,7 @@ import torch
 from portus.client.loading import restore
 from portus.client.loading.contents import Storages
 from portus.errors import CorruptionError, UsageError
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 
 _ARCHIVE: Final = "archive"

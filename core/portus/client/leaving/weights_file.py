@@ -13,7 +13,7 @@ from portus.client.loading import restore
 from portus.client.loading.contents import Storages, tensor_bytes
 from portus.client.state.tensors import TensorTable
 from portus.errors import CorruptionError, UsageError
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.spec import TensorSpec
 

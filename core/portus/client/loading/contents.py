@@ -21,7 +21,7 @@ from portus.format.checksum import DIGEST_SIZE, UNIT
 from portus.format.dtypes import ITEM_SIZES
 from portus.index.in_place import InPlace
 from portus.index.log import NOT_LOGGED, Logged
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord
 from portus.spec import Extent, TensorSpec
 from portus.transport.base import Source, Stop

@@ -19,7 +19,7 @@ from portus.errors import (
     StaleError,
     TransportError,
 )
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.media.calls import is_nested
 from portus.mirror.address import StoreAddress

@@ -58,7 +58,7 @@ from portus.mirror.address import MIRROR_VARIABLE, UNMIRRORED, StoreAddress, par
 from portus.spec import VersionInfo
 
 if TYPE_CHECKING:
-    from portus.index.pool import PoolReader
+    from portus.index.reader import PoolReader
     from portus.index.records import VersionEntry
 
 Result = TypeVar("Result")

@@ -39,7 +39,7 @@ from portus.format.checksum import UNIT
 from portus.format.layout import RecordKind
 from portus.index.in_place import InPlace
 from portus.index.log import NOT_LOGGED, Logged, logged
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, VersionRecord, decode_layout
 from portus.pipeline.parts import shared, sources
 from portus.pipeline.plan import Column

@@ -14,7 +14,7 @@ from portus.client.loading.resolve import POOLS
 from portus.client.loading.restore import Patterns, Rename, Restored
 from portus.errors import StaleError, UsageError
 from portus.index.place import Place
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.media import calls
 from portus.mirror.address import StoreAddress

@@ -14,8 +14,9 @@ from portus.client.loading.restore import Patterns, Rename, Restored
 from portus.errors import CorruptionError, StaleError, TransportError, UsageError
 from portus.index.catalogue import Catalogue
 from portus.index.directory import open_superseded, pools_at, superseded
+from portus.index.messages import read_holder
 from portus.index.place import Place, PlaceName
-from portus.index.pool import PoolReader, read_holder
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.media import calls
 from portus.media.base import MediumKind

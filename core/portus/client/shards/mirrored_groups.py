@@ -24,7 +24,7 @@ from portus.index.groups import (
     part_token,
 )
 from portus.index.place import Place, PlaceKind
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.mirror.address import StoreAddress, parse
 from portus.mirror.fetching import place_of
 from portus.mirror.mirror import Mirror, models

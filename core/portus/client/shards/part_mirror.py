@@ -26,7 +26,7 @@ from portus.client.shards.mirrored_leftovers import MirroredLeftovers
 from portus.errors import PortusError
 from portus.index.groups import ID_SIZE, part_model, part_token
 from portus.index.keep import Keep
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.mirror.address import StoreAddress
 from portus.mirror.copier import Joined

@@ -16,8 +16,8 @@ from portus.client.job.settings import Settings
 from portus.errors import MediumError
 from portus.index.directory import open_reader
 from portus.index.journals import journals_in, read
+from portus.index.messages import read_failure
 from portus.index.place import Place
-from portus.index.pool import read_failure
 from portus.journal.lines import Failed
 from portus.pipeline.handle import RefusedSave, SaveStats
 from portus.pipeline.queue import Queue

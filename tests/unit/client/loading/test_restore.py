@@ -19,7 +19,7 @@ from portus.client.loading.restore import Patterns, Rename, Restored
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.format.layout import RecordKind
 from portus.index.directory import open_reader
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, decode_layout
 from tests.unit.client.loading.test_fallback import flip
 

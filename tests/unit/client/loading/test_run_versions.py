@@ -12,7 +12,7 @@ import pytest
 from portus.client.checkpointer import Checkpointer
 from portus.client.loading.resolve import POOLS
 from portus.errors import StaleError, UsageError
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 from portus.media import calls
 from portus.pipeline.queue import Chore
