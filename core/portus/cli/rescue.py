@@ -11,8 +11,9 @@ from portus.cli.pools import version_document
 from portus.cli.progress import bar
 from portus.errors import CorruptionError, PortusError, UsageError
 from portus.index.check import Severity, check
-from portus.index.directory import WRITERS, locked, pools_at
+from portus.index.directory import locked, pools_at
 from portus.index.place import Place, local_path
+from portus.index.pool import PoolWriter
 from portus.index.reader import PoolReader
 from portus.index.rebuild import chosen, copy_versions, rebuild
 from portus.index.rescue import RecoverableVersion, find_versions, is_whole
@@ -53,7 +54,7 @@ def run(place: str, options: RescueOptions, output: Output) -> int:
         if options.into is not None:
             made = _into(path, medium, _some(path, medium, whole), options.into)
     if options.in_place:
-        made = _in_place(path, whole)
+        made = _in_place(path)
     damaged = not whole or any(each.listed and not each.whole for each in seen)
     code = FOUND if damaged else 0
     if made is not None:
@@ -144,13 +145,15 @@ def _into(path: str, medium: Medium, versions: list[RecoverableVersion], into: s
     return target
 
 
-def _in_place(path: str, whole: list[RecoverableVersion]) -> str:
-    """By its writer, if it can be opened: that puts a slot or a superblock right."""
-    try:
-        WRITERS.close(WRITERS.open(path))
-    except CorruptionError:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.closing(locked(path, _FILES)))
-            medium = stack.enter_context(contextlib.closing(_FILES.open(path, writable=True)))
+def _in_place(path: str) -> str:
+    """By its writer, if that can read it: it puts a slot or a superblock right."""
+    with contextlib.ExitStack() as stack:
+        locks = stack.enter_context(contextlib.closing(locked(path, _FILES)))
+        medium = stack.enter_context(contextlib.closing(_FILES.open(path, writable=True)))
+        try:
+            PoolWriter(medium, locks)
+        except CorruptionError:
+            # Looked at once more: it may have been mended, and saved to, before we had the lock.
+            whole = [each.found for each in _look(path, medium) if each.whole]
             rebuild(medium, _some(path, medium, whole))
     return path

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 import portus
+from portus.cli import rescue
 from portus.client.loading.view import PoolView
 from portus.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS
+from portus.index import directory
 from portus.index.check import check
+from portus.media.base import FileSystem
+from portus.media.lock import FileLocks
 from tests.unit.cli.scene import Run, portus_json
 from tests.unit.cli.scene import portus as command
 from tests.unit.client.same import assert_same
@@ -85,6 +89,31 @@ def test_a_pool_is_made_whole_where_it_is(run: Run, loss: str) -> None:
     assert_same(portus.load_reference(run.last), run.states[20])
     with run.trainer() as trainer:
         trainer.save(run.states[10], 30).wait()
+    assert check(run.net) == []
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["and opens", "and is lost again"])
+def test_what_was_saved_after_another_rescue_stays(
+    run: Run, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    both_slots(run.net)
+    locked = directory.locked
+
+    def late(path: str, files: FileSystem) -> FileLocks:
+        """The lock, once another one has mended the pool, and a training has saved to it."""
+        monkeypatch.undo()
+        assert command("rescue", run.net, "--in-place").code == 0
+        with run.trainer() as trainer:
+            trainer.save(run.states[10], 30).wait()
+        if again:
+            both_slots(run.net)
+        return locked(path, files)
+
+    monkeypatch.setattr(rescue, "locked", late)
+    said = command("rescue", run.net, "--in-place")
+    assert (said.code, said.err) == (0, ""), said.out
+    with run.trainer() as trainer:
+        assert trainer.steps() == [10, 20, 30]
     assert check(run.net) == []
 
 
