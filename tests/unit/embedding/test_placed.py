@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import shutil
@@ -16,15 +17,18 @@ import torch
 import portus
 from portus.client.files.pins import pin
 from portus.client.loading import restore
-from portus.embedding import Elsewhere, RowwiseAdagrad, fill, protect
+from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, fill, protect
+from portus.embedding.moment import Moment
 from portus.embedding.placed import PlacedStore
+from portus.embedding.slices import Slices
 from portus.embedding.store import MODEL
 from portus.errors import BusyError, CorruptionError, MediumError, UsageError
 from portus.index import in_place, log
 from portus.index.check import check
 from portus.index.findings import Severity
 from portus.index.place import Place
-from portus.spec import PAGE
+from portus.index.pool import PoolWriter
+from portus.spec import PAGE, Extent
 from portus.testing.device import stand_in
 from tests.crash.embedded import Training, same
 from tests.unit.embedding import sliced
@@ -335,6 +339,44 @@ def test_a_reader_of_a_version_that_was_folded_in_is_told_to_come_back(
         for _ in range(3):
             with portus.open(device) as view, pytest.raises(BusyError, match="changed in place"):
                 view.load(MODEL)
+
+
+def train(training: Training, tables: Protected) -> None:
+    """Until it fails."""
+    while True:
+        with tables.batch():
+            training.step(tables.batches + 1)
+        tables.wait()
+
+
+def test_a_pool_without_room_for_a_dense_part_in_slices_stops_training_and_loses_nothing(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, taken = Relaxed(), list[Extent]()
+    make = Slices.__init__
+
+    def crowded(self: Slices, pool: PoolWriter, moment: Moment) -> None:
+        """Somebody else has taken all that there was."""
+        for pages in (1024, 64, 8, 1):
+            with contextlib.suppress(MediumError):
+                while True:
+                    taken.extend(pool.reserve(pages * PAGE))
+        make(self, pool, moment)
+
+    monkeypatch.setattr(Slices, "__init__", crowded)
+    tables = training.protected(device)
+    with pytest.raises(MediumError, match="take a larger one"):
+        train(training, tables)
+    done = tables.batches
+    assert taken
+    with pytest.raises(MediumError, match="take a larger one"):
+        tables.close()
+    monkeypatch.undo()
+    assert int(durable(device)["batch"]) in (done, done + 1)
+    again = Relaxed()
+    with again.protected(device) as tables:
+        resumed = again.load(tables)
+        assert resumed in (done, done + 1)
 
 
 def test_a_pool_too_small_for_its_tables_changes_no_model(device: str) -> None:
