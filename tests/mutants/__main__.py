@@ -24,7 +24,11 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 
 TESTS: Final[dict[str, tuple[str, ...]]] = {
     "format": ("tests/unit/format", "tests/unit/index/test_log.py", "tests/golden/test_golden.py"),
-    "index": ("tests/unit/index",),
+    "index": (
+        "tests/unit/index",
+        "tests/unit/cli/test_rescue.py",
+        "tests/unit/client/job/test_journal.py",
+    ),
     "pipeline": ("tests/unit/pipeline", "tests/property/test_audit.py"),
     "protocol": ("tests/unit/protocol", "tests/golden/test_protocol.py"),
 }
@@ -46,6 +50,8 @@ EQUIVALENT: Final[dict[str, str]] = {
     "pipeline/draft.py: pointer = record.layout if kind is RecordKind.LAYOUT else record.tree -> "
     "pointer = record.layout if kind == RecordKind.LAYOUT else record.tree": "members of one "
     "enumeration",
+    "index/check_version.py: BATCH: Final = 64 << 20 -> BATCH: Final = 64 << 21": "how many bytes "
+    "are read at once",
 }
 """Survivors that mean the same: "package/module.py: old -> new", and why."""
 

@@ -17,6 +17,7 @@ from portus.index import directory
 from portus.index.check import check
 from portus.media.base import FileSystem
 from portus.media.lock import FileLocks
+from portus.spec import PAGE
 from tests.unit.cli.scene import Run, portus_json
 from tests.unit.cli.scene import portus as command
 from tests.unit.client.same import assert_same
@@ -90,6 +91,17 @@ def test_a_pool_is_made_whole_where_it_is(run: Run, loss: str) -> None:
     with run.trainer() as trainer:
         trainer.save(run.states[10], 30).wait()
     assert check(run.net) == []
+
+
+def test_a_file_that_ends_within_a_page_is_made_whole_where_it_is(run: Run) -> None:
+    both_slots(run.net)
+    with run.net.open("ab") as file:
+        file.write(b"what else was in the block of the disk")
+    said = command("rescue", run.net, "--in-place")
+    assert (said.code, said.err) == (0, ""), said.out
+    assert check(run.net) == []
+    assert run.net.stat().st_size % PAGE == 0
+    assert_same(portus.load_reference(run.last), run.states[20])
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["and opens", "and is lost again"])

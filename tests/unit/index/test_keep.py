@@ -123,7 +123,10 @@ def test_it_goes_there_and_back_as_plain_values_and_as_text() -> None:
     [0, -1, True, "2", 1.5, {"lasts": 2}, {"last": 0}, {"every": 0}, {"within": "soon"}]
     + [
         {"best": each}
-        for each in ("loss", ("loss", "least", 3), ("loss", "min", 0), ("", "min", 1))
+        for each in (
+            *("loss", ("loss", "least", 3), ("loss", "min", 0), ("", "min", 1)),
+            *(("loss", "min"), ("loss", "min", 3, 3)),
+        )
     ],
 )
 def test_what_makes_no_sense_is_refused(value: object) -> None:

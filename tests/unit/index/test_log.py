@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -108,6 +109,42 @@ def test_what_is_behind_the_end_is_blanked(medium: Memory) -> None:
     *_, third, _ = entries(medium, record)
     LogWriter(medium, record.log, third).cut()
     assert [each.number for each in entries(medium, record)] == [1, 2, 3]
+
+
+def test_a_crash_while_entries_are_blanked_makes_no_damage() -> None:
+    """An entry that is not there, and has others behind it, is damage. So those behind the end are
+    blank, and durably, before the one at the end is."""
+    medium = Journaled(DATA_START + (20 + 1200) * PAGE)
+    with contextlib.closing(medium):
+        record = version()
+        assert record.log is not None
+        appended(medium, record, 5)
+        *_, third, fourth, fifth = entries(medium, record)
+        medium.done.clear()
+        LogWriter(medium, record.log, third).cut()
+    end, behind = fourth.extent.offset, fifth.extent.offset
+    assert [act for act in medium.done if act[1] in (end, behind)] == [
+        ("store", behind),
+        ("persist", behind),
+        ("store", end),
+        ("persist", end),
+    ]
+
+
+class Journaled(Memory):
+    """Tells in which order bytes were stored and persisted, and where."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.done: list[tuple[str, int]] = []
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        super().store(offset, data)
+        self.done.append(("store", offset))
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        super().persist(ranges)
+        self.done.extend(("persist", each.offset) for each in ranges)
 
 
 def test_a_large_entry_is_stored_piece_by_piece(medium: Memory) -> None:
