@@ -33,7 +33,7 @@ BROAD_EXCEPT = {
     "core/portus/transport/beside.py: finish": "raised when the threads are over",
     "core/portus/transport/local.py: _together": "raised in the thread that waits for it",
     "core/portus/transport/local.py: take_part_beside": "raised in the thread that waits for it",
-    "core/portus/embedding/protected.py: _raised": "the top of the worker thread; it is kept",
+    "core/portus/embedding/committer.py: _raised": "the top of the worker thread; it is kept",
     "core/portus/pipeline/queue.py: _run": "the top of the worker thread; the error is kept",
     "core/portus/testing/nursery.py: _run": "the top of a forked process; it is told",
     "portus_accelerate/autoload.py: look": "inside of an import; it is said, and stock goes on",

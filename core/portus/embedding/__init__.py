@@ -9,8 +9,8 @@ from __future__ import annotations
 from portus.embedding.elsewhere import Elsewhere as Elsewhere
 from portus.embedding.elsewhere import fill as fill
 from portus.embedding.protected import Protected as Protected
-from portus.embedding.protected import Resumed as Resumed
 from portus.embedding.protected import protect as protect
+from portus.embedding.resume import Resumed as Resumed
 from portus.embedding.rowwise import RowwiseAdagrad as RowwiseAdagrad
 
 __all__ = ["Elsewhere", "Protected", "Resumed", "RowwiseAdagrad", "fill", "protect"]

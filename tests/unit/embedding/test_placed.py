@@ -571,7 +571,7 @@ def test_a_flipped_byte_of_tables_in_place_is_found_or_does_no_harm(
         small.step(2, 3)
         tables.wait()
         mapped, store = cast(Any, tables._mapped), cast(Any, tables._store)
-        mapped.log(mapped.rows(tables._tables[0], torch.tensor([2, 5])))
+        mapped.log(mapped.rows(tables._training.tables[0], torch.tensor([2, 5])))
         with torch.no_grad():
             small.weight[[2, 5]] = 77
         extent = next(iter(store.places.values())).extent

@@ -18,7 +18,7 @@ import torch
 
 import portus
 from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, early, fill, fold, protect
-from portus.embedding import protected as module
+from portus.embedding.committer import Committer
 from portus.embedding.fold import Fold
 from portus.embedding.moment import Moment
 from portus.embedding.store import MARKS, MODEL, TableStore
@@ -81,7 +81,7 @@ def test_an_update_begins_when_the_batch_before_it_is_durable(
 ) -> None:
     order: list[str] = []
     waits, begins = threading.Event(), threading.Event()
-    commit, wait = TableStore.commit, module._Worker.wait
+    commit, wait = TableStore.commit, Committer.wait
 
     def slow(self: TableStore, moment: Moment) -> None:
         if moment.batch == 2:
@@ -89,7 +89,7 @@ def test_an_update_begins_when_the_batch_before_it_is_durable(
         commit(self, moment)
         order.append(f"durable {moment.batch}")
 
-    def waiting(self: module._Worker) -> None:
+    def waiting(self: Committer) -> None:
         waits.set()
         wait(self)
 
@@ -98,7 +98,7 @@ def test_an_update_begins_when_the_batch_before_it_is_durable(
     with small.protect(path) as tables:
         small.step(1)
         small.step(2)
-        monkeypatch.setattr(module._Worker, "wait", waiting)
+        monkeypatch.setattr(Committer, "wait", waiting)
         small.optimizer.register_step_pre_hook(lambda *_: order.append("update"))
 
         def third() -> None:
@@ -186,7 +186,7 @@ def test_a_batch_waits_for_one_piece_of_folding_in_and_not_for_all(
 
     def slow(self: Fold, stop: Stop) -> None:
         if not self.done and order:  # the first image is awaited
-            until(lambda: tables._worker._moment is not None)
+            until(lambda: tables._committer._moment is not None)
         go_on(self, stop)
         order.append("piece")
 
@@ -312,14 +312,14 @@ def test_a_table_is_loaded_once_the_batch_before_is_durable(
 def test_ctrl_c_at_the_end_of_a_batch_leaves_its_rows_to_the_next_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: module._Worker, moment: Moment) -> None:
+    def interrupted(self: Committer, moment: Moment) -> None:
         raise KeyboardInterrupt
 
     small = Small()
     with small.protect(path):
         small.step(1)
         with monkeypatch.context() as patch:
-            patch.setattr(module._Worker, "put", interrupted)
+            patch.setattr(Committer, "put", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 small.step(2)
         small.step(3)
@@ -339,13 +339,13 @@ def test_ctrl_c_while_a_batch_is_handed_over_holds_up_no_update_for_ever(
         small.step(2)
         tables.wait()
         with monkeypatch.context() as patch:
-            put = module._Worker.put
+            put = Committer.put
 
-            def cut_short(self: module._Worker, moment: Moment) -> None:
+            def cut_short(self: Committer, moment: Moment) -> None:
                 patch.setattr(self._changed, "notify_all", interrupted)
                 put(self, moment)
 
-            patch.setattr(module._Worker, "put", cut_short)
+            patch.setattr(Committer, "put", cut_short)
             with pytest.raises(KeyboardInterrupt):
                 small.step(3)
         small.step(4)

@@ -1,0 +1,206 @@
+"""A batch is over: its moment is taken, so that training goes on and changes nothing of it.
+
+The rows that changed, and the dense part, are copied; a table that is taken whole is not, and stays
+as it is until the moment is durable. If the dense part is written in slices, the moments of some
+batches have the copy of an earlier one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from portus.client.state.state import FlatState, Flattener
+from portus.embedding.mapped import Mapped
+from portus.embedding.moment import Moment, Rows
+from portus.embedding.placed import NO_ROWS, PlacedMoment, RowsThere
+from portus.embedding.tables import Table, changed_rows
+from portus.embedding.training import ProtectedTraining
+from portus.index.records import encode_layout
+from portus.spec import TensorSpec
+
+_SLICES_SHARE: Final = 4
+"""Of the batches of a gap, one of so many has a slice of the dense part."""
+
+
+class Moments:
+    """The moments of one training. For the training thread alone."""
+
+    def __init__(
+        self,
+        training: ProtectedTraining,
+        mapped: Mapped | None,
+        *,
+        extra: Callable[[], object] | None,
+        every: int,
+    ) -> None:
+        """every: the dense part is less than so many batches older than the tables."""
+        self._training: Final = training
+        self._mapped: Final = mapped
+        self._extra: Final = extra
+        self._every: Final = every
+        self._slices: Final = 0 if every == 1 else max(1, every // _SLICES_SHARE)
+        """In how many the dense part is written; 0: in one piece, by the entry of its batch."""
+        self._dense: _Dense | None = None
+        """As it was taken last, if it is written in slices."""
+        self._flattener: Final = Flattener()
+        self._specs: tuple[TensorSpec, ...] | None = None
+        self._layout = b""
+        self._counter: Final = torch.tensor(0, device="cpu")
+        self.is_whole = True
+        """The next moment is taken whole."""
+        self.is_collecting = False
+        """The states that are asked for are for a moment, tables and all."""
+        self.announced: Mapping[int, torch.Tensor] = {}
+        """Rows that the next batch will update, as far as it is known."""
+
+    def take(self, batch: int) -> Moment:
+        """The moment of a batch. Rows that changed, and the dense part, are copied."""
+        mapped, dense = self._mapped, self._dense
+        if dense is not None and self._leaves(dense, batch):
+            return dense.with_rows(batch, self._training.tables, self._rows_ahead())
+        if mapped is not None:
+            self.is_whole = mapped.adopt() or self.is_whole
+            mapped.measure()
+        flat = self._flattener.flatten(self._state(batch))
+        address = np.array([each.data_ptr() for each in flat.storages], np.int64)
+        length = np.array([each.nbytes() for each in flat.storages], np.int64)
+        index = {each.data_ptr(): place for place, each in enumerate(flat.storages)}
+        places, digests = ({}, {}) if mapped is None else mapped.placed(index)
+        rows = _changed(self._training.tables, index, places)
+        copied = _copied(flat, address, length, rows)
+        counter = index[self._counter.data_ptr()]
+        others = {*range(len(length))} - rows.keys() - {counter} - {*digests.values()}
+        left: set[int] = set()
+        if self._slices and not self.is_whole and dense is not None:
+            # After a load the durable one may be as old as it may be: this one is not sliced.
+            left = others
+        moment = Moment(
+            batch=batch,
+            layout=self._layout_of(flat),
+            tree=flat.tree,
+            address=address,
+            length=length,
+            rows=None if self.is_whole else rows,
+            left=left,
+            dense_batch=batch,
+            sliced=self._slices if left else 0,
+            alive=(flat, copied) if mapped is None else copied,  # else tables are the pool's own
+        )
+        self.is_whole = False
+        if mapped is not None:
+            moment = PlacedMoment.of(moment, places, digests, self._rows_ahead())
+        if self._slices:
+            self._dense = _Dense(moment, index, counter, others)
+        return moment
+
+    def forget_dense(self) -> None:
+        """Another dense part was loaded than the one that was taken last."""
+        self._dense = None
+
+    def _rows_ahead(self) -> list[RowsThere]:
+        """Rows in the pool that the next batch was announced to update; said once."""
+        if self._mapped is None:
+            return []
+        announced, self.announced = self.announced, {}
+        return [
+            each
+            for place, number in announced.items()
+            for each in self._mapped.rows(self._training.tables[place], number)
+        ]
+
+    def _leaves(self, dense: _Dense, batch: int) -> bool:
+        """True if a batch needs no other dense part than that one."""
+        if self.is_whole or batch - dense.moment.batch >= self._every - self._slices:
+            return False
+        tensors = (tensor for table in self._training.tables for tensor in table.tensors())
+        return all(tensor.data_ptr() in dense.index for tensor in tensors)
+
+    def _state(self, batch: int) -> dict[str, object]:
+        self.is_collecting = True
+        self._counter.fill_(batch)
+        try:
+            return {
+                "batch": self._counter,
+                "dense_batch": torch.tensor(batch, device="cpu"),
+                "model": self._training.model.state_dict(),
+                "optimizers": [each.state_dict() for each in self._training.optimizers],
+                "extra": None if self._extra is None else self._extra(),
+                **({} if self._mapped is None else {"digests": self._mapped.digests}),
+            }
+        finally:
+            self.is_collecting = False
+
+    def _layout_of(self, flat: FlatState) -> bytes:
+        if flat.tensors is not self._specs:
+            self._specs, self._layout = flat.tensors, encode_layout(flat.tensors)
+        return self._layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """A dense part that was copied: it stays as it was at its moment. ``index``: the place of each
+    storage then, by its address; ``counter``: that of the number of the batch; ``others``: those
+    of the dense part."""
+
+    moment: Moment
+    index: Mapping[int, int]
+    counter: int
+    others: Collection[int]
+
+    def with_rows(self, batch: int, tables: Sequence[Table], ahead: Sequence[RowsThere]) -> Moment:
+        """The moment of a later batch, with the rows that changed in it, and this dense part."""
+        moment = self.moment
+        if isinstance(moment, PlacedMoment):
+            moment = replace(moment, ahead=ahead)
+            rows = _changed(tables, self.index, moment.placed)
+        else:
+            rows = _changed(tables, self.index, ())
+        counted, address = np.array([batch], np.int64), self.moment.address.copy()
+        address[self.counter] = counted.ctypes.data
+        return replace(
+            moment,
+            batch=batch,
+            address=address,
+            rows=rows,
+            left=self.others,
+            sliced=0,
+            alive=(self.moment.alive, counted),
+        )
+
+
+def _changed(
+    tables: Sequence[Table], index: Mapping[int, int], places: Collection[int]
+) -> dict[int, Rows]:
+    """The rows that changed since the last moment, copied, by the places of their storages; none of
+    what is in the pool already, ``places``."""
+    found: dict[int, Rows] = {}
+    for table in tables:
+        number = table.rows()
+        for tensor in table.tensors():
+            place = index[tensor.data_ptr()]
+            found[place] = NO_ROWS if place in places else changed_rows(tensor, number)
+    return found
+
+
+def _copied(
+    flat: FlatState, address: Any, length: Any, tables: Mapping[int, Rows]
+) -> list[torch.Tensor]:
+    """Copies of the storages that are no tables, whose addresses take the place of theirs."""
+    copies = []
+    for index, storage in enumerate(flat.storages):
+        if index in tables or not length[index]:
+            continue
+        if storage.device.type == "cpu":
+            copy = torch.empty(int(length[index]), dtype=torch.uint8, device="cpu")
+            ctypes.memmove(copy.data_ptr(), int(address[index]), int(length[index]))
+        else:
+            copy = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu())
+        address[index] = copy.data_ptr()
+        copies.append(copy)
+    return copies

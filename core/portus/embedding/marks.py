@@ -1,0 +1,59 @@
+"""Marks of one training: which of them is of what the tables hold now, and which are kept."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import torch
+
+from portus.client.files.pins import pins_of
+from portus.embedding.committer import Committer
+from portus.embedding.elsewhere import Elsewhere, marked, within
+from portus.embedding.store import TableStore
+from portus.index.place import Place
+
+
+class Marks:
+    """The marks in the pool of one training. For the training thread alone."""
+
+    def __init__(self, store: TableStore, committer: Committer, keep: int | None) -> None:
+        """keep: how many of the newest; None: all."""
+        self._store: Final = store
+        self._committer: Final = committer
+        self._keep: Final = keep
+        self._newest: tuple[int, str] | None = None
+        """Of which batch, and its token."""
+        self._read: tuple[str, object] | None = None
+        """The state of the mark that was read last, by its token."""
+
+    def of(self, batch: int) -> tuple[int, str]:
+        """The batch and the token of a mark of ``batch``, which was put last. Blocks until the mark
+        is durable."""
+        if self._newest is None or self._newest[0] != batch:
+            token = os.urandom(16)
+            with self._committer.alone():
+                self._store.mark(batch, token, self._beyond())
+            self._newest = batch, token.hex()
+        return self._newest
+
+    def read(self, place: Elsewhere) -> torch.Tensor:
+        """What stands at that place of a mark. Raises as ``fill``."""
+        if self._read is None or self._read[0] != place.token:
+            self._read = place.token, marked(self._store.pool, place)
+        return within(self._read[1], place.path)
+
+    def forget(self) -> None:
+        """A moment is about to be taken: no mark is of that one, and no state that was read is
+        needed any more."""
+        self._read = self._newest = None
+
+    def _beyond(self) -> list[int]:
+        """Marks that are not kept any more once there is another one, by their ids."""
+        if self._keep is None:
+            return []
+        gone = self._store.marks()[: -self._keep + 1 or None]
+        pool = self._store.pool
+        pins = pins_of(Place.named(pool.medium.info.name), pool)
+        pinned = {each.reference.token for each in pins}
+        return [each.info.id for each in gone if each.info.token.hex() not in pinned]
