@@ -708,6 +708,22 @@ def test_so_many_marks_are_kept_and_others_are_named_when_they_are_asked_for(pat
         assert len([info for info in view.versions() if info.model == MARKS]) == 2
 
 
+def test_a_state_that_is_asked_for_again_has_what_something_else_wrote_meanwhile(
+    path: Path,
+) -> None:
+    small = Small()
+    with small.protect(path) as tables:
+        small.step(1)
+        first, unwritten = small.model.state_dict(), small.weight.detach().clone()
+        with torch.no_grad():
+            small.weight[7] += 5
+        second, written = small.model.state_dict(), small.weight.detach().clone()
+        assert tables.batches == 1
+    for state, expected in ((first, unwritten), (second, written)):
+        filled: Any = fill(state)
+        assert torch.equal(filled["table.weight"], expected)
+
+
 def test_a_state_that_is_asked_for_within_a_batch_is_of_what_it_did_so_far(path: Path) -> None:
     small = Small()
     with small.protect(path) as tables:
