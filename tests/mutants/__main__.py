@@ -28,6 +28,7 @@ TESTS: Final[dict[str, tuple[str, ...]]] = {
         "tests/unit/index",
         "tests/unit/cli/test_rescue.py",
         "tests/unit/client/job/test_journal.py",
+        "tests/unit/embedding/test_placed.py",
     ),
     "pipeline": ("tests/unit/pipeline", "tests/property/test_audit.py"),
     "protocol": ("tests/unit/protocol", "tests/golden/test_protocol.py"),
@@ -52,6 +53,15 @@ EQUIVALENT: Final[dict[str, str]] = {
     "enumeration",
     "index/check_version.py: BATCH: Final = 64 << 20 -> BATCH: Final = 64 << 21": "how many bytes "
     "are read at once",
+    "index/check_version.py: self.digests: Final[Digests] = units.view(np.uint8).reshape(-1, "
+    "UNIT_DIGEST.size) -> self.digests: Final[Digests] = units.view(np.uint8).reshape(- 2, "
+    "UNIT_DIGEST.size)": "numpy takes any number below 0",
+    "index/check_reach.py: rows = [np.array([(r.offset, r.length, r.commit) for r in listed], "
+    "np.int64).reshape(-1, 3)] -> rows = [np.array([(r.offset, r.length, r.commit) for r in "
+    "listed], np.int64).reshape(~1, 3)]": "numpy takes any number below 0",
+    "index/groups.py: return [each.id for each in ordered[place + 1 :] if each.id not in staying] "
+    "-> return [each.id for each in ordered[place + 0 :] if each.id not in staying]": "that one is "
+    "the oldest of the newest groups, which stay",
 }
 """Survivors that mean the same: "package/module.py: old -> new", and why."""
 

@@ -18,7 +18,7 @@ from portus.embedding.mapped import Mapped
 from portus.embedding.tables import Table
 from portus.embedding.training import ProtectedTraining
 from portus.errors import UsageError
-from portus.index.pool import PoolReader
+from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
 
 
