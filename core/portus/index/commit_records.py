@@ -81,7 +81,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Inherited:
+class Foundation:
     """What a commit has of the one before: the entries of each model, the indices that stay as they
     are, and the copies that there are. ``again``: records that are to be copied once more, since
     there is no copy of them, or it, or they, are ``damaged``."""
@@ -107,7 +107,7 @@ class CommitRecords:
     """The records of one commit: sized first, then placed, then encoded."""
 
     def __init__(
-        self, before: Catalogue, uuid: bytes, changes: Sequence[Change], kept: Inherited
+        self, before: Catalogue, uuid: bytes, changes: Sequence[Change], kept: Foundation
     ) -> None:
         self._before: Final = before
         self._uuid: Final = uuid

@@ -43,7 +43,7 @@ from portus.index.catalogue import (
     read_version,
     version_runs,
 )
-from portus.index.commit_records import Change, CommitRecords, Inherited, NewVersion
+from portus.index.commit_records import Change, CommitRecords, Foundation, NewVersion
 from portus.index.free_space import FreeSpace, Wanted, left_to_records
 from portus.index.line import Line, RoomError
 from portus.index.messages import read_failure, read_holder, store_messages
@@ -628,7 +628,7 @@ class PoolWriter(PoolReader):
         self._cramped = extents is None
         return extents or []
 
-    def _kept(self, before: Catalogue, changes: Sequence[Change]) -> Inherited:
+    def _kept(self, before: Catalogue, changes: Sequence[Change]) -> Foundation:
         """What a commit keeps of the catalogue before it, and what it writes afresh."""
         retire = set[int]().union(*(change.retire for change in changes))
         new = [change.new for change in changes if change.new is not None]
@@ -660,7 +660,7 @@ class PoolWriter(PoolReader):
         models: Mapping[str, list[VersionEntry]],
         indices: Mapping[str, Pointer],
         wanted: Mapping[Pointer, RecordKind],
-    ) -> Inherited:
+    ) -> Foundation:
         """With what there is, and is to be, of copies of the records ``wanted``."""
         damaged, room = frozenset(self._damaged), _COPIES_MAX
         copies: dict[Copy, None] = {}
@@ -672,7 +672,7 @@ class PoolWriter(PoolReader):
             if missing > 0 and pointer.length * missing <= room:
                 room -= pointer.length * missing
                 again += [(kind, record) for record in self._whole(pointer, kind)] * missing
-        return Inherited(models, indices, tuple(copies), again, damaged)
+        return Foundation(models, indices, tuple(copies), again, damaged)
 
     def _whole(self, pointer: Pointer, kind: RecordKind) -> list[bytes]:
         """A record, or a copy of it; none if all are damaged."""
