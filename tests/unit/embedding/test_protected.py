@@ -474,6 +474,31 @@ def trained(training: Training, path: Path, place: Path, numbers: range) -> list
     return gaps
 
 
+@pytest.mark.parametrize("before", [6, 8])
+def test_a_training_that_loads_while_it_runs_stays_within_the_gap(
+    path: Path, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dense part that was taken last is not the one that was loaded, which may be as old as
+    allowed; and it is never saved."""
+    monkeypatch.setattr(TableStore, "has_more", False)  # as late as may be
+    training = Training()
+    with relaxed(training, path) as tables:
+        for number in range(1, before + 1):
+            with tables.batch():
+                training.step(number)
+        resumed = tables.load(gap_max=GAP)
+        assert resumed is not None
+        dense = {resumed.dense_batch: training.model.top.weight.detach().clone()}
+        for number in range(100, 102 + GAP):
+            with tables.batch():
+                training.step(number)
+            dense[tables.batches] = training.model.top.weight.detach().clone()
+            tables.wait()
+            state = state_of(path)
+            assert torch.equal(state["model"]["top.weight"], dense[int(state["dense_batch"])])
+            assert tables.batches - int(state["dense_batch"]) < GAP
+
+
 def broken_off(tables: Protected, small: Small) -> None:
     with tables.batch():
         small.step(2)
