@@ -259,6 +259,21 @@ def test_what_something_else_wrote_to_a_table_in_place_is_in_the_next_batch(
     assert durable(device)["model"]["table.weight"][[1, 2, 7], 0].tolist() == [-1, -1, 5]
 
 
+def test_a_crash_after_a_written_table_in_place_was_loaded_finds_what_was_written(
+    device: str,
+) -> None:
+    """The rows are in the pool already: they are committed before others take their place."""
+    small = Small()
+    with small.protect(Path(device), in_place=True) as tables:
+        small.step(1)
+        tables.wait()
+        with torch.no_grad():
+            small.weight[7] = 5
+        small.model.load_state_dict({"table.weight": torch.zeros_like(small.weight)})
+        found = durable(shutil.copy(device, f"{device}.crashed"))
+    assert found["model"]["table.weight"][[1, 7], 0].tolist() == [-1, 5]
+
+
 def test_a_mark_of_tables_in_place_that_is_pinned_is_kept_beyond_so_many(device: str) -> None:
     small = Small()
     with small.protect(Path(device), in_place=True, keep=1) as tables:

@@ -474,7 +474,7 @@ def trained(training: Training, path: Path, place: Path, numbers: range) -> list
     return gaps
 
 
-@pytest.mark.parametrize("before", [6, 8])
+@pytest.mark.parametrize("before", [7, 8])
 def test_a_training_that_loads_while_it_runs_stays_within_the_gap(
     path: Path, before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
