@@ -222,6 +222,7 @@ class CompanionHooks:
         self._log_stats(trainer)
         if io.is_on() and io.materialize != "none" and trainer.is_global_zero:
             io.put_real_files(checkpoints_of(trainer, io))
+            io.give_back(_directories(trainer))
 
     def _log_stats(self, trainer: Any) -> None:
         io = plugin_of(trainer)
@@ -325,13 +326,17 @@ def checkpoints_of(trainer: Any, io: PortusIO) -> list[str]:
     paths += _last_models(trainer)
     paths += [path for each in callbacks for path in getattr(each, "best_k_models", ())]
     local = [stock.local_path(path) for path in paths if path]
-    directories = [stock.local_path(each.dirpath) for each in callbacks if _directory(each)]
-    found = [*filter(None, local), *io.saved_in(filter(None, directories))]
+    found = [*filter(None, local), *io.saved_in(_directories(trainer))]
     return [path for path in dict.fromkeys(found) if os.path.isfile(path)]
 
 
 def _last_models(trainer: Any) -> list[str]:
     return [getattr(each, "last_model_path", "") for each in trainer.checkpoint_callbacks]
+
+
+def _directories(trainer: Any) -> list[str]:
+    found = [_directory(each) for each in trainer.checkpoint_callbacks]
+    return [*filter(None, (stock.local_path(each) for each in found if each))]
 
 
 def _directory(callback: Any) -> Any:

@@ -376,6 +376,14 @@ class PortusIO(CheckpointIO):
         about it."""
         portus.materialize_at_end(paths, within_s=self.materialize_within)
 
+    def give_back(self, directories: Iterable[str]) -> None:
+        """Training ended: pool files of this run to which nothing leads any more go, also where a
+        process before made the last real file and then died. directories: of checkpoints."""
+        runs = [run for run, _ in self._runs]
+        runs += [self._run_of(each) for each in directories if os.path.isdir(each)]
+        for run in {each.name: each for each in runs}.values():
+            run.give_back()
+
     def say_what_stays(self, paths: Iterable[str]) -> None:
         """Say which of these files stay references, since training did not come to its end."""
         portus.say_remaining(portus.remaining_references(paths, "training did not finish"))

@@ -7,6 +7,8 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +234,32 @@ def test_after_an_end_that_is_not_normal_saves_are_real_and_the_rest_is_listed(
         assert f"{tmp_path}/ckpt/{name}" in said
     fit.save_checkpoint(tmp_path / "late" / "more.ckpt")
     assert references(tmp_path / "late") == []
+
+
+KILLED_AT_THE_END = """
+import os, sys
+from pathlib import Path
+from tests.adapters.test_lightning_leave import run_to_its_end
+import portus.client.leaving.in_turn as in_turn
+
+in_turn.give_back = lambda pool: os.kill(os.getpid(), 9)
+run_to_its_end(Path(sys.argv[1]))
+"""
+
+
+def run_to_its_end(root: Path) -> None:
+    made = trainer(root, callbacks=[every_step(root, save_last=True)])
+    made.fit(Net(), loader(), ckpt_path="last")
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+def test_a_run_that_died_after_its_files_became_real_leaves_no_pool_when_it_is_started_again(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", KILLED_AT_THE_END, str(tmp_path)]
+    ended = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert references(tmp_path / "ckpt") == []
+    assert list(tmp_path.glob(".portus/*.portus"))
+    run_to_its_end(tmp_path)
+    assert not list(tmp_path.glob(".portus/*.portus")), "nothing leads there any more"

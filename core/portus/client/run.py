@@ -6,6 +6,7 @@ of its files are, with which settings; and what to do where another run has that
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -17,9 +18,11 @@ import torch
 from portus.client.checkpointer import Checkpointer
 from portus.client.files.run_mirror import Mirroring
 from portus.client.job.settings import UNMIRRORED, Settings, as_arguments
+from portus.client.leaving.materialize import give_back
 from portus.errors import BusyError, MediumError
+from portus.index.directory import generations
 from portus.index.keep import Keep
-from portus.index.place import DEFAULT_DIRECTORY, Place
+from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind
 
 Result = TypeVar("Result")
 
@@ -149,6 +152,17 @@ class Run:
             checkpointer = self._opened.pop(os.getpid(), None)
             if checkpointer is not None:
                 checkpointer.close()
+
+    def give_back(self) -> None:
+        """Training has ended: let the pool file of the run on this machine let go of what nothing
+        leads to any more; if it is empty then, it goes. A process may have made the last file real
+        and died before it did this. Not while somebody saves there, nor where the run went on in a
+        successor."""
+        pool = self.place.pool_of(self.name)
+        with contextlib.suppress(MediumError):
+            is_file = self.checkpointer is None and pool.kind is PlaceKind.FILE
+            if is_file and list(generations(pool.path)) == [1]:
+                give_back(pool.path)
 
     def _open(self) -> Checkpointer:
         with self._guard:
