@@ -73,6 +73,8 @@ class Saver:
         self._run: portus.Run | None = None
         self._count = 0
         self._ending: Final = Ending(settings)
+        self._loaded: str | None = None
+        """Of a training that saves whole directories, on the process that does."""
         self._uploaded: str | None = None
         self._deferred: list[tuple[portus.SaveHandle | None, list[Callable[[], Any]]]] = []
         self._cut_off: Final = CutOff(
@@ -359,6 +361,9 @@ class Saver:
             if self._shards is not None:
                 shards, self._shards = self._shards, None
                 shards.close()
+            loaded, self._loaded = self._loaded, None
+            if loaded is not None and self._trains_in(loaded):
+                self._ending.loaded(self._run_of(loaded), loaded)
             self._ending.materialize()
 
     # Saving.
@@ -397,6 +402,15 @@ class Saver:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+
+    def _trains_in(self, directory: str) -> bool:
+        """True for a checkpoint of the training that this is; not of one that it only looks at, or
+        starts from."""
+        project = self._accelerator.project_dir
+        below = project is not None and directory.startswith(
+            os.path.join(os.path.abspath(project), "")
+        )
+        return below and bool(self._accelerator._optimizers)
 
     def _save(self, capture: Capture, directory: str, limit: int | None) -> None:
         received = self._exchange(capture, directory)
@@ -595,7 +609,9 @@ class Saver:
             self._fetch(directory)
         self._cut_off.mend(directory, uncommitted=False)
         if not self._is_sharded():
-            return stock(directory)
+            found = stock(directory)
+            self._loaded = directory if self._peers.is_writer else None
+            return found
         with sharded.reading(directory, self._settings.mirror):
             return stock(directory)
 

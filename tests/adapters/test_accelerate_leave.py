@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 
 import portus
 import portus_accelerate
+from portus.client import run
+from portus.client.leaving import in_turn
 from portus.testing.nursery import Say, nursery
 from portus_accelerate import ending
 from tests.adapters.trainings import SIZE, Weight
@@ -93,6 +95,35 @@ def test_a_resumed_run_makes_real_what_it_saved_before_and_leaves_alone_what_oth
     assert references(tmp_path) == ["theirs"]
     (tmp_path / "ckpt" / "theirs" / "x.ckpt").unlink()
     check(tmp_path, 4)
+
+
+@pytest.mark.parametrize("killed", ["before its files were real", "before its pool was gone"])
+def test_a_run_that_died_as_it_ended_ends_when_it_is_started_again_and_saves_nothing_more(
+    killed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_real = killed == "before its pool was gone"
+    with monkeypatch.context() as patch:
+        for module in (in_turn, run):
+            patch.setattr(module, "give_back", lambda pool: None)
+        trained(tmp_path, 1, 2, materialize="end" if is_real else "none").end_training()
+    assert references(tmp_path) == ([] if is_real else ["step_1", "step_2"])
+    assert list(tmp_path.glob(".portus/*.portus"))
+    again = trained(tmp_path, 3, 2)
+    again.load_state(str(tmp_path / "ckpt" / "step_2"))
+    again.end_training()
+    check(tmp_path, 2)
+    assert not list(tmp_path.glob(".portus/*.portus")), "nothing leads there any more"
+
+
+def test_a_run_that_starts_from_a_checkpoint_of_another_leaves_that_as_it_is(
+    tmp_path: Path,
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    trained(first, 1, 1, materialize="none").end_training()
+    other = trained(second, 2, 1)
+    other.load_state(str(first / "ckpt" / "step_1"))
+    other.end_training()
+    assert references(first) == ["step_1"]
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
