@@ -104,13 +104,15 @@ class CutOff:
         """On the process that saves, while the others wait."""
         pairs = itertools.product(pools, homes)  # a home has links, if the pool is on a host
         for pool, home in pairs if self._is_writer else ():
+            notes = _Notes(home)
             try:
-                removed = portus.mend(pool, uncommitted=uncommitted, links=home)
+                removed = portus.mend(pool, uncommitted=uncommitted, links=home, before=notes.add)
             except portus.PortusError as error:
                 _log.warning("Portus: %s could not be cleaned up: %s", pool, error)
                 continue
             for directory in sorted({os.path.dirname(path) for path in removed}):
                 self._take_away(directory)
+            notes.drop()
         for home in homes if self._is_writer and uncommitted else ():
             for directory in intent.cut_off(home):
                 self._take_away(directory)
@@ -131,6 +133,27 @@ class CutOff:
         _log.warning("Portus: %s was never committed (its save was cut off)", directory)
         for path in older:
             shutil.rmtree(path, ignore_errors=True)
+
+
+class _Notes:
+    """That checkpoints are being taken away: their files go first, one by one. The next run takes
+    away what a process leaves that dies meanwhile."""
+
+    def __init__(self, home: str) -> None:
+        self._home: Final = home
+        self._made: Final[list[intent.Intent]] = []
+
+    def add(self, paths: list[str]) -> None:
+        """These files are about to go."""
+        for directory in sorted({os.path.dirname(path) for path in paths}):
+            made = intent.note(self._home, directory, is_writer=True)
+            if made is not None:
+                self._made.append(made)
+
+    def drop(self) -> None:
+        """They went."""
+        for made in self._made:
+            made.drop()
 
 
 def _home(run: portus.Run) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,41 @@ assert intent.note(home, directory, is_writer=is_writer)
 os.mkdir(directory)
 print("made", flush=True)
 sys.stdin.read()
+"""
+
+
+KILLED = """
+import os, sys, threading
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+import portus_accelerate
+from portus.client.files.keeper import Keeper
+from portus_accelerate.cut_off import CutOff
+
+def begun(root):
+    project = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    portus_accelerate.enable(accelerator, materialize="none")
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    return accelerator
+
+def die(*_):
+    os.kill(os.getpid(), 9)
+
+if sys.argv[2] == "in a save":
+    accelerator = begun(sys.argv[1])
+    accelerator.save_state()
+    portus_accelerate.wait(accelerator)
+    Keeper.make_durable = lambda *_: threading.Event().wait()  # nothing more is committed
+    accelerator.save_state()
+    die()
+elif sys.argv[2] == "putting aside":
+    CutOff._take_away = die  # its files went by now
+    begun(sys.argv[1])
+else:
+    begun(sys.argv[1]).load_state()
 """
 
 
@@ -106,3 +142,19 @@ def test_a_note_is_not_there_for_others_before_it_is_locked(tmp_path: Path) -> N
     assert [str(each) for each in home.iterdir()] == [note.path]
     note.drop()
     assert not home.exists()
+
+
+def test_a_run_that_died_as_it_put_a_checkpoint_aside_loads_the_one_before(tmp_path: Path) -> None:
+    def run(how: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", KILLED, str(tmp_path), how]
+        return subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+
+    second = tmp_path / "checkpoints" / "checkpoint_1"
+    for how in ("in a save", "putting aside"):
+        ended = run(how)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        assert second.is_dir()
+    ended = run("resuming")
+    assert ended.returncode == 0, ended.stderr
+    assert not second.exists()
+    assert not list(tmp_path.glob(".portus/*.saving")), "the notes went"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from portus.client.files.fate import links as links_in
@@ -37,6 +37,7 @@ def mend(
     links: str | None = None,
     model: str | None = None,
     wait_s: float = 0.0,
+    before: Callable[[list[str]], None] | None = None,
 ) -> list[str]:
     """Put the reference files of a pool, or of all pools in a directory, in order.
 
@@ -48,6 +49,9 @@ def mend(
 
     model: only the files of this model, and the pool file that it has in a directory.
     wait_s: the longest wait for another process that has a pool file open, which may be mending it.
+
+    before: is told the paths of files of one pool that are put aside, before the first one is: if
+        this process dies then, nothing but their names tells that they were checkpoints.
 
     links: with a storage host, whose references the trainers of this machine know, what
     ``Checkpointer`` was given; None: ``.portus`` in the current directory.
@@ -70,7 +74,9 @@ def mend(
     ):
         with opened as keeper:
             if keeper is not None:
-                removed += keeper.mend(uncommitted=uncommitted, cut_off=cut_off, model=model)
+                removed += keeper.mend(
+                    uncommitted=uncommitted, cut_off=cut_off, model=model, before=before
+                )
     return removed
 
 

@@ -408,7 +408,12 @@ class Keeper:
                     )
 
     def mend(
-        self, *, uncommitted: bool, cut_off: Collection[bytes] = (), model: str | None = None
+        self,
+        *,
+        uncommitted: bool,
+        cut_off: Collection[bytes] = (),
+        model: str | None = None,
+        before: Callable[[list[str]], None] | None = None,
     ) -> list[str]:
         """Undo what the death of a process left half done; the paths of files that are gone.
 
@@ -417,6 +422,7 @@ class Keeper:
         them. uncommitted: put files aside whose save was never committed, of one model or of all.
         cut_off: tokens of versions that count as never committed, since other parts of their
         group are not. Files that lead to another pool, which was here once, are left alone.
+        before: is told which files are put aside, before the first one is.
         """
         lost = self._uncommitted(model, cut_off) if uncommitted else {}
         infos = [entry.info for entry in self._writer.catalogue().entries()]
@@ -431,6 +437,8 @@ class Keeper:
             best = newest.get(os.path.dirname(path)) if each.part else None
             if best is not None and committed[each.token].commit < best.commit:
                 self.replace(path, best, each.part)
+        if before is not None and lost:
+            before(list(lost))
         for path, each in lost.items():
             self._put_aside(path, each)
         return list(lost)
