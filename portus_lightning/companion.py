@@ -279,6 +279,13 @@ def is_to_be_passed_over(trainer: Any, path: str) -> bool:
     return io is not None and io.is_on() and io.put_aside(path)
 
 
+def lead_to_newest(trainer: Any, path: str) -> bool:
+    """Let ``path``, of a last checkpoint that was put aside, lead to the newest one that was
+    committed. On every rank; True if there is one."""
+    io = plugin_of(trainer)
+    return io is not None and io.lead_to_newest(path)
+
+
 def lead_back(trainer: Any, links: Iterable[str]) -> None:
     """Let those of these links that lead nowhere lead to the newest checkpoint: Lightning makes a
     ``last`` link right after it asked for a save, whatever becomes of that, and takes one that

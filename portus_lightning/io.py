@@ -334,6 +334,23 @@ class PortusIO(CheckpointIO):
         )
         return os.path.realpath(path) in map(os.path.realpath, gone) or not os.path.exists(path)
 
+    def lead_to_newest(self, path: str) -> bool:
+        """Let ``path``, at which there is nothing, lead to the newest checkpoint of this run beside
+        it. True if there is one. What fails is logged."""
+        directory = os.path.dirname(path)
+        found = portus.saved_in([directory], self._run_of(directory).name)
+        newest = next(filter(os.path.isfile, found), None)
+        if newest is None:
+            return False
+        try:
+            portus.replace_link(path, newest)
+        except OSError as error:
+            if not os.path.exists(path):  # else another rank has done it
+                _log.warning("Portus: %s cannot lead to %s: %s", path, newest, error)
+                return False
+        _log.warning("Portus: %s leads to %s, the newest that was committed", path, newest)
+        return True
+
     def lead_back(self, link: str) -> None:
         """If the link at ``link`` leads nowhere, since the save was refused that Lightning made it
         for, let it lead to the newest checkpoint of this run there. What fails is logged."""

@@ -73,11 +73,15 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
 
 
 def choose_again(
-    copy: str, before: Callable[[Any], None], is_to_be_passed_over: Callable[[Any, str], bool]
+    copy: str,
+    before: Callable[[Any], None],
+    is_to_be_passed_over: Callable[[Any, str], bool],
+    lead: Callable[[Any, str], bool],
 ) -> None:
     """Where a Trainer of this copy of Lightning looks for the checkpoint to resume from: call
     ``before`` if that is the last one, or a path at which there is nothing; ask about the one that
-    it found, and have it look again if that is to be passed over.
+    it found, and have it look again if that is to be passed over. If there is nothing else that is
+    the last one, ``lead`` may let the path that was passed over lead to another.
 
     A path that the user named is not asked about. Nothing happens where Lightning looks otherwise.
     """
@@ -91,13 +95,19 @@ def choose_again(
     def selected(self: Any, state_fn: Any, ckpt_path: Any, *more: Any, **named: Any) -> Any:
         if ckpt_path == "last" or _is_missing(ckpt_path):
             before(self.trainer)
-        while True:  # ends: what is passed over is not found again
+        passed = ""
+        while True:  # ends: what is passed over is not found again, but for what it leads to
             found = select(self, state_fn, ckpt_path, *more, **named)
+            if found is None and passed and ckpt_path == "last":
+                again, passed = lead(self.trainer, passed), ""
+                if again:
+                    continue
             if found is None or ckpt_path not in (None, "last", "hpc"):
                 return found
             local = local_path(found)
             if local is None or not is_to_be_passed_over(self.trainer, local):
                 return found
+            passed = local
 
     selected.portus_asks = True  # type: ignore[attr-defined]
     connector._select_ckpt_path = selected

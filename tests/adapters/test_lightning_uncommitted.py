@@ -38,7 +38,7 @@ def die_in_save(keeper, paths):
     make_durable(keeper, paths)
 
 Keeper.make_durable = die_in_save
-fit(Path(sys.argv[1]))
+fit(Path(sys.argv[1]), last="link" if len(sys.argv) == 3 else True)
 """
 
 KILLED_AT_LINK = """
@@ -59,9 +59,9 @@ fit(Path(sys.argv[1]))
 """
 
 
-def fit(root: Path, resume: Any = None) -> Net:
+def fit(root: Path, resume: Any = None, last: Any = "link") -> Net:
     net = Net()
-    callbacks = [every_step(root, save_last="link")]  # last.ckpt is a symbolic link
+    callbacks = [every_step(root, save_last=last)]  # by default last.ckpt is a symbolic link
     made = trainer(root, plugin=PortusIO(materialize="none"), callbacks=callbacks)
     made.fit(net, loader(), ckpt_path=resume)
     return net
@@ -129,6 +129,15 @@ def test_a_run_that_died_while_lightning_made_its_last_link_anew_goes_on(tmp_pat
     net = fit(tmp_path, "last")
     assert net.seen[0][0] in (2, 3), "the save of step 3 may have been under way"
     assert torch.load(tmp_path / "ckpt" / "last.ckpt")["global_step"] == BATCHES
+
+
+def test_a_run_that_died_in_its_first_save_of_a_last_file_goes_on(tmp_path: Path) -> None:
+    """The save before, of the same step, was committed."""
+    killed(KILLED, str(tmp_path), "2", "a last file")
+    assert files(tmp_path) == ["last.ckpt", "step=1.ckpt"]
+    net = fit(tmp_path, "last", last=True)
+    assert [step for step, _ in net.seen] == [1, 2, 3, 4, 5]
+    assert "last.ckpt.uncommitted" in files(tmp_path)
 
 
 @pytest.mark.parametrize("there", ["nothing", "a link", "a file", "a directory"])
