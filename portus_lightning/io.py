@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -32,6 +33,9 @@ _STEP_KEYS: Final = ("global_step", "step", "iteration", "iter", "num_steps")
 
 _MENDED_S: Final = 10.0
 """The longest wait for other ranks that put the same pool in order."""
+
+_LED_S: Final = 5.0
+"""The longest that ranks that make the same link may be in the way of each other."""
 
 
 _KEPT: Final = (
@@ -339,15 +343,22 @@ class PortusIO(CheckpointIO):
         it. True if there is one. What fails is logged."""
         directory = os.path.dirname(path)
         found = portus.saved_in([directory], self._run_of(directory).name)
-        newest = next(filter(os.path.isfile, found), None)
+        files = (each for each in found if os.path.isfile(each) and not os.path.islink(each))
+        newest = next(files, None)
         if newest is None:
             return False
-        try:
-            portus.replace_link(path, newest)
-        except OSError as error:
-            if not os.path.exists(path):  # else another rank has done it
-                _log.warning("Portus: %s cannot lead to %s: %s", path, newest, error)
-                return False
+        until = time.monotonic() + _LED_S
+        while True:  # every rank does it, and one may be in the way of another
+            try:
+                portus.replace_link(path, newest)
+                break
+            except OSError as error:
+                if os.path.exists(path):
+                    break
+                if time.monotonic() > until:
+                    _log.warning("Portus: %s cannot lead to %s: %s", path, newest, error)
+                    return False
+                time.sleep(0.01)
         _log.warning("Portus: %s leads to %s, the newest that was committed", path, newest)
         return True
 

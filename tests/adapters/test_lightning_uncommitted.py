@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,18 @@ def test_a_last_link_to_a_save_that_was_refused_resumes_the_newest(tmp_path: Pat
     assert not (tmp_path / "ckpt" / "last.ckpt").exists()
     net = fit(tmp_path, "last")
     assert [step for step, _ in net.seen] == [3, 4, 5]
+
+
+def test_ranks_that_lead_the_last_file_to_the_newest_all_find_it(tmp_path: Path) -> None:
+    fit(tmp_path)
+    last = tmp_path / "ckpt" / "last.ckpt"
+    io = PortusIO()
+    io.begin(os.fspath(tmp_path), None)
+    with ThreadPoolExecutor(4) as ranks:
+        for _ in range(100):
+            last.unlink()
+            assert all(ranks.map(lambda _: io.lead_to_newest(os.fspath(last)), range(4)))
+            assert os.readlink(last) == f"step={BATCHES}.ckpt"
 
 
 def test_a_run_that_died_while_lightning_made_its_last_link_anew_goes_on(tmp_path: Path) -> None:
