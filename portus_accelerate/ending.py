@@ -27,13 +27,13 @@ class Ending:
         self._times_preempted: Final = portus.times_preempted()
         self._run: portus.Run | None = None
         self._saved: dict[str, None] = {}
-        self._loaded: tuple[portus.Run, str] | None = None
         self._is_over = False
 
     def loaded(self, run: portus.Run, directory: str) -> None:
-        """The training goes on from ``directory``, of ``run``. A process that was killed as its
-        training ended left references, and nothing more may be saved now."""
-        self._loaded = (run, directory)
+        """The training that ends went on from ``directory``, of ``run``. If it saved nothing since:
+        a process that was killed as its training ended left references there."""
+        if self._run is None:
+            self._run, self._saved = run, {directory: None}
 
     def saved(self, run: portus.Run, directory: str) -> None:
         """There are references in ``directory`` now; nothing in it is newer."""
@@ -56,9 +56,6 @@ class Ending:
             return
         if self._settings.materialize == "end":
             within_s = self._settings.materialize_within
-            loaded, self._loaded = self._loaded, None
-            if loaded is not None and self._run is None:
-                self._run, self._saved = loaded[0], {loaded[1]: None}
             portus.materialize_at_end(self._take(), within_s=within_s)
             if self._run is not None:
                 self._run.give_back()

@@ -75,8 +75,7 @@ class CompanionHooks:
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the generators of every rank, and where the data is. Runs on all ranks."""
-        io = plugin_of(trainer)
-        if io is None or not io.is_on() or not _is_first(self, trainer):
+        if plugin_in_use(trainer) is None or not _is_first(self, trainer):
             return
         own = portus.capture_randomness(trainer.strategy.root_device)
         if self._leaving is not None and self._leaving.is_saving:
@@ -104,8 +103,7 @@ class CompanionHooks:
         if saved is None or trainer.state.fn != "fit" or not _is_first(self, trainer):
             return
         if saved["format"] != FORMAT:
-            io = plugin_of(trainer)
-            if io is None or not io.is_on():  # as stock Lightning, which knows nothing of them
+            if plugin_in_use(trainer) is None:  # as stock Lightning, which knows nothing of them
                 return
             raise portus.UsageError(
                 f"the random numbers of this checkpoint have format {saved['format']}, and "
@@ -170,8 +168,8 @@ class CompanionHooks:
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Training stops here. What other callbacks save now, or somebody later, is a real file;
         what was saved before stays as it is, and that is said."""
-        io = plugin_of(trainer)
-        if io is None or not io.is_on() or trainer.state.fn != "fit":
+        io = plugin_in_use(trainer)
+        if io is None or trainer.state.fn != "fit":
             return
         if self._data is not None:
             self._data.close()  # Lightning calls no teardown now
@@ -239,8 +237,8 @@ def _logged(trainer: Any) -> Mapping[str, Any]:
 
 def _make_room(trainer: Any, pl_module: Any) -> None:
     """Tell the plugin where checkpoints will go, and about how big they are."""
-    io = plugin_of(trainer)
-    if io is None or not io.is_on() or bypass(trainer.strategy, io) or trainer.fast_dev_run:
+    io = plugin_in_use(trainer)
+    if io is None or bypass(trainer.strategy, io) or trainer.fast_dev_run:
         return
     directories = [getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks]
     local = [stock.local_path(each) for each in directories if each]
@@ -266,23 +264,28 @@ def plugin_of(trainer: Any) -> PortusIO | None:
     return None
 
 
+def plugin_in_use(trainer: Any) -> PortusIO | None:
+    """The same; None also where it leaves saves to Lightning."""
+    io = plugin_of(trainer)
+    return io if io is not None and io.is_on() else None
+
+
 def is_with_portus(trainer: Any) -> bool:
     """True if the Trainer's checkpoints are saved by Portus, and not left to Lightning."""
-    io = plugin_of(trainer)
-    return io is not None and io.is_on()
+    return plugin_in_use(trainer) is not None
 
 
 def is_to_be_passed_over(trainer: Any, path: str) -> bool:
     """True if the save of the checkpoint at ``path`` was cut off: it is put aside then. On every
     rank, before any has its pool open."""
-    io = plugin_of(trainer)
-    return io is not None and io.is_on() and io.put_aside(path)
+    io = plugin_in_use(trainer)
+    return io is not None and io.put_aside(path)
 
 
 def lead_to_newest(trainer: Any, path: str) -> bool:
     """Let ``path``, of a last checkpoint that was put aside, lead to the newest one that was
     committed. On every rank; True if there is one."""
-    io = plugin_of(trainer)
+    io = plugin_in_use(trainer)
     return io is not None and io.lead_to_newest(path)
 
 
@@ -290,8 +293,8 @@ def lead_back(trainer: Any, links: Iterable[str]) -> None:
     """Let those of these links that lead nowhere lead to the newest checkpoint: Lightning makes a
     ``last`` link right after it asked for a save, whatever becomes of that, and takes one that
     leads nowhere for no checkpoint."""
-    io = plugin_of(trainer)
-    if io is not None and io.is_on() and trainer.is_global_zero:
+    io = plugin_in_use(trainer)
+    if io is not None and trainer.is_global_zero:
         for local in filter(None, map(stock.local_path, links)):
             io.lead_back(local)
 
@@ -306,8 +309,8 @@ def lead_back_what_was_last(trainer: Any) -> None:
 
 def _fetch(trainer: Any) -> None:
     """On every rank: none looks before rank 0 is through, or it would begin anew."""
-    io = plugin_of(trainer)
-    if io is None or not io.is_on() or not io.has_mirror():
+    io = plugin_in_use(trainer)
+    if io is None or not io.has_mirror():
         return
     in_shards = _saves_shards(trainer.strategy) and not io.why_no_shards()
     if trainer.world_size > 1 or in_shards:

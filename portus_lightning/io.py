@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -33,9 +32,6 @@ _STEP_KEYS: Final = ("global_step", "step", "iteration", "iter", "num_steps")
 
 _MENDED_S: Final = 10.0
 """The longest wait for other ranks that put the same pool in order."""
-
-_LED_S: Final = 5.0
-"""The longest that ranks that make the same link may be in the way of each other."""
 
 
 _KEPT: Final = (
@@ -341,26 +337,11 @@ class PortusIO(CheckpointIO):
     def lead_to_newest(self, path: str) -> bool:
         """Let ``path``, at which there is nothing, lead to the newest checkpoint of this run beside
         it. True if there is one. What fails is logged."""
-        directory = os.path.dirname(path)
-        found = portus.saved_in([directory], self._run_of(directory).name)
-        files = (each for each in found if os.path.isfile(each) and not os.path.islink(each))
-        newest = next(files, None)
-        if newest is None:
+        try:
+            return portus.lead_to_newest(path, self._run_of(os.path.dirname(path)).name)
+        except portus.MediumError as error:
+            _log.warning("Portus: there is no last checkpoint: %s", error)
             return False
-        until = time.monotonic() + _LED_S
-        while True:  # every rank does it, and one may be in the way of another
-            try:
-                portus.replace_link(path, newest)
-                break
-            except OSError as error:
-                if os.path.exists(path):
-                    break
-                if time.monotonic() > until:
-                    _log.warning("Portus: %s cannot lead to %s: %s", path, newest, error)
-                    return False
-                time.sleep(0.01)
-        _log.warning("Portus: %s leads to %s, the newest that was committed", path, newest)
-        return True
 
     def lead_back(self, link: str) -> None:
         """If the link at ``link`` leads nowhere, since the save was refused that Lightning made it

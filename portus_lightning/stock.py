@@ -95,13 +95,11 @@ def choose_again(
     def selected(self: Any, state_fn: Any, ckpt_path: Any, *more: Any, **named: Any) -> Any:
         if ckpt_path == "last" or _is_missing(ckpt_path):
             before(self.trainer)
-        passed = ""
-        while True:  # ends: what is passed over is not found again, but for what it leads to
+        passed = None
+        while True:  # ends: what is passed over is not found again
             found = select(self, state_fn, ckpt_path, *more, **named)
-            if found is None and passed and ckpt_path == "last":
-                again, passed = lead(self.trainer, passed), ""
-                if again:
-                    continue
+            if found is None and passed is not None and ckpt_path == "last":
+                return passed if lead(self.trainer, passed) else None
             if found is None or ckpt_path not in (None, "last", "hpc"):
                 return found
             local = local_path(found)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from portus.client.loading.stock import is_disabled as is_disabled
     from portus.client.loading.view import PoolView as PoolView
     from portus.client.mend import lead_back as lead_back
+    from portus.client.mend import lead_to_newest as lead_to_newest
     from portus.client.mend import mend as mend
     from portus.client.run import Run as Run
     from portus.client.run import expected_bytes as expected_bytes
@@ -123,6 +124,7 @@ _MODULE_OF: Final = {
     "materialize_at_end": "portus.client.leaving.in_turn",
     "materialize_in_turn": "portus.client.leaving.in_turn",
     "lead_back": "portus.client.mend",
+    "lead_to_newest": "portus.client.mend",
     "mend": "portus.client.mend",
     "note_written": "portus.client.leaving.nested",
     "open": "portus.client.loading.view:PoolView",

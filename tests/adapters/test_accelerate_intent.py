@@ -11,6 +11,7 @@ import pytest
 
 import portus
 from portus_accelerate import intent
+from tests.adapters.launching import run_program
 from tests.moments import at
 
 MAKER = """
@@ -145,16 +146,10 @@ def test_a_note_is_not_there_for_others_before_it_is_locked(tmp_path: Path) -> N
 
 
 def test_a_run_that_died_as_it_put_a_checkpoint_aside_loads_the_one_before(tmp_path: Path) -> None:
-    def run(how: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", KILLED, str(tmp_path), how]
-        return subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
-
     second = tmp_path / "checkpoints" / "checkpoint_1"
     for how in ("in a save", "putting aside"):
-        ended = run(how)
-        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        run_program(KILLED, str(tmp_path), how, code=-signal.SIGKILL)
         assert second.is_dir()
-    ended = run("resuming")
-    assert ended.returncode == 0, ended.stderr
+    run_program(KILLED, str(tmp_path), "resuming")
     assert not second.exists()
     assert not list(tmp_path.glob(".portus/*.saving")), "the notes went"

@@ -7,8 +7,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from lightning.pytorch.loggers.utilities import _scan_checkpoints
 
 import portus
 from portus_lightning import PortusIO
+from tests.adapters.launching import run_program
 from tests.adapters.tiny import NO_FUSS, Net, every_step, files, loader, trainer
 
 pytestmark = NO_FUSS
@@ -256,9 +255,7 @@ def run_to_its_end(root: Path) -> None:
 def test_a_run_that_died_after_its_files_became_real_leaves_no_pool_when_it_is_started_again(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-c", KILLED_AT_THE_END, str(tmp_path)]
-    ended = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    run_program(KILLED_AT_THE_END, str(tmp_path), code=-signal.SIGKILL)
     assert references(tmp_path / "ckpt") == []
     assert list(tmp_path.glob(".portus/*.portus"))
     run_to_its_end(tmp_path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
 from portus_lightning import PortusIO
+from tests.adapters.launching import run_program
 from tests.adapters.tiny import BATCHES, NO_FUSS, Net, every_step, files, loader, trainer
 
 pytestmark = [
@@ -73,9 +72,7 @@ def killed_in_save(root: Path, number: int) -> None:
 
 
 def killed(program: str, *arguments: str) -> None:
-    command = [sys.executable, "-c", program, *arguments]
-    ended = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    run_program(program, *arguments, code=-signal.SIGKILL)
 
 
 def linked(root: Path, step: int) -> None:

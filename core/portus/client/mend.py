@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -12,7 +13,7 @@ from portus.client.files.fate import links as links_in
 from portus.client.files.home import host_links
 from portus.client.files.host import HostPool
 from portus.client.files.keeper import Keeper, keeper_of
-from portus.client.files.reference import lead_links_to
+from portus.client.files.reference import lead_links_to, replace_link
 from portus.client.leaving.in_turn import saved_in
 from portus.client.loading.resolve import POOLS
 from portus.client.shards.grouped import Census, census, has_writer, pool_of_part
@@ -24,6 +25,9 @@ from portus.media import calls
 from portus.media.local import LocalFiles
 
 _log = logging.getLogger("portus")
+
+_LED_S: Final = 5.0
+"""The longest that processes that make the same link may be in the way of each other."""
 
 _CLAIM_S: Final = 2.0
 """The longest wait for a model on a storage host: whoever saved it may have just died."""
@@ -91,7 +95,7 @@ def lead_back(link: str, model: str) -> bool:
     if not os.path.islink(link) or os.path.exists(link):
         return False
     target = os.path.realpath(link)
-    newest = next(filter(os.path.isfile, saved_in([os.path.dirname(target)], model)), None)
+    newest = _newest_file(os.path.dirname(target), model)
     if newest is None:
         return False
     lead_links_to(newest, target)
@@ -101,6 +105,36 @@ def lead_back(link: str, model: str) -> bool:
         newest,
     )
     return True
+
+
+def lead_to_newest(path: str, model: str) -> bool:
+    """Make ``path``, at which there is nothing, a symbolic link to the newest reference file of
+    ``model`` beside it. True if there is one, also if another process made that link. Any number
+    may at once. Raises ``MediumError``."""
+    newest = _newest_file(os.path.dirname(path), model)
+    if newest is None:
+        return False
+    until = time.monotonic() + _LED_S
+    while True:
+        try:
+            replace_link(path, newest)
+            break
+        except OSError as error:  # another one may be in the way
+            if os.path.exists(path):
+                break
+            if time.monotonic() > until:
+                why = f"cannot link {path} to {newest}: {error.strerror}"
+                raise MediumError(error.errno, why) from error
+            time.sleep(0.01)
+    _log.warning("portus: %s leads to %s, the newest that was committed", path, newest)
+    return True
+
+
+def _newest_file(directory: str, model: str) -> str | None:
+    """The newest reference file of a model in a directory; no link to one, which may be what is to
+    be led there."""
+    found = saved_in([directory], model)
+    return next((p for p in found if os.path.isfile(p) and not os.path.islink(p)), None)
 
 
 def _pool_files(place: Place, model: str | None) -> list[str]:

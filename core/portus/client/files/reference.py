@@ -226,7 +226,8 @@ def replace_link(link: str, target: str) -> None:
     try:
         os.replace(second, link)
     except OSError:
-        os.unlink(second)
+        with contextlib.suppress(OSError):
+            os.unlink(second)
         raise
 
 
