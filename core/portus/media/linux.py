@@ -291,23 +291,26 @@ def _scanned(
     return found
 
 
-def shared_maps(maps: int) -> list[tuple[int, int]]:
-    """Memory (start, end) that is mapped to be shared with other processes, in order. ``maps``:
-    ``/proc/self/maps``, opened by this process. ENOTTY before Linux 6.11."""
+def shared_maps(maps: int, start: int, end: int) -> list[tuple[int, int]]:
+    """Memory (start, end) that is mapped to be shared with other processes, in order: all mappings
+    that have bytes from ``start`` to before ``end``. ``maps``: ``/proc/self/maps``, opened by this
+    process. ENOTTY before Linux 6.11."""
     import fcntl
 
     found: list[tuple[int, int]] = []
-    end = 0
     while True:  # ends: each turn begins where the last one's memory ends
-        asked = _PROCMAP.pack(_PROCMAP.size, _PROCMAP_SHARED, end, 0, 0)
+        asked = _PROCMAP.pack(_PROCMAP.size, _PROCMAP_SHARED, start, 0, 0)
         try:
             answer = fcntl.ioctl(maps, _PROCMAP_QUERY, asked)
         except OSError as error:
             if error.errno != errno.ENOENT:  # no more of it
                 raise
             return found
-        _, _, _, start, end = _PROCMAP.unpack(answer)
-        found.append((start, end))
+        _, _, _, low, high = _PROCMAP.unpack(answer)
+        if low >= end:
+            return found
+        found.append((low, high))
+        start = high
 
 
 @functools.cache

@@ -144,11 +144,8 @@ class Private:
             return False
         pages = np.concatenate([np.arange(start, end, PAGE) for start, end in runs]) // PAGE
         sample = pages[np.linspace(0, len(pages) - 1, _SAMPLE).astype(np.int64)]
-        ours, theirs = (
-            each.view(np.uint64).reshape(-1, PAGE // 8)[sample, :_LINE]
-            for each in (self.view, self.committed)
-        )
-        return bool((ours != theirs).any(axis=1).all())
+        view, committed = self._places
+        return not any(_same(view + at, committed + at, PAGE) for at in (sample * PAGE).tolist())
 
     def _candidates(self) -> list[tuple[int, int]]:
         length = len(self.view)

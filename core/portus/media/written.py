@@ -98,20 +98,25 @@ def pages_of(address: Column, length: Column) -> list[Run]:
 
 def exposed(address: Column, length: Column) -> Flags:
     """Which memory other processes may have too, by a shared mapping, so that they may write it at
-    any moment. None of it where the system does not say."""
-    runs = np.array(_shared(), np.uint64).reshape(-1, 2)
+    any moment. None of it where the system does not say. Address 0: there is none."""
+    there = address[address > 0]
+    if not len(there):
+        return np.zeros(len(address), np.bool_)
+    shared = _shared(int(there.min()), int((address + length).max()))
+    runs = np.array(shared, np.uint64).reshape(-1, 2)
     low = np.minimum(runs, np.iinfo(np.int64).max).astype(np.int64)
     return meet(low, address, address + length)
 
 
-def _shared() -> list[Run]:
-    """All of it. Its text has a line for each mapping, hundreds with torch, so it is the last
-    resort: a millisecond, in each save."""
+def _shared(start: int, end: int) -> list[Run]:
+    """All of it that has bytes from ``start`` to before ``end``. The text has a line for each
+    mapping, hundreds with torch, so it is the last resort: a millisecond, in each save."""
     try:
         with open(_MAPS, "rb", buffering=0) as maps:
             with contextlib.suppress(OSError):
-                return linux.shared_maps(maps.fileno())
-            return [(int(start, 16), int(end, 16)) for start, end in _SHARED.findall(maps.read())]
+                return linux.shared_maps(maps.fileno(), start, end)
+            found = [(int(low, 16), int(high, 16)) for low, high in _SHARED.findall(maps.read())]
+            return [(low, high) for low, high in found if low < end and start < high]
     except OSError:
         return []
 

@@ -149,15 +149,21 @@ def test_a_call_and_text_tell_the_same_of_memory_that_is_shared(
         mmap.mmap(-1, mmap.PAGESIZE, flags=kind)
         for kind in [mmap.MAP_SHARED, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS] * 50
     ]
+    address = np.array([np.frombuffer(each, np.uint8).ctypes.data for each in apart])
+    some = sorted(address)[10:90]
     with open("/proc/self/maps", "rb") as maps:
         try:
-            called = linux.shared_maps(maps.fileno())
+            called = linux.shared_maps(maps.fileno(), 0, 1 << 63)
+            of_some = linux.shared_maps(maps.fileno(), int(some[0]) + 5, int(some[-1]) + 5)
         except OSError as error:
             pytest.skip(f"the kernel has no such call: {error}")
+    expected = [True, False] * 50
+    assert written.exposed(address, np.full(100, 10)).tolist() == expected
     monkeypatch.setattr(linux, "_PROCMAP_QUERY", 0)
-    assert called == written._shared()
-    address = np.array([np.frombuffer(each, np.uint8).ctypes.data for each in apart])
-    assert written.exposed(address, np.full(100, 10)).tolist() == [True, False] * 50
+    assert called == written._shared(0, 1 << 63)
+    assert of_some == written._shared(int(some[0]) + 5, int(some[-1]) + 5)
+    assert 0 < len(of_some) < len(called)
+    assert written.exposed(address, np.full(100, 10)).tolist() == expected
 
 
 @pytest.mark.usefixtures("told_by")
