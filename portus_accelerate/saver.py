@@ -284,15 +284,16 @@ class Saver:
                 _log.warning("Portus: a save failed; training continues: %s", error)
 
     def take_stats(self, *, wait: bool = False) -> list[portus.SaveStats]:
-        """What the saves of this process cost that ended since the last call. wait: for those in
-        flight too; raises nothing of theirs."""
+        """What the saves of this process cost that were committed since the last call. wait: for
+        those in flight too; raises nothing of theirs."""
         while self._handles and (wait or self._handles[0].done):
             handle = self._handles.popleft()
             handle.join()
-            self._stats.append(handle.stats)
-        ended = list(self._stats)
+            if handle.committed:
+                self._stats.append(handle.stats)
+        committed = list(self._stats)
         self._stats.clear()
-        return ended
+        return committed
 
     def note_metrics(self, logged: Mapping[str, Any]) -> None:
         """This was logged: of it, what ``keep`` goes by is kept with the next checkpoints."""

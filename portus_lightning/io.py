@@ -374,11 +374,13 @@ class PortusIO(CheckpointIO):
         return not stock.LIGHTNING.saves_itself()
 
     def take_stats(self) -> list[portus.SaveStats]:
-        """What the saves cost that ended since the last call."""
-        ended = []
+        """What the saves cost that were committed since the last call."""
+        committed = []
         while self._handles and self._handles[0].done:
-            ended.append(self._handles.popleft().stats)
-        return ended
+            handle = self._handles.popleft()
+            if handle.committed:
+                committed.append(handle.stats)
+        return committed
 
     def put_real_files(self, paths: Iterable[str]) -> None:
         """Materialise these files, in this order; what stays a reference is said, with what to do

@@ -413,6 +413,26 @@ def test_what_saves_cost_reaches_the_loggers(tmp_path: Path) -> None:
     assert all(float(value) > 0 for value in values if value)
 
 
+class Grows(Callback):
+    """From the third step on its state has 8 MiB."""
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if trainer.global_step >= 3:
+            checkpoint["more"] = torch.zeros(2 << 20)
+
+
+def test_a_save_that_failed_has_no_cost_in_the_loggers(tmp_path: Path) -> None:
+    logger, io = CSVLogger(tmp_path), PortusIO(max_bytes=4 << 20, on_error="warn")
+    more = [every_step(tmp_path), Grows()]
+    fit = trainer(tmp_path, logger=logger, callbacks=more, plugin=io, log_every_n_steps=1)
+    fit.fit(Net(), loader())
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    place = rows[0].split(",").index("portus/total_ms")
+    values = [float(row.split(",")[place]) for row in rows[1:] if row.split(",")[place]]
+    assert len(values) == 2
+    assert min(values) > 0
+
+
 def test_a_trainer_without_the_plugin_is_left_alone(tmp_path: Path) -> None:
     fit = trainer(tmp_path, plugin=None, callbacks=[every_step(tmp_path)])
     fit.fit(Net(), loader())

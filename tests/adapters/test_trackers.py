@@ -110,6 +110,29 @@ def test_where_trackers_count_calls_themselves_none_is_added(tmp_path: Path) -> 
     accelerator.end_training()
 
 
+def test_a_save_that_failed_has_no_cost_in_the_trackers(tmp_path: Path) -> None:
+    tracker = Tracker()
+    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), log_with=tracker)
+    portus_accelerate.enable(accelerator, materialize="none", max_bytes=4 << 20)
+    accelerator.init_trackers("run")
+    accelerator.prepare(torch.nn.Linear(3, 3))
+    grows = {"weights": torch.zeros(3)}
+    more = torch.nn.Module()
+    more.state_dict = lambda *_, **__: grows  # type: ignore[method-assign, assignment]
+    accelerator.register_for_checkpointing(more)
+    save(accelerator, tmp_path, 1)
+    grows["weights"] = torch.zeros(4 << 20)
+    accelerator.save_state(str(tmp_path / "step_2"))
+    failed = accelerator._portus_saver._handles[-1]
+    failed.join()
+    assert not failed.committed
+    accelerator.log({"loss": 1.0}, step=3)
+    costs = [values for _, values in tracker.rows if "loss" not in values]
+    assert len(costs) == 1
+    assert costs[0]["portus/total_ms"] > 0
+    accelerator.end_training()
+
+
 def test_a_script_that_never_logs_there_has_nothing_logged(tmp_path: Path) -> None:
     tracker = Tracker()
     accelerator = accelerator_with(tracker, tmp_path)

@@ -201,7 +201,8 @@ def export(
     """Write a version, verified, as safetensors (streamed) or as a torch file.
 
     Without a step: the newest version of the model. Safetensors hold contiguous tensors only:
-    other values are left out, and tensors that share memory are written separately.
+    other values are left out, and tensors that share memory are written separately. The numpy
+    arrays of a shelf become tensors.
 
     A model that was saved in shards is assembled from the pools of all its ranks. A directory gets
     the weights as model.safetensors, or as files of at most --shard-size and an index.

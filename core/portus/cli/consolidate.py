@@ -59,7 +59,8 @@ class Part:
 
 
 def whole_spec(name: str, dtype: str, shape: tuple[int, ...], index: int) -> TensorSpec:
-    """A tensor as it is going to be in the file; ``index`` keeps the order of the files."""
+    """A tensor without gaps, as it is going to be in the file; ``index``: its storage, or what
+    keeps the order of the files."""
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return TensorSpec(name, dtype, shape, strides, index, 0)
 

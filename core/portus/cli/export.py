@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from portus.cli.consolidate import (
     Box,
     Part,
@@ -29,6 +31,7 @@ from portus.cli.progress import bar
 from portus.client.leaving import safetensors
 from portus.client.state.tree import decode, distinct, leaf_nodes, tensor_index
 from portus.errors import CorruptionError, MediumError, UsageError
+from portus.format.arrays import read_shape
 from portus.format.layout import RecordKind
 from portus.index.place import local_path
 from portus.index.records import VersionRecord, decode_layout
@@ -365,18 +368,38 @@ def _tensors(
     for path, (_, node) in zip(distinct([path for path, _ in leaves]), leaves, strict=True):
         if not _is_wanted(path, options.names):
             continue
-        index = tensor_index(node)
-        is_tensor = isinstance(node, dict) and "$tensor" in node
-        if index is None or not is_tensor or specs[index].storage < 0:
+        spec = _tensor_of(node, specs, arrays=record.log is not None)
+        if spec is None:
             left_out.append(path)
             continue
         name = path.removeprefix(options.strip) or "tensor"
         if name in tensors:
             raise UsageError(f"two tensors would be called {name}; strip less")
-        tensors[name] = specs[index]
+        tensors[name] = spec
     if not tensors:
         raise UsageError(f"{options.target} has no tensor of such a name; portus show lists them")
     return tensors, left_out
+
+
+def _tensor_of(node: object, specs: Sequence[TensorSpec], *, arrays: bool) -> TensorSpec | None:
+    """The tensor of a leaf, if it is one. arrays: one of numpy is one too, if it has a storage, and
+    a dtype and an order that tensors have: a shelf has little else."""
+    index = tensor_index(node)
+    if index is None or not isinstance(node, dict) or specs[index].storage < 0:
+        return None
+    if "$tensor" in node:
+        return specs[index]
+    if not arrays or "$array" not in node:
+        return None
+    _, dtype, sizes, fortran = node["$array"]
+    shape = read_shape(dtype, sizes, fortran)
+    offset, gap = divmod(specs[index].offset, shape.dtype.itemsize or 1)
+    is_plain = shape.dtype.name in safetensors.DTYPES and shape.dtype.isnative
+    if not is_plain or shape.fortran or gap:
+        return None
+    own = specs[index]
+    made = whole_spec(own.name, shape.dtype.name, shape.shape, own.storage)
+    return msgspec.structs.replace(made, offset=offset)
 
 
 def _layout(found: FoundVersion, record: VersionRecord) -> tuple[TensorSpec, ...]:

@@ -50,8 +50,8 @@ class Array:
         self.sizes: Final = sizes
         self.shape: Final = shape
         self.dtype: Final = dtype
-        self._view: object = None
-        self._own: object = None
+        self._view: Any = None
+        self._own: Any = None
         self._dtype_node: object = None
 
     @classmethod
@@ -86,10 +86,45 @@ class Array:
         return self._own
 
     def changed(self) -> Sequence[Run]:
-        """As that of its memory, which is not looked at while nobody has had a view of it."""
+        """As that of its memory, which is not looked at while nobody has had a view of it. What a
+        view holds that torch moved elsewhere is copied there first. Raises ``UsageError`` if that
+        view has another shape or dtype by now."""
         if self._view is None and self._own is None:
             return ()
+        if self._has_moved():
+            self._check_fit()
+            self._copy(self._view, self.own)
         return self.memory.changed()
+
+    def revert(self) -> None:
+        """Make the view what was committed again, wherever it is."""
+        self.memory.revert()
+        self._show_own()
+
+    def _has_moved(self) -> bool:
+        """True if the view is not over its memory any more: torch moves a tensor that is shared
+        with other processes (``share_memory_``, or sent to one), and where ``.data`` is set."""
+        if self.shape is not None or self._view is None or not self.size:
+            return False
+        moved: bool = self._view.data_ptr() != self.own.data_ptr()
+        return moved
+
+    def _show_own(self) -> None:
+        """Have a view that was moved hold what its memory holds; one that does not fit any more is
+        the shelf's no longer."""
+        if self._has_moved():
+            if self.fits(self._view):
+                self._view.detach().copy_(self.own)
+            else:
+                self._view = None
+
+    def _check_fit(self) -> None:
+        if not self.fits(self._view):
+            raise UsageError(
+                f"a tensor on the shelf: expected {list(self.sizes)} of {self.dtype}, found "
+                f"{list(self._view.shape)} of {self._view.dtype}: its .data was set; assign the "
+                "tensor to its name instead"
+            )
 
     def _over(self, memory: np.ndarray[Any, Any]) -> Any:
         if self.shape is not None:
@@ -105,6 +140,7 @@ class Array:
         """Have the view hold ``value``, which ``fits``."""
         if value is not self.view and self.size:
             self._copy(value, self.own)
+            self._show_own()
 
     def begin(self, value: Any) -> None:
         """Hold ``value``, which ``fits``, from the start on: nobody has the view yet, and none of

@@ -123,7 +123,7 @@ class Shelf:
         try:
             self._load()
         except BaseException:
-            pool.close()
+            self._abandon()
             raise
 
     def _load(self) -> None:
@@ -325,6 +325,11 @@ class Shelf:
         else:
             self._abandon()
 
+    def __del__(self) -> None:
+        """Release the pool. What was not synced is lost, as after an exception."""
+        if getattr(self, "_process", None) == os.getpid():
+            self._abandon()
+
     def _abandon(self) -> None:
         if not self._closed:
             self._closed = True
@@ -363,7 +368,7 @@ class Shelf:
         this poisons the medium if it is interrupted: half of a change is not to be committed."""
         self._items = self._store.items
         for each in self._arrays() if arrays is None else arrays:
-            each.memory.revert()
+            each.revert()
 
     def _arrays(self) -> list[Array]:
         items, arrays = self._known

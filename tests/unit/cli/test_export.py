@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from portus.cli.output import size_text
 from portus.client.checkpointer import Checkpointer
 from portus.client.leaving.safetensors import DTYPES
 from portus.format.checksum import UNIT
+from portus.shelf import Shelf
 from tests.golden.make import scattered
 from tests.unit.cli.scene import Run, portus, portus_json
 
@@ -165,6 +167,30 @@ def test_a_storage_in_many_extents_comes_back(run: Run) -> None:
     out = run.root / "out.safetensors"
     assert portus("export", "x@2", out).code == 0
     assert torch.equal(safetensors.load_file(out)["x"], torch.arange(100_000.0))
+
+
+def test_the_arrays_of_a_shelf_are_exported_as_they_were_committed_last(run: Run) -> None:
+    arrays = {
+        "half": np.arange(4096, dtype=np.float16).reshape(64, 64),
+        "whole": np.arange(9000, dtype=np.int64),
+        "true": np.ones((70, 80), np.bool_),
+        "one": np.array(2.5, np.float32),
+    }
+    with Shelf(run.root / "shelf.portus") as shelf:
+        shelf.a, shelf.t, shelf.n = arrays, torch.zeros(4), 5
+        shelf.odd = [np.full(3000, "abc"), np.arange(3000, dtype=">i8")]
+        with shelf.transaction():
+            shelf.a["half"][1], shelf.t[2] = 7, 8
+    out = run.root / "out.safetensors"
+    said = portus("export", "shelf", out, "--pool", run.root / "shelf.portus")
+    assert said.code == 0, said.err
+    assert "left out 3 values" in said.err
+    loaded = safetensors.load_file(out)
+    arrays["half"][1] = 7
+    assert loaded.keys() == {"t", *(f"a.{name}" for name in arrays)}
+    for name, array in arrays.items():
+        assert np.array_equal(loaded[f"a.{name}"].numpy(), array)
+    assert loaded["t"].tolist() == [0, 0, 8, 0]
 
 
 def test_every_tensor_is_aligned_in_the_file(run: Run) -> None:

@@ -7,7 +7,7 @@ import gc
 import io
 import multiprocessing
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -426,6 +426,80 @@ def test_a_tensor_takes_what_lies_in_its_own_memory_and_whatever_became_of_its_v
         assert torch.equal(shelf.x, square.T)
         assert shelf.y.tolist() == [1, 1, 1, 0]
         assert shelf.z.tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+def share(tensor: torch.Tensor) -> None:
+    tensor.share_memory_()
+
+
+def send(tensor: torch.Tensor) -> None:
+    queue = torch.multiprocessing.get_context("spawn").Queue()
+    queue.put(tensor)
+    assert torch.equal(queue.get(), tensor)
+
+
+def set_data(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.clone()
+
+
+@pytest.mark.parametrize("move", [share, send, set_data])
+@pytest.mark.parametrize("size", [7, 300_000])
+def test_a_tensor_that_torch_moves_elsewhere_is_still_on_the_shelf(
+    tmp_path: Path, move: Callable[[torch.Tensor], None], size: int
+) -> None:
+    def durable() -> list[float]:
+        with Shelf(path, "r") as there:
+            return there.x.unique().tolist()
+
+    path = tmp_path / "a.portus"
+    with Shelf(path) as shelf:
+        shelf.x = torch.zeros(size)
+        view = shelf.x
+        move(view)
+        view.fill_(1)
+        shelf.sync()
+        assert durable() == [1]
+        with shelf.transaction():
+            view.fill_(2)
+        assert durable() == [2]
+        with pytest.raises(ZeroDivisionError), shelf.transaction():
+            view.fill_(3)
+            raise ZeroDivisionError
+        assert view.unique().tolist() == shelf.x.unique().tolist() == durable() == [2]
+        view.fill_(4)
+        shelf.x = view
+        assert durable() == [4]
+        shelf.x = torch.full((size,), 5.0)
+        assert shelf.x.unique().tolist() == durable() == [5]
+        shelf.x.fill_(6)
+    assert durable() == [6]
+
+
+def test_a_view_whose_data_has_another_shape_is_refused_by_name_and_undone(tmp_path: Path) -> None:
+    with Shelf(tmp_path / "a.portus") as shelf:
+        shelf.x = torch.zeros(5)
+        with pytest.raises(UsageError, match=r"expected \[5\] of float32, found \[2\]"):
+            with shelf.transaction():
+                shelf.x.data = torch.ones(2)
+        assert shelf.x.tolist() == [0] * 5
+        shelf.x += 1
+    with Shelf(tmp_path / "a.portus", "r") as shelf:
+        assert shelf.x.tolist() == [1] * 5
+
+
+def test_a_shelf_that_nobody_holds_is_released_and_keeps_what_was_committed(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.portus"
+    shelf = Shelf(path)
+    shelf.x = np.zeros(3)
+    view = shelf.x
+    view += 1
+    del shelf
+    gc.collect()
+    with Shelf(path) as shelf:
+        assert shelf.x.tolist() == [0] * 3
+    assert view.tolist() == [1] * 3
 
 
 def test_no_name_is_lost_in_silence(tmp_path: Path) -> None:
