@@ -22,8 +22,10 @@ from portus.cli.pools import (
     PlacePools,
     find_pool,
     holders,
+    kind_of,
     link_document,
     link_text,
+    overwritten,
     version_document,
 )
 from portus.client.files.fate import Fate, FileLink
@@ -73,6 +75,7 @@ def run(pool: str | None, every: bool, output: Output) -> int:
             )
             _say(catalogue, held, every, output)
             _say_missing(catalogue, held, document, output)
+            _say_overwritten(place, document, output)
             if failure:
                 output.line(f"the last save that failed: {failure}")
             infos += [(place, entry.info) for entry in catalogue.entries()]
@@ -168,6 +171,18 @@ def _say_missing(
             f"{count_text(len(found), 'version')}, {size_text(size)}, held for files that are not "
             f"where they were; the newest, {age_text(info.time_ns)}, at {reference.written_path}. "
             f"If they are gone: portus gc --missing"
+        )
+
+
+def _say_overwritten(place: Place, document: dict[str, Json], output: Output) -> None:
+    """The files that were references until another program wrote to them in place."""
+    paths = [] if place.is_host else overwritten(place)
+    if paths:
+        document["overwritten"] = list[Json](paths)
+    for path in paths:
+        output.line(
+            f"{path} was a reference and is {kind_of(path)} now: another program wrote to it in "
+            "place, so it no longer keeps its version"
         )
 
 

@@ -17,7 +17,7 @@ from portus.client.files import reference as files_of
 from portus.client.files.fate import Fate, FileLink
 from portus.client.files.home import open_place
 from portus.client.files.pins import pins_of
-from portus.errors import PortusError, UsageError
+from portus.errors import MediumError, PortusError, UsageError
 from portus.format.reference import Reference, pin_at
 from portus.index.catalogue import Catalogue
 from portus.index.directory import links_directory, pools_at
@@ -381,6 +381,19 @@ def holders(
     return found
 
 
+def overwritten(pool: Place) -> list[str]:
+    """The paths of files that were references to versions of a pool, until another program wrote to
+    them in place. Only looks. What cannot be looked at is none."""
+    directory, files = links_directory(pool.path), LocalFiles()
+    try:
+        ids = {link.reference.id for link in fate.links(directory, files, adopt=False)}
+        found = fate.overwritten(directory, files, ids)
+    except MediumError:
+        return []
+    paths = (path for path in found.values() if path is not None)
+    return [min(os.path.relpath(path), path, key=len) for path in paths]
+
+
 def link_text(link: Holder) -> str:
     """A reference file, for people."""
     if isinstance(link, Referred):
@@ -403,7 +416,12 @@ def _successor(link: FileLink) -> str:
         return "another reference file now"
     if not os.path.lexists(path):
         return ""
-    return "a torch file now" if zipfile.is_zipfile(path) else "another file now"
+    return f"{kind_of(path)} now"
+
+
+def kind_of(path: str) -> str:
+    """What a file is that is no reference, for people."""
+    return "a torch file" if zipfile.is_zipfile(path) else "another file"
 
 
 def link_document(link: Holder) -> dict[str, Json]:

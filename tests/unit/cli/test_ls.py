@@ -123,6 +123,17 @@ def test_a_torch_file_in_place_of_a_reference_is_not_called_deleted(run: Run) ->
     assert "last.ckpt (another file now)" in portus("ls").out
 
 
+def test_a_torch_file_that_was_written_over_a_reference_in_place_is_told(run: Run) -> None:
+    torch.save({"x": torch.zeros(1)}, run.last)
+    said = portus("ls").out
+    assert "last.ckpt was a reference and is a torch file now" in said
+    [path] = portus_json("ls")["pools"][0]["overwritten"]
+    assert Path(path).resolve() == run.last.resolve()
+    assert "overwritten" not in portus_json("ls")["pools"][1]
+    run.last.unlink()
+    assert "was a reference" not in portus("ls").out
+
+
 def test_a_file_that_another_one_followed_is_said_to_have_moved(run: Run) -> None:
     os.rename(run.last, run.root / "elsewhere.ckpt")
     with run.trainer() as trainer:

@@ -32,6 +32,7 @@ from portus.client.files.reference import (
     LinkName,
     births_of,
     home_of,
+    is_foreign,
     link_names,
     read_through,
 )
@@ -84,6 +85,35 @@ def links(
 
 
 _WORTH: Final = {Fate.ALIVE: 0, Fate.PINNED: 0, Fate.UNKNOWN: 1, Fate.DELETED: 2}
+
+
+def overwritten(
+    directory: str, files: FileSystem, references: Collection[str], survey: Survey | None = None
+) -> dict[LinkName, str | None]:
+    """The links to files that another program wrote to in place, so that they are references no
+    more; with the path of each, if it is found in its directory. references: the ids of links that
+    are known to be references. Only looks. Raises ``MediumError``."""
+    found: dict[LinkName, str | None] = {}
+    for name in link_names(directory, files):
+        link = os.path.join(directory, str(name))
+        if name.id not in references and not name.is_copy and is_foreign(link, files):
+            found[name] = _path_of(link, name, files, survey or survey_of(directory))
+    return found
+
+
+def _path_of(link: str, name: LinkName, files: FileSystem, survey: Survey) -> str | None:
+    """Another path of the file of a link, in its home, or in a directory there."""
+    home = None if name.births is None else survey.directory(name.births[1])
+    linked = files.status(link)
+    if home is None or linked is None:
+        return None
+    near = [os.path.join(home, each) for each in files.entries(home)]
+    below = (os.path.join(d, each) for d in near if os.path.isdir(d) for each in files.entries(d))
+    for path in itertools.chain(near, below):
+        status = files.status(path)
+        if status is not None and status.identity == linked.identity:
+            return path
+    return None
 
 
 def state_of(

@@ -722,7 +722,29 @@ class Keeper:
             for each in gone:
                 self._known.pop(each.id, None)
         self._seen = found
-        return dead
+        return [*dead, *(each for each in self._drop_overwritten(found) if each.token in there)]
+
+    def _drop_overwritten(self, found: Sequence[FileLink]) -> list[Reference]:
+        """Forget the files that another program wrote to in place: the links would keep their bytes
+        on the disk when their names are gone. What they were, as far as is known. ``found``: the
+        links that are references."""
+        ids = {each.reference.id for each in found}
+        with self._placing:
+            lost = fate.overwritten(self._directory, self._files, ids, self._survey)
+        dropped = []
+        for name, path in lost.items():
+            _log.warning(
+                "portus: %s was a reference file; another program wrote to it in place, so it no "
+                "longer keeps its version",
+                path or f"a file whose link is {name}",
+            )
+            with self._guard:
+                known = self._known.pop(name.id, None)
+            if known is not None:
+                self._forget(known)
+                dropped.append(known)
+            self._files.remove(os.path.join(self._directory, str(name)))
+        return dropped
 
     def advice(self) -> str:
         """What can be done where space is short, as the end of a message: versions are held for

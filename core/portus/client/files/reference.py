@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from portus.client.files import order
-from portus.errors import CorruptionError, MediumError
+from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.reference import SIZE_MAX, Reference, decode, encode
 from portus.media.base import Birth, FileSystem
 from portus.media.process import Descriptor
@@ -375,6 +375,30 @@ def _temporary(path: str, reference: Reference) -> str:
 
 def read_through(path: str, files: FileSystem) -> Reference | None:
     """The reference in a small file, through ``files``; None if there is none, or a damaged one."""
+    data = _small_through(path, files)
+    if data is None:
+        return None
+    try:
+        return decode(data)
+    except CorruptionError:
+        return None
+
+
+def is_foreign(path: str, files: FileSystem) -> bool:
+    """True if there are bytes at ``path`` that are no reference, nor what is left of a damaged one.
+    Raises ``MediumError``."""
+    data = _small_through(path, files)
+    if data is None:
+        status = files.status(path)
+        return status is not None and status.size > SIZE_MAX
+    try:
+        return decode(data) is None
+    except (CorruptionError, UsageError):
+        return False
+
+
+def _small_through(path: str, files: FileSystem) -> bytes | None:
+    """What is in a file that may be a reference by its size; None if there is none, or nothing."""
     status = files.status(path)
     if status is None or not 0 < status.size <= SIZE_MAX:
         return None
@@ -384,10 +408,7 @@ def read_through(path: str, files: FileSystem) -> Reference | None:
         medium.load(0, memoryview(data))
     finally:
         medium.close()
-    try:
-        return decode(bytes(data))
-    except CorruptionError:
-        return None
+    return bytes(data)
 
 
 def _read_small(path: str) -> bytes | None:

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import portus
 from portus.client.files.keeper import _WITHDRAWN_MAX, ASIDE, is_aside
 from portus.client.files.reference import read
 from portus.format.reference import Reference
+from portus.index.directory import links_directory
 from portus.index.keep import Keep
 from portus.spec import VersionInfo
 
@@ -283,3 +285,31 @@ def test_a_file_says_all_that_leads_from_it_to_its_version(scene: Scene) -> None
     pool = os.path.normpath(os.path.join(scene.root, "sub", made.pool_relative))
     assert pool == made.pool_path == scene.run.path
     assert scene.keeper.is_here(made)
+
+
+@pytest.mark.parametrize("size", [10, 1 << 20])
+@pytest.mark.parametrize("part", [None, "model"])
+def test_a_file_that_another_program_writes_to_in_place_holds_nothing_and_its_bytes_are_not_kept(
+    scene: Scene, size: int, part: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "a.ckpt" if part is None else "a/model.ckpt"
+    made, other = scene.put(name, 2, part), scene.put("b.ckpt", 1)
+    torch.save({"other": torch.zeros(size)}, scene.path(name))
+    links = links_directory(scene.run.path)
+    assert any(made.id in each for each in os.listdir(links))
+    assert scene.keeper.deleted() == {scene.info(2).id}
+    assert f"{scene.path(name)} was a reference file" in caplog.text
+    assert [each.split(".")[0] for each in os.listdir(links)] == [other.id]
+    assert torch.load(scene.path(name))["other"].shape == (size,)
+    assert scene.keeper.held(scene.writer.catalogue()) == {scene.info(1).id}
+
+
+def test_a_damaged_reference_is_not_taken_for_what_another_program_wrote(scene: Scene) -> None:
+    made = scene.put("a.ckpt", 2)
+    with open(scene.path("a.ckpt"), "r+b") as file:
+        file.seek(400)
+        file.write(b"?")
+    assert scene.keeper.deleted() == set()
+    links = links_directory(scene.run.path)
+    assert [each.split(".")[0] for each in os.listdir(links)] == [made.id]
+    assert scene.info(2).id in scene.keeper.held(scene.writer.catalogue())
