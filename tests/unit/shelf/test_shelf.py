@@ -462,7 +462,7 @@ def test_a_tensor_that_torch_moves_elsewhere_is_still_on_the_shelf(
         with shelf.transaction():
             view.fill_(2)
         assert durable() == [2]
-        with pytest.raises(ZeroDivisionError), shelf.transaction():
+        with contextlib.suppress(ZeroDivisionError), shelf.transaction():
             view.fill_(3)
             raise ZeroDivisionError
         assert view.unique().tolist() == shelf.x.unique().tolist() == durable() == [2]
@@ -478,9 +478,11 @@ def test_a_tensor_that_torch_moves_elsewhere_is_still_on_the_shelf(
 def test_a_view_whose_data_has_another_shape_is_refused_by_name_and_undone(tmp_path: Path) -> None:
     with Shelf(tmp_path / "a.portus") as shelf:
         shelf.x = torch.zeros(5)
+        shelf.x.data = torch.ones(2)
         with pytest.raises(UsageError, match=r"expected \[5\] of float32, found \[2\]"):
-            with shelf.transaction():
-                shelf.x.data = torch.ones(2)
+            shelf.sync()
+        with contextlib.suppress(ZeroDivisionError), shelf.transaction():
+            raise ZeroDivisionError
         assert shelf.x.tolist() == [0] * 5
         shelf.x += 1
     with Shelf(tmp_path / "a.portus", "r") as shelf:
