@@ -156,11 +156,12 @@ class PortusStorageWriter(StorageWriter):
     else a count. Every rank makes one, with the same arguments, when the process group is there
     and before training starts.
 
-    pool: a pool directory on a file system that all ranks see, the address of a storage host
-        (``portus://host:7117``), or a list of several, the same on all ranks: rank r saves to that
-        at r modulo their number; None: ``$PORTUS_POOL``, else ``.portus``. model: the name of the
-        run. keep: complete groups kept: the newest so many, or a ``portus.Keep``; None keeps all.
-        What checkpoint directories lead to is kept besides.
+    pool: a pool directory, on a file system that all ranks see; with ``mirror=``, each node may
+        have one on its own disk. Or the address of a storage host (``portus://host:7117``), or a
+        list of several, the same on all ranks: rank r saves to the host at index r modulo their
+        number. None: ``$PORTUS_POOL``, else ``.portus``. model: the name of the run. keep: how
+        many complete groups are kept, or a ``portus.Keep``; None keeps all. Groups that a
+        checkpoint directory leads to are kept in addition.
     synchronous: ``dcp.save`` returns when this rank's part is committed.
     links, settings: those of ``Checkpointer``.
     """
@@ -697,7 +698,7 @@ class PortusStorageWriter(StorageWriter):
                     f"rank {self._rank} does not find the pool of rank {start.rank} at "
                     f"{where}: its pools are on another file system, or it was given another "
                     "place. Give all ranks a pool directory that all of them see, or the same "
-                    "storage hosts"
+                    "storage hosts, or a mirror (mirror=)"
                 )
             time.sleep(_POLL_S)
         self._is_shared = True

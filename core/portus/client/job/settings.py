@@ -37,7 +37,8 @@ class Settings:
     "raise" raises it. Until a first save is committed, the error is raised in any case, by
     ``close`` or the end of the training at the latest: a run that saves nothing must not look like
     one that did. (The next save only logs a save that was given up, see ``AbandonedError``, since
-    that next one may succeed.) A pool that cannot be opened at the start always raises."""
+    that next one may succeed.) An existing pool that cannot be opened raises at the start, and a
+    new one that cannot be created at the first save, whatever this says."""
 
     snapshot: Literal["auto", "sync", "device"] = "auto"
     """When a state is copied. "auto": tensors that the fence guards, such as those that optimizers
