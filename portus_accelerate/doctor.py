@@ -63,6 +63,6 @@ def _advice(answer: str) -> str:
         return "unset TORCH_DEVICE_BACKEND_AUTOLOAD, or use `-m portus_accelerate.run`"
     if "settings are wrong" in answer:
         return "mend `portus_config:`, or $PORTUS_ACCELERATE_CONFIG"
-    if "not one that this Portus knows" in answer:
+    if "is not supported by this version" in answer:
         return "install an Accelerate in that range, or a newer portus-checkpoint"
     return "install portus-checkpoint again, then Accelerate"

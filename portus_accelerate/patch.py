@@ -57,7 +57,7 @@ def install() -> None:
     version = getattr(sys.modules["accelerate"], "__version__", "?")
     if not OLDEST <= _numbers(version)[:2] <= NEWEST:
         reason = (
-            f"Accelerate {version} is not one that this Portus knows "
+            f"Accelerate {version} is not supported by this version of Portus "
             f"({_text(OLDEST)} to {_text(NEWEST)}): it saves checkpoints by itself"
         )
         tell(reason)

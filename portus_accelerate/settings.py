@@ -85,7 +85,7 @@ def from_environment() -> Settings:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise portus.UsageError(f"${VARIABLE} is no JSON: {error}") from error
+        raise portus.UsageError(f"${VARIABLE} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise portus.UsageError(f"${VARIABLE}: expected a JSON object, found {text!r:.80}")
     return from_mapping(values, f"${VARIABLE}")

@@ -43,8 +43,8 @@ def install() -> None:
     known = hasattr(module, "rotate_checkpoints") and all(hasattr(module.Trainer, n) for n in names)
     if not version.split(".")[0].isdigit() or int(version.split(".")[0]) < OLDEST or not known:
         _log.warning(
-            "Portus: transformers %s is not one that this Portus knows: its Trainer saves "
-            "checkpoints by itself",
+            "Portus: transformers %s is not supported by this version of Portus: its Trainer "
+            "saves checkpoints by itself",
             version,
         )
         return
@@ -206,7 +206,7 @@ def _chosen(saver: Saver, output: str, asked: Any) -> Any:
     elif asked is True and saver.has_saved(os.path.join(output, "checkpoint-0")):
         if os.path.isdir(output) and module.get_last_checkpoint(output) is not None:
             return True
-        _log.error("Portus: no checkpoint in %s was ever committed; BEGINNING ANEW", output)
+        _log.error("Portus: no checkpoint in %s was ever committed; STARTING FROM SCRATCH", output)
         return None
     return asked
 

@@ -83,7 +83,7 @@ def test_an_accelerate_outside_the_range_is_named(
     (package / "__init__.py").write_text(changed)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
     ((_, text, advice),) = findings()
-    assert "Accelerate 9.9 is not one that this Portus knows (1.0 to 1.15)" in text
+    assert "Accelerate 9.9 is not supported by this version of Portus (1.0 to 1.15)" in text
     assert advice.startswith("install an Accelerate in that range")
 
 

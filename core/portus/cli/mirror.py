@@ -116,7 +116,7 @@ def _mend(mirror: Mirror, added: Added, found: FoundVersion) -> None:
 def _place(url: str | None) -> Place:
     said = url or os.environ.get(MIRROR_VARIABLE)
     if not said:
-        raise UsageError(f"say which mirror: its address, or ${MIRROR_VARIABLE}")
+        raise UsageError(f"no mirror given: pass its address or set ${MIRROR_VARIABLE}")
     parse(said, "MIRROR")  # raises for what is none
     return find_pool(said, mirrors=True)
 

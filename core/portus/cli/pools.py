@@ -314,7 +314,7 @@ def open_pools(pool: str | None, target: str | None = None, *, mirrors: bool = F
     ``.portus`` of something else would hide the pool that it leads to.
     """
     if target is not None and is_address(target):
-        raise UsageError(f"{target} is a storage host; say what of it, and --pool {target}")
+        raise UsageError(f"{target} is a storage host: name a model, and pass --pool {target}")
     reference = None if target is None else reference_at(target)
     if target is None or reference is None:
         return PlacePools(find_pool(pool, mirrors=mirrors), target)

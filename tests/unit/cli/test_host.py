@@ -60,7 +60,7 @@ def test_an_address_alone_is_all_that_the_host_has_or_is_told_apart_from_a_model
     for command in (["show", address], ["rm", address], ["export", address, "out.pt"]):
         refused = portus(*command)
         assert refused.code == 2
-        assert f"say what of it, and --pool {address}" in refused.err
+        assert f"name a model, and pass --pool {address}" in refused.err
 
 
 def test_export_writes_a_file_here(address: str, tmp_path: Path) -> None:
