@@ -154,9 +154,13 @@ THE_SYSTEM = {
 VARIABLE = re.compile(r"/dev/dax\.\.\.|PORTUS_[A-Z_]+|%[sd]|%\.\d+f|\d+(?:\.\d+)?|\.\.\.")
 
 
-def messages() -> Iterator[str]:
+PACKAGES = ("core/portus", "portus_lightning", "portus_accelerate")
+"""Those whose messages users see."""
+
+
+def messages(packages: tuple[str, ...] = PACKAGES) -> Iterator[str]:
     """Every text in the code, with ``...`` where something is filled in."""
-    for package in ("core/portus", "portus_lightning"):
+    for package in packages:
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.JoinedStr):
@@ -181,6 +185,17 @@ def test_troubleshooting_quotes_what_the_code_says() -> None:
     assert len(ours) > 40
     parts = {part for each in ours for part in parts_of(each)} - THE_SYSTEM
     assert [part for part in parts if part not in code] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_troubleshooting_quotes_messages_of_each_package(package: str) -> None:
+    texts = (VARIABLE.sub("...", message) for message in messages((package,)))
+    own = {part for text in texts for part in parts_of(text)}
+    others = tuple(each for each in PACKAGES if each != package)
+    own -= {part for text in messages(others) for part in parts_of(VARIABLE.sub("...", text))}
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = [line[2:] for line in page.splitlines() if line.startswith("> ")]
+    assert len(own & {part for each in quoted for part in parts_of(each)}) > 3
 
 
 BLOCKS = {page: blocks_of(page) for page in DOCUMENTS}
