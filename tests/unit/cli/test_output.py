@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import typer
 
 from docs._site.commands import PAGE, page
 from portus import errors
+from portus.cli.app import app
 from portus.cli.output import (
     EXIT_CODES,
     age_text,
@@ -16,7 +20,27 @@ from portus.cli.output import (
 )
 from tests.unit.cli.scene import portus
 
-COMMANDS = ("ls", "show", "verify", "export", "materialize", "rm", "gc")
+COMMANDS = (
+    "ls",
+    "show",
+    "report",
+    "verify",
+    "scrub",
+    "rescue",
+    "export",
+    "pull",
+    "materialize",
+    "rm",
+    "pin",
+    "unpin",
+    "doctor",
+    "format",
+    "gc",
+)
+WITHOUT_POOL = ("rescue", "doctor", "format")
+"""They take what they work on as an argument."""
+WITHOUT_JSON = ("serve", "admin", "mirror")
+"""A process that runs until it is stopped, and two groups of commands."""
 ADMIN = ("show", "kick", "read-only", "drain", "reopen", "reload")
 
 
@@ -87,8 +111,7 @@ def test_every_command_has_json_help_and_exit_codes(command: str) -> None:
     assert told.code == 0
     assert "--json" in told.out
     assert "Exit codes" in told.out
-    if command not in ("ls", "gc"):
-        assert "--pool" in told.out
+    assert ("--pool" in told.out) == (command not in WITHOUT_POOL)
 
 
 @pytest.mark.parametrize("command", ADMIN)
@@ -98,6 +121,11 @@ def test_every_command_of_the_operator_has_json_help_and_exit_codes(command: str
     assert "--json" in told.out
     assert "Exit codes" in told.out
     assert f"  {command} " in portus("admin", "--help").out
+
+
+def test_no_command_is_left_out_here() -> None:
+    group: Any = typer.main.get_command(app)
+    assert sorted(group.commands) == sorted([*COMMANDS, *WITHOUT_JSON])
 
 
 def test_help_names_every_command() -> None:
