@@ -1,4 +1,4 @@
-"""``PortusCallback``: ``transformers.Trainer`` saves at the steps that ``portus.Cadence`` says."""
+"""``PortusCallback``: ``transformers.Trainer`` saves at the steps of a ``portus.Cadence``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from portus_accelerate import pacing
 
 
 class PortusCallback(TrainerCallback, ExportableState):
-    """Saves as often as ``max_overhead`` allows, in place of ``save_steps``.
+    """Makes ``transformers.Trainer`` save as often as ``max_overhead`` allows, instead of by
+    ``save_steps``.
 
     Args:
-        every: "auto": as often as ``max_overhead`` allows; "30s", "5min", "1h": a time; 100: steps.
-        max_overhead: The share of the time without saves that saves may add.
-        mtbf: Mean time between failures of the whole job: seconds, or "4h".
+        every: "auto" saves as often as ``max_overhead`` allows. "30s", "5min" or "1h" is a time.
+            A number is that many steps.
+        max_overhead: How much all saves together may add to the time of a training without saves,
+            as a fraction.
+        mtbf: Mean time between failures of the whole job: seconds, or a text like "4h".
 
-    What is saved, where, and which ones are kept is Trainer's own. What was measured is part of
-    ``trainer_state.json``, and a resumed training goes on with it. Saves of ``save_steps`` are left
-    out, but the last one of a training, and but with ``load_best_model_at_end``, which needs them;
-    list it before callbacks of your own that ask for saves. Other strategies save beside it.
+    Trainer decides what is saved, where, and which checkpoints are kept. The measurements are in
+    ``trainer_state.json``, and a resumed training continues with them. The saves of ``save_steps``
+    are skipped, with two exceptions: the last one of a training, and all of them if
+    ``load_best_model_at_end`` is set, which needs them. The saves of other strategies stay. List
+    this callback before your own callbacks that request saves.
 
-    Raises ``portus.UsageError`` for what makes no sense, and when training begins if ``every`` is
-    "auto" and the flag is off: it goes by what saves of Portus cost.
+    Raises ``portus.UsageError`` for a value that is not allowed. It raises the same when training
+    begins if ``every`` is "auto" and the flag is off, because it measures saves that Portus makes.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class PortusCallback(TrainerCallback, ExportableState):
 
     @property
     def cadence(self) -> portus.Cadence | None:
-        """What decides, while a training runs."""
+        """The cadence of the training that runs; None if none runs."""
         return self._cadence
 
     def state(self) -> dict[str, Any]:

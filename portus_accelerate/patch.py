@@ -80,10 +80,12 @@ def is_installed() -> bool:
 
 
 def enable(accelerator: Any, **settings: Any) -> None:
-    """Let Portus save and load for ``accelerator``; for those who prefer to say it in the script.
+    """Turn Portus on for ``accelerator``, in the script instead of by the flag.
 
-    settings: the fields of ``Settings``. A second call does nothing. Raises ``UsageError`` for a
-    setting or a version of Accelerate that Portus does not know.
+    settings: the keys of ``portus_config:``.
+
+    A second call does nothing. Raises ``UsageError`` for an unknown setting, and for a version of
+    Accelerate that is not supported.
     """
     install()
     if not is_installed():
@@ -96,47 +98,52 @@ def enable(accelerator: Any, **settings: Any) -> None:
 
 
 def wait(accelerator: Any) -> None:
-    """Return when all that ``save_state`` was asked for on this process is durable. What failed is
-    reported as ``on_error`` says. Returns at once where Accelerate saves by itself."""
+    """Wait until everything that this process saved with ``save_state`` is durable. Failures are
+    reported as ``on_error`` says. Returns at once if Accelerate itself saves."""
     saver = _saver_of(accelerator)
     if saver is not None:
         saver.wait()
 
 
 def should_save(accelerator: Any) -> bool:
-    """True if the state is to be saved now. Call it after each step, on all processes::
+    """True if the state should be saved now. Call it after each step, on all processes.
 
-        optimizer.step()
-        if portus_accelerate.should_save(accelerator):
-            accelerator.save_state()
+    ```python
+    optimizer.step()
+    if portus_accelerate.should_save(accelerator):
+        accelerator.save_state()
+    ```
 
-    ``every``, ``max_overhead`` and ``mtbf`` are said where the flag is. See ``cadence``.
+    Set ``every``, ``max_overhead`` and ``mtbf`` with the other keys of the flag. See ``cadence``.
     """
     return cadence(accelerator).should_save()
 
 
 def should_leave(accelerator: Any) -> bool:
-    """True if this job was told to go, by SIGTERM or SIGUSR1 on any process: the state is to be
-    saved, and the loop left. Call it after each step, on all processes::
+    """True if any process of this job received SIGTERM or SIGUSR1. Then save the state and leave
+    the loop. Call it after each step, on all processes.
 
-        leaves = portus_accelerate.should_leave(accelerator)
-        if leaves or portus_accelerate.should_save(accelerator):
-            accelerator.save_state()
-        if leaves:
-            break
+    ```python
+    leaves = portus_accelerate.should_leave(accelerator)
+    if leaves or portus_accelerate.should_save(accelerator):
+        accelerator.save_state()
+    if leaves:
+        break
+    ```
 
-    ``end_training()`` waits until it is committed, and makes nothing real then. ``preempt_within``
-    is said where the flag is. Raises ``UsageError`` where Portus is not turned on.
+    ``end_training()`` then waits for the commit, and turns no checkpoint into real files. Set
+    ``preempt_within`` with the other keys of the flag. Raises ``UsageError`` if Portus is not
+    turned on.
     """
     return _asked(accelerator, "should_leave").should_leave()
 
 
 def cadence(accelerator: Any) -> portus.Cadence:
-    """What ``should_save`` asks. It counts steps from the first call on. What it measured is part
-    of what ``save_state`` saves from then on, and it goes on where ``load_state`` found that.
+    """The ``portus.Cadence`` behind ``should_save``. It counts steps from the first call on.
+    ``save_state`` saves its measurements, and ``load_state`` restores them.
 
-    Raises ``UsageError`` where Portus is not turned on for ``accelerator``. Where it is on, and
-    leaves saves to Accelerate, "auto" is every 10 minutes.
+    Raises ``UsageError`` if Portus is not turned on for ``accelerator``. If it is turned on, but
+    Accelerate itself saves, "auto" means every 10 minutes.
     """
     return _asked(accelerator, "cadence").cadence()
 

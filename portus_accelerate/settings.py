@@ -1,4 +1,4 @@
-"""What a user can say about Portus under Accelerate, and where it is said."""
+"""The settings of Portus under Accelerate, and the places from which they are read."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ VARIABLE: Final = "PORTUS_ACCELERATE_CONFIG"
 class Settings(portus.Settings):
     """The keys of ``portus_config:``; all may be left out.
 
-    pool: a pool file, or a directory for pool files; by default ``$PORTUS_POOL``, or ``.portus``
-        beside the directory of the checkpoints. model: the name of the run in the pool.
-    materialize: "end" makes the checkpoints of the run ones of real files at ``end_training()``,
-        or where the program ends without it: the newest first; "none" never.
-    materialize_within: the longest, in seconds, that the end waits for that. What there is no time
-        or no room for stays as it is, and is listed.
-    fixed_batch: what stays if the number of processes changes within an epoch: "local", the batch
-        of each process, or "global", the samples of a step of all of them.
-    every, max_overhead, mtbf: when to save, as for ``portus.Cadence``. With ``every`` set,
-        ``transformers.Trainer`` saves then, in place of ``save_steps``; without it as ever. Loops
-        of one's own ask ``portus_accelerate.should_save``, which takes None for "auto".
-    keep: which versions stay in the pool without a checkpoint: the newest so many, or a mapping of
-        what ``portus.Keep`` takes, whose ``best`` goes by what was logged last. What
-        ``total_limit`` keeps stays besides.
-    preempt_within: seconds, or "90s", in which a job that is told to go by SIGTERM or SIGUSR1 saves
-        and leaves; then it is ended. Heard by ``transformers.Trainer``, and in loops that ask
-        ``portus_accelerate.should_leave``. "none" hears nothing in Trainer.
-    The others are those of ``portus.Settings``.
+    pool: a pool file, or a directory for pool files. Default: ``$PORTUS_POOL``, or ``.portus``
+        beside the directory of the checkpoints.
+    model: the name of the run in the pool.
+    materialize: "end" turns the run's checkpoints into real files at ``end_training()``, or when
+        the program ends without it, the newest first. "none" leaves them as they are.
+    materialize_within: the longest time, in seconds, that the end waits for that. Checkpoints for
+        which time or space runs out stay as they are, and are listed.
+    fixed_batch: what stays the same when a run resumes within an epoch with another number of
+        processes: "local", the batch of each process, or "global", the number of samples in a step
+        of all processes.
+    every, max_overhead, mtbf: when to save, as in ``portus.Cadence``. If ``every`` is set,
+        ``transformers.Trainer`` saves by it instead of ``save_steps``. Your own loops call
+        ``portus_accelerate.should_save``, for which None means "auto".
+    keep: which versions stay in the pool without a checkpoint: a number (the newest ones), or a
+        mapping of the arguments of ``portus.Keep``, whose ``best`` uses the values that were logged
+        last. Versions that ``total_limit`` keeps stay in addition.
+    preempt_within: seconds, or a text like "90s", within which a job that receives SIGTERM or
+        SIGUSR1 saves and exits; after that it is ended. This applies to ``transformers.Trainer``,
+        and to loops that call ``portus_accelerate.should_leave``. With "none", Portus leaves these
+        signals alone under Trainer.
+
+    All other keys are those of ``portus.Settings``.
     """
 
     pool: portus.Place | None = None

@@ -21,7 +21,8 @@ def tell(text: str) -> None:
 
 
 def status() -> str:
-    """One line, which begins with "on, " if Accelerate was told about Portus."""
+    """One line that says whether Portus saves for Accelerate in this process. It begins with
+    "on, " if so; otherwise it gives the reason."""
     if autoload.failures:
         return autoload.failures[-1]
     if not _told.startswith(ON):

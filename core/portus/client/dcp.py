@@ -148,22 +148,23 @@ class _Start:
 
 
 class PortusStorageWriter(StorageWriter):
-    """Saves the shards of this rank into its own pool file, or to a storage host. Keep one for
-    the whole training.
+    """Saves the shards of this rank to its own pool file, or to a storage host.
 
-    ``dcp.save(state, checkpoint_id="step_100", storage_writer=writer)``: the group is kept as that
-    id, and a load that asks for an id gets no other. The step is the number at the end of the id,
-    else a count. Every rank makes one, with the same arguments, when the process group is there
-    and before training starts.
+    Create one on every rank, with the same arguments, after the process group was created and
+    before training starts. Keep it for the whole training. Pass it as
+    ``dcp.save(state, checkpoint_id="step_100", storage_writer=writer)``, or call ``save``. A load
+    that names a ``checkpoint_id`` gets only a group that was saved under it. The step of a group is
+    the number at the end of the id; without an id, saves are counted.
 
     pool: a pool directory, on a file system that all ranks see; with ``mirror=``, each node may
         have one on its own disk. Or the address of a storage host (``portus://host:7117``), or a
         list of several, the same on all ranks: rank r saves to the host at index r modulo their
-        number. None: ``$PORTUS_POOL``, else ``.portus``. model: the name of the run. keep: how
-        many complete groups are kept, or a ``portus.Keep``; None keeps all. Groups that a
+        number. None: ``$PORTUS_POOL``, else ``.portus``.
+    model: the name of the run.
+    keep: how many complete groups are kept, or a ``portus.Keep``; None keeps all. Groups that a
         checkpoint directory leads to are kept in addition.
-    synchronous: ``dcp.save`` returns when this rank's part is committed.
-    links, settings: those of ``Checkpointer``.
+    synchronous: if True, ``dcp.save`` returns only when this rank's part is committed.
+    links, settings: as in ``Checkpointer``.
     """
 
     def __init__(
@@ -262,15 +263,18 @@ class PortusStorageWriter(StorageWriter):
         metrics: Mapping[str, float] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> SaveHandle:
-        """``dcp.save``, and a checkpoint directory that leads to the group. On every rank.
+        """Save as ``save`` does, and write a checkpoint directory that leads to the group. Call it
+        on every rank.
 
-        directory: gets a small reference file for each rank. As long as it is there, the group is
-            kept; ``PortusStorageReader.at`` loads from it. files: more values of this rank's, by
-            the name of the file in ``directory`` that ``torch.load`` follows to them. metrics: see
-            ``save``.
+        directory: gets a small reference file for each rank. The group is kept as long as the
+            directory exists. ``PortusStorageReader.at`` loads from it.
+        step: as in ``save``.
+        files: further values of this rank, by file name: ``torch.load`` of that file in
+            ``directory`` returns the value.
+        metrics, process_group: as in ``save``.
 
-        Returns the handle of this rank's part. Raises ``UsageError`` for what cannot be saved, and
-        what opening the pool raises, on all ranks if on one.
+        Returns the handle of this rank's part. If a value cannot be saved on one rank, all ranks
+        raise ``UsageError``. If the pool cannot be opened on one rank, all ranks raise that error.
         """
         place = os.path.abspath(os.fspath(directory))
         self._wanted = _Wanted(directory=place, files=dict(files or {}))
@@ -299,18 +303,19 @@ class PortusStorageWriter(StorageWriter):
         metrics: Mapping[str, float] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> SaveHandle:
-        """``dcp.save``, without its planning where each rank saves the same as in the last call:
-        the same names, shapes and cuts. On every rank.
+        """Save as ``dcp.save`` does, but skip torch's planning if every rank saves the same names,
+        shapes and shards as in the previous call. Call it on every rank.
 
-        checkpoint_id: what ``dcp.load`` may ask for; None: by its step alone. metrics: what this
-            group scored, by name, for ``Keep(best=)``; the same on all ranks. process_group: what
-            the ranks tell each other by, all ranks of the job; None: the job's own, or a group of
-            gloo beside it where that is of NCCL.
+        step: the training step of this state.
+        checkpoint_id: the id under which ``dcp.load`` finds the group; None: only its step.
+        metrics: named numbers of this group, for ``Keep(best=)``; the same on all ranks.
+        process_group: all ranks of the job, with a backend for CPU tensors. None: the job's own
+            group, or a gloo group beside it if that one is for devices only.
 
-        Returns the handle of this rank's part. Raises ``CheckpointException``, and ``UsageError``
-        for what cannot be saved, on all ranks if on one. Where it is not planned anew, the ranks
-        tell each other once, before the copy starts; what one meets after that is raised there,
-        and heard of by the others in the next save.
+        Returns the handle of this rank's part. If one rank fails before the copy starts, all ranks
+        raise: ``UsageError`` for a value that cannot be saved, or ``CheckpointException`` from
+        torch's planning. An error after that is raised on the rank where it happened; the other
+        ranks learn of it at the next save.
         """
         self._begin(step, id_of(checkpoint_id), checked_metrics(metrics))
         start, ranks = self._since, process_group or self._ranks
@@ -330,8 +335,8 @@ class PortusStorageWriter(StorageWriter):
         return self._handle
 
     def remove(self, directory: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint directory, once the newest save, or one after it, is complete: not
-        this rank's part alone, as with one process. On one rank. Returns at once."""
+        """Remove a checkpoint directory as soon as the newest group so far, or a later one, is
+        complete on all ranks. Call it on one rank. Returns at once."""
         self._condemn([os.path.abspath(os.fspath(directory))])
         if not self._group:
             self._sweep(self._open())
@@ -341,20 +346,20 @@ class PortusStorageWriter(StorageWriter):
         self._open().prepare(size)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when this rank's saves are over. Raises as ``Checkpointer.wait``."""
+        """Wait until this rank's saves are over. Raises the same as ``Checkpointer.wait``."""
         if self._checkpointer is not None:
             self._checkpointer.wait(timeout)
 
     @property
     def last(self) -> SaveHandle | None:
-        """This rank's part of the newest save."""
+        """The handle of this rank's part of the newest save; None before the first one."""
         return self._handle
 
     def close(self) -> None:
-        """Finish what is in flight and let go of the pool. A second call does nothing; after Ctrl-C
-        in the wait for the mirror it does the rest, without that wait.
+        """Finish the saves in flight and release the pool. A second call does nothing, except
+        after Ctrl-C during the wait for the mirror: then it does the rest without that wait.
 
-        Where directories wait to be removed, other ranks are waited for, for a limited time.
+        If directories wait to be removed, this waits for other ranks, for a limited time.
         """
         checkpointer = self._checkpointer
         if checkpointer is None:
@@ -763,8 +768,8 @@ def _sent(
 def groups(pool: PlaceName, model: str | None = None) -> list[Group]:
     """The groups in a pool directory or on storage hosts, complete or not, newest last.
 
-    Raises ``UsageError`` if there is no pool, ``TransportError`` if no host answers. A pool that
-    cannot be read has no parts: that of one of several hosts is told in the log.
+    Raises ``UsageError`` if there is no pool, ``TransportError`` if no host answers. The parts in a
+    pool that cannot be read are missing. If one of several hosts does not answer, the log names it.
     """
     found = census(Place.named(pool), model)
     for error in found.silent.values():

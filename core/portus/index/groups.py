@@ -28,7 +28,11 @@ _PART: Final = re.compile(r"(.+)/rank-(0|[1-9][0-9]{0,6})-of-([1-9][0-9]{0,6})",
 
 @dataclass(slots=True)
 class Group:
-    """One save of all ranks: ``parts`` by rank, each with the path of its pool file."""
+    """One save of all ranks.
+
+    parts: by rank, the place of its pool and its version; a rank that has not committed is missing.
+    count: the number of ranks that saved.
+    """
 
     model: str
     step: int

@@ -1,1 +1,1 @@
-"""The test kit, shipped so that others can test their media: contracts and crashes."""
+"""The test kit: contracts and simulated crashes, for media, stores and adapters of your own."""

@@ -1,22 +1,25 @@
-"""What every adapter must do for the checkpoints it told of, as tests to inherit.
+"""Tests that every adapter must pass, about the checkpoints that it reported as saved.
 
-A training saves through the adapter, to each kind of place; then something happens to the run, as
-it does to runs: it is started again, in another working directory, after it was moved, copied or
-killed. Each checkpoint that was told, and that still exists, loads its own step; training goes on
-from where it was; a copy and its original leave each other alone.
+A training saves through the adapter, to each kind of place. Then something happens to the run: it
+is restarted, started in another working directory, moved, copied or killed. Afterwards each
+reported checkpoint that still exists must load its own step, training must resume where it was, and
+a copy and its original must not disturb each other.
 
-Trainings are real, in real processes. So an adapter says what to do in a module that can be
-imported: once, by a process that is then forked for each of them (``portus.testing.nursery``)::
+The trainings are real and run in processes of their own. So the adapter provides a module that can
+be imported. One process imports it once, and is forked for each training
+(``portus.testing.nursery``).
 
-    def warm_up() -> None: ...  # may import more, and starts no thread
+```python
+def warm_up() -> None: ...  # may import more, and must start no thread
 
 
-    class Mine:  # ``Trains``
-        @staticmethod
-        def train(order: Order) -> None: ...
+class Mine:  # a ``Trains``
+    @staticmethod
+    def train(order: Order) -> None: ...
 
-        @staticmethod
-        def load(path: str) -> int: ...
+    @staticmethod
+    def load(path: str) -> int: ...
+```
 """
 
 from __future__ import annotations
@@ -65,11 +68,17 @@ Case = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A training to be made, in a process of its own, which ends with it.
+    """A training to run, in a process of its own, which ends with it.
 
-    run: the directory of the run, which may be there. pool: where to save; None: not said.
-    until: the last step. In the run is what an earlier training left, perhaps a copy of it:
-    training goes on from the newest checkpoint that the framework finds, if there is one.
+    The training resumes from the newest checkpoint that the framework finds in the directory of the
+    run, if there is one.
+
+    run: the directory of the run. It may exist, and have what an earlier training left, or a copy
+        of that.
+    pool: where to save; None: the default of the adapter.
+    until: the last step.
+    kill_at: the step at which ``saved`` kills the process; 0: none.
+    say: reports a line to the test; ``saved`` uses it.
     """
 
     run: str
@@ -79,43 +88,44 @@ class Order:
     say: Say
 
     def saved(self, step: int, path: str) -> None:
-        """To be called at each step, right after its save was asked for."""
+        """Call it at each step, right after the save was requested."""
         self.say(f"{step} {path}")
         if step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Trains(Protocol):
-    """What an adapter says."""
+    """What the module of an adapter provides."""
 
     @staticmethod
     def train(order: Order) -> None:
-        """Make the training of ``order``: save at each step, and remove no checkpoint."""
+        """Run the training of ``order``: save at each step, and remove no checkpoint."""
 
     @staticmethod
     def load(path: str) -> int:
-        """The step of the checkpoint at ``path``, as stock code of the framework loads it.
+        """Load the checkpoint at ``path`` with the framework's own code, and return its step.
 
-        Raises where that does; ``AssertionError`` where it is not the state of that step.
+        Raises what that code raises, and ``AssertionError`` if it is not the state of that step.
         """
 
 
 class AdapterContract(abc.ABC):
-    """Tests of an adapter; of each kind of place with each event.
+    """Tests of an adapter: each kind of place is combined with each event.
 
-    trains: where a ``Trains`` is, as ``module:name``. The module has a function ``warm_up`` too.
-    places: those of ``PLACES`` to which it saves at all.
+    trains: the location of a ``Trains``, as ``module:name``. The module also has a function
+        ``warm_up``.
+    places: those of ``PLACES`` to which the adapter can save.
     """
 
     trains: ClassVar[str]
     places: ClassVar[Sequence[str]] = PLACES
 
     def marks(self, case: Case) -> Collection[pytest.MarkDecorator]:
-        """Marks of a case, such as one that keeps it out of short runs."""
+        """Return the pytest marks of a case, such as one that keeps it out of short runs."""
         return ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Each place with each event."""
+        """Makes a test of each place with each event."""
         if "case" in metafunc.fixturenames:
             cases = [
                 pytest.param(case, id="-".join(case).replace(" ", "_"), marks=self.marks(case))

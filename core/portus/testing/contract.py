@@ -1,8 +1,9 @@
-"""What every medium, every ``Files`` and every ``Locks`` must do, as tests to inherit.
+"""Tests that every medium, every ``Files`` and every ``Locks`` must pass.
 
-Subclass a contract, say how to make the thing and how to look at it behind its back, and pytest
-runs the suite on it. The back doors matter: a test of ``store`` must not trust ``load``. Nothing
-is skipped by capability; a medium with addresses inherits ``MappedMediumContract``.
+Subclass a contract and implement its abstract methods: how to make the object, and how to read and
+change its bytes without its own methods, because a test of ``store`` must not rely on ``load``.
+pytest then runs the suite. No test is skipped because of what a medium can do: a medium with
+addresses inherits ``MappedMediumContract``.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ _EDGES: Final = (0, 1, 511, 512, 513, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + 7)
 
 
 class MediumContract(abc.ABC):
-    """Tests of ``Medium``. Each test gets its own instance of the subclass."""
+    """Tests of a ``Medium``. Each test gets its own instance of the subclass."""
 
     @abc.abstractmethod
     def make(self, size: int) -> Medium:
-        """A new writable medium of ``size`` zero bytes. The contract closes it."""
+        """Return a new writable medium of ``size`` zero bytes. The contract closes it."""
 
     @abc.abstractmethod
     def read_behind(self, medium: Medium, offset: int, length: int) -> bytes:
-        """What ``medium`` holds, without calling its ``load``."""
+        """Return bytes of ``medium`` without calling its ``load``."""
 
     @abc.abstractmethod
     def write_behind(self, medium: Medium, offset: int, data: bytes) -> None:
-        """Change what ``medium`` holds, without calling its ``store``."""
+        """Change bytes of ``medium`` without calling its ``store``."""
 
     @abc.abstractmethod
     def break_persist(self, medium: Medium) -> None:
-        """Let the next persist of something fail as a bad device would; later ones would work."""
+        """Make the next persist fail, as a bad device would; later ones would succeed."""
 
     @pytest.fixture
     def medium(self) -> Iterator[Medium]:
@@ -249,7 +250,7 @@ class MediumContract(abc.ABC):
 
 
 class MappedMediumContract(MediumContract):
-    """``MediumContract``, and tests of the addresses of a ``MappedMedium``."""
+    """The tests of ``MediumContract``, and tests of the addresses of a ``MappedMedium``."""
 
     @abc.abstractmethod
     def make(self, size: int) -> MappedMedium:
@@ -334,8 +335,8 @@ class MappedMediumContract(MediumContract):
 
 
 class SparseMediumContract(MediumContract):
-    """``MediumContract``, and tests of giving space back, of a ``SparseMedium``. A medium that has
-    addresses too inherits both."""
+    """The tests of ``MediumContract``, and tests of how a ``SparseMedium`` gives space back. A
+    medium that also has addresses inherits both contracts."""
 
     @abc.abstractmethod
     def make(self, size: int) -> SparseMedium:
@@ -343,8 +344,8 @@ class SparseMediumContract(MediumContract):
 
     @abc.abstractmethod
     def after_power_loss(self, medium: SparseMedium) -> Iterable[bytes]:
-        """All bytes that may be found if the power fails now: as many cases as can be had, and at
-        least the one in which nothing is lost."""
+        """Return the possible contents after a power loss at this moment: as many cases as
+        possible, and at least the one in which nothing is lost."""
 
     @pytest.fixture
     def sparse(self) -> Iterator[SparseMedium]:
@@ -426,30 +427,32 @@ class SparseMediumContract(MediumContract):
 
 
 class FilesContract(abc.ABC):
-    """Tests of ``Files`` and ``Names``: what they do to names, as seen without a crash."""
+    """Tests of ``Files`` and ``Names``: what they do to the names of files, without crashes."""
 
     @abc.abstractmethod
     def files(self) -> Files:
-        """The thing under test; always the same within one test."""
+        """Return the ``Files`` under test; always the same object within one test."""
 
     @abc.abstractmethod
     def names(self) -> Names:
-        """The view of names that goes with it."""
+        """Return the ``Names`` that belong to it."""
 
     @abc.abstractmethod
     def directory(self) -> str:
-        """An empty directory, without a slash at its end; the same within one test."""
+        """Return the path of an empty directory, without a slash at its end; always the same
+        within one test."""
 
     @abc.abstractmethod
     def read_behind(self, path: str) -> bytes | None:
-        """All bytes of the file at ``path``, not through ``files()``; None if there is none."""
+        """Return all bytes of the file at ``path`` without using ``files()``; None if there is no
+        file."""
 
     @abc.abstractmethod
     def write_behind(self, path: str, data: bytes) -> None:
-        """Put a new file with ``data`` at ``path``, not through ``files()``."""
+        """Write a new file with ``data`` at ``path`` without using ``files()``."""
 
     def path(self, name: str) -> str:
-        """``name`` in the directory."""
+        """The path of ``name`` in the directory."""
         return f"{self.directory()}/{name}"
 
     def test_a_created_file_is_zero_and_there(self) -> None:
@@ -586,11 +589,11 @@ class FilesContract(abc.ABC):
 
 
 class LocksContract(abc.ABC):
-    """Tests of ``Locks``, between holders in one process."""
+    """Tests of ``Locks``, with several holders in one process."""
 
     @abc.abstractmethod
     def open_locks(self, describe_holder: Callable[[], str]) -> Locks:
-        """A holder beside all others that this test opened. The contract closes it."""
+        """Return a further holder of the locks of this test. The contract closes it."""
 
     @pytest.fixture
     def pair(self) -> Iterator[tuple[Locks, Locks]]:

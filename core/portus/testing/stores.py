@@ -1,7 +1,8 @@
-"""What every ``Store`` of a mirror must do, as tests to inherit; and one that counts requests.
+"""Tests that every ``Store`` of a mirror must pass, and a store that counts requests.
 
-Subclass ``StoreContract``, say how to open yours and how to look at it behind its back, and pytest
-runs the suite on it. Nothing is skipped by capability.
+Subclass ``StoreContract`` and implement its abstract methods: how to open your store, and how to
+read and write its objects without it. pytest then runs the suite. No test is skipped because of
+what a store can do.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ _REFUSED_NAMES: Final = (
 
 
 class StoreContract(abc.ABC):
-    """Tests of ``Store``. Each test gets its own instance of the subclass, and a place of its own.
+    """Tests of a ``Store``. Each test gets its own instance of the subclass, and an empty place of
+    its own.
 
-    rounds: of races. many: objects of the long list.
+    rounds: how often the tests of races repeat them.
+    many: how many objects the test of long lists makes.
     """
 
     rounds = 20
@@ -41,15 +44,17 @@ class StoreContract(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> Store:
-        """The place of this test, empty at first; each call opens it once more. Closed here."""
+        """Open the place of this test, which is empty at first. Each call opens it once more. The
+        contract closes what it opened."""
 
     @abc.abstractmethod
     def read_behind(self, name: str) -> bytes | None:
-        """The object of that name, without the store; None if there is none."""
+        """Return the bytes of an object without using the store; None if there is no such
+        object."""
 
     @abc.abstractmethod
     def write_behind(self, name: str, data: bytes) -> None:
-        """Make or replace an object, without the store."""
+        """Create or replace an object without using the store."""
 
     @pytest.fixture
     def store(self) -> Iterator[Store]:
@@ -279,10 +284,13 @@ class StoreContract(abc.ABC):
 
 
 class CountingStore:
-    """Passes all on to ``store``, and counts.
+    """Passes every call on to ``store``, and counts requests.
 
-    calls: of each method, by its name, where ``list`` counts pages that were begun, as an S3 server
-    cuts them. sent, received: bytes of objects.
+    store: the store that does the work.
+    page: how many objects a page of a list has.
+    calls: the number of requests, by the name of the method. ``list`` counts pages, as an S3 server
+        divides them.
+    sent, received: bytes of objects.
     """
 
     def __init__(self, store: Store, page: int = 1000) -> None:
@@ -295,21 +303,21 @@ class CountingStore:
 
     @property
     def puts(self) -> int:
-        """Requests that are charged as PUT: objects that were put or created."""
+        """The number of requests that are charged as PUT: objects that were put or created."""
         return self.calls["put"] + self.calls["create"]
 
     @property
     def gets(self) -> int:
-        """Requests that are charged as GET: of objects, and of ranges of one."""
+        """The number of requests that are charged as GET: for objects, and for ranges of one."""
         return self.calls["get"] + self.calls["get_range"]
 
     @property
     def lists(self) -> int:
-        """Requests that are charged as LIST."""
+        """The number of requests that are charged as LIST."""
         return self.calls["list"]
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Reset all counts to zero."""
         with self._guard:
             self.calls.clear()
             self.sent = self.received = 0

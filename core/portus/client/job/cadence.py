@@ -38,14 +38,14 @@ def checked_cadence(
 class Cadence:
     """Decides when a training saves, so that the cost of saves stays within a bound.
 
-    ::
-
-        cadence = portus.Cadence(max_overhead=0.035)
-        for batch in loader:
-            ...
-            optimizer.step()
-            if cadence.should_save():
-                checkpointer.save({..., "cadence": cadence.state_dict()}, step)
+    ```python
+    cadence = portus.Cadence(max_overhead=0.035)
+    for batch in loader:
+        ...
+        optimizer.step()
+        if cadence.should_save():
+            checkpointer.save({..., "cadence": cadence.state_dict()}, step)
+    ```
 
     Args:
         every: "auto" follows the cost of saves, up and down. "30s", "5min" or "1h" is a time,

@@ -62,36 +62,37 @@ _OVER: Final = 0
 
 
 class Preemption:
-    """Says when a training is to save and leave, since its job was told to go.
+    """Tells a training to save and exit after its job has received a signal to stop.
 
-    ::
-
-        with portus.Preemption() as preemption, portus.Checkpointer(pool) as checkpointer:
-            for step, batch in enumerate(loader):
-                ...
-                optimizer.step()
-                leaves = preemption.should_leave()
-                if leaves or step % 100 == 0:
-                    checkpointer.save(state, step)
-                if leaves:
-                    break  # the checkpointer is closed first: the save is committed then
+    ```python
+    with portus.Preemption() as preemption, portus.Checkpointer(pool) as checkpointer:
+        for step, batch in enumerate(loader):
+            ...
+            optimizer.step()
+            leaves = preemption.should_leave()
+            if leaves or step % 100 == 0:
+                checkpointer.save(state, step)
+            if leaves:
+                break  # the checkpointer is closed first, and waits for the commit
+    ```
 
     Args:
-        preempt_within: Seconds, or "90s": if the training has not left by then, since the signal
-            came, because a batch, a save or another rank does not come to its end, the process
-            ends with exit code 128 + the signal's number, as a shell would say, and the newest
-            committed version is named. Less than what lies between the signal and the kill.
-        signals: What tells a job to go. Whoever had a handler for one of them is called after
-            it was noted, as ever, and has it back at the end. () hears only what ``note`` says.
-        process_group: The ranks that save together; None: all. A group of gloo is made beside it
-            at the first step.
+        preempt_within: Seconds since the signal, or a text like "90s". If the training is still
+            running by then, because a batch, a save or another rank hangs, the process logs the
+            newest committed version and ends with exit code 128 + the signal's number. Choose less
+            than the time between the signal and the kill.
+        signals: The signals that stop the job. A handler that existed before is called after the
+            signal was noted, and is restored at the end. With (), only ``note`` counts.
+        process_group: The ranks that save together; None: all. A gloo group is made beside it at
+            the first step.
 
-    It hears signals from when it is entered until it is closed, on the main thread; elsewhere only
-    ``note`` tells it, and that is said. Raises ``UsageError`` for what makes no sense.
+    It handles signals from when it is entered until it is closed. Handlers can be set in the main
+    thread only; in another thread only ``note`` counts, and a warning says so. Raises
+    ``UsageError`` for a value that is not allowed.
     """
 
     SIGNALS: Final = SIGNALS
-    """What is heard unless something else is said."""
+    """The signals that are handled by default."""
 
     def __init__(
         self,
@@ -102,9 +103,9 @@ class Preemption:
     ) -> None:
         self.within_s: Final = parse_seconds("preempt_within", preempt_within)
         self.told: signal.Signals | None = None
-        """The first signal that told this process; None: none did."""
+        """The first signal that this process received; None if there was none."""
         self.leaving = False
-        """True once ``should_leave`` was: on all ranks at the same step."""
+        """True once ``should_leave`` has returned True, on all ranks at the same step."""
         self._signals: Final = tuple(map(signal.Signals, signals))
         if signal.SIGINT in self._signals:
             raise UsageError("signals: SIGINT is Ctrl-C, which ends a training at once")
@@ -141,7 +142,7 @@ class Preemption:
             self._watch.expect(number)
 
     def note(self, number: int) -> None:
-        """A signal came; for the handlers that frameworks have. Takes no lock."""
+        """Report a signal, from the handler of a framework. Takes no lock."""
         watch = self._watch
         if watch is not None:
             self.told = self.told or signal.Signals(number)
@@ -149,28 +150,28 @@ class Preemption:
             watch.note(number)
 
     def should_leave(self) -> bool:
-        """True if the training is to save what it has now, and leave. Call it after each step, on
-        all ranks; it is true on all of them at the same step, and from then on.
+        """True if the training should save its state and exit. Call it after each step, on all
+        ranks. It returns True on all of them at the same step, and from then on.
 
-        On one process it costs under a microsecond. Else it reads what was begun a step ago, which
-        waits only for ranks that are more than a step behind.
+        With one process it costs less than a microsecond. With several, it reads the result of an
+        exchange that was started one step ago, so it waits only for ranks that are more than a step
+        behind.
         """
         return self.leaving or self._leave(self._ranks.step(self.told is not None))
 
     def should_leave_validation(self) -> bool:
-        """The same in a validation, after each batch: true if the step before it is to be saved,
-        and the training left. Every rank has to call ``validation_ends`` at its last batch, before
-        anything that all ranks do together."""
+        """The same during a validation: call it after each batch. True if the training should save
+        the step before the validation and exit. Every rank has to call ``validation_ends`` after
+        its last batch, before any collective operation."""
         return self.leaving or self._leave(self._ranks.step(self.told is not None, _VALIDATING))
 
     def validation_ends(self) -> bool:
-        """The last ``should_leave_validation``. Waits until all ranks are at their last batch, or
-        one of them was told to go."""
+        """Call it in place of ``should_leave_validation`` after the last batch. It waits until all
+        ranks are at their last batch, or one of them has received a signal."""
         return self.leaving or self._leave(self._ranks.meet(self.told is not None))
 
     def close(self) -> None:
-        """The training is left, or over: signals are no longer heard, and who heard them before
-        does again."""
+        """Stop handling signals, and restore the handlers from before."""
         global _open
         watch, self._watch = self._watch, None
         if watch is None:

@@ -44,21 +44,21 @@ _END: Final = object()
 
 
 class DataCursor:
-    """Follows a loader, and lets it go on where another run was.
+    """Tracks the position of a data loader, and resumes it at the position of another run.
 
     Args:
-        loader: A ``DataLoader`` of a map-style dataset: the iterators that are made from now on are
-            followed. Or one that has ``state_dict`` and ``load_state_dict``; or a ``DataLoader``
-            without workers of an ``IterableDataset`` that has them. These are asked.
-        ranks: Processes that train together. How many of them share the samples is what a
-            ``DistributedSampler`` says; without one, each has all of them.
-        fixed: What stays if the number of ranks changes: "local", the batch of each rank, or
-            "global", the samples of a step of all ranks.
-        dispatch: What is handed out where one process loads for all ranks: "batches", one to each,
-            or "pieces" of one. None: each loads its own.
+        loader: A ``DataLoader`` of a map-style dataset, whose iterators are tracked from now on. Or
+            a loader with ``state_dict`` and ``load_state_dict``, or a ``DataLoader`` without
+            workers whose ``IterableDataset`` has them; these track their own position.
+        ranks: The number of processes that train together. With a ``DistributedSampler`` they
+            share the samples; without one, each process has all of them.
+        fixed: What stays the same if the number of ranks changes: "local", the batch of each rank,
+            or "global", the number of samples in a step of all ranks.
+        dispatch: If one process loads for all ranks, what it gives them: "batches", one for each
+            rank, or "pieces" of one batch. None: each rank loads for itself.
 
-    What a dataset is, beside its length, is what its attribute ``fingerprint`` says, if that is a
-    text. Raises ``UsageError`` for another ``fixed``, and for a loader whose position nobody knows.
+    A dataset is recognised by its length, and by its attribute ``fingerprint`` if that is a text.
+    Raises ``UsageError`` for another ``fixed``, and for a loader whose position is unknown.
     """
 
     def __new__(cls, loader: Any, **_: Any) -> DataCursor:
@@ -142,13 +142,14 @@ class DataCursor:
     def state_dict(
         self, delivered: int, *, is_over: bool = False, iterator: object | None = None
     ) -> dict[str, object]:
-        """Where the epoch is, as numbers, texts and tensors. "random" is of this rank; all else is
-        the same on all ranks. Of a loader that is asked, "own" is what it said, of this rank too.
+        """The position in the epoch, as numbers, texts and tensors. "random" belongs to this rank,
+        and so does "own", the state of a loader that tracks its own position. Everything else is
+        the same on all ranks.
 
-        delivered: batches that training was given since the epoch began, over all restarts.
-        is_over: training is done with this epoch, whatever its loader has left.
-        iterator: the iterator of this loader that training uses, or its ``newest`` as it was when
-            that began; None: the one made last.
+        delivered: the number of batches that training has received in this epoch, in all restarts.
+        is_over: True if training is done with this epoch, even if the loader has more.
+        iterator: the iterator of this loader that training uses, or the value that ``newest`` had
+            when it began; None: the one that was made last.
         """
         running = getattr(iterator, "_sampler_iter", iterator)
         if not isinstance(running, Iteration):
@@ -163,11 +164,11 @@ class DataCursor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
-        """Go on where ``state`` says, with the iterator that the loader makes next.
+        """Resume at the position in ``state``, with the next iterator of the loader.
 
-        Returns why the rest of the epoch cannot be gone on with, for the user to be told; nothing
-        if it can. Raises ``UsageError`` for a state of a newer Portus, and where a step of all
-        ranks is to stay and cannot be dealt to them evenly; then nothing changed.
+        Returns the reason if the rest of the epoch cannot be resumed, and an empty text if it can.
+        Raises ``UsageError`` for the state of a newer Portus, and if ``fixed`` is "global" and the
+        samples of a step cannot be divided evenly among the ranks; then nothing has changed.
         """
         position = Position.of(state["position"])
         batch = self._batch_for(position)

@@ -28,18 +28,20 @@ _LAYERS_MAX: Final = 8
 
 
 class SeededDataset(Dataset[T]):
-    """A map-style dataset whose samples draw from generators that begin at (seed, epoch, index).
+    """A map-style dataset whose random numbers depend on (seed, epoch, index) alone.
 
-    Python's ``random``, numpy's legacy functions and torch's on the CPU; not generators of the
-    dataset's own, and not what is drawn in ``collate_fn``. Samples are loaded one by one, also by
-    a dataset that has ``__getitems__``. Attributes are those of the dataset.
+    Before each sample it seeds Python's ``random``, numpy's legacy functions, and torch on the CPU.
+    It does not seed generators that the dataset has itself, nor what ``collate_fn`` draws. Samples
+    are loaded one by one, even if the dataset has ``__getitems__``. Other attributes are those of
+    the dataset.
 
     Args:
-        dataset: Has ``__getitem__``, and mostly ``__len__``.
-        seed: Of the run: the same after a restart, and on all ranks.
+        dataset: Has ``__getitem__``, and usually ``__len__``.
+        seed: The seed of the run: the same after a restart, and on all ranks.
 
-    Not for loaders that load in several threads of a process, which share these generators. Raises
-    ``UsageError`` for an ``IterableDataset``, and for a seed that is no number.
+    It does not work with loaders that use several threads of one process, which share these
+    generators. Raises ``UsageError`` for an ``IterableDataset``, and for a seed that is not a whole
+    number.
     """
 
     def __init__(self, dataset: Dataset[T], seed: int) -> None:
@@ -61,8 +63,9 @@ class SeededDataset(Dataset[T]):
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch begins, before the loader's iterator is made. Portus does it in Lightning
-        and Accelerate; in a loop of your own you do, as for a ``DistributedSampler``."""
+        """Set the epoch that begins, before the loader's iterator is made. Under Lightning and
+        Accelerate, Portus calls it. In a loop of your own, call it as for a
+        ``DistributedSampler``."""
         self._epoch.fill_(epoch)
 
     @staticmethod

@@ -86,20 +86,19 @@ _Items = Mapping[str, list[ReadItem]]
 
 
 class PortusStorageReader(StorageReader):
-    """Loads a group, at any number of ranks. ``dcp.load(state, storage_reader=reader)``.
+    """Loads a group, at any number of ranks: ``dcp.load(state, storage_reader=reader)``.
 
-    The newest group that is complete; or, with ``dcp.load(checkpoint_id=...)``, the newest that was
-    saved as that id, and no other: see ``PortusStorageWriter``. As with torch's own reader, an id
-    holds until another one is given. step: of the group; None: any. pool, model: as for
-    ``PortusStorageWriter``; parts are found on whichever of several hosts has them, and a host that
-    does not answer is said in the log.
+    It loads the newest complete group. ``dcp.load(checkpoint_id=...)`` loads the newest complete
+    group that was saved under that id, and no other. As with torch's own reader, an id stays in
+    effect until another one is given. ``portus.dcp.load(state, reader)`` also falls back to the
+    group before if one is damaged.
 
-    mirror: where parts are read from that the pools do not have, or have damaged: each rank reads
-    the ranges that it needs, once, and keeps them in memory until they are verified. As in
-    ``portus.Settings``.
-
-    ``portus.dcp.load(state, reader)`` does the same, and goes on with the group before it where
-    one turns out to be damaged.
+    pool, model: as in ``PortusStorageWriter``. A part may be on any of several hosts. The log names
+        a host that does not answer.
+    step: the step of the group; None: any.
+    mirror: an address, as in ``portus.Settings``. Parts that are missing or damaged in the pools
+        are read from there. Each rank reads the ranges that it needs, once, and keeps them in
+        memory until they are verified.
     """
 
     def __init__(
@@ -141,13 +140,17 @@ class PortusStorageReader(StorageReader):
         fall_back: bool = False,
         mirror: str | None = None,
     ) -> PortusStorageReader | None:
-        """A reader of the group that a checkpoint directory leads to; None if it is no directory
-        of ``PortusStorageWriter.save_directory``.
+        """A reader of the group that a checkpoint directory leads to; None if
+        ``PortusStorageWriter.save_directory`` did not write the directory.
 
-        fall_back: take the newest complete group of the model, with an error in the log, where
-        that of the directory was never completed, is gone, or is damaged; such a load is refused
-        otherwise. mirror: as of the class. Waits, for a limited time, for ranks that are about to
-        commit. Raises ``UsageError`` if its pool may not be opened.
+        directory: the checkpoint directory.
+        fall_back: if the group of the directory was never completed, is gone or is damaged, load
+            the newest complete group of the model, and log an error. Without it, such a load
+            raises.
+        mirror: as for the class.
+
+        Waits, for a limited time, for ranks that are about to commit. Raises ``UsageError`` if the
+        directory's pool may not be opened.
         """
         found = directory_at(os.path.abspath(os.fspath(directory)))
         if found is None:
@@ -158,12 +161,14 @@ class PortusStorageReader(StorageReader):
 
     @property
     def group(self) -> Group | None:
-        """What was loaded last: its step, its ranks."""
+        """The group that was loaded last; None before the first load."""
         return self._group
 
     def file(self, name: str, rank: int = 0) -> Any:
-        """The value that ``rank`` saved as the file ``name`` of the checkpoint directory, of the
-        group that was loaded. Raises ``UsageError`` if there is none, and as loads do."""
+        """The value that ``rank`` saved as the file ``name``, in the group that was loaded last.
+
+        Raises ``UsageError`` if there is none, and the same errors as a load.
+        """
         assert self._group is not None, "load first"
         content = self._load_part(self._group, rank, functools.partial(_is_at, names=(name,)))
         if name not in content:
@@ -437,17 +442,21 @@ class PortusStorageReader(StorageReader):
 
 
 def load(state: dict[str, Any], reader: PortusStorageReader, **more: Any) -> Group:
-    """``dcp.load`` from ``reader``: the newest complete group that verifies. On every rank.
+    """Load the newest complete group that verifies into ``state``. Call it on every rank.
 
-    Where a rank finds its group damaged, all of them go on with the one before it, with an error
-    in the log; ``state`` was not touched by then. more: of ``dcp.load``.
+    If any rank finds its part damaged, all ranks fall back to the group before, and the log has an
+    error. Nothing has been copied into ``state`` by then.
 
-    One rank looks for the group, reads its metadata, and tells the others; where they do not know
-    of each other (``no_dist``), each does.
+    One rank looks for the group, reads its metadata, and sends both to the others. With
+    ``no_dist``, each rank looks for itself.
 
-    Returns the group that was loaded. Raises ``UsageError`` if none is complete, or if ``state``
-    does not fit, with model, step and ranks; and ``CorruptionError`` naming the first that was
-    tried if none verifies.
+    state: the state to load into, as for ``dcp.load``.
+    reader: where to load from.
+    more: further arguments of ``dcp.load``.
+
+    Returns the group that was loaded. Raises ``UsageError``, with model, step and ranks, if no
+    group is complete or if ``state`` does not fit. Raises ``CorruptionError``, which names the
+    first group that was tried, if none verifies.
     """
     first: PortusError | None = None
     stale = 0
