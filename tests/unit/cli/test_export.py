@@ -170,7 +170,7 @@ def test_a_storage_in_many_extents_comes_back(run: Run) -> None:
 
 
 def test_the_arrays_of_a_shelf_are_exported_as_they_were_committed_last(run: Run) -> None:
-    arrays = {
+    arrays: dict[str, np.ndarray[Any, Any]] = {
         "half": np.arange(4096, dtype=np.float16).reshape(64, 64),
         "whole": np.arange(9000, dtype=np.int64),
         "true": np.ones((70, 80), np.bool_),

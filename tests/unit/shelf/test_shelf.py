@@ -449,7 +449,8 @@ def test_a_tensor_that_torch_moves_elsewhere_is_still_on_the_shelf(
 ) -> None:
     def durable() -> list[float]:
         with Shelf(path, "r") as there:
-            return there.x.unique().tolist()
+            found: list[float] = there.x.unique().tolist()
+            return found
 
     path = tmp_path / "a.portus"
     with Shelf(path) as shelf:
