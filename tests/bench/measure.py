@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 Run = Callable[[], float]
 """One measured run; what it returns is the figure (seconds, unless the row says otherwise)."""
+
+_HOG: Final = "import numpy\na = numpy.ones(1 << 23)\nb = a.copy()\nwhile True: b[:] = a; a[:] = b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +96,15 @@ def stopwatch() -> Iterator[list[float]]:
     start = time.perf_counter()
     yield seconds
     seconds.append(time.perf_counter() - start)
+
+
+@contextmanager
+def hog() -> Iterator[None]:
+    """A process that does nothing but copy memory, on the first core."""
+    process = subprocess.Popen([sys.executable, "-c", _HOG])
+    try:
+        os.sched_setaffinity(process.pid, {min(os.sched_getaffinity(0))})
+        yield
+    finally:
+        process.kill()
+        process.wait()

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ from torch import nn
 
 import portus
 from portus.client.fence import fence
-from tests.bench.measure import Row
+from tests.bench.measure import Row, hog
 
 BOUND = 0.035
 """The overhead that CheckFreq reports for its own intervals (its Figure 7)."""
@@ -32,8 +30,6 @@ PHASE_S = 25.0
 SETTLING = 8
 """Saves until the interval is about that of this machine."""
 
-HOG_CORE = 0
-HOG = "import numpy\na = numpy.ones(1 << 23)\nb = a.copy()\nwhile True: b[:] = a; a[:] = b"
 TORCH_SAVE = "torch.save, same k"
 
 
@@ -282,7 +278,7 @@ def hog_rows(disk: Path) -> Iterator[Row]:
     figures: dict[str, list[float]] = {"k": [], "at": [], "phase": [], "overhead": []}
     start = time.perf_counter()
     for phase in range(3):
-        with _hog() if phase == 1 else contextlib.nullcontext():
+        with hog() if phase == 1 else contextlib.nullcontext():
             until, sums = time.perf_counter() + PHASE_S, [0.0, 0.0]
             while time.perf_counter() < until:
                 steps = training.interval
@@ -320,15 +316,3 @@ def _settled(figures: dict[str, list[float]], phase: int) -> float:
     """The interval in the second half of a phase."""
     mine = [k for k, each in zip(figures["k"], figures["phase"], strict=True) if each == phase]
     return statistics.median(mine[len(mine) // 2 :])
-
-
-@contextlib.contextmanager
-def _hog() -> Iterator[None]:
-    """A process that does nothing but copy memory, on one core."""
-    process = subprocess.Popen([sys.executable, "-c", HOG])
-    try:
-        os.sched_setaffinity(process.pid, {sorted(os.sched_getaffinity(0))[HOG_CORE]})
-        yield
-    finally:
-        process.kill()
-        process.wait()
