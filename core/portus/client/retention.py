@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Sequence, Set
@@ -46,6 +47,15 @@ _MADE_MAX: Final = 64
 """Groups that a job remembers to have begun."""
 
 
+def _is_absent(path: str) -> bool:
+    """True if nothing is at ``path``; False where that cannot be seen."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
+
+
 class Retention:
     """Of one rank. The thread that saves tells it what ranks say, and the worker asks it at each
     commit; so without a lock: the thread that saves may stand still in a signal handler."""
@@ -74,6 +84,8 @@ class Retention:
     def look(self) -> Past | None:
         """On one rank: what is there now. None if it cannot be seen."""
         if self._run.place.is_directory:
+            if _is_absent(self._run.place.path):
+                return Past()
             roll.clear(self._run.place.path, self._run.name)
         try:
             found = census(self._run.place, self._run.name)

@@ -1076,6 +1076,27 @@ def test_what_was_there_before_and_cannot_be_seen_stays_until_newer_is_complete(
         writer.close()
 
 
+def test_a_first_save_where_nothing_is_yet_warns_of_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        writer = PortusStorageWriter(tmp_path / "fresh")
+        save(writer, step, {"t": torch.ones(3)})
+        writer.close()
+    assert [group.step for group in groups(tmp_path / "fresh")] == [1, 2]
+    assert not [each for each in caplog.records if each.name == "portus"]
+
+
+def test_a_pool_directory_that_cannot_be_seen_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is behind the link is not there now: a file system that is not mounted."""
+    (tmp_path / "pools").symlink_to(tmp_path / "not mounted" / "pools")
+    retention = Retention(Run(Place.named(tmp_path / "pools"), "run", Settings()), Keep(last=1))
+    assert retention.look() is None
+    assert "earlier checkpoints of model 'run' cannot be read" in caplog.text
+
+
 def test_a_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
     writer = PortusStorageWriter(tmp_path, "run")
     save(writer, 1, {"t": torch.zeros(4, 4)})
