@@ -551,7 +551,8 @@ app.add_typer(_admin, name="admin")
 HostArgument = Annotated[
     str,
     typer.Argument(
-        metavar="ADDRESS", help="the host's address, or the PATH given to serve --admin"
+        metavar="ADDRESS",
+        help="the host's address, also as HOST:PORT, or the PATH given to serve --admin",
     ),
 ]
 TenantArgument = Annotated[str, typer.Argument(metavar="TENANT", help="the tenant's name")]

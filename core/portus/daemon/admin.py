@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import socket
 import struct
 import threading
@@ -38,6 +39,8 @@ LINE_MAX: Final = 16 << 20
 _ASKED_MAX: Final = 64 << 10
 _ASKED_S: Final = 5.0
 """The longest that the question may take to come."""
+
+_HOST_AND_PORT: Final = re.compile(r"[^/]+:\d+")
 
 _AT_ONCE_MAX: Final = 8
 _ROOT: Final = 0
@@ -299,12 +302,20 @@ def _mirrored(hosted: Hosted) -> _Mirrored:
     }
 
 
-def desk_path(server: Server) -> str | None:
-    """Where the socket is, if the start does not say; None if there is no run directory."""
+def desk_path(server: Server) -> str:
+    """Where the socket is, if the start does not say. Raises ``UsageError`` if it has no place:
+    there is no run directory, or no port to name it by."""
     directory = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or _of_user()
+    if not directory:
+        raise UsageError(
+            "neither $RUNTIME_DIRECTORY nor $XDG_RUNTIME_DIR is set. Start the host with "
+            "--admin PATH, or set one of them"
+        )
     port = next((door.port for door in server.doors if door.port), None)
-    if not directory or port is None:
-        return None
+    if port is None:
+        raise UsageError(
+            "the host listens at no port to name it by. Start the host with --admin PATH"
+        )
     with contextlib.suppress(OSError):
         os.makedirs(directory, 0o700, exist_ok=True)
     return os.path.join(directory, f"{port}.sock")
@@ -313,9 +324,9 @@ def desk_path(server: Server) -> str | None:
 def ask(where: str, asked: Asked, wait_s: float | None = 60.0) -> Answer:
     """What a host of this machine answers.
 
-    where: its address, or the path of its socket. wait_s: the longest wait; None: as long as it
-    takes. Raises ``UsageError`` if there is no such host here, ``TransportError`` if it does not
-    answer, and what it refuses.
+    where: its address, also as HOST:PORT, or the path of its socket. wait_s: the longest wait;
+    None: as long as it takes. Raises ``UsageError`` if there is no such host here,
+    ``TransportError`` if it does not answer, and what it refuses.
     """
     path = _path_of(where)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
@@ -327,7 +338,9 @@ def ask(where: str, asked: Asked, wait_s: float | None = 60.0) -> Answer:
             answer = cast(Answer, msgspec.json.decode(line, type=Answer))
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise UsageError(
-                f"{where}: no storage host of this machine listens at {path}"
+                f"{where}: no storage host of this machine listens at {path}; expected its "
+                "address, as portus://host:port, portus+tls://host:port or host:port, or the PATH "
+                "of its serve --admin"
             ) from error
         except PermissionError as error:
             raise UsageError(f"{path}: only the host's user and root may use it") from error
@@ -341,6 +354,8 @@ def ask(where: str, asked: Asked, wait_s: float | None = 60.0) -> Answer:
 
 
 def _path_of(where: str) -> str:
+    if _HOST_AND_PORT.fullmatch(where) and not os.path.exists(where):
+        where = f"{Scheme.TCP.value}://{where}"
     if not is_address(where):
         return where
     address = parse(where)
@@ -348,12 +363,15 @@ def _path_of(where: str) -> str:
         raise UsageError(f"{where}: give the path of its socket for operators (serve --admin PATH)")
     if not _is_here(address):
         raise UsageError(f"{address}: another machine; run this where the host runs")
-    names = [os.path.join(place, f"{address.port}.sock") for place in ("/run/portus", _of_user())]
+    places = ["/run/portus", *filter(None, [_of_user()])]
+    names = [os.path.join(place, f"{address.port}.sock") for place in places]
     found = [name for name in names if os.path.exists(name)]
     if not found:
+        unset = "" if len(names) > 1 else " ($XDG_RUNTIME_DIR is not set)"
         raise UsageError(
-            f"{address}: there is neither {names[0]} nor {names[1]}: is it running, as which user? "
-            "Else give the path of its socket (serve --admin PATH)"
+            f"{address}: there is no socket for the operator at {' or '.join(names)}{unset}. Is "
+            "the host running, and as which user? If it was started with serve --admin PATH, give "
+            "that PATH"
         )
     return found[0]
 

@@ -137,9 +137,12 @@ def _give_back_what_is_freed() -> None:
 
 
 def _desk(options: ServeOptions, server: Server) -> Desk | None:
-    """Where the operator is heard. One that nobody asked for is done without, if it cannot be."""
-    path = options.admin_path or desk_path(server)
-    if path is None:
+    """Where the operator is heard. One that nobody asked for is done without, if it cannot be; the
+    log says why."""
+    try:
+        path = options.admin_path or desk_path(server)
+    except UsageError as error:
+        tell(logging.INFO, "no_admin", f"no socket for `portus admin`: {error}", why=str(error))
         return None
     try:
         desk = Desk(path, server, lambda: reload(options, server))

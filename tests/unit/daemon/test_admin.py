@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import socket
 import stat
@@ -19,7 +20,7 @@ import torch
 
 import portus
 from portus.daemon.admin import Desk, Kick, Look, ask
-from portus.daemon.main import ServeOptions, prepared, reload
+from portus.daemon.main import ServeOptions, _desk, prepared, reload
 from portus.daemon.metrics import application
 from portus.daemon.server import Server
 from portus.errors import BusyError, MediumError, TransportError, UsageError
@@ -266,3 +267,50 @@ def test_a_host_is_found_by_its_address_and_reads_again_when_it_is_told(
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         assert host.stop() == 0
         assert not path.exists()
+
+
+def test_an_address_needs_no_scheme(server: Server, tmp_path: Path) -> None:
+    port = server.doors[0].port
+    with pytest.raises(UsageError, match=f"no socket for the operator at .*/{port}.sock"):
+        ask(f"127.0.0.1:{port}", Look())
+    with pytest.raises(UsageError, match="another machine"):
+        ask("192.0.2.1:7117", Look())
+    with pytest.raises(UsageError, match=r"portus\+tls://host:port or host:port"):
+        ask("127.0.0.1", Look())
+    (tmp_path / "desk:1").touch()
+    with pytest.raises(UsageError, match="listens at desk:1; expected its address"):
+        ask("desk:1", Look())
+
+
+def test_the_places_that_are_told_are_those_that_were_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = free_port()
+    one = f"at /run/portus/{port}.sock ($XDG_RUNTIME_DIR is not set). "
+    assert one in command("admin", f"portus+tls://127.0.0.1:{port}").err
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/user")
+    two = f"at /run/portus/{port}.sock or /user/portus/{port}.sock. "
+    assert two in command("admin", f"portus+tls://127.0.0.1:{port}").err
+
+
+@pytest.mark.parametrize(("variable", "why"), [("", "neither $"), ("XDG_RUNTIME_DIR", "no port")])
+def test_a_host_without_a_socket_for_its_operator_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    variable: str,
+    why: str,
+) -> None:
+    caplog.set_level(logging.INFO, "portus.daemon")
+    if variable:
+        monkeypatch.setenv(variable, str(tmp_path))
+    options = ServeOptions(place="memory:1M", listen=[f"unix:{tmp_path}/door"])
+    server = prepared(options)
+    try:
+        assert _desk(options, server) is None
+    finally:
+        server.stop()
+    [line] = [each.getMessage() for each in caplog.records]
+    assert line.startswith("no socket for `portus admin`: ")
+    assert why in line
+    assert "--admin PATH" in line
