@@ -365,7 +365,7 @@ def gc(
         bool, typer.Option("--empty", help="also remove pool files that end up empty")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="only show what would be deleted")
+        bool, typer.Option("--dry-run", help="only show what would be deleted and given back")
     ] = False,
     links: Annotated[
         str | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -28,6 +29,7 @@ from portus.index.directory import (
     remove_pool,
 )
 from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind
+from portus.index.reader import PoolReader
 from portus.media.local import LocalFiles
 from portus.spec import VersionInfo
 
@@ -82,7 +84,8 @@ def run(pool: str | None, options: GcOptions, output: Output) -> int:
 
 
 _Collected = tuple[list[VersionInfo], bool, int]
-"""The versions let go of, or that would be; whether the pool file went too, and bytes freed."""
+"""The versions let go of, or that would be; whether the pool file went too, and bytes freed, or
+about how many would be."""
 
 
 def _collected(pool: Place, options: GcOptions) -> _Collected:
@@ -93,16 +96,27 @@ def _collected(pool: Place, options: GcOptions) -> _Collected:
 
 def _look(pool: Place, options: GcOptions) -> _Collected:
     """Changes nothing."""
-    reader = open_reader(pool.path)
-    try:
+    with contextlib.closing(open_reader(pool.path)) as reader:
         catalogue = reader.catalogue()
-    finally:
-        reader.close()
-    found = links(links_directory(pool.path), _FILES, adopt=False)
-    gone = unheld(found, catalogue, options.states)
+        found = links(links_directory(pool.path), _FILES, adopt=False)
+        gone = unheld(found, catalogue, options.states)
+        is_device = pool.kind is PlaceKind.DEVICE
+        removed = options.empty and len(gone) == len(catalogue.ids()) and not is_device
+        taken = on_disk(pool.path)
+        freed = taken if removed else _unneeded(reader, taken, gone)
     infos = [entry.info for entry in catalogue.entries() if entry.info.id in gone]
-    is_device = pool.kind is PlaceKind.DEVICE
-    return infos, options.empty and len(gone) == len(catalogue.ids()) and not is_device, 0
+    return infos, removed, freed
+
+
+def _unneeded(reader: PoolReader, taken: int, gone: Collection[int]) -> int:
+    """Of the bytes that a pool takes of its file system, about how many would be given back without
+    the versions ``gone``. Not known here: what readers have pinned, and what the records of the
+    commit before take; so a few pages are none."""
+    if not taken:
+        return 0
+    spare = reader.spare_bytes()
+    unneeded = taken - reader.kept_bytes(gone) - spare
+    return unneeded if unneeded > spare else 0
 
 
 def _collect(pool: Place, options: GcOptions) -> _Collected:
@@ -160,7 +174,9 @@ def _collect_from_host(place: Place, options: GcOptions) -> _Collected:
             for each in lost:
                 if each not in missing and each.leads_to(there) is None:
                     host.let_go(each)
-        freed = 0 if options.dry_run else host.give_back()
+        if options.dry_run:
+            return infos, False, _unneeded(host, host.standing().taken, gone)
+        freed = host.give_back()
     return infos, False, freed
 
 
@@ -188,6 +204,7 @@ def _say(
     if removed:
         output.line(f"{path}: empty, {would}removed")
     if freed:
-        output.line(f"{path}: {size_text(freed)} returned to the file system")
+        size = f"about {size_text(freed)} {would}" if would else f"{size_text(freed)} "
+        output.line(f"{path}: {size}returned to the file system")
     elif not infos and not removed:
         output.line(f"{path}: nothing to do")

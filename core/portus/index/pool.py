@@ -47,7 +47,7 @@ from portus.index.commit_records import Change, CommitRecords, Foundation, NewVe
 from portus.index.free_space import FreeSpace, Wanted, left_to_records
 from portus.index.line import Line, RoomError
 from portus.index.messages import read_failure, read_holder, store_messages
-from portus.index.reader import PoolReader
+from portus.index.reader import PoolReader, spare_pages
 from portus.index.records import (
     NOWHERE,
     Copy,
@@ -242,8 +242,7 @@ class PoolWriter(PoolReader):
             return self.medium.discard(self._space.give_back(self._record_pages(), pages))
 
     def _record_pages(self) -> int:
-        """For the records, and their copies, of a commit that retires something, and some more."""
-        return 8 + 2 * page_count(merged(each.record_runs for each in self._roots))
+        return spare_pages(merged(each.record_runs for each in self._roots))
 
     def free_bytes(self) -> int:
         """Bytes that can be reserved without growing, and without space that was given back."""

@@ -27,6 +27,12 @@ from portus.spec import PAGE
 _log: Final = logging.getLogger("portus")
 
 
+def spare_pages(records: Runs) -> int:
+    """For the records, and their copies, of a commit that retires something, and some more.
+    records: the pages of those that are there."""
+    return 8 + 2 * page_count(records)
+
+
 class PoolReader:
     """Looks at a pool that somebody may be writing. Owns medium and locks, and closes them.
 
@@ -93,9 +99,15 @@ class PoolReader:
         them. Reads the record of each."""
         catalogue = self.catalogue()
         kept = [entry for entry in catalogue.entries() if entry.info.id not in but]
-        whole = replace(catalogue, copies=read_copies(self.medium, catalogue.root))
         reaches = [self._reach_of(entry) for entry in kept]
-        return DATA_START + page_count(merged([*reaches, whole.record_runs])) * PAGE
+        return DATA_START + page_count(merged([*reaches, self._record_runs(catalogue)])) * PAGE
+
+    def spare_bytes(self) -> int:
+        """Bytes that stay free when a writer gives space back: see ``spare_pages``."""
+        return spare_pages(self._record_runs(self.catalogue())) * PAGE
+
+    def _record_runs(self, catalogue: Catalogue) -> Runs:
+        return replace(catalogue, copies=read_copies(self.medium, catalogue.root)).record_runs
 
     def unique_bytes(self) -> dict[int, int]:
         """For each version, by its id: bytes of the pages that no other version reaches, which is

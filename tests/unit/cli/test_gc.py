@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from portus.cli.output import size_text
 from portus.client.checkpointer import Checkpointer
 from portus.index.directory import on_disk, open_reader
 from tests.unit.cli.scene import Run, portus, portus_json
@@ -137,6 +138,36 @@ def test_it_gives_space_back_to_the_file_system_and_none_that_is_read(
         for step in range(7, 10):  # where there are holes
             run.save({"x": torch.full((size // 4,), float(step))}, step).wait()
     assert portus("verify").code == 0
+
+
+def test_a_dry_run_tells_about_how_much_space_would_be_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    size = 1 << 20
+    with Checkpointer(keep=2) as run:
+        for step in range(5):
+            file = tmp_path / "last.ckpt" if step == 4 else None
+            state = {"x": torch.full((size // 4,), float(step))}
+            run.save(state, step, reference=file).wait()
+    assert "nothing to do" in portus("gc", "--dry-run").out
+    path = tmp_path / ".portus" / "default.portus"
+    path.write_bytes(path.read_bytes())  # a copy has no holes
+    (tmp_path / "last.ckpt").unlink()
+    taken = on_disk(str(path))
+    dry = portus("gc", "--dry-run").out
+    assert "default@4 would be deleted" in dry
+    assert " MiB would be returned to the file system" in dry
+    [would] = portus_json("gc", "--dry-run")["pools"]
+    assert on_disk(str(path)) == taken
+    [did] = portus_json("gc")["pools"]
+    assert did["freed"] > 2 * size
+    assert abs(would["freed"] - did["freed"]) < 100_000
+    assert "nothing to do" in portus("gc", "--dry-run").out
+    path.write_bytes(path.read_bytes())
+    [would] = portus_json("gc", "--dry-run")["pools"]
+    assert would["freed"] > size
+    assert f"about {size_text(would['freed'])} would be returned" in portus("gc", "--dry-run").out
 
 
 def test_the_end_of_a_run_gives_space_back(tmp_path: Path) -> None:

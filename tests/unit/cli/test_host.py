@@ -109,6 +109,23 @@ def test_gc_lets_go_of_what_was_deleted_on_the_machine_of_the_trainer(
     assert torch.load(referenced / "5.ckpt", weights_only=False)["epoch"] == 5
 
 
+def test_a_dry_run_of_gc_tells_about_how_much_a_host_would_give_back(
+    address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gc, "YOUNG_S", 0)
+    size = 1 << 20
+    with Checkpointer(address, model="big", keep=None) as trainer:
+        for step in (1, 2):
+            held = torch.full((size // 4,), float(step))
+            trainer.save({"x": held}, step, reference=tmp_path / f"{step}.ckpt").wait()
+    (tmp_path / "1.ckpt").unlink()
+    (would,) = portus_json("gc", address, "--dry-run")["pools"]
+    (did,) = portus_json("gc", address)["pools"]
+    assert [each["step"] for each in would["retired"]] == [1]
+    assert abs(would["freed"] - did["freed"]) < 100_000 < size <= did["freed"]
+    assert "nothing to do" in portus("gc", address, "--dry-run").out
+
+
 def test_gc_of_a_host_spares_a_reference_file_that_may_be_about_to_get_its_name(
     address: str, referenced: Path
 ) -> None:

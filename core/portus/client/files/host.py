@@ -214,9 +214,10 @@ class HostPool(PoolReader):
         return max(0, before - self.standing().taken)
 
     def kept_bytes(self, but: Collection[int] = ()) -> int:
-        """As the host knows it, of all versions; saves under way count."""
+        """As the host knows it; saves under way count."""
         now = self.standing()
-        return now.size - now.free - now.holes
+        kept = now.size - now.free - now.holes
+        return kept - (super().kept_bytes() - super().kept_bytes(but)) if but else kept
 
     def hold(self, reference: Reference) -> None:
         """Have the host keep on record that a file leads there; durable when this returns."""
