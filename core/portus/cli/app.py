@@ -42,6 +42,9 @@ Target = Annotated[
         metavar="MODEL[@STEP]", help="a version, a reference file, or MIRROR/MODEL[@STEP]"
     ),
 ]
+PinTarget = Annotated[
+    str, typer.Argument(metavar="MODEL[@STEP]", help="a version in a pool, or a reference file")
+]
 OptionalTarget = Annotated[
     str | None,
     typer.Argument(
@@ -93,7 +96,7 @@ def report(
             help="the run's directory, its pool, one of its checkpoints, or its name",
         ),
     ] = None,
-    pool: PoolOrMirror = None,
+    pool: Pool = None,
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="also write an HTML page")
     ] = None,
@@ -127,7 +130,7 @@ def verify(
 @app.command(epilog=EXIT_CODES)
 def scrub(
     place: PoolArgument = None,
-    pool: PoolOrMirror = None,
+    pool: Pool = None,
     rate: Annotated[
         str, typer.Option("--rate", metavar="SIZE/s", help="read at most this much per second")
     ] = "50M/s",
@@ -301,7 +304,7 @@ def rm(
 
 
 @app.command(epilog=EXIT_CODES)
-def pin(target: Target, pool: Pool = None, as_json: AsJson = False) -> None:
+def pin(target: PinTarget, pool: Pool = None, as_json: AsJson = False) -> None:
     """Keep a step until `portus unpin`, whatever `keep` says and whatever happens to its files.
 
     A running trainer respects it. For a model saved in shards, pins the parts of all ranks.
@@ -313,7 +316,7 @@ def pin(target: Target, pool: Pool = None, as_json: AsJson = False) -> None:
 
 
 @app.command(epilog=EXIT_CODES)
-def unpin(target: Target, pool: Pool = None, as_json: AsJson = False) -> None:
+def unpin(target: PinTarget, pool: Pool = None, as_json: AsJson = False) -> None:
     """Remove the pin of a step. The step is deleted once nothing else keeps it."""
     with reported(as_json) as output:
         from portus.cli import pin

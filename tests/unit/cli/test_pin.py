@@ -69,6 +69,28 @@ def test_a_trainer_that_is_at_work_heeds_a_pin_and_its_end(run: Run) -> None:
         assert trainer.steps() == [20, 60]
 
 
+@pytest.mark.parametrize("command", ["pin", "unpin"])
+@pytest.mark.parametrize(
+    "arguments",
+    [("file:///m/net@10",), ("file:///m/net@10", "--pool", ".portus"), ("net@10", "-p", "s3://b")],
+)
+def test_a_mirror_is_not_pinned_and_the_error_says_what_to_do(
+    run: Run,
+    tmp_path: Path,
+    command: str,
+    arguments: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for place in (run.root, elsewhere):
+        monkeypatch.chdir(place)
+        said = portus(command, *arguments)
+        assert said.code == 2
+        assert "versions of a mirror cannot be pinned" in said.err
+        assert f"portus {command} MODEL@STEP --pool POOL" in said.err
+
+
 def test_no_other_command_takes_a_pinned_version_away(run: Run) -> None:
     portus("pin", "net@10")
     for force in ((), ("--force",)):
