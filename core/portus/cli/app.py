@@ -328,7 +328,11 @@ def unpin(target: PinTarget, pool: Pool = None, as_json: AsJson = False) -> None
 def doctor(
     places: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PLACE...]", help="directories or DAX devices to measure"),
+        typer.Argument(
+            metavar="[PLACE...]",
+            help="pools, directories, DAX devices or addresses of storage hosts to look at; "
+            "default: $PORTUS_POOL, else the nearest .portus, and /dev/shm",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

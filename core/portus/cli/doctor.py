@@ -18,13 +18,15 @@ import numpy as np
 from portus.cli import loopback
 from portus.cli.machine import Machine, MachineFinding
 from portus.cli.output import Json, Output, count_text, said, size_text
-from portus.cli.pools import PlacePools, find_pool, holders
+from portus.cli.pools import PlacePools, find_pool, holders, refuse_reference
 from portus.errors import PortusError, UsageError
 from portus.index.catalogue import Catalogue
-from portus.index.place import Place, PlaceKind
+from portus.index.directory import generations, pools_at
+from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place, PlaceKind
 from portus.index.reader import PoolReader
 from portus.media.base import Medium
 from portus.media.local import LocalFiles
+from portus.mirror.address import is_store
 from portus.spec import Extent
 from portus.transport.local import Source, Stop, copy
 
@@ -53,16 +55,19 @@ class Speeds:
 
 def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> int:
     """Look and measure; the exit code, 0 even if there is something to do."""
+    meant, failed = _all_meant(places)
     found = [
         *Machine().found(),
         *loopback.found(),
         *adapters(entry_points(group=ADAPTERS)),
-        *pools_here(),
+        *(pools_here() if not places else _pools_of_all(meant)),
     ]
     for each in found:
         output.line(f"{each.topic:17} {each.name:16} {each.text}")
-    measured, failed = [], {}
-    for place in places or _usual_places():
+    for place, why in failed.items():
+        output.line(f"{'place':17} {place}: not measured: {why}")
+    measured = []
+    for place in _places_of(meant) if places else _usual_places():
         try:
             measured.append(measure(place, size))
         except PortusError as error:
@@ -74,8 +79,63 @@ def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> int:
     output.line("")
     for line in advice or ["nothing to do"]:
         output.line(f"- {line}" if advice else line)
+    failed.update((each.pool.path, _ELSEWHERE) for each in meant if each.pool.is_host)
     output.document(_document(found, measured, failed, advice))
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Meant:
+    """What a user means by a place. ``pool``: to look at; ``place``: a directory or a device to
+    measure; None: what is there is not on this machine."""
+
+    pool: Place
+    place: str | None
+
+
+_ELSEWHERE: Final = "on a storage host, not measured from here: run `portus doctor` on its machine"
+
+
+def _all_meant(places: Sequence[str]) -> tuple[list[_Meant], dict[str, str]]:
+    """What is meant by each; and why nothing, where that is so."""
+    meant: dict[_Meant, None] = {}
+    failed = {}
+    for place in places:
+        try:
+            meant[_meant(place)] = None
+        except PortusError as error:
+            failed[place] = said(error)
+    return list(meant), failed
+
+
+def _meant(text: str) -> _Meant:
+    """A pool file is measured in its directory, and a directory with ``.portus`` in there. Raises
+    ``UsageError`` for what is no place of this machine, nor a storage host."""
+    if is_store(text):
+        raise UsageError(f"it is a mirror. portus mirror status {text} compares it with its pool")
+    pool = Place.named(text, "PLACE")
+    if pool.is_host:
+        return _Meant(pool, None)
+    path = os.path.expanduser(text)
+    if pool.kind is PlaceKind.DEVICE:
+        return _Meant(pool, path)
+    if os.path.isdir(path):
+        inside = os.path.join(path, DEFAULT_DIRECTORY)
+        is_run = os.path.isdir(inside) and not pools_at(pool)
+        return _Meant(Place.named(inside), inside) if is_run else _Meant(pool, path)
+    refuse_reference(pool)
+    if not generations(pool.path) or (os.path.exists(path) and not os.path.isfile(path)):
+        found = "something else" if os.path.exists(path) else "nothing"
+        raise UsageError(
+            f"expected a pool file, a directory, a DAX device or the address of a storage host, "
+            f"found {found} of this name"
+        )
+    return _Meant(pool, os.path.dirname(path) or os.curdir)
+
+
+def _places_of(meant: Sequence[_Meant]) -> list[str]:
+    """What is measured, once each."""
+    return list(dict.fromkeys(each.place for each in meant if each.place is not None))
 
 
 def measure(place: str, size: int) -> Speeds:
@@ -153,27 +213,48 @@ def adapters(points: Iterable[EntryPoint]) -> Iterator[MachineFinding]:
 
 
 def pools_here() -> Iterator[MachineFinding]:
-    """The pools that commands mean here: the space that saves have, how many checkpoints of the
-    newest one's size that is, and whether the checkpoint files are on their file system."""
+    """The pools that commands mean here."""
     try:
         place = find_pool(None)
     except UsageError:
-        yield MachineFinding("pool", "-", "none here yet")
-        return
-    if place.is_host:
-        yield MachineFinding(
-            "pool", place.path, "on a storage host, which has its own `portus doctor`"
+        text = (
+            f"no {DEFAULT_DIRECTORY} here or above, and ${DIRECTORY_VARIABLE} is not set; portus "
+            "doctor POOL looks at another pool"
         )
+        yield MachineFinding("pool", "-", text)
         return
+    yield from _pools_of(place)
+
+
+def _pools_of_all(meant: Sequence[_Meant]) -> Iterator[MachineFinding]:
+    found = [finding for each in meant for finding in _pools_of(each.pool)]
+    yield from {each.name: each for each in found}.values()
+
+
+def _pools_of(place: Place) -> Iterator[MachineFinding]:
+    """The pools of a place: the space that saves have, how many checkpoints of the newest one's
+    size that is, and whether the checkpoint files are on their file system. Of a device without a
+    pool the machine tells."""
+    if place.is_host:
+        yield MachineFinding("pool", place.path, _ELSEWHERE)
+        return
+    is_seen = place.kind is PlaceKind.DEVICE
     try:
         with PlacePools(place) as pools:
             for pool, reader, catalogue in pools.catalogues():
+                is_seen = True
                 yield _pool_text(pool, reader, catalogue)
             for pool, error in pools.failed.items():
-                advice = f"portus verify --pool {pool}"
-                yield MachineFinding("pool", pool.path, f"cannot be read: {said(error)}", advice)
+                if pool.kind is not PlaceKind.DEVICE:
+                    is_seen = True
+                    advice = f"portus verify --pool {pool}"
+                    text = f"cannot be read: {said(error)}"
+                    yield MachineFinding("pool", pool.path, text, advice)
     except PortusError as error:
         yield MachineFinding("pool", place.path, f"cannot be looked at: {said(error)}")
+        return
+    if not is_seen:
+        yield MachineFinding("pool", place.path, "no pool in it yet")
 
 
 def _pool_text(pool: Place, reader: PoolReader, catalogue: Catalogue) -> MachineFinding:

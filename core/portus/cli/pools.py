@@ -49,7 +49,7 @@ def find_pool(pool: str | None, near: str | None = None, *, mirrors: bool = Fals
         return _mirrors_at(pool, mirrors=mirrors)
     named = Place.by_variable() if pool is None else Place.named(pool, "--pool")
     if named is not None:
-        _refuse_reference(named)
+        refuse_reference(named)
         return named
     start = os.getcwd() if near is None else os.path.dirname(os.path.abspath(near))
     place = nearest(start)
@@ -89,7 +89,7 @@ def _led_to(reference: str) -> Place:
     return pool_of(reference)
 
 
-def _refuse_reference(place: Place) -> None:
+def refuse_reference(place: Place) -> None:
     """Raises ``UsageError`` where a checkpoint is named in place of a pool."""
     if place.kind is PlaceKind.FILE and reference_at(place.path) is not None:
         raise UsageError(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -245,7 +246,79 @@ def test_it_names_checkpoint_files_on_another_file_system(run: Run) -> None:
 
 def test_where_no_pool_is_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
-    assert list(doctor.pools_here()) == [MachineFinding("pool", "-", "none here yet")]
+    [found] = doctor.pools_here()
+    assert (found.topic, found.name, found.advice) == ("pool", "-", "")
+    assert "portus doctor POOL looks at another pool" in found.text
+
+
+class Looked:
+    """What ``portus doctor`` says of places; nothing else is looked at."""
+
+    def __init__(self, document: Any) -> None:
+        self.pools = {each["name"]: each["text"] for each in document["found"]}
+        self.measured = [each["place"] for each in document["places"]]
+        self.not_measured = document["not_measured"]
+
+
+@pytest.fixture
+def look(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Looked]:
+    monkeypatch.setattr(Machine, "found", lambda self: iter(()))
+    monkeypatch.setattr("portus.cli.loopback.found", lambda: iter(()))
+    monkeypatch.setattr(doctor, "ADAPTERS", "none")
+    real = doctor.measure
+    monkeypatch.setattr(doctor, "measure", lambda place, size: real(place, 1 << 20))
+    return lambda *places: Looked(portus_json("doctor", *places))
+
+
+def test_a_pool_file_or_directory_that_is_named_is_looked_at(
+    run: Run, look: Callable[..., Looked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the command is run, and a run's directory means the pools in its ``.portus``."""
+    elsewhere = run.root / "elsewhere"
+    os.rename(run.pool, run.root / "pools")
+    elsewhere.mkdir()
+    net, other = (str(run.root / "pools" / f"{name}.portus") for name in ("net", "other"))
+    named = look("pools")
+    assert named.pools.keys() == {net, other}
+    assert "space for" in named.pools[net]
+    assert named.measured == ["pools"]
+    named = look("pools/net.portus", "pools", net)
+    assert named.pools.keys() == {net, other}
+    assert named.measured == ["pools", str(run.root / "pools")]
+    monkeypatch.chdir("pools")
+    assert look("net.portus").measured == ["."]
+    os.rename(run.root / "pools", run.pool)
+    named = look(str(run.root))
+    assert named.pools.keys() == {str(run.net), str(run.pool / "other.portus")}
+    assert named.measured == [str(run.pool)]
+    named = look(str(elsewhere))
+    assert named.pools == {str(elsewhere): "no pool in it yet"}
+    assert named.measured == [str(elsewhere)]
+    assert not named.not_measured
+
+
+def test_what_is_not_on_this_machine_is_told_and_not_measured(
+    run: Run, look: Callable[..., Looked]
+) -> None:
+    host = "portus+tls://store-1:7217"
+    named = look(host, "s3://bucket/runs", "missing", run.last, "/dev/null")
+    assert named.measured == []
+    assert named.pools.keys() == {host}
+    assert named.not_measured.keys() == {
+        host,
+        "s3://bucket/runs",
+        "missing",
+        str(run.last),
+        "/dev/null",
+    }
+    assert "run `portus doctor` on its machine" in named.not_measured[host]
+    assert named.pools[host] == named.not_measured[host]
+    assert "portus mirror status s3://bucket/runs" in named.not_measured["s3://bucket/runs"]
+    assert "found nothing of this name" in named.not_measured["missing"]
+    assert "is a reference file" in named.not_measured[str(run.last)]
+    said = portus("doctor", host, "missing")
+    assert said.out.count(host) == 1
+    assert said.out.count("missing") == 1
 
 
 def test_an_adapter_that_is_broken_is_a_finding() -> None:
