@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from docs._site.commands import PAGE, page
 from portus import errors
+from portus.cli.app import app
 from portus.cli.output import (
     EXIT_CODES,
     age_text,
@@ -18,8 +23,21 @@ from portus.cli.output import (
 )
 from tests.unit.cli.scene import portus
 
-COMMANDS = ("ls", "show", "verify", "export", "materialize", "rm", "gc")
-ADMIN = ("show", "kick", "read-only", "drain", "reopen", "reload")
+README = Path(__file__).resolve().parents[3] / "README.md"
+WITHOUT_POOL = ("doctor", "format", "rescue", "serve")
+"""Commands that have no ``--pool``, besides those of the operator of a host."""
+
+
+def _names(command: Any, *above: str) -> Iterator[str]:
+    """Every command that does something, as it is called: ``ls``, ``admin show``."""
+    below = getattr(command, "commands", {})
+    for name in below:
+        yield from _names(below[name], *above, name)
+    if not below:
+        yield " ".join(above)
+
+
+COMMANDS = tuple(_names(typer.main.get_command(app)))
 
 
 @pytest.mark.parametrize(
@@ -85,12 +103,12 @@ def test_an_error_is_one_line() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_json_help_and_exit_codes(command: str) -> None:
-    told = portus(command, "--help")
+    told = portus(*command.split(), "--help")
     assert told.code == 0
-    assert "--json" in told.out
+    assert ("--json" in told.out) == (command != "serve")
     assert "Exit codes" in told.out
-    if command not in ("ls", "gc"):
-        assert "--pool" in told.out
+    has_pool = command not in WITHOUT_POOL and not command.startswith("admin ")
+    assert ("--pool" in told.out) == has_pool
 
 
 @pytest.mark.parametrize("call", ["ls", "show m", "verify", "export m o.pt", "rm m", "gc"])
@@ -110,26 +128,25 @@ def test_help_offers_no_mirror_where_none_is_taken(call: str, tmp_path: Path) ->
     assert "mirror" in told.err
 
 
-@pytest.mark.parametrize("command", ADMIN)
-def test_every_command_of_the_operator_has_json_help_and_exit_codes(command: str) -> None:
-    told = portus("admin", command, "--help")
-    assert told.code == 0
-    assert "--json" in told.out
-    assert "Exit codes" in told.out
-    assert f"  {command} " in portus("admin", "--help").out
-
-
 def test_help_names_every_command() -> None:
-    told = portus("--help")
-    assert all(f"  {command} " in told.out for command in COMMANDS)
-    assert "Exit codes" in told.out
+    for command in COMMANDS:
+        *above, name = command.split()
+        told = portus(*above, "--help")
+        assert f"  {name} " in told.out
+        assert "Exit codes" in told.out
+
+
+def test_the_first_page_names_every_command() -> None:
+    page = README.read_text()
+    for command in COMMANDS:
+        name = command.split()[0] if command.startswith("admin ") else command
+        assert re.search(rf"`portus {name}\b", page), name
 
 
 def test_the_reference_page_is_made_from_the_commands() -> None:
     """Every command, argument and option with its help text, and the exit codes."""
     assert PAGE.read_text() == page(), "make it again: .venv/bin/python -m docs._site.commands"
     assert all(f"## portus {command}\n" in page() for command in COMMANDS)
-    assert all(f"## portus admin {command}\n" in page() for command in ADMIN)
 
 
 def test_the_version_is_told() -> None:
