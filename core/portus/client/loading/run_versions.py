@@ -130,8 +130,10 @@ class RunVersions:
 
     @calls.entry_or(_infos_nested)
     def infos(self) -> list[VersionInfo]:
-        """What is committed now, oldest commit first."""
+        """What is committed now, oldest commit first. Raises what opening raises, if another
+        process made the pool meanwhile."""
         self._pool.check_usable()
+        self._pool.open_if_made()
         with self._pool.looked_at() as pools:
             return self._infos_in(pools)
 

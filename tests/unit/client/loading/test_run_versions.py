@@ -65,6 +65,16 @@ def test_before_the_first_save_there_is_nothing_and_no_pool_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_another_one_saved_before_the_first_save_is_listed_and_not_begun_anew(
+    run: Checkpointer, tmp_path: Path
+) -> None:
+    assert run.steps() == []
+    with Checkpointer(tmp_path / "m.portus", "m", journal=False) as other:
+        other.save({"step": 7}, 7).wait()
+    assert run.steps() == [7]
+    assert run.load() == {"step": 7}
+
+
 def test_a_load_waits_for_the_save_in_flight(run: Checkpointer) -> None:
     run.save({"step": 1}, 1).wait()
     hold(run)
