@@ -213,6 +213,10 @@ class Checkpointer:
         Values other than tensors that ``state`` lacks are added only if the whole version is
         requested: ``strict``, no ``names``, no ``rename``. Everything is verified before anything
         is copied, so after an error ``state`` is untouched. Blocks and raises as ``load`` does.
+
+        Tables of ``portus.embedding.protect`` are in a pool of their own, and are not restored:
+        raises ``UsageError`` if one is in what is requested, or in its place in ``state``. Call
+        ``load``, and ``load_state_dict``; or leave the tables out with ``names``.
         """
         return self._versions.restore_into(state, step, strict=strict, names=names, rename=rename)
 

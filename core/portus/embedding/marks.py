@@ -8,8 +8,10 @@ from typing import Final
 import torch
 
 from portus.client.files.pins import pins_of
+from portus.client.loading.elsewhere import within
+from portus.client.state.elsewhere import Elsewhere
 from portus.embedding.committer import Committer
-from portus.embedding.elsewhere import Elsewhere, marked, within
+from portus.embedding.elsewhere import marked
 from portus.embedding.store import TableStore
 from portus.index.place import Place
 
@@ -41,7 +43,7 @@ class Marks:
         """What stands at that place of a mark. Raises as ``fill``."""
         if self._read is None or self._read[0] != place.token:
             self._read = place.token, marked(self._store.pool, place)
-        return within(self._read[1], place.path)
+        return within(self._read[1], place)
 
     def forget(self) -> None:
         """A moment is about to be taken: no mark is of that one, and no state that was read is

@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
+from portus.client.state.elsewhere import Elsewhere, replaced
 from portus.embedding.batches import Batches
-from portus.embedding.elsewhere import Elsewhere, replaced
 from portus.embedding.marks import Marks
 from portus.embedding.tables import Table
 from portus.embedding.training import ProtectedTraining
@@ -59,7 +59,7 @@ class OtherStates:
         """A state with what is elsewhere filled in; ``resumes``: training continues from there."""
         places: list[Elsewhere] = []
 
-        def of(place: Elsewhere) -> object:
+        def of(place: Elsewhere, path: str) -> object:
             places.append(place)
             return self._marks.read(place)
 

@@ -701,6 +701,72 @@ def state_of(path: Path) -> Any:
         return view.load(MODEL)
 
 
+WITH_TABLES: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "all of it": (lambda model: {"model": model.state_dict()}, {}),
+    "by the name of the table": (
+        lambda model: {"model": model.state_dict()},
+        {"names": "*.table.weight"},
+    ),
+    "what the state lacks is left": (
+        lambda model: {"model": {"top.weight": model["top"].weight.detach()}},
+        {"strict": False},
+    ),
+    "into a table that is not protected": (
+        lambda model: {"model": {"table.weight": torch.zeros(ROWS, 4)}},
+        {"strict": False},
+    ),
+    "under another name": (
+        lambda model: {"other": model.state_dict()},
+        {"rename": lambda name: name.replace("model", "other"), "strict": False},
+    ),
+    "from before it was protected": (
+        lambda model: {"model": model.state_dict()},
+        {"step": 0, "strict": False},
+    ),
+    "from before it was protected, by name": (
+        lambda model: {"other": model.state_dict()},
+        {
+            "step": 0,
+            "strict": False,
+            "names": "model.*",
+            "rename": lambda name: name.replace("model", "other"),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_TABLES)
+def test_a_state_is_not_restored_beside_tables_of_another_batch(
+    name: str, path: Path, tmp_path: Path
+) -> None:
+    small = Small()
+    small.model["top"] = torch.nn.Linear(4, 1)
+    top: Any = small.model["top"].weight
+    with portus.Checkpointer(tmp_path / "run.portus", keep=None) as run:
+        run.save({"model": small.model.state_dict()}, 0)
+        run.wait()
+        with small.protect(path) as tables:
+            small.step(1)
+            run.save({"model": small.model.state_dict()}, 1)
+            run.wait()
+            with torch.no_grad():
+                top += 1
+            small.step(2)
+            tables.wait()
+            model, rows = copy.deepcopy(small.model).state_dict(), small.weight.detach().clone()
+            state_of_it, settings = WITH_TABLES[name]
+            state, step = state_of_it(small.model), settings.get("step", 1)
+            more = {key: each for key, each in settings.items() if key != "step"}
+            before = top.detach().clone()
+            with pytest.raises(UsageError, match=r"table\.weight.* `load_state_dict`"):
+                run.restore_into(state, step, **more)
+            assert torch.equal(top, before)
+            assert torch.equal(small.weight, rows)
+            run.restore_into({"model": small.model.state_dict()}, 1, names="model.top.*")
+            assert torch.equal(top + 1, model["top.weight"])
+            assert torch.equal(small.weight, rows)
+
+
 def test_a_training_goes_on_from_an_older_batch(path: Path, tmp_path: Path) -> None:
     small = Small()
     with small.protect(path):

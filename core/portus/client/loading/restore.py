@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from portus.client.loading.loaded import note_loaded
 from portus.client.loading.overlap import contradiction, copy_over, overlapping
 from portus.client.state.codecs import codec_named
+from portus.client.state.elsewhere import by_place, places_in
 from portus.client.state.merge import HOLE, Merge
 from portus.client.state.state import flatten, unflatten
 from portus.client.state.tensors import DTYPES
@@ -249,6 +250,7 @@ def outlined(
     wanted = _within(part) if keep is None else keep
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, True)
+        wanted = wanted and by_place(opened.tree, wanted)
         lengths = opened.record.storages["length"]
         needed = _storages_of(opened, wanted)
         read = np.intersect1d(needed, _of_arrays(opened))
@@ -361,21 +363,25 @@ def restore_into(
 
     Raises ``UsageError`` listing what is missing, unexpected or of another shape (``strict``;
     shapes always), for tensors that share memory and have different values in the version, for a
-    pattern that matches nothing, and as ``load``; then ``state`` is untouched.
+    table that is in another pool (``Elsewhere``), in the version or in ``state``, for a pattern
+    that matches nothing, and as ``load``; then ``state`` is untouched.
     """
-    keep = matcher(names)
+    asked = matcher(names)
+    keep: Callable[[str], bool] | None = asked
     complete = strict and keep is None and rename is None
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, verify)
+        keep = keep and by_place(opened.tree, keep)
         pairs = _Pairs(opened, state, keep, rename)
+        pairs.refuse_elsewhere(keep, rename)
         pairs.complain(strict)
         apart = frozenset() if complete else pairs.apart
         _check_codecs(opened, lambda name: name not in apart and (keep is None or keep(name)))
         wanted = np.unique(np.array([spec.storage for spec, _ in pairs.found], np.int64))
         _check(opened, wanted[wanted >= 0])
         leaves = _leaves(opened, pairs.arrays, apart, keep)
-        if keep is not None:
-            keep.complain(current.info)
+        if asked is not None:
+            asked.complain(current.info)
         _check_shared(opened, pairs.found)
         _fill(opened, pairs.found)
     Merge(complete=complete).merged(state, leaves)
@@ -419,6 +425,7 @@ class _Pairs:
         self.apart: Final = frozenset(path for path in saved if saved[path] not in both)
         """Leaves in objects that the state has not."""
         self._misshapen: list[str] = []
+        self._elsewhere: Final = places_in(opened.tree), places_in(flat.tree)
         seen = set()
         for spec in opened.tensors:
             if keep is not None and not keep(spec.name):
@@ -456,6 +463,28 @@ class _Pairs:
         names = [spec.name for spec in flat.tensors if here.get(spec.name) not in both]
         self.missing = [name for name in names if name not in seen and (keep is None or keep(name))]
         self._where = _where(opened.record.info)
+
+    def refuse_elsewhere(self, keep: Callable[[str], bool] | None, rename: Rename) -> None:
+        """Raise ``UsageError`` if what is asked for, or its place in the state, is a table in
+        another pool: it would stay as it is, beside what is copied."""
+        saved, here = self._elsewhere
+        into = {*self.unexpected, *(_renamed(spec.name, rename) for spec, _ in self.found)}
+        found = [
+            *((path, place) for path, place in saved.items() if keep is None or keep(path)),
+            *(
+                (f"{path} in the state", place)
+                for path, place in here.items()
+                if path in into or keep is None or keep(path)
+            ),
+        ]
+        if found:
+            path, place = found[0]
+            raise UsageError(
+                f"{self._where} was not restored, and the state is untouched: {path} is a "
+                f"protected table, which is in {place.pool}, and would stay as it is now; `load` "
+                "the version instead, and pass its parts to `load_state_dict` of the model and "
+                "the optimizers, or leave the tables out with names="
+            )
 
     def complain(self, strict: bool) -> None:
         """Raise ``UsageError`` if they do not fit."""
@@ -512,6 +541,7 @@ def _load(
 ) -> object:
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, verify)
+        keep = keep and by_place(opened.tree, keep)
         if not stand_ins:
             _check_codecs(opened, keep)
         storages = _fetch(opened, _storages_of(opened, keep))

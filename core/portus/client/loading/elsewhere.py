@@ -1,0 +1,52 @@
+"""Where a tensor is that a state has an ``Elsewhere`` for: a version in another pool."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from portus.client.loading.view import of_token
+from portus.client.state.elsewhere import Elsewhere
+from portus.errors import CorruptionError, StaleError, UsageError
+from portus.index.directory import open_reader
+from portus.index.place import Place, PlaceKind
+from portus.index.reader import PoolReader
+from portus.index.records import VersionEntry
+
+
+@contextlib.contextmanager
+def opened(place: Elsewhere, pool: str | os.PathLike[str] | None = None) -> Iterator[PoolReader]:
+    """The pool that an ``Elsewhere`` leads to, for reading; ``pool``: where it is now, if not where
+    it was. Raises ``MediumError``, ``CorruptionError``; ``UsageError`` for what is no pool."""
+    named = Place.named(place.pool if pool is None else pool, "the pool of tables")
+    if named.kind not in (PlaceKind.FILE, PlaceKind.DEVICE):
+        raise UsageError(f"{named}: expected the pool file or the DAX device of tables")
+    with contextlib.closing(open_reader(named.path)) as reader:
+        yield reader
+
+
+def version_of(pool: PoolReader, place: Elsewhere) -> VersionEntry:
+    """The version in which it is. Raises ``StaleError`` if it is not in the pool."""
+    try:
+        return of_token(pool.catalogue(), bytes.fromhex(place.token))
+    except (StaleError, ValueError) as error:
+        raise StaleError(
+            f"{pool.medium.info.name}: expected the tables of batch {place.batch}, a version with "
+            f"the token {place.token}, found none: it was deleted, or this is not the pool "
+            f"{place.pool}"
+        ) from error
+
+
+def within(state: object, place: Elsewhere) -> torch.Tensor:
+    """The tensor, in the state of that version. Raises ``CorruptionError`` if there is none."""
+    found: Any = state
+    with contextlib.suppress(LookupError, TypeError):
+        for key in place.path:
+            found = found[key]
+        if isinstance(found, torch.Tensor):
+            return found
+    raise CorruptionError(f"{place.pool}: no tensor is at {place.path} of batch {place.batch}")
