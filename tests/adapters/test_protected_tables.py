@@ -3,6 +3,7 @@ with the tables of their step."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import portus.embedding
 from portus.embedding import fill
 from portus.embedding.store import MODEL
 from portus.errors import UsageError
+from portus_lightning import PortusIO
 from tests.adapters.tiny import NO_FUSS, files, trainer
 
 pytestmark = [
@@ -111,6 +113,30 @@ def test_lightning_resumes_with_the_tables_of_the_checkpoint_that_it_loads(tmp_p
     for name, value in whole.rows.state_dict().items():
         assert torch.equal(again.rows.state_dict()[name], value), name
     assert torch.equal(table_of(pool), whole.rows.table.weight.detach())
+
+
+def test_at_the_end_of_a_lightning_run_its_files_have_their_tables(tmp_path: Path) -> None:
+    pool = tmp_path / "tables.portus"
+    kept: dict[str, torch.Tensor] = {}
+
+    class Noting(Module):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_step == 3:
+                kept.update(copy.deepcopy(dict(self.rows.named_parameters())))
+
+    saves = ModelCheckpoint(
+        dirpath=tmp_path / "ckpt", filename="{step}", every_n_train_steps=3, save_top_k=-1
+    )
+    trainer(tmp_path, plugin=PortusIO(materialize="all"), callbacks=[saves], max_steps=5).fit(
+        Noting(pool), loader()
+    )
+    pool.unlink()
+    state = torch.load(tmp_path / "ckpt" / "step=3.ckpt", weights_only=True)
+    assert not portus.is_reference(tmp_path / "ckpt" / "step=3.ckpt")
+    for name, value in kept.items():
+        assert torch.equal(state["state_dict"][f"rows.{name}"], value.detach())
+    kept_of_rows = state["optimizer_states"][0]["state"][0]["sum"]
+    assert kept_of_rows.shape == (ROWS, 4)
 
 
 @pytest.fixture

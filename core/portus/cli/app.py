@@ -35,6 +35,14 @@ PoolOrMirror = Annotated[
 MirrorArgument = Annotated[
     str | None, typer.Argument(metavar="[MIRROR]", help="the mirror; default: $PORTUS_MIRROR")
 ]
+TablesPool = Annotated[
+    str | None,
+    typer.Option(
+        "--tables-pool",
+        metavar="PATH",
+        help="where the pool of protected embedding tables is now; default: where it was",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document to stdout")]
 Target = Annotated[
     str,
@@ -199,13 +207,15 @@ def export(
             help="the most bytes of each file, if OUT is a directory",
         ),
     ] = "5GB",
+    tables_pool: TablesPool = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a version, verified, as safetensors (streamed) or as a torch file.
 
     Without a step: the newest version of the model. Safetensors hold contiguous tensors only:
     other values are left out, and tensors that share memory are written separately. The numpy
-    arrays of a shelf become tensors.
+    arrays of a shelf become tensors. Protected embedding tables are in the file as of the batch of
+    the version.
 
     A model that was saved in shards is assembled from the pools of all its ranks. A directory gets
     the weights as model.safetensors, or as files of at most --shard-size and an index.
@@ -220,6 +230,7 @@ def export(
             strip=strip,
             force=force,
             limit=export.size_of(shard_size),
+            tables_pool=tables_pool,
         )
         output.code = export.run(options, pool, output)
 
@@ -259,13 +270,17 @@ def pull(
 def materialize(
     path: Annotated[str, typer.Argument(metavar="PATH", help="a reference file, or a directory")],
     pool: Pool = None,
+    tables_pool: TablesPool = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replace reference files with real torch files, which load without Portus."""
+    """Replace reference files with real torch files, which load without Portus.
+
+    Protected embedding tables are in the files as of the batch of each checkpoint.
+    """
     with reported(as_json) as output:
         from portus.cli import materialize
 
-        output.code = materialize.run(path, pool, output)
+        output.code = materialize.run(path, pool, output, tables_pool=tables_pool)
 
 
 @app.command(epilog=EXIT_CODES)

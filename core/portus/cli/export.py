@@ -8,8 +8,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -29,15 +30,25 @@ from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import FoundVersion, aimed, newest, open_pools, version_document
 from portus.cli.progress import bar
 from portus.client.leaving import safetensors
-from portus.client.state.tree import decode, distinct, leaf_nodes, tensor_index
+from portus.client.state.tree import (
+    ELSEWHERE,
+    decode,
+    distinct,
+    leaf_nodes,
+    object_paths,
+    objects_of,
+    tensor_index,
+)
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.arrays import read_shape
 from portus.format.layout import RecordKind
-from portus.index.place import local_path
-from portus.index.records import VersionRecord, decode_layout
+from portus.index.place import Place, local_path
+from portus.index.reader import PoolReader
+from portus.index.records import VersionEntry, VersionRecord, decode_layout
 from portus.spec import TensorSpec
 
 if TYPE_CHECKING:
+    from portus.client.leaving.whole import LocatedTable
     from portus.client.shards.cuts import Cut
 
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt")
@@ -51,7 +62,8 @@ _NAMED_MAX: Final = 5
 class ExportOptions:
     """What to export. ``names``: shell patterns of key paths; none means all. ``strip``: taken off
     the front of names (safetensors only). ``force``: put it in place of what is at ``out``.
-    ``limit``: bytes of the tensors of a file, where ``out`` is a directory."""
+    ``limit``: bytes of the tensors of a file, where ``out`` is a directory. ``tables_pool``: where
+    the pool of protected tables is now, if it was moved."""
 
     target: str
     out: str
@@ -59,6 +71,7 @@ class ExportOptions:
     strip: str = ""
     force: bool = False
     limit: int = 5_000_000_000
+    tables_pool: str | None = None
 
     @property
     def is_directory(self) -> bool:
@@ -103,7 +116,10 @@ def run(options: ExportOptions, pool: str | None, output: Output) -> int:
         raise UsageError(f"{options.out} already exists; --force replaces it")
     target, pool = aimed(options.target, pool)
     options = replace(options, target=target)
-    with open_pools(pool, options.target, mirrors=True) as pools:
+    with (
+        open_pools(pool, options.target, mirrors=True) as pools,
+        contextlib.ExitStack() as stack,
+    ):
         groups = find_groups(pools, options.target)
         if groups:
             job = _group_job(newest_complete(groups, options.target), options)
@@ -111,7 +127,7 @@ def run(options: ExportOptions, pool: str | None, output: Output) -> int:
             found = newest(pools.select(options.target))
             if suffix in TORCH_SUFFIXES and not options.is_directory:
                 return _run_torch(found, options, output)
-            job = _version_job(found, options)
+            job = _version_job(found, options, stack)
         _write(job, options)
     _say(job.title, options, job.done, output)
     output.document(
@@ -188,30 +204,99 @@ def _write(job: Job, options: ExportOptions) -> None:
                 job.done.size = write_files(files, job.parts, job.metadata, advanced)
 
 
-def _version_job(found: FoundVersion, options: ExportOptions) -> Job:
+def _version_job(found: FoundVersion, options: ExportOptions, stack: contextlib.ExitStack) -> Job:
+    """stack: lets go of the versions that the tables are in."""
     with found.reader.pinned(found.entry.info.id) as entry:
         record = found.reader.record(entry)
         tensors, left_out = _tensors(found, record, options)
+        tables = {}
+        if objects_of(_tree(found, record), ELSEWHERE):
+            tables = _tables(found, options, stack)
+    _add_tables(tensors, tables, options, first=len(record.storages))
+    if not tensors:
+        raise UsageError(f"{options.target} has no tensor of such a name; portus show lists them")
     tensors, no_weights = _weights(tensors, options)
-
-    @contextlib.contextmanager
-    def boxes(part: FoundVersion) -> Iterator[tuple[VersionRecord, list[Box]]]:
-        with part.reader.pinned(part.entry.info.id) as entry:
-            yield (
-                part.reader.record(entry),
-                [Box(n, (0,) * len(t.shape), t.shape, t) for n, t in tensors.items()],
-            )
+    own = {name: spec for name, spec in tensors.items() if spec.name not in tables}
+    parts = [Part("", found, _boxes_of(own)), *_table_parts(tensors, tables)]
 
     return Job(
         title=_title(found),
         about={**version_document(found.info), "pool": found.path},
         metadata=_metadata(found),
         tensors=tensors,
-        parts=[Part("", found, boxes)],
+        parts=parts,
         done=ExportResult(
             shared=safetensors.shared(tensors), left_out=left_out, no_weights=no_weights
         ),
     )
+
+
+def _boxes_of(
+    specs: dict[str, TensorSpec],
+) -> Callable[[FoundVersion], contextlib.AbstractContextManager[tuple[VersionRecord, list[Box]]]]:
+    """For a part that has these tensors whole."""
+
+    @contextlib.contextmanager
+    def boxes(part: FoundVersion) -> Iterator[tuple[VersionRecord, list[Box]]]:
+        with part.reader.pinned(part.entry.info.id) as entry:
+            yield (
+                part.reader.record(entry),
+                [Box(n, (0,) * len(t.shape), t.shape, t) for n, t in specs.items()],
+            )
+
+    return boxes
+
+
+def _tables(
+    found: FoundVersion, options: ExportOptions, stack: contextlib.ExitStack
+) -> dict[str, LocatedTable]:
+    """The protected tables to write, by key path. stack: lets go of the versions that they are in.
+    Raises ``UsageError``, ``MediumError`` or ``CorruptionError`` for one that is not there."""
+    from portus.client.leaving.whole import located
+
+    def is_wanted(path: str) -> bool:
+        return _is_wanted(path, options.names)
+
+    return located(found.reader, found.entry, is_wanted, stack, options.tables_pool)
+
+
+def _add_tables(
+    tensors: dict[str, TensorSpec],
+    tables: dict[str, LocatedTable],
+    options: ExportOptions,
+    *,
+    first: int,
+) -> None:
+    """first: what stands for the first of their storages, which are no others'."""
+    indices: dict[tuple[bytes, int], int] = {}
+    for path, table in tables.items():
+        name = path.removeprefix(options.strip) or "tensor"
+        if name in tensors:
+            raise UsageError(f"two tensors would be called {name}; strip less")
+        spec = table.spec
+        key = table.entry.info.token, spec.storage
+        index = indices.setdefault(key, first + len(indices))
+        tensors[name] = whole_spec(path, spec.dtype, spec.shape, index)
+
+
+def _table_parts(tensors: dict[str, TensorSpec], tables: dict[str, LocatedTable]) -> Iterator[Part]:
+    """What the versions contribute that the tables are in; ``tensors`` says what each is called."""
+    by_version: dict[bytes, dict[str, LocatedTable]] = {}
+    for name, spec in tensors.items():
+        if table := tables.get(spec.name):
+            by_version.setdefault(table.entry.info.token, {})[name] = table
+    for named in by_version.values():
+        table = next(iter(named.values()))
+        opened = table.pool, table.entry
+        place = Place.named(table.pool.medium.info.name)
+        found = FoundVersion(place, table.entry.info, partial(_same, opened), list)
+        yield Part(
+            f"{place}: ", found, _boxes_of({name: each.spec for name, each in named.items()})
+        )
+
+
+def _same(opened: tuple[PoolReader, VersionEntry]) -> tuple[PoolReader, VersionEntry]:
+    return opened
 
 
 def _group_job(found: FoundGroup, options: ExportOptions) -> Job:
@@ -221,6 +306,14 @@ def _group_job(found: FoundGroup, options: ExportOptions) -> Job:
             f"{options.target} is sharded over {group.count} ranks: export it to a .safetensors "
             "file, or to a directory"
         )
+    for part in found.parts.values():
+        with opened_part(part) as (record, _):
+            tables = objects_of(_tree(part, record), ELSEWHERE)
+        if tables:
+            raise UsageError(
+                f"{options.target} is sharded, and has protected tables, which cannot be exported "
+                "with it: portus materialize its directory, which fills them in"
+            )
     cuts, left_out = cuts_of(found)
     names = [name for name in cuts if _is_wanted(name, options.names)]
     if not names:
@@ -343,6 +436,7 @@ def _write_torch(found: FoundVersion, options: ExportOptions, temporary: str) ->
             found.entry,
             file,
             keep=keep,
+            tables_pool=options.tables_pool,
             fits=lambda size: _check_room(options.out, size),
         )
         file.flush()
@@ -359,14 +453,16 @@ def _write_torch(found: FoundVersion, options: ExportOptions, temporary: str) ->
 def _tensors(
     found: FoundVersion, record: VersionRecord, options: ExportOptions
 ) -> tuple[dict[str, TensorSpec], list[str]]:
-    """The tensors to write by the name they get, and the key paths of what is left out."""
+    """The tensors to write by the name they get, and the key paths of what is left out; protected
+    tables, which are in another pool, are neither."""
     specs = _layout(found, record)
-    root = decode(bytes(found.reader.payload(record.tree, RecordKind.TREE)))
-    leaves = list(leaf_nodes(root))
+    tree = _tree(found, record)
+    tables, owners = objects_of(tree, ELSEWHERE), object_paths(tree)
+    leaves = list(leaf_nodes(decode(tree)))
     tensors: dict[str, TensorSpec] = {}
     left_out = []
     for path, (_, node) in zip(distinct([path for path, _ in leaves]), leaves, strict=True):
-        if not _is_wanted(path, options.names):
+        if not _is_wanted(path, options.names) or owners.get(path) in tables:
             continue
         spec = _tensor_of(node, specs, arrays=record.log is not None)
         if spec is None:
@@ -376,8 +472,6 @@ def _tensors(
         if name in tensors:
             raise UsageError(f"two tensors would be called {name}; strip less")
         tensors[name] = spec
-    if not tensors:
-        raise UsageError(f"{options.target} has no tensor of such a name; portus show lists them")
     return tensors, left_out
 
 
@@ -400,6 +494,10 @@ def _tensor_of(node: object, specs: Sequence[TensorSpec], *, arrays: bool) -> Te
     own = specs[index]
     made = whole_spec(own.name, shape.dtype.name, shape.shape, own.storage)
     return msgspec.structs.replace(made, offset=offset)
+
+
+def _tree(found: FoundVersion, record: VersionRecord) -> bytes:
+    return bytes(found.reader.payload(record.tree, RecordKind.TREE))
 
 
 def _layout(found: FoundVersion, record: VersionRecord) -> tuple[TensorSpec, ...]:

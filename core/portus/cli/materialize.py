@@ -9,7 +9,7 @@ from portus.errors import PortusError
 from portus.index.place import Place
 
 
-def run(path: str, pool: str | None, output: Output) -> int:
+def run(path: str, pool: str | None, output: Output, *, tables_pool: str | None = None) -> int:
     """Materialise; the exit code, that of the first file of which it could not be done."""
     from portus.client.leaving.materialize import materialize_all
     from portus.client.loading.resolve import POOLS
@@ -17,7 +17,7 @@ def run(path: str, pool: str | None, output: Output) -> int:
     if pool is not None:
         POOLS.allow(Place.named(pool, "--pool"))
     failed: list[PortusError] = []
-    done = materialize_all(path, failed.append)
+    done = materialize_all(path, failed.append, tables_pool=tables_pool)
     for each in done:
         output.line(f"{each}: {size_text(os.stat(each).st_size)}")
     output.line(f"{count_text(len(done), 'file')} materialised")

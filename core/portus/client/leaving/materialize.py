@@ -15,6 +15,7 @@ from portus.client.files.fate import Fate
 from portus.client.files.keeper import is_aside, keeper_of
 from portus.client.files.reference import is_link, read
 from portus.client.leaving import torch_file, weights_file
+from portus.client.leaving.whole import PoolPath
 from portus.client.loading.resolve import POOLS, KnownPools, use_reference
 from portus.client.shards.grouped import is_shard, shards_at
 from portus.errors import BusyError, MediumError, PortusError, UsageError
@@ -46,11 +47,14 @@ def materialize(
     pools: KnownPools = POOLS,
     *,
     to: str | os.PathLike[str] | None = None,
+    tables_pool: PoolPath | None = None,
 ) -> list[str]:
     """Put a real torch file in place of each reference file at ``path`` or below it.
 
     to: put it here instead, in place of what is there; ``path`` is one reference file then, and
         stays.
+    tables_pool: where the pool of protected tables (``portus.embedding``) is now; None: where it
+        was when they were saved. The files contain the tables, as of the batch of each checkpoint.
 
     The bytes go from the pool to a hidden file beside it, verified on the way, 16 MiB at a time;
     then that is synced, and renamed into place. The time of last change and the mode stay. In
@@ -67,13 +71,14 @@ def materialize(
 
     Returns the paths of the new files; a file that is no reference is left as it is.
     Raises ``MediumError`` (ENOSPC before anything is written, when there is no room), and what
-    loads raise; the file at hand is then untouched. Of a directory all others are done first, and
-    then the first error is raised. ``UsageError`` in a signal handler that interrupted a call of
-    Portus.
+    loads raise; for a protected table that its pool does not have any more, an error that names the
+    key path and the pool. The file at hand is then untouched. Of a directory all others are done
+    first, and then the first error is raised. ``UsageError`` in a signal handler that interrupted a
+    call of Portus.
     """
     if to is None:
         errors: list[PortusError] = []
-        done = materialize_all(path, errors.append, pools)
+        done = materialize_all(path, errors.append, pools, tables_pool=tables_pool)
         if errors:
             raise errors[0]
         return done
@@ -83,17 +88,22 @@ def materialize(
         os.makedirs(os.path.dirname(target), exist_ok=True)
     except OSError as error:
         raise MediumError(error.errno, f"cannot write {target}: {error.strerror}") from error
-    if not _materialize_file(place, target, pools, lambda size: None):
+    if not _materialize_file(place, target, pools, lambda size: None, tables_pool):
         raise UsageError(f"{place}: there is no Portus reference file")
     return [target]
 
 
 def materialize_all(
-    path: str | os.PathLike[str], failed: Failed, pools: KnownPools = POOLS
+    path: str | os.PathLike[str],
+    failed: Failed,
+    pools: KnownPools = POOLS,
+    *,
+    tables_pool: PoolPath | None = None,
 ) -> list[str]:
     """As ``materialize``, but what it would raise of a file ``failed`` is told. Raises
     ``UsageError`` if there is nothing at ``path``, and in a signal handler."""
-    return list(in_place(_to_materialize(path), pools, lambda size: None, failed))
+    place = _to_materialize(path)
+    return list(in_place(place, pools, lambda size: None, failed, tables_pool=tables_pool))
 
 
 def _to_materialize(path: str | os.PathLike[str]) -> str:
@@ -106,7 +116,12 @@ def _to_materialize(path: str | os.PathLike[str]) -> str:
 
 
 def in_place(
-    place: str, pools: KnownPools, advanced: Advanced, failed: Failed | None = None
+    place: str,
+    pools: KnownPools,
+    advanced: Advanced,
+    failed: Failed | None = None,
+    *,
+    tables_pool: PoolPath | None = None,
 ) -> Iterator[str]:
     """Real files in place of the references at ``place``, without symbolic links, or below it: the
     path of each, once it is one. ``advanced`` may end it. What loads and writes of one file raise
@@ -114,10 +129,10 @@ def in_place(
     advanced(0)
     if os.path.isdir(place):
         for paths in _directories(place):
-            yield from _materialize_directory(paths, pools, advanced, failed)
+            yield from _materialize_directory(paths, pools, advanced, failed, tables_pool)
     else:
         with _telling(failed):
-            if made := _materialize_file(place, place, pools, advanced):
+            if made := _materialize_file(place, place, pools, advanced, tables_pool):
                 yield made
 
 
@@ -139,7 +154,11 @@ def _directories(place: str) -> Iterator[list[str]]:
 
 
 def _materialize_directory(
-    paths: list[str], pools: KnownPools, advanced: Advanced, failed: Failed | None
+    paths: list[str],
+    pools: KnownPools,
+    advanced: Advanced,
+    failed: Failed | None,
+    tables_pool: PoolPath | None,
 ) -> Iterator[str]:
     """The files of one directory. References to shards go last: all else is a torch file then."""
     shards: list[str] = []
@@ -147,7 +166,7 @@ def _materialize_directory(
         with _telling(failed):
             if is_shard(path):
                 shards.append(path)
-            elif made := _materialize_file(path, path, pools, advanced):
+            elif made := _materialize_file(path, path, pools, advanced, tables_pool):
                 yield made
     directory = os.path.dirname(shards[0]) if shards else ""
     with _telling(failed):
@@ -157,11 +176,17 @@ def _materialize_directory(
                 remove_references,
             )
 
-            yield from materialize_shards(directory)
+            yield from materialize_shards(directory, tables_pool)
             remove_references(directory, [path for path in shards if is_shard(path)])
 
 
-def _materialize_file(path: str, target: str, pools: KnownPools, advanced: Advanced) -> str | None:
+def _materialize_file(
+    path: str,
+    target: str,
+    pools: KnownPools,
+    advanced: Advanced,
+    tables_pool: PoolPath | None,
+) -> str | None:
     """The path of the new file; None if there is no reference at ``path``."""
     reference = read(path)
     if reference is None or is_link(path, reference):  # a link stays what it is
@@ -194,14 +219,29 @@ def _materialize_file(path: str, target: str, pools: KnownPools, advanced: Advan
 
             def write_weights(file: BinaryIO, fits: Fits) -> None:
                 weights_file.write(
-                    pool, entry, file, part, near=directory, fits=fits, advanced=advanced
+                    pool,
+                    entry,
+                    file,
+                    part,
+                    near=directory,
+                    tables_pool=tables_pool,
+                    fits=fits,
+                    advanced=advanced,
                 )
 
             with contextlib.suppress(UsageError):  # safetensors cannot hold it, a torch file can
                 return made(os.path.join(directory, os.path.basename(part)), write_weights)
 
         def write_torch_file(file: BinaryIO, fits: Fits) -> None:
-            torch_file.write(pool, entry, file, found.part, fits=fits, advanced=advanced)
+            torch_file.write(
+                pool,
+                entry,
+                file,
+                found.part,
+                tables_pool=tables_pool,
+                fits=fits,
+                advanced=advanced,
+            )
 
         return made(target, write_torch_file)
 

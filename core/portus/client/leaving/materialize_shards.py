@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from portus.client.leaving.whole import PoolPath, filled
 from portus.client.shards.cuts import ITEMS, METADATA, ItemLocation, decode
 from portus.client.shards.dcp_reader import PortusStorageReader
 from portus.client.shards.grouped import STOCK_METADATA, load_part, name_of, shards_at
@@ -49,8 +50,9 @@ _OF_ACCELERATE: Final = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 """What Accelerate calls the directories that it keeps inside of a checkpoint: torch's own each."""
 
 
-def materialize_shards(directory: str) -> list[str]:
+def materialize_shards(directory: str, tables_pool: PoolPath | None = None) -> list[str]:
     """Write the group that ``directory`` leads to as torch does; the paths of the new files.
+    tables_pool: see ``materialize``; a table is in memory as a whole.
 
     The references to the parts of ranks are removed then; other files are left alone. Raises
     ``UsageError`` for a group that is not complete, ``CorruptionError``, ``MediumError``; then
@@ -71,8 +73,9 @@ def materialize_shards(directory: str) -> list[str]:
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # of a try that was cut off
         os.mkdir(temporary)
-        for name, inner, metadata, placed in _checkpoints(group):
-            _write(os.path.join(temporary, name), group, inner, metadata, placed)
+        for name, metadata, placed in _checkpoints(group):
+            source = _Source(group, placed, tables_pool)
+            _write(os.path.join(temporary, name), source, metadata, placed)
         return _move(temporary, directory, group)
     except OSError as error:
         if isinstance(error, MediumError):
@@ -82,9 +85,8 @@ def materialize_shards(directory: str) -> list[str]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-_Checkpoint = tuple[str, str, Metadata, Mapping[MetadataIndex, ItemLocation]]
-"""A directory of torch's below ours ("" for ours itself), what stands before its names in the
-group, and what is in it."""
+_Checkpoint = tuple[str, Metadata, Mapping[MetadataIndex, ItemLocation]]
+"""A directory of torch's below ours ("" for ours itself), and what is in it."""
 
 
 def _checkpoints(group: Group) -> Iterator[_Checkpoint]:
@@ -92,7 +94,7 @@ def _checkpoints(group: Group) -> Iterator[_Checkpoint]:
     paths: dict[str, Any] = metadata.planner_data or {}
     tops = {str(path[0]) for path in paths.values()}
     if not tops or not all(map(_OF_ACCELERATE.fullmatch, tops)) or "model" in tops:
-        yield "", "", metadata, placed
+        yield "", metadata, placed
         return
     for top in sorted(tops):
         prefix = f"{top}."
@@ -108,7 +110,7 @@ def _checkpoints(group: Group) -> Iterator[_Checkpoint]:
             for index, at in placed.items()
             if index.fqn in mine
         }
-        yield top, prefix, Metadata(entries, inner), places
+        yield top, Metadata(entries, inner), places
 
 
 def _described(group: Group) -> tuple[Metadata, Mapping[MetadataIndex, ItemLocation]]:
@@ -122,9 +124,15 @@ def _described(group: Group) -> tuple[Metadata, Mapping[MetadataIndex, ItemLocat
 class _Source:
     """A planner that saves what is in the pools."""
 
-    def __init__(self, group: Group, placed: Mapping[MetadataIndex, ItemLocation]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        placed: Mapping[MetadataIndex, ItemLocation],
+        tables_pool: PoolPath | None,
+    ) -> None:
         self._group: Final = group
         self._placed: Final = placed
+        self._tables_pool: Final = tables_pool
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The shard, or the object as torch stores it: read and verified now."""
@@ -136,7 +144,7 @@ class _Source:
             lambda path: path in (ITEMS, wanted) or path.startswith(f"{wanted}."),
             stand_ins=True,  # stock torch knows no codec
         )
-        value = content[ITEMS][at.key]
+        value = filled(content[ITEMS][at.key], write_item.index.fqn, self._tables_pool)
         if isinstance(value, torch.Tensor) and write_item.type != WriteItemType.BYTE_IO:
             return value
         buffer = io.BytesIO()
@@ -146,15 +154,13 @@ class _Source:
 
 def _write(
     place: str,
-    group: Group,
-    prefix: str,
+    source: Any,
     metadata: Metadata,
     placed: Mapping[MetadataIndex, ItemLocation],
 ) -> None:
     writer = FileSystemWriter(place, single_file_per_rank=True, sync_files=True, thread_count=1)
     writer.set_up_storage_writer(True)
     plans = [writer.prepare_local_plan(SavePlan(items)) for items in _files(metadata, placed)]
-    source: Any = _Source(group, placed)
     results = []
     for plan in writer.prepare_global_plan(plans):
         results.append(writer.write_data(plan, source).wait())

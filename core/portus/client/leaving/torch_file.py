@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, Final
 
 import torch
 
-from portus.client.loading import restore
-from portus.client.loading.contents import Storages
+from portus.client.leaving import whole
+from portus.client.leaving.whole import OutlinedStorage, PoolPath
 from portus.errors import CorruptionError, UsageError
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
@@ -58,6 +58,7 @@ def write(
     part: str | None = None,
     *,
     keep: Callable[[str], bool] | None = None,
+    tables_pool: PoolPath | None = None,
     fits: Callable[[int], None] = lambda size: None,
     advanced: Callable[[int], None] = lambda size: None,
 ) -> None:
@@ -66,15 +67,14 @@ def write(
 
     One unit is in memory at a time, and what of the state is no tensor. ``fits`` gets the size of
     the file, rounded up, before anything is written, ``advanced`` the bytes of each piece after it
-    was; both may raise.
+    was; both may raise. Protected tables come from their own pool, see ``whole.outlined``.
 
     Raises ``CorruptionError`` and ``MediumError``: then something was written; ``StaleError``; and
     ``UsageError`` for what torch cannot write, and before anything is written.
     """
-    with restore.outlined(pool, entry, part, keep) as outline:
-        pickled, order = _pickled(outline.state, outline.indices)
-        storages = Storages(pool, outline.record, outline.logged)
-        lengths = [storages.length(index) for index in order]
+    with whole.outlined(pool, entry, part, keep, tables_pool=tables_pool) as outline:
+        pickled, order = _pickled(outline.state, outline.storages)
+        lengths = [storage.length for storage in order]
         fits(sum(lengths) + len(pickled) + _ROOM * (len(order) + 4))
         with zipfile.ZipFile(target, "w") as archive:
 
@@ -88,41 +88,42 @@ def write(
 
             add("data.pkl", [memoryview(pickled)], len(pickled))
             add("byteorder", [memoryview(sys.byteorder.encode())], len(sys.byteorder))
-            for name, (index, length) in enumerate(zip(order, lengths, strict=True)):
-                add(f"data/{name}", _read(storages, index, outline), length)
+            for name, (storage, length) in enumerate(zip(order, lengths, strict=True)):
+                add(f"data/{name}", _read(storage), length)
             add("version", [memoryview(b"3\n")], 2)
 
 
-def _read(storages: Storages, index: int, outline: restore.Outline) -> Iterator[memoryview]:
+def _read(storage: OutlinedStorage) -> Iterator[memoryview]:
     try:
-        yield from storages.read(index, 0, storages.length(index))
+        yield from storage.storages.read(storage.index, 0, storage.length)
     except CorruptionError as error:
-        raise CorruptionError(f"{outline.name(index)}: {error}") from error
+        raise CorruptionError(f"{storage.name}: {error}") from error
 
 
-def _pickled(state: object, indices: Mapping[int, int]) -> tuple[bytes, list[int]]:
+def _pickled(
+    state: object, storages: Mapping[int, OutlinedStorage]
+) -> tuple[bytes, list[OutlinedStorage]]:
     """The pickle of a state, and which storages its numbers mean, in order.
 
-    indices: of storages, by the address of what stands for them.
+    storages: by the address of what stands for them.
     """
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, indices)
+    pickler = _Pickler(buffer)
     try:
         pickler.dump(state)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         raise UsageError(f"torch cannot write this state to a file: {error}") from error
-    return buffer.getvalue(), list(pickler.numbers)
+    return buffer.getvalue(), [storages[address] for address in pickler.numbers]
 
 
 class _Pickler(pickle.Pickler):
     """As the one of ``torch.save``: storages are named, and not in the pickle."""
 
-    def __init__(self, buffer: io.BytesIO, indices: Mapping[int, int]) -> None:
+    def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=_PROTOCOL)
-        self._indices: Final = indices
         self._dtypes: Final[dict[int, torch.dtype]] = {}
         self.numbers: Final[dict[int, str]] = {}
-        """By index, in order of first use: what each storage is called."""
+        """By address, in order of first use: what each storage is called."""
 
     def persistent_id(self, value: Any) -> tuple[str, Any, str, str, int] | None:
         """What stands for a storage; None for all else."""
@@ -133,11 +134,11 @@ class _Pickler(pickle.Pickler):
             dtype, kind, storage = torch.uint8, torch.UntypedStorage, value
         else:
             return None
-        index = self._indices[storage._cdata]
+        address = storage._cdata
         size = storage.nbytes()
-        if size and self._dtypes.setdefault(index, dtype) != dtype:
-            raise TypeError(f"tensors of {self._dtypes[index]} and of {dtype} share memory")
-        number = self.numbers.setdefault(index, str(len(self.numbers)))
+        if size and self._dtypes.setdefault(address, dtype) != dtype:
+            raise TypeError(f"tensors of {self._dtypes[address]} and of {dtype} share memory")
+        number = self.numbers.setdefault(address, str(len(self.numbers)))
         return ("storage", kind, number, "cpu", size // dtype.itemsize)
 
 

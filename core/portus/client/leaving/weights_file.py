@@ -8,9 +8,9 @@ from typing import BinaryIO
 import msgspec
 import torch
 
-from portus.client.leaving import safetensors
-from portus.client.loading import restore
-from portus.client.loading.contents import Storages, tensor_bytes
+from portus.client.leaving import safetensors, whole
+from portus.client.leaving.whole import OutlinedStorage, PoolPath, WholeOutline
+from portus.client.loading.contents import tensor_bytes
 from portus.client.state.tensors import TensorTable
 from portus.errors import CorruptionError, UsageError
 from portus.index.reader import PoolReader
@@ -25,34 +25,37 @@ def write(
     part: str,
     *,
     near: str,
+    tables_pool: PoolPath | None = None,
     fits: Callable[[int], None] = lambda size: None,
     advanced: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Write the value of the key ``part`` of a state, a dict of tensors, to ``target``. Of names
     for one and the same tensor the first is written, as Accelerate does: loaders know of ties.
 
-    near: a directory with room for a storage whose tensors are not contiguous. ``fits`` and
-    ``advanced``: as for ``torch_file.write``. Raises ``UsageError``, before anything is written,
-    for what safetensors cannot hold; else as that.
+    near: a directory with room for a storage whose tensors are not contiguous. ``tables_pool``,
+    ``fits`` and ``advanced``: as for ``torch_file.write``. Raises ``UsageError``, before anything
+    is written, for what safetensors cannot hold; else as that.
     """
-    with restore.outlined(pool, entry, part) as outline:
-        tensors = _tensors(outline)
+    with whole.outlined(pool, entry, part, tables_pool=tables_pool) as outline:
+        tensors, storages = _tensors(outline)
         placed = safetensors.place(tensors)
         head = safetensors.header(placed, {"format": "pt"})
         fits(len(head) + sum(each.size for each in placed))
         target.write(head)
-        storages = Storages(pool, outline.record, outline.logged)
         for each in placed:
+            storage = storages[each.spec.storage]
+            spec = msgspec.structs.replace(each.spec, storage=storage.index)
             try:
-                for piece in tensor_bytes(storages, each.spec, near):
+                for piece in tensor_bytes(storage.storages, spec, near):
                     target.write(piece)
                     advanced(len(piece))
             except CorruptionError as error:
-                raise CorruptionError(f"{outline.name(each.spec.storage)}: {error}") from error
+                raise CorruptionError(f"{storage.name}: {error}") from error
 
 
-def _tensors(outline: restore.Outline) -> dict[str, TensorSpec]:
-    """By name, how each tensor lies in the version. Raises ``UsageError``."""
+def _tensors(outline: WholeOutline) -> tuple[dict[str, TensorSpec], list[OutlinedStorage]]:
+    """By name, each tensor; and the storages that these name by their places in the list. Raises
+    ``UsageError``."""
     state = outline.state
     if not isinstance(state, dict):
         raise UsageError(f"safetensors holds dicts of tensors, found {type(state).__name__}")
@@ -60,12 +63,11 @@ def _tensors(outline: restore.Outline) -> dict[str, TensorSpec]:
         if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.is_meta:
             raise UsageError(f"{name} is not a named tensor, and safetensors holds nothing else")
     specs, storages = TensorTable().describe(list(state), list(state.values()))
-    indices = [outline.indices[each._cdata] for each in storages]
     found: dict[tuple[object, ...], TensorSpec] = {}
     for spec in specs:
-        here = msgspec.structs.replace(spec, storage=indices[spec.storage])
-        found.setdefault(_place(here), here)
-    return {spec.name: spec for spec in found.values()}
+        found.setdefault(_place(spec), spec)
+    by_name = {spec.name: spec for spec in found.values()}
+    return by_name, [outline.storages[each._cdata] for each in storages]
 
 
 def _place(spec: TensorSpec) -> tuple[object, ...]:

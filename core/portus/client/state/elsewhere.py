@@ -8,9 +8,9 @@ every process can load such a state, and no file is made of it without the table
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from portus.client.state.codecs import (
     is_stand_in,
     register_codec,
 )
-from portus.client.state.tree import below, decode, leaf_nodes, object_paths, said_at, wrapper
+from portus.client.state.tree import ELSEWHERE, below, object_paths, objects_of, said_at
 from portus.client.state.tree_reader import TreeReader
 
 
@@ -33,16 +33,14 @@ class Elsewhere:
     mark contains. path: the keys that lead to the tensor in the mark's state.
     """
 
-    # Torch files name the class so, in which ``torch.save`` pickled it: there it is public.
-    __module__ = "portus.embedding.elsewhere"
-
     pool: str
     token: str
     batch: int
     path: tuple[str | int, ...]
 
 
-_NAME: Final = "portus.embedding.Elsewhere"
+# What a file of ``torch.save`` calls the class: where it is public.
+Elsewhere.__module__ = "portus.embedding.elsewhere"
 
 
 def _decoded(state: Any) -> Elsewhere:
@@ -57,7 +55,7 @@ register_codec(
     Elsewhere,
     lambda value: {**asdict(value), "path": list(value.path)},
     _decoded,
-    name=_NAME,
+    name=ELSEWHERE,
 )
 torch.serialization.add_safe_globals([Elsewhere])
 
@@ -68,7 +66,7 @@ Filler = Callable[[Elsewhere, str], object]
 def replaced(state: Any, of: Filler, path: str = "") -> Any:
     """``state`` with another value for each ``Elsewhere``, or stand-in for one, which a torch file
     of Portus has; containers that have one are copied."""
-    if is_stand_in(state) and state[MARK] == _NAME:
+    if is_stand_in(state) and state[MARK] == ELSEWHERE:
         state = decode_stand_ins(state)
     if isinstance(state, Elsewhere):
         return of(state, path)
@@ -89,9 +87,14 @@ def replaced(state: Any, of: Filler, path: str = "") -> Any:
 def places_in(tree: bytes) -> dict[str, Elsewhere]:
     """By key path, each ``Elsewhere`` in the tree of a state. Raises ``CorruptionError``, and
     ``UsageError`` for one that leads nowhere."""
-    if f'"{_NAME}"'.encode() not in tree:
-        return {}
-    return dict(_places(decode(tree), ""))
+    found: dict[str, Elsewhere] = {}
+    for path, node in objects_of(tree, ELSEWHERE).items():
+        with said_at(path):
+            state = TreeReader((), (), None, None).value(node, "", 0)
+            place = codec_named(ELSEWHERE).decoded(state)
+        assert isinstance(place, Elsewhere)
+        found[path] = place
+    return found
 
 
 def by_place(tree: bytes, keep: Callable[[str], bool]) -> Callable[[str], bool]:
@@ -102,18 +105,3 @@ def by_place(tree: bytes, keep: Callable[[str], bool]) -> Callable[[str], bool]:
         return keep
     owners = {leaf: path for leaf, path in object_paths(tree).items() if path in places}
     return lambda name: keep(owners.get(name, name))
-
-
-def _places(root: object, start: str) -> Iterator[tuple[str, Elsewhere]]:
-    for path, node in leaf_nodes(root, start, whole=True):
-        wrapped = wrapper(node)
-        if wrapped is None:
-            continue
-        inner, *name = wrapped[1]
-        if name != [_NAME]:
-            yield from _places(inner, path)
-            continue
-        with said_at(path):
-            place = codec_named(_NAME).decoded(TreeReader((), (), None, None).value(inner, "", 0))
-        assert isinstance(place, Elsewhere)
-        yield path, place

@@ -38,6 +38,9 @@ PLAIN_TAGS: Final = frozenset({"$int", "$float", "$str"})
 
 OBJECT: Final = "$object"
 
+ELSEWHERE: Final = "portus.embedding.Elsewhere"
+"""The codec of what stands for a tensor that is in another pool: see elsewhere.py."""
+
 WRAPPERS: Final = frozenset(
     {
         *("$tuple", "$deque", "$ordered", "$defaultdict", "$counter", "$mapping"),
@@ -171,6 +174,23 @@ def objects(root: object, start: str = "") -> Iterator[tuple[str, str, list[str]
             inner, *name = wrapped[1]
             yield path, str(*name), [inside for inside, _ in leaf_nodes(inner, path)]
             yield from objects(inner, path)
+
+
+def objects_of(tree: bytes, codec: str) -> dict[str, object]:
+    """By key path, the node in each object of one codec. Raises ``CorruptionError``."""
+    if f'"{codec}"'.encode() not in tree:
+        return {}
+    return dict(_objects_of(decode(tree), "", codec))
+
+
+def _objects_of(root: object, start: str, codec: str) -> Iterator[tuple[str, object]]:
+    for path, node in leaf_nodes(root, start, whole=True):
+        wrapped = wrapper(node)
+        if wrapped is not None:
+            inner, *name = wrapped[1]
+            if name == [codec]:
+                yield path, inner
+            yield from _objects_of(inner, path, codec)
 
 
 def object_paths(tree: bytes) -> dict[str, str]:
