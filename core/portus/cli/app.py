@@ -295,7 +295,8 @@ def rm(
         typer.Option(
             "--force",
             "-f",
-            help="also delete versions that reference files lead to, and the newest complete group",
+            help="also delete versions that reference files lead to, marks of protected tables, "
+            "and the newest complete group",
         ),
     ] = False,
     keep: Annotated[

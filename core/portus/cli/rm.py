@@ -30,6 +30,7 @@ from portus.index.directory import WRITERS
 from portus.index.keep import Keep
 from portus.index.place import Place, PlaceKind
 from portus.index.pool import PoolWriter
+from portus.index.tables import MARKS
 from portus.mirror.address import is_store
 
 WAIT_S = 1.0
@@ -114,6 +115,8 @@ def _remove_versions(
         if groups:
             _check_groups(pools, groups, target, force=force, keep=keep)
         models = {each.group.model for each in groups} or {each.info.model for each in found}
+        if not force:
+            _refuse_marks(found)
         if keep is not None:
             found = _beyond(found, target, keep, force=force, output=output)
         elif not force:
@@ -262,6 +265,18 @@ def _check_unpinned(found: list[FoundVersion]) -> None:
     for place, here in _by_place(found).items():
         if place.kind is not PlaceKind.MIRROR:
             check_unpinned(place, here[0].reader, [each.info for each in here])
+
+
+def _refuse_marks(found: list[FoundVersion]) -> None:
+    """Raise ``UsageError`` for a mark of protected tables: a checkpoint in any other pool, or file,
+    may have its tables there."""
+    for each in found:
+        if each.info.model == MARKS:
+            raise UsageError(
+                f"{MARKS}@{each.info.step}: a checkpoint that was saved at batch {each.info.step} "
+                "has its tables there, and this pool cannot tell whether one is left: use --force "
+                "if none is"
+            )
 
 
 def _check_unheld(found: list[FoundVersion]) -> None:

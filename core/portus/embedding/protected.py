@@ -76,7 +76,10 @@ def protect(
     gap: in relaxed mode, the dense part is always less than so many batches older than the tables.
     extra: returns more state for the dense part: nested dicts and lists, tensors, plain values.
     keep: how many of the newest marks to keep; None keeps all. Each batch at which a ``state_dict``
-    is requested has a mark, which the saved state needs, see ``Elsewhere``.
+    is requested has a mark, which the saved state needs, see ``Elsewhere``. The marks between two
+    foldings of the log keep one image of the tables, and its log; so with None the pool grows as
+    long as states are requested. For a run that keeps N checkpoints: N + 2, and more if states are
+    also requested for something else, or saves may fail several times in a row.
     max_bytes: the largest size of the pool, in bytes.
     log_bytes: the log that receives the batches; default: half of all bytes, at least 64 MiB.
     ids_of: returns the ids that a batch of the loader will look up, see ``Protected.ahead``.

@@ -36,12 +36,11 @@ from portus.index.commit_records import NewVersion
 from portus.index.log import Entry, LogWriter, entries, entry_size
 from portus.index.pool import NO_SPACE, PoolWriter
 from portus.index.records import Pointer, VersionEntry, VersionRecord
+from portus.index.tables import MARKS as MARKS
+from portus.index.tables import MODEL as MODEL
 from portus.pipeline.parts import rows_of, shared
 from portus.spec import PAGE
 from portus.transport.base import Stop
-
-MODEL: Final = "embedding"
-MARKS: Final = "embedding marks"
 
 _LOG_MIN: Final = 64 << 20
 _LOG_SHARE: Final = 2
@@ -96,6 +95,15 @@ class TableStore:
         """All marks, oldest first."""
         model = self.pool.catalogue().models.get(MARKS)
         return () if model is None else model.versions
+
+    def image_of(self, mark: VersionEntry) -> int:
+        """Where what a mark holds begins in the pool: equal for marks that share an image and a
+        log, and for the newest version, as long as it has not been folded in since."""
+        record = self.pool.record(mark)
+        if record.log is not None:
+            return record.log.extent.offset
+        extents = (record.storage_extents(index) for index in range(len(record.storages)))
+        return min((each.offset for found in extents for each in found), default=0)
 
     def commit(self, moment: Moment) -> None:
         """Commit a moment; durable on return. Raises ``MediumError``; then what was committed

@@ -115,7 +115,11 @@ def test_tables_outlive_the_collection_of_garbage_a_rescue_and_their_marks(
     assert portus("rescue", path, "--into", into).code == 0
     assert same(content(into), before)
     assert same(content(path), before)
-    said = portus("rm", "embedding marks@2", "--pool", path)
+    for arguments in (("embedding marks@2",), ("embedding marks", "--keep", "1")):
+        said = portus("rm", *arguments, "--pool", path)
+        assert said.code == USAGE
+        assert "embedding marks@2: a checkpoint that was saved at batch 2" in said.err
+    said = portus("rm", "embedding marks@2", "--force", "--pool", path)
     assert (said.code, said.out.splitlines()[0]) == (0, "removed embedding marks@2 (version 2)")
     assert same(content(path), before)
     assert portus("verify", "--pool", path).code == 0

@@ -799,6 +799,30 @@ def test_so_many_marks_are_kept_and_others_are_named_when_they_are_asked_for(pat
         assert len([info for info in view.versions() if info.model == MARKS]) == 2
 
 
+@pytest.mark.parametrize("keep", [None, 4])
+def test_many_images_that_marks_keep_are_said_once_with_what_to_do(
+    path: Path, keep: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    small, sizes = Small(), []
+    with small.protect(path, keep=keep) as tables:
+        for number in range(300):
+            small.step(number % ROWS)
+            if number % 5 == 0:
+                small.model.state_dict()
+            tables.wait()
+            if number in (150, 299):
+                sizes.append(os.stat(path).st_blocks)
+    said = [each.message for each in caplog.records if "images of the tables" in each.message]
+    if keep is None:
+        [warning] = said
+        assert "keep 17 images" in warning
+        assert "portus rm 'embedding marks' --keep N --force" in warning
+        assert sizes[1] > sizes[0]
+    else:
+        assert said == []
+        assert sizes[1] == sizes[0]
+
+
 def test_a_state_that_is_asked_for_again_has_what_something_else_wrote_meanwhile(
     path: Path,
 ) -> None:
