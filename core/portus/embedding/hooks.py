@@ -83,10 +83,10 @@ class Hooks:
 
         for module, table in self._training.modules:
             self._handles += [
-                module.register_forward_pre_hook(_ids_hook(table.name, table.shape[0])),
-                module.register_forward_pre_hook(looked_up),
-                module.register_state_dict_post_hook(shown),
-                module.register_load_state_dict_pre_hook(taken),
+                module.register_forward_pre_hook(_Hook(_ids_hook(table.name, table.shape[0]))),
+                module.register_forward_pre_hook(_Hook(looked_up)),
+                module.register_state_dict_post_hook(_Hook(shown)),
+                module.register_load_state_dict_pre_hook(_Hook(taken)),
             ]
 
     def _hook_optimizers(self) -> None:
@@ -126,6 +126,30 @@ class Hooks:
         if "closure" in named:
             return arguments, {**named, "closure": evaluate}
         return (arguments[0], evaluate, *arguments[2:]), named
+
+
+class _Hook:
+    """What torch calls of a module. What ``pickle`` makes of it does nothing: a module that went
+    through a file is one like any other. A ``deepcopy`` of a module has the hook itself."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call: Final = call
+
+    def __call__(self, *arguments: object) -> None:
+        self._call(*arguments)
+
+    def __deepcopy__(self, _: object) -> _Hook:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _copied_hook, ()
+
+
+def _copied_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: object) -> None: ...
 
 
 def _ids_hook(name: str, rows: int) -> Callable[[torch.nn.Module, tuple[object, ...]], None]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import os
+import pickle
 import shutil
 import threading
 import time
@@ -1034,6 +1036,32 @@ def test_a_copy_of_a_protected_model_is_a_model_like_any_other(path: Path) -> No
         small.step(9)
         assert tables.batches == 3
     assert torch.equal(durable(path), small.weight.detach())
+
+
+def by_torch(model: torch.nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("pickled", [lambda model: pickle.loads(pickle.dumps(model)), by_torch])
+def test_a_protected_model_that_is_pickled_comes_back_as_one_like_any_other(
+    path: Path, pickled: Callable[[torch.nn.Module], Any]
+) -> None:
+    small, twin = Small(torch.optim.Adagrad), Small(torch.optim.Adagrad)
+    with small.protect(path) as tables:
+        small.step(7)
+        twin.model = pickled(pickled(small.model))
+        assert torch.equal(twin.weight, small.weight)
+        twin.optimizer = torch.optim.Adagrad([twin.weight], lr=1.0)
+        twin.step(8)
+        state = twin.model.state_dict()
+        assert state["table.weight"][:, 0].nonzero().flatten().tolist() == [7, 8]
+        twin.model.load_state_dict(state)
+        assert tables.batches == 1
+        small.step(9)
+    assert durable(path)[:, 0].nonzero().flatten().tolist() == [7, 9]
 
 
 def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not(
