@@ -130,6 +130,7 @@ class Moments:
                 "dense_batch": torch.tensor(batch, device="cpu"),
                 "model": self._training.model.state_dict(),
                 "optimizers": [each.state_dict() for each in self._training.optimizers],
+                "optimizer_kinds": self._training.optimizer_kinds,
                 "extra": None if self._extra is None else self._extra(),
                 **({} if self._mapped is None else {"digests": self._mapped.digests}),
             }

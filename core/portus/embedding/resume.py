@@ -59,6 +59,7 @@ def resume(
             f"{training.name}: expected {len(saved)} optimizers, as saved, found "
             f"{len(optimizers)}; nothing was loaded"
         )
+    _require_kinds(training, state.get("optimizer_kinds"))
     _require_same(training.tables, model, state["model"])
     for table in training.tables:
         numbers = [i for i, each in enumerate(optimizers) if each is table.optimizer]
@@ -85,6 +86,21 @@ def forget_locals(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
+
+
+def _require_kinds(training: ProtectedTraining, saved: Any) -> None:
+    """Raise ``UsageError`` unless the optimizers are of the saved classes, in the saved order.
+    saved: None in a pool that does not say."""
+    found = training.optimizer_kinds
+    if saved is None or saved == found:
+        return
+    advice = "take those, or a new pool"
+    if sorted(saved) == sorted(found):
+        advice = "pass them in that order"
+    raise UsageError(
+        f"{training.name}: expected the optimizers {', '.join(saved)}, as in the pool, found "
+        f"{', '.join(found)}; nothing was loaded: {advice}"
+    )
 
 
 def _require_same(

@@ -28,13 +28,6 @@ _NEEDED: Final[dict[type[Optimizer], tuple[str, ...]]] = {
 }
 """The optimizers that change the rows of a sparse gradient alone, and what must be 0 for that."""
 
-_SIGNS: Final[dict[type[Optimizer], str]] = {
-    SGD: "momentum",
-    Adagrad: "lr_decay",
-    SparseAdam: "betas",
-}
-"""A setting that no other of them has. ``RowwiseAdagrad`` has none of these."""
-
 _COALESCING: Final = (Adagrad, SparseAdam, RowwiseAdagrad)
 """Those that coalesce the gradient before they do anything else with it."""
 
@@ -109,23 +102,14 @@ class Table:
         return self.touched[0] if len(self.touched) == 1 else torch.unique(torch.cat(self.touched))
 
     def require_saved(self, saved: Any) -> None:
-        """Raise ``UsageError`` unless the state of an optimizer, as saved, is of the same kind as
-        that of this table, and what it keeps of rows is of this table."""
+        """Raise ``UsageError`` unless what the state of its optimizer, as saved, keeps of rows is
+        of this table."""
         assert self.optimizer is not None
-        kind = type(self.optimizer)
         params = [each for group in self.optimizer.param_groups for each in group["params"]]
         place = next(i for i, each in enumerate(params) if each is self.weight)
-        owners = [group for group in saved["param_groups"] for _ in group["params"]]
         numbers = [each for group in saved["param_groups"] for each in group["params"]]
         if place >= len(numbers):
             return  # torch says what does not fit
-        signs = [each for each, sign in _SIGNS.items() if sign in owners[place]]
-        before = signs[0] if signs else RowwiseAdagrad
-        if kind is not before:
-            raise UsageError(
-                f"{self.name}: expected {before.__name__} as its optimizer, as in the pool, found "
-                f"{kind.__name__}; nothing was loaded: take {before.__name__}, or a new pool"
-            )
         for key, each in saved["state"].get(numbers[place], {}).items():
             kept = isinstance(each, torch.Tensor) and each.ndim
             if kept and each.shape not in (self.shape, self.shape[:1]):

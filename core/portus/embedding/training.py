@@ -48,6 +48,11 @@ class ProtectedTraining:
         return self._pool.medium.info.name
 
     @property
+    def optimizer_kinds(self) -> list[str]:
+        """The classes of the optimizers, by name: a state of one may load into another."""
+        return [type(each).__name__ for each in self.optimizers]
+
+    @property
     def is_ours(self) -> bool:
         """False in a forked child."""
         return os.getpid() == self._process

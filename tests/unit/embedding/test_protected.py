@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import portus
+from portus.client.state.state import Flattener
 from portus.embedding import Elsewhere, Protected, RowwiseAdagrad, early, fill, fold, protect
 from portus.embedding.committer import Committer
 from portus.embedding.fold import Fold
@@ -1240,11 +1241,11 @@ OF_ANOTHER_RUN: dict[str, tuple[Callable[[], Small], Callable[[], Small], str]] 
     "grown": (Small, with_table(60, 4), r"\(60, 4\), found one of torch.float32 \(50, 4\) in"),
     "wider": (Small, with_table(50, 8), r"\(50, 8\), found .* nothing was loaded: make the table"),
     "dtype": (Small, with_table(50, 4, torch.float64), r"found one of torch.float32"),
-    "Adagrad": (Small, under(ADAGRAD), "table: expected SGD as its optimizer.*found Adagrad"),
-    "SGD": (under(ADAGRAD), Small, "expected Adagrad as its optimizer.*take Adagrad, or a new"),
-    "rows": (under(ADAGRAD), under(RowwiseAdagrad), "expected Adagrad .* found RowwiseAdagrad"),
-    "moments": (under(SPARSE_ADAM), under(RowwiseAdagrad), "SparseAdam .* found RowwiseAdagrad"),
-    "none": (under(RowwiseAdagrad), under(SPARSE_ADAM), "RowwiseAdagrad .* found SparseAdam"),
+    "Adagrad": (Small, under(ADAGRAD), "expected the optimizers SGD, as .* found Adagrad;"),
+    "SGD": (under(ADAGRAD), Small, "Adagrad, as in the pool, found SGD; .* or a new pool"),
+    "rows": (under(ADAGRAD), under(RowwiseAdagrad), "Adagrad, as .* found RowwiseAdagrad"),
+    "moments": (under(SPARSE_ADAM), under(RowwiseAdagrad), "SparseAdam, .* found RowwiseAdagrad"),
+    "none": (under(RowwiseAdagrad), under(SPARSE_ADAM), "RowwiseAdagrad, .* found SparseAdam"),
 }
 
 
@@ -1273,19 +1274,54 @@ def test_what_is_of_another_kind_than_saved_is_named_and_the_run_can_go_on(
     assert torch.equal(durable(path), again.weight.detach())
 
 
-def test_another_kind_of_dense_optimizer_is_named(path: Path) -> None:
-    for dense, said in ((torch.optim.Adam, ""), (torch.optim.SGD, "none of SGD's")):
+OTHER_KINDS: dict[str, tuple[Callable[..., Any], bool, str]] = {
+    "SGD": (torch.optim.SGD, False, "expected the optimizers SGD, AdamW, .* found SGD, SGD;"),
+    "the state of Adam is that of AdamW": (torch.optim.Adam, False, "AdamW, .* found SGD, Adam;"),
+    "and that of Adamax": (torch.optim.Adamax, False, "AdamW, as in the pool, .* or a new pool"),
+    "in another order": (
+        torch.optim.AdamW,
+        True,
+        "SGD, AdamW, as in the pool, found AdamW, SGD; nothing was loaded: pass them in that order",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_another_kind_of_dense_optimizer_is_named(name: str, path: Path) -> None:
+    dense, is_reversed, said = OTHER_KINDS[name]
+    for kind in (torch.optim.AdamW, dense):
         small = Small()
         small.model["top"] = torch.nn.Linear(4, 1)
-        both = [small.optimizer, dense(small.model["top"].parameters(), lr=0.1)]
-        with protect(small.model, both, pool=path) as tables:
-            if said:
-                with pytest.raises(UsageError, match=f"does not fit this model .*{said}"):
-                    tables.load()
-            else:
+        both = [small.optimizer, kind(small.model["top"].parameters(), lr=0.1)]
+        is_first = not path.exists()
+        order = both[::-1] if is_reversed and not is_first else both
+        with protect(small.model, order, pool=path) as tables:
+            if is_first:
                 with tables.batch():
                     small.step(1)
+                continue
+            with pytest.raises(UsageError, match=said):
+                tables.load()
     assert durable(path)[1, 0] == -1
+
+
+def test_a_pool_that_does_not_say_of_which_kinds_its_optimizers_are_is_loaded(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flatten = Flattener.flatten
+
+    def without(self: Flattener, state: Any) -> Any:
+        return flatten(self, {key: state[key] for key in state if key != "optimizer_kinds"})
+
+    for batch in range(2):
+        small = Small()
+        with monkeypatch.context() as patch:
+            patch.setattr(Flattener, "flatten", without)
+            with small.protect(path) as tables:
+                assert (tables.load() is not None) == bool(batch)
+                small.step(1)
+                tables.wait()
+    assert durable(path)[1, 0] == -2
 
 
 def test_optimizers_in_another_order_are_named(path: Path) -> None:
