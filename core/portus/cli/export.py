@@ -29,7 +29,9 @@ from portus.cli.grouped import FoundGroup, cuts_of, find_groups, newest_complete
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import FoundVersion, aimed, newest, open_pools, version_document
 from portus.cli.progress import bar
+from portus.cli.tables import batches_of
 from portus.client.leaving import safetensors
+from portus.client.loading.contents import Storages
 from portus.client.state.tree import (
     ELSEWHERE,
     decode,
@@ -42,6 +44,7 @@ from portus.client.state.tree import (
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.arrays import read_shape
 from portus.format.layout import RecordKind
+from portus.index.log import logged
 from portus.index.place import Place, local_path
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, VersionRecord, decode_layout
@@ -88,6 +91,8 @@ class ExportResult:
     shared: list[list[str]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     no_weights: list[str] = field(default_factory=list)
+    batches: dict[str, int] = field(default_factory=dict)
+    """Of protected tables: up to which one each part of them is."""
 
 
 @dataclass(slots=True)
@@ -139,6 +144,7 @@ def run(options: ExportOptions, pool: str | None, output: Output) -> int:
             "shared": [list(names) for names in job.done.shared],
             "left_out": list(job.done.left_out),
             "no_weights": list(job.done.no_weights),
+            "batches": dict(job.done.batches),
         }
     )
     return 0
@@ -167,6 +173,7 @@ def _run_torch(found: FoundVersion, options: ExportOptions, output: Output) -> i
             "shared": [],
             "left_out": [],
             "no_weights": [],
+            "batches": dict(done.batches),
         }
     )
     return 0
@@ -209,6 +216,7 @@ def _version_job(found: FoundVersion, options: ExportOptions, stack: contextlib.
     with found.reader.pinned(found.entry.info.id) as entry:
         record = found.reader.record(entry)
         tensors, left_out = _tensors(found, record, options)
+        batches = _batches(found, record)
         tables = {}
         if objects_of(_tree(found, record), ELSEWHERE):
             tables = _tables(found, options, stack)
@@ -226,7 +234,10 @@ def _version_job(found: FoundVersion, options: ExportOptions, stack: contextlib.
         tensors=tensors,
         parts=parts,
         done=ExportResult(
-            shared=safetensors.shared(tensors), left_out=left_out, no_weights=no_weights
+            shared=safetensors.shared(tensors),
+            left_out=left_out,
+            no_weights=no_weights,
+            batches=batches,
         ),
     )
 
@@ -381,6 +392,9 @@ def _say(title: str, options: ExportOptions, done: ExportResult, output: Output)
         output.note(
             f"note: these share memory in the version, and are written separately: {listed}"
         )
+    if len({*done.batches.values()}) > 1:
+        parts = ", ".join(f"the {name} at batch {number}" for name, number in done.batches.items())
+        output.note(f"note: this is of several batches, as relaxed mode leaves it: {parts}")
     if done.left_out:
         count = count_text(len(done.left_out), "value")
         output.note(
@@ -446,8 +460,9 @@ def _write_torch(found: FoundVersion, options: ExportOptions, temporary: str) ->
     with found.reader.pinned(found.entry.info.id) as entry:
         record = found.reader.record(entry)
         tensors = _layout(found, record)
+        batches = _batches(found, record)
     count = sum(_is_wanted(spec.name, options.names) for spec in tensors)
-    return ExportResult(os.stat(temporary).st_size, count)
+    return ExportResult(os.stat(temporary).st_size, count, batches=batches)
 
 
 def _tensors(
@@ -498,6 +513,12 @@ def _tensor_of(node: object, specs: Sequence[TensorSpec], *, arrays: bool) -> Te
 
 def _tree(found: FoundVersion, record: VersionRecord) -> bytes:
     return bytes(found.reader.payload(record.tree, RecordKind.TREE))
+
+
+def _batches(found: FoundVersion, record: VersionRecord) -> dict[str, int]:
+    medium = found.reader.medium
+    storages = Storages(found.reader, record, logged(medium, record))
+    return batches_of(_layout(found, record), storages)
 
 
 def _layout(found: FoundVersion, record: VersionRecord) -> tuple[TensorSpec, ...]:

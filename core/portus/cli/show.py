@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 from collections.abc import Sequence
 from typing import Final
 
@@ -20,18 +18,15 @@ from portus.cli.pools import (
     open_pools,
     version_document,
 )
-from portus.client.loading.contents import Storages, tensor_bytes
+from portus.cli.tables import batches_of
+from portus.client.loading.contents import Storages
 from portus.client.state.tree import decode, distinct, leaf_nodes, tensor_index
-from portus.errors import CorruptionError
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import RecordKind
 from portus.index.log import logged
 from portus.index.place import PlaceKind
 from portus.index.records import VersionRecord, decode_layout
 from portus.spec import TensorSpec
-
-_BATCHES: Final = {"batch": "tables", "dense_batch": "dense part"}
-"""What protected tables call the numbers of their batches."""
 
 _VALUE_MAX: Final = 60
 """Characters of a value that are shown to people."""
@@ -152,7 +147,7 @@ def _show_version(found: FoundVersion, output: Output) -> dict[str, Json]:
         tensors = decode_layout(reader.payload(record.layout, RecordKind.LAYOUT))
         changed = logged(reader.medium, record)
         root = decode(changed.tree or bytes(reader.payload(record.tree, RecordKind.TREE)))
-        batches = _batches(tensors, Storages(reader, record, changed))
+        batches = batches_of(tensors, Storages(reader, record, changed))
     paths, nodes = _leaves(root)
     links = found.held()
     unique = _unique([found]).get(found)
@@ -180,7 +175,7 @@ def _show_version(found: FoundVersion, output: Output) -> dict[str, Json]:
         "shared": _shared(record),
         "unique": unique,
         "changes": changed.entries,
-        "batches": batches,
+        "batches": dict(batches),
         "references": [link_document(link) for link in links],
         "tensors": [_tensor_document(spec, record) for spec in tensors],
         "leaves": [
@@ -193,20 +188,6 @@ def _show_version(found: FoundVersion, output: Output) -> dict[str, Json]:
 
 def _identity(found: FoundVersion) -> dict[str, Json]:
     return {**version_document(found.info), "pool": found.path}
-
-
-def _batches(tensors: Sequence[TensorSpec], storages: Storages) -> dict[str, Json]:
-    """Of protected tables, up to which batch they and the dense part are: a step is that of the
-    version, and its log goes on. Nothing of other versions, and of damaged ones."""
-    specs = {each.name: each for each in tensors if each.dtype == "int64" and not each.shape}
-    if _BATCHES.keys() - specs.keys():
-        return {}
-    found: dict[str, Json] = {}
-    with contextlib.suppress(CorruptionError):
-        for name, said in _BATCHES.items():
-            [data] = tensor_bytes(storages, specs[name], tempfile.gettempdir())
-            found[said] = int.from_bytes(data, "little", signed=True)
-    return found
 
 
 def _leaves(root: object) -> tuple[list[str], list[object]]:

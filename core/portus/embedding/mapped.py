@@ -22,6 +22,7 @@ from portus.format.checksum import DIGEST_SIZE
 from portus.format.dtypes import ITEM_SIZES
 from portus.format.layout import RecordKind
 from portus.index.records import decode_layout
+from portus.media.base import Medium
 from portus.media.dax import DaxDevice, DaxFile
 from portus.spec import Extent
 from portus.transport.base import memory
@@ -34,14 +35,7 @@ class Mapped:
 
     def __init__(self, store: PlacedStore, tables: Sequence[Table]) -> None:
         """Raises ``UsageError`` if the pool is on something else than persistent memory."""
-        medium = store.pool.medium
-        if not isinstance(medium, DaxDevice | DaxFile):
-            raise UsageError(
-                f"{medium.info.name}: expected a DAX device, or a file on a file system with DAX, "
-                f"for tables that are changed in place, found {medium.info.kind.value}; leave "
-                "in_place away, or take another pool"
-            )
-        self._medium: Final = medium
+        self._medium: Final = persistent(store.pool.medium)
         self._store: Final = store
         self._tables: Final = tables
         self._places: dict[int, TensorLocation] = {}
@@ -194,6 +188,17 @@ class Mapped:
             torch.utils.swap_tensors(table.weight, fresh)
         else:
             table.weight.data = tensor
+
+
+def persistent(medium: Medium) -> DaxDevice | DaxFile:
+    """The same medium. Raises ``UsageError`` if it is something else than persistent memory."""
+    if isinstance(medium, DaxDevice | DaxFile):
+        return medium
+    raise UsageError(
+        f"{medium.info.name}: expected a DAX device, or a file on a file system with DAX, for "
+        f"tables that are changed in place, found {medium.info.kind.value}; leave in_place away, "
+        "or take another pool"
+    )
 
 
 def _tensors(table: Table) -> Iterator[tuple[str | None, torch.Tensor]]:

@@ -24,7 +24,7 @@ from portus.embedding.capture import Moments
 from portus.embedding.committer import Committer
 from portus.embedding.early import EarlyLookups, check_early
 from portus.embedding.hooks import Hooks
-from portus.embedding.mapped import Mapped
+from portus.embedding.mapped import Mapped, persistent
 from portus.embedding.marks import Marks
 from portus.embedding.others import OtherStates
 from portus.embedding.placed import PlacedStore
@@ -116,9 +116,12 @@ def protect(
         if ids_of is None:
             raise UsageError("early_lookup: expected a function ids_of, found none")
     files = LocalFiles()
-    if not has_pool(place.path, files):
+    is_new = not has_pool(place.path, files)
+    if is_new:
         create_pool(place.path, files)
     opened = open_writer(place.path, files, timeout_s=timeout_s, max_bytes=max_bytes)
+    if in_place:
+        _require_persistent(opened, files if is_new else None)
     return Protected(
         model,
         optimizers,
@@ -279,6 +282,18 @@ class Protected:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _require_persistent(pool: PoolWriter, made: LocalFiles | None) -> None:
+    """Raise ``UsageError``, and close the pool, if it is not on persistent memory. made: with what
+    the pool was made; it is removed then."""
+    try:
+        persistent(pool.medium)
+    except UsageError:
+        if made is not None and not pool.catalogue().ids():
+            made.remove(pool.medium.info.name)
+        pool.close()
+        raise
 
 
 def _mapped(store: TableStore, tables: Sequence[Table]) -> Mapped | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -529,8 +530,15 @@ def test_after_it_is_closed_a_model_has_no_rows_that_lead_to_the_pool(
 
 
 def test_misuse_of_tables_in_place_is_named(device: str, tmp_path: Path) -> None:
+    (tmp_path / "ordinary").mkdir()
     with pytest.raises(UsageError, match="expected a DAX device, or a file on a file system with"):
-        Small().protect(tmp_path / "ordinary.portus", in_place=True)
+        Small().protect(tmp_path / "ordinary" / "x.portus", in_place=True)
+    assert os.listdir(tmp_path / "ordinary") == []
+    with Small().protect(tmp_path / "ordinary" / "x.portus"):
+        pass
+    with pytest.raises(UsageError, match="expected a DAX device, or a file on a file system with"):
+        Small().protect(tmp_path / "ordinary" / "x.portus", in_place=True)
+    assert (tmp_path / "ordinary" / "x.portus").exists()
     small = Small()
     with small.protect(Path(device), in_place=True) as tables:
         small.step(0)
