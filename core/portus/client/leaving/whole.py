@@ -78,7 +78,7 @@ def outlined(
     with contextlib.ExitStack() as stack:
         outline = stack.enter_context(restore.outlined(pool, entry, part, keep))
         marks = _Marks(stack, tables_pool)
-        state = replaced(outline.state, marks.tensor)
+        state = replaced(outline.state, marks.tensor, part or "")
         yield WholeOutline(state, _storages(pool, outline) | marks.storages())
 
 
