@@ -34,7 +34,7 @@ class PortusCallback(TrainerCallback, ExportableState):
     def __init__(
         self,
         every: str | int = "auto",
-        max_overhead: float = 0.035,
+        max_overhead: float = portus.Cadence.MAX_OVERHEAD,
         mtbf: float | str | None = None,
     ) -> None:
         portus.checked_cadence(every, max_overhead, mtbf)

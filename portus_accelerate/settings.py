@@ -51,7 +51,7 @@ class Settings(portus.Settings):
     materialize_within: float = 600.0
     fixed_batch: Literal["local", "global"] = "local"
     every: str | int | None = None
-    max_overhead: float = 0.035
+    max_overhead: float = portus.Cadence.MAX_OVERHEAD
     mtbf: float | str | None = None
     preempt_within: float | str = 60.0
     keep: portus.Keep = field(default_factory=lambda: portus.Keep(last=1))
@@ -67,7 +67,7 @@ class Settings(portus.Settings):
         portus.checked_within(self.materialize_within)
         if self.preempt_within != "none":
             portus.Preemption(self.preempt_within)  # says what makes no sense, now
-        if (self.every, self.max_overhead, self.mtbf) != (None, 0.035, None):
+        if (self.every, self.max_overhead, self.mtbf) != (None, portus.Cadence.MAX_OVERHEAD, None):
             every = "auto" if self.every is None else self.every
             portus.checked_cadence(every, self.max_overhead, self.mtbf)
 

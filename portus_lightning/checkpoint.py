@@ -37,7 +37,7 @@ class CadenceHooks:
     def __init__(
         self,
         every: str | int = "auto",
-        max_overhead: float = 0.035,
+        max_overhead: float = portus.Cadence.MAX_OVERHEAD,
         mtbf: float | str | None = None,
         **of_model_checkpoint: Any,
     ) -> None:

@@ -24,6 +24,9 @@ from portus.errors import UsageError
 FORMAT: Final = 1
 """Of the state of a ``Tuner``."""
 
+MAX_OVERHEAD: Final = 0.035
+"""The bound where nobody sets one: 3.5 %, as in CheckFreq (FAST 2021)."""
+
 Reason = Literal["bound", "turn", "failures", "first", "steps"]
 
 _WHY: Final[dict[Reason, str]] = {
@@ -70,7 +73,7 @@ class Rule:
     Raises ``UsageError`` for what makes no sense.
     """
 
-    max_overhead: float = 0.035
+    max_overhead: float = MAX_OVERHEAD
     mtbf_s: float | None = None
     steps_max: int | None = None
 

@@ -12,7 +12,16 @@ from typing import Any, Final, Literal
 
 import torch
 
-from portus.cadence.bounded import Costs, Decision, Rule, Tuner, decide, overhead, shortest
+from portus.cadence.bounded import (
+    MAX_OVERHEAD,
+    Costs,
+    Decision,
+    Rule,
+    Tuner,
+    decide,
+    overhead,
+    shortest,
+)
 from portus.cadence.steps import parse_every, parse_seconds
 from portus.client.fence.clock import Clock
 from portus.client.job import journal
@@ -27,7 +36,7 @@ FIRST_STEPS: Final = 10
 
 
 def checked_cadence(
-    every: str | int = "auto", max_overhead: float = 0.035, mtbf: float | str | None = None
+    every: str | int = "auto", max_overhead: float = MAX_OVERHEAD, mtbf: float | str | None = None
 ) -> tuple[Literal["auto"] | int | float, Rule]:
     """What a user says about when to save, read: "auto", steps (an int) or seconds (a float); and
     the rule. Raises ``UsageError`` for what makes no sense."""
@@ -67,6 +76,9 @@ class Cadence:
     ``UsageError`` for a value that is not allowed.
     """
 
+    MAX_OVERHEAD: Final = MAX_OVERHEAD
+    """The bound where nobody sets one."""
+
     UNSEEN: Final = "10min"
     """What adapters use in place of "auto" when Portus is turned off: other code saves then, and
     its cost is not visible here."""
@@ -75,7 +87,7 @@ class Cadence:
         self,
         every: str | int = "auto",
         *,
-        max_overhead: float = 0.035,
+        max_overhead: float = MAX_OVERHEAD,
         mtbf: float | str | None = None,
         process_group: Any = None,
         preemption: Preemption | None = None,
