@@ -67,19 +67,28 @@ class Hooks:
             if owner is not None:
                 owner._training.check_lookup(module)
 
-        def shown(module: torch.nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        def shown(
+            module: torch.nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]
+        ) -> None:
             owner = known()
             table = None if owner is None else owner._training.table_of(module)
             if owner is not None and table is not None:
-                owner._states.leave_out(table, state, prefix)
+                owner._states.leave_out(table, state, prefix, about)
 
-        def taken(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        def taken(
+            module: torch.nn.Module,
+            state: dict[str, Any],
+            prefix: str,
+            about: dict[str, Any],
+            *_: object,
+        ) -> None:
             owner = known()
             if owner is not None:
                 table = owner._training.table_of(module)
                 state.update(owner._states.filled(state, resumes=table is not None))
                 if table is not None and prefix + "weight" in state:
                     owner._batches.before_others_write(table)
+                    owner._states.go_on_from(about)
 
         for module, table in self._training.modules:
             self._handles += [

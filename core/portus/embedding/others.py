@@ -6,6 +6,7 @@ loads it goes on with the tables of that very batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,9 @@ from portus.embedding.marks import Marks
 from portus.embedding.tables import Table
 from portus.embedding.training import ProtectedTraining
 
+_ABOUT: Final = "portus.embedding"
+"""In what a module's state says about itself (``_metadata``): the pool, and the batch."""
+
 
 class OtherStates:
     """The states of one training, as ``state_dict`` gives them and ``load_state_dict`` takes them.
@@ -27,10 +31,24 @@ class OtherStates:
         self._batches: Final = batches
         self._marks: Final = marks
 
-    def leave_out(self, table: Table, state: dict[str, Any], prefix: str) -> None:
-        """Of the state of a module, its table."""
+    def leave_out(
+        self, table: Table, state: dict[str, Any], prefix: str, about: dict[str, Any]
+    ) -> None:
+        """Of the state of a module, its table. about: is told where it is from, for a file that has
+        the table filled in."""
         if self._batches.may_mark:
-            state[prefix + "weight"] = self._elsewhere("model", f"{table.name}.weight".lstrip("."))
+            place = self._elsewhere("model", f"{table.name}.weight".lstrip("."))
+            state[prefix + "weight"] = place
+            about[_ABOUT] = {"pool": self._training.identity, "batch": place.batch}
+
+    def go_on_from(self, about: Mapping[str, Any]) -> None:
+        """A table is loaded by a state that says so of itself: if it is of this training, that is
+        gone on with at its batch."""
+        known = about.get(_ABOUT)
+        if isinstance(known, Mapping) and known.get("pool") == self._training.identity:
+            batch = known.get("batch")
+            if type(batch) is int and batch >= 0:
+                self._batches.go_on_from_mark(batch)
 
     def leave_out_rows(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """Of the state of an optimizer, what it keeps of rows; None: all of it stays."""

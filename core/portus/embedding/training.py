@@ -48,6 +48,11 @@ class ProtectedTraining:
         return self._pool.medium.info.name
 
     @property
+    def identity(self) -> str:
+        """That of its pool, in hex."""
+        return self._pool.superblock.uuid.hex()
+
+    @property
     def optimizer_kinds(self) -> list[str]:
         """The classes of the optimizers, by name: a state of one may load into another."""
         return [type(each).__name__ for each in self.optimizers]

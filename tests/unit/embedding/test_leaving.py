@@ -99,6 +99,33 @@ def test_a_materialised_file_has_the_tables_of_its_batch(saved: Saved) -> None:
     saved.tables.unlink()
     found = torch.load(saved.file, weights_only=True)
     assert same(found, saved.whole)
+    fresh: Any = Training().model.state_dict()
+    assert found["model"]._metadata.keys() == fresh._metadata.keys()
+
+
+def test_a_training_goes_on_from_a_materialised_file_at_its_batch(saved: Saved) -> None:
+    portus.materialize(saved.file)
+    found = torch.load(saved.file, weights_only=True)
+    again = Training()
+    with again.protected(str(saved.tables)) as tables:
+        again.model.load_state_dict(found["model"])
+        for optimizer, each in zip(again.optimizers, found["optimizers"], strict=True):
+            optimizer.load_state_dict(each)
+        again.scheduler.load_state_dict(found["scheduler"])
+        assert tables.batches == SAVED
+        again.step(SAVED + 1)
+    again = Training()
+    with again.protected(str(saved.tables)) as tables:
+        assert again.load(tables) == SAVED + 1
+        rows = again.model.bags.weight.detach().clone()
+    assert not torch.equal(rows, found["model"]["bags.weight"])
+    other = Training()
+    with other.protected(str(saved.tables.with_name("other.portus"))) as tables:
+        other.step(1)
+    with other.protected(str(saved.tables.with_name("other.portus"))):
+        other.model.load_state_dict(found["model"])  # of another training
+        with pytest.raises(UsageError, match="call `load` before the first update"):
+            other.step(2)
 
 
 def test_the_command_materialises_tables_in_a_pool_that_was_moved(saved: Saved) -> None:

@@ -75,6 +75,8 @@ def replaced(state: Any, of: Filler, path: str = "") -> Any:
         if any(changed[key] is not value for key, value in state.items()):
             copy: Any = state.copy() if hasattr(state, "copy") else dict(state)
             copy.update(changed)
+            if hasattr(state, "__dict__"):  # such as ``_metadata`` of a module's state
+                vars(copy).update(vars(state))
             return copy
         return state
     if type(state) in (list, tuple):
