@@ -38,6 +38,7 @@ _OWN: Final = frozenset(
         "_items",
         "_known",
         "_process",
+        "_has_opened",
     }
 )
 """Attributes of a ``Shelf`` that are no names on it."""
@@ -104,10 +105,11 @@ class Shelf:
         else:
             pool = open_reader(place.path, files)
         self._begin(pool, writable=mode == "w", log_bytes=log_bytes)
+        self._has_opened = True
 
     @classmethod
     def on(cls, pool: PoolReader, *, writable: bool, log_bytes: int | None = None) -> Shelf:
-        """A shelf on an open pool, which it will close; for tests on other kinds of media."""
+        """A shelf on an open pool, which ``close`` will close; for tests on other kinds of media."""
         made = cls.__new__(cls)
         made._begin(pool, writable=writable, log_bytes=log_bytes)
         return made
@@ -326,8 +328,8 @@ class Shelf:
             self._abandon()
 
     def __del__(self) -> None:
-        """Release the pool. What was not synced is lost, as after an exception."""
-        if getattr(self, "_process", None) == os.getpid():
+        """Release the pool that it opened. What was not synced is lost, as after an exception."""
+        if getattr(self, "_has_opened", False) and self._process == os.getpid():
             self._abandon()
 
     def _abandon(self) -> None:
