@@ -43,6 +43,11 @@ class Ending:
         if self._settings.materialize == "end":
             _OPEN.add(self)
 
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing yet that is to be made real."""
+        return self._run is None
+
     def begin(self) -> None:
         """One more training: at its end older checkpoints are looked at again."""
         self._is_over = False

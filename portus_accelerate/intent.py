@@ -26,6 +26,12 @@ if sys.platform == "linux":
     import fcntl
 
 _SUFFIX: Final = ".saving"
+_NEW: Final = ".new"
+"""Behind the name of a note that is not locked yet."""
+
+_NEW_S: Final = 60.0
+"""A note is locked long before it is as old as that, or its process is gone."""
+
 _WRITER: Final = "writer"
 _OTHER: Final = "other"
 
@@ -56,7 +62,7 @@ def note(home: str, directory: str, *, is_writer: bool) -> Intent | None:
     note is a help, not a promise. is_writer: false where this process may make the directory,
     and another one fills it."""
     path = os.path.join(home, f"{os.getpid()}-{os.urandom(8).hex()}{_SUFFIX}")
-    unlocked = f"{path}.new"  # another run that sees a note before it is locked takes it for old
+    unlocked = f"{path}{_NEW}"  # another run that sees a note before it is locked takes it for old
     kind = _WRITER if is_writer else _OTHER
     try:
         os.makedirs(home, exist_ok=True)
@@ -90,6 +96,8 @@ def cut_off(home: str) -> Iterator[str]:
     taken out of the way before the next one is asked for: then its note goes."""
     for name in _entries(home):
         path = os.path.join(home, name)
+        if name.endswith(f"{_SUFFIX}{_NEW}"):
+            _remove_left(path)
         if not name.endswith(_SUFFIX) or path in _own:
             continue
         with contextlib.suppress(OSError), open(path, "r+b") as file:
@@ -101,6 +109,13 @@ def cut_off(home: str) -> Iterator[str]:
                 )
                 if not whole:
                     yield directory
+            os.unlink(path)
+
+
+def _remove_left(path: str) -> None:
+    """Remove a note that was never locked, if its process died before it could be."""
+    with contextlib.suppress(OSError):
+        if abs(time.time() - os.stat(path).st_mtime) > _NEW_S:
             os.unlink(path)
 
 

@@ -75,6 +75,8 @@ class Saver:
         self._ending: Final = Ending(settings)
         self._loaded: str | None = None
         """Of a training that saves whole directories, on the process that does."""
+        self._goes_on_from: str | None = None
+        """The own checkpoint that this training goes on from, on the same process."""
         self._uploaded: str | None = None
         self._deferred: list[tuple[portus.SaveHandle | None, list[Callable[[], Any]]]] = []
         self._cut_off: Final = CutOff(
@@ -227,6 +229,17 @@ class Saver:
         self._ending.begin()
         self._cut_off.mend(os.path.abspath(directory), uncommitted=True)
 
+    def goes_on_from(self, directory: str) -> None:
+        """The training that begins goes on from its own checkpoint ``directory``."""
+        if self._peers.is_writer:
+            self._goes_on_from = os.path.abspath(directory)
+
+    @property
+    def saved_nothing_since(self) -> bool:
+        """True if this training went on from a checkpoint, and saved none since; on the process
+        that saves them."""
+        return self._goes_on_from is not None and self._ending.is_empty
+
     def make_room(self, directory: str, size: int) -> None:
         """Training is about to start, and checkpoints of about ``size`` bytes in the pool will be
         like ``directory``: make room in the background, so that the first is as fast as others."""
@@ -363,8 +376,11 @@ class Saver:
                 shards, self._shards = self._shards, None
                 shards.close()
             loaded, self._loaded = self._loaded, None
+            own, self._goes_on_from = self._goes_on_from, None
             if loaded is not None and self._trains_in(loaded):
-                self._ending.loaded(self._run_of(loaded), loaded)
+                own = loaded
+            if own is not None:
+                self._ending.loaded(self._run_of(own), own)
             self._ending.materialize()
 
     # Saving.

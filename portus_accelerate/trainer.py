@@ -134,6 +134,9 @@ def _train(stock: Callable[..., Any]) -> Callable[..., Any]:
             saver.fetch_checkpoints(self.args.output_dir)
         saver.begin(os.path.join(self.args.output_dir, "checkpoint-0"))
         chosen = _chosen(saver, self.args.output_dir, resume_from_checkpoint)
+        own = _own_checkpoint(self.args.output_dir, chosen)
+        if own is not None and not self.args.save_only_model:
+            saver.goes_on_from(own)
         _follow_the_cadence(self, saver)
         seen = not self.args.save_only_model and not _pushes_all(self.args)
         from portus_accelerate import leaving  # it needs transformers
@@ -143,10 +146,36 @@ def _train(stock: Callable[..., Any]) -> Callable[..., Any]:
                 result = stock(self, chosen, *more, **named)
             except leaving.EvaluationLeft:
                 result = leaving.left(self)
+            if saver.saved_nothing_since:
+                _rotate_now(self)
             saver.finish()  # within the time that a signal leaves
         return result
 
     return train
+
+
+def _own_checkpoint(output: str, chosen: Any) -> str | None:
+    """The checkpoint in ``output`` that a training goes on from, if it does."""
+    module: Any = sys.modules["transformers.trainer"]
+    if chosen is True:
+        chosen = module.get_last_checkpoint(output) if os.path.isdir(output) else None
+    if not isinstance(chosen, str | os.PathLike):
+        return None
+    path = os.path.abspath(os.fspath(chosen))
+    return path if os.path.dirname(path) == os.path.abspath(output) else None
+
+
+def _rotate_now(trainer: Any) -> None:
+    """Remove the old checkpoints that the process before would have, after its last save, had it
+    not been killed: Trainer only does it when it saves."""
+    module: Any = sys.modules["transformers.trainer"]
+    if trainer.args.should_save:
+        module.rotate_checkpoints(
+            output_dir=trainer.args.output_dir,
+            save_total_limit=trainer.args.save_total_limit,
+            best_model_checkpoint=trainer.state.best_model_checkpoint,
+            use_mtime=True,
+        )
 
 
 def _follow_the_cadence(trainer: Any, saver: Saver) -> None:

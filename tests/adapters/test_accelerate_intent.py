@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -143,6 +144,17 @@ def test_a_note_is_not_there_for_others_before_it_is_locked(tmp_path: Path) -> N
     assert [str(each) for each in home.iterdir()] == [note.path]
     note.drop()
     assert not home.exists()
+
+
+def test_a_note_whose_writer_died_before_it_was_locked_goes_when_it_is_old(tmp_path: Path) -> None:
+    home = tmp_path / ".portus"
+    home.mkdir()
+    old, young = home / "1-a.saving.new", home / "2-b.saving.new"
+    for path in (old, young):
+        path.write_bytes(b"")
+    os.utime(old, (1, 1))
+    assert list(intent.cut_off(str(home))) == []
+    assert list(home.iterdir()) == [young]
 
 
 def test_a_run_that_died_as_it_put_a_checkpoint_aside_loads_the_one_before(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def flag(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def trained(
-    root: Path, steps: int, *, resume: bool = False, callbacks: Any = None, **changes: Any
+    root: Path, steps: int, *, resume: bool | Path = False, callbacks: Any = None, **changes: Any
 ) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -87,6 +87,46 @@ def test_weights_stay_real_and_the_rest_is_in_the_pool_and_resumes(tmp_path: Pat
     assert second.state.global_step == 5
     moments = second.optimizer.state_dict()["state"][0]
     assert moments["step"] == 5
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("flag")
+def test_a_run_that_was_killed_as_it_ended_is_ended_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after its last commit, before it removed what is one too many, made its files real,
+    and removed its pool: nothing is left to train, and nothing is saved any more."""
+    out = tmp_path / "out"
+    trained(tmp_path, 4, save_total_limit=3)
+    assert portus.is_reference(out / "checkpoint-4" / "optimizer.pt")
+    monkeypatch.setenv(settings.VARIABLE, '{"materialize": "end"}')
+    again = trained(tmp_path, 4, resume=True, save_total_limit=2)
+    assert again.state.global_step == 4
+    assert sorted(each.name for each in out.glob("checkpoint-*")) == [
+        "checkpoint-3",
+        "checkpoint-4",
+    ]
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert not any(map(portus.is_reference, files))
+    assert not [path for path in files if path.suffix == ".portus"]
+    trained(tmp_path, 6, resume=True)
+    assert sorted(each.name for each in out.glob("checkpoint-*")) == [
+        "checkpoint-5",
+        "checkpoint-6",
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("flag")
+def test_a_training_that_starts_from_another_one_s_checkpoint_leaves_that_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path / "first", 2)
+    theirs = tmp_path / "first" / "out" / "checkpoint-2"
+    monkeypatch.setenv(settings.VARIABLE, '{"materialize": "end"}')
+    trained(tmp_path / "second", 2, resume=theirs)
+    assert portus.is_reference(theirs / "optimizer.pt")
+    assert (tmp_path / "first" / "out" / "checkpoint-1").is_dir()
 
 
 @pytest.mark.long

@@ -109,7 +109,7 @@ class Shelf:
 
     @classmethod
     def on(cls, pool: PoolReader, *, writable: bool, log_bytes: int | None = None) -> Shelf:
-        """A shelf on an open pool, which ``close`` will close; for tests on other kinds of media."""
+        """A shelf on an open pool, which ``close`` closes; for tests on other kinds of media."""
         made = cls.__new__(cls)
         made._begin(pool, writable=writable, log_bytes=log_bytes)
         return made

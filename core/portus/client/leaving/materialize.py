@@ -57,7 +57,8 @@ def materialize(
         was when they were saved. The files contain the tables, as of the batch of each checkpoint.
 
     The bytes go from the pool to a hidden file beside it, verified on the way, 16 MiB at a time;
-    then that is synced, and renamed into place. The time of last change and the mode stay. In
+    then that is synced, and renamed into place. The time of last change and the mode stay; so does
+    the time of a directory in which all files are made real. In
     memory is what of the state is no tensor: numbers, text, arrays of numpy.
     Symbolic links below a directory are left alone; what they lead to is found where it lies. So
     are files that were put aside (``.uncommitted``).
@@ -129,7 +130,14 @@ def in_place(
     advanced(0)
     if os.path.isdir(place):
         for paths in _directories(place):
-            yield from _materialize_directory(paths, pools, advanced, failed, tables_pool)
+            saved_ns, is_changed = _newest_ns(paths), False
+            try:
+                for each in _materialize_directory(paths, pools, advanced, failed, tables_pool):
+                    is_changed = True
+                    yield each
+            finally:
+                if is_changed:
+                    _set_time(os.path.dirname(paths[0]), saved_ns)
     else:
         with _telling(failed):
             if made := _materialize_file(place, place, pools, advanced, tables_pool):
@@ -151,6 +159,22 @@ def _directories(place: str) -> Iterator[list[str]]:
     for directory, _, names in os.walk(place):
         paths = [os.path.join(directory, name) for name in sorted(names)]
         yield [path for path in paths if not os.path.islink(path) and not is_aside(path)]
+
+
+def _newest_ns(paths: list[str]) -> int:
+    """When the newest of some files was changed last; 0 if none is there any more."""
+    found = [0]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found.append(os.stat(path).st_mtime_ns)
+    return max(found)
+
+
+def _set_time(directory: str, changed_ns: int) -> None:
+    """Who sorts checkpoints by the times of their directories, as Trainer does when it removes old
+    ones, finds the order in which they were saved, and not that in which they became real."""
+    with contextlib.suppress(OSError):
+        os.utime(directory, ns=(changed_ns, changed_ns))
 
 
 def _materialize_directory(

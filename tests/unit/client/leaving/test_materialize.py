@@ -201,6 +201,27 @@ def test_materialising_a_directory_replaces_references_and_nothing_else(run: Run
     assert len(os.listdir(run.ckpt)) == 4
 
 
+def test_directories_keep_the_order_in_which_they_were_saved(run: Run) -> None:
+    """Whoever removes old checkpoints sorts directories by their times."""
+    for step in (1, 2, 3):
+        run.save(f"step-{step}/a.pt", numbers(step))
+        run.save(f"step-{step}/b.pt", numbers(step))
+        other = run.ckpt / f"step-{step}" / "other.txt"
+        other.write_text("not ours")
+        for path in (*other.parent.iterdir(), other.parent):
+            os.utime(path, ns=(step * 10**9, step * 10**9))
+    untouched = run.ckpt / "without"
+    untouched.mkdir()
+    (untouched / "x").write_text("x")
+    before = untouched.stat().st_mtime_ns
+    for step in (3, 1, 2):
+        assert len(materialize(run.ckpt / f"step-{step}")) == 2
+    materialize(untouched)
+    found = [(run.ckpt / f"step-{step}").stat().st_mtime_ns for step in (1, 2, 3)]
+    assert found == [10**9, 2 * 10**9, 3 * 10**9]
+    assert untouched.stat().st_mtime_ns == before
+
+
 def test_materialising_a_link_replaces_what_it_leads_to(run: Run) -> None:
     path = run.save("a.ckpt", numbers())
     (run.ckpt / "last.ckpt").symlink_to("a.ckpt")
