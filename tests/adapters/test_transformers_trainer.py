@@ -47,7 +47,7 @@ def flag(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def trained(
-    root: Path, steps: int, *, resume: bool | Path = False, callbacks: Any = None, **changes: Any
+    root: Path, steps: int, *, resume: bool | str = False, callbacks: Any = None, **changes: Any
 ) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -124,7 +124,7 @@ def test_a_training_that_starts_from_another_one_s_checkpoint_leaves_that_alone(
     trained(tmp_path / "first", 2)
     theirs = tmp_path / "first" / "out" / "checkpoint-2"
     monkeypatch.setenv(settings.VARIABLE, '{"materialize": "end"}')
-    trained(tmp_path / "second", 2, resume=theirs)
+    trained(tmp_path / "second", 2, resume=str(theirs))
     assert portus.is_reference(theirs / "optimizer.pt")
     assert (tmp_path / "first" / "out" / "checkpoint-1").is_dir()
 
