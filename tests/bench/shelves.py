@@ -239,9 +239,10 @@ def draw(rows: Mapping[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 5))
+    figure, panels = pyplot.subplots(1, 2, figsize=(12, 5.6), layout="constrained")
+    colors: dict[str, str] = {}
     for panel, kind in zip(panels, BARS, strict=True):
-        for medium, style in (("tmpfs", "-"), ("disk", "--")):
+        for medium in ("tmpfs", "disk"):
             found = {
                 count: row["figures"]
                 for count in COUNTS
@@ -249,26 +250,28 @@ def draw(rows: Mapping[str, Any], path: Path) -> None:
                 if name.startswith(f"{kind} k={count}, {medium}")
             }
             names = [each for figures in found.values() for each in figures]
-            for number, name in enumerate(dict.fromkeys(names)):
+            for name in dict.fromkeys(names):
                 if name == "in place":
                     continue
+                color = colors.setdefault(name.removesuffix(" + fsync"), f"C{len(colors)}")
                 ratios = [
                     statistics.median(each[name]) / statistics.median(each["in place"])
                     for each in found.values()
                 ]
-                panel.plot(
-                    list(found), ratios, style, color=f"C{number}", label=f"{name}, {medium}"
-                )
+                style = {"tmpfs": "-", "disk": "-." if "fsync" in name else "--"}[medium]
+                panel.plot(list(found), ratios, style, color=color, label=f"{name}, {medium}")
         least, most = PAPER[kind]
         panel.axhspan(least, most, color="gray", alpha=0.2)
         panel.axhline(
-            least, color="gray", label=f"paper: {least:.0f}" + f" to {most:.0f}" * (most > least)
+            least,
+            color="gray",
+            label=f"paper: {least:.0f} to {most:.0f}" if most > least else "paper: over 3",
         )
         panel.set_yscale("log")
         panel.set_xlabel("k")
         panel.set_title(f"{kind}: time of a save, over the shelf in place")
-        panel.legend(fontsize=6)
-    figure.tight_layout()
+    lines = {line.get_label(): line for panel in panels for line in panel.get_lines()}
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=5, fontsize=8)
     figure.savefig(path, dpi=90, metadata={"Software": None})
 
 
