@@ -369,8 +369,22 @@ class Keeper:
             for path, each in self._uncommitted(model, frozenset()).items():
                 if _stands_alone(each):
                     self._put_aside(path, each)
+            self._forget_put_aside()
         except MediumError as error:
             _log.warning("portus: files of interrupted saves stay: %s", error)
+
+    def _forget_put_aside(self) -> None:
+        """Forget the files that a process put aside which died before it did this: their links would
+        stay when the pool is gone."""
+        there = {entry.info.token.hex() for entry in self._writer.catalogue().entries()}
+        for link in self._seen:
+            reference = link.reference
+            if link.state is Fate.ALIVE and link.path is None and reference.token not in there:
+                paths = self._survey.copies(reference)
+                if paths and all(map(is_aside, paths)):
+                    self._forget(reference)
+                    with self._guard:
+                        self._known.pop(reference.id, None)
 
     def withdraw(self, path: str, placed: Reference, asked: int, *, is_in_doubt: bool) -> None:
         """The save failed that ``placed`` was put at ``path`` for: put the file aside, or until its

@@ -304,6 +304,18 @@ def test_a_file_that_another_program_writes_to_in_place_holds_nothing_and_its_by
     assert scene.keeper.held(scene.writer.catalogue()) == {scene.info(1).id}
 
 
+def test_what_a_process_put_aside_that_died_then_leaves_no_link(scene: Scene) -> None:
+    scene.put_failed("a.ckpt")
+    moved, held = scene.put_failed("moved.ckpt"), scene.put("b.ckpt", 1)
+    os.rename(scene.path("a.ckpt"), scene.path("a.ckpt") + ASIDE)
+    os.rename(scene.path("moved.ckpt"), scene.path("elsewhere.ckpt"))
+    scene.keeper.deleted()
+    scene.keeper._begun = False  # as by the next process
+    scene.keeper.begin("net")
+    links = {each.split(".")[0] for each in os.listdir(links_directory(scene.run.path))}
+    assert links == {moved.id, held.id}
+
+
 def test_a_damaged_reference_is_not_taken_for_what_another_program_wrote(scene: Scene) -> None:
     made = scene.put("a.ckpt", 2)
     with open(scene.path("a.ckpt"), "r+b") as file:
