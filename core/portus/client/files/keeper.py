@@ -374,8 +374,8 @@ class Keeper:
             _log.warning("portus: files of interrupted saves stay: %s", error)
 
     def _forget_put_aside(self) -> None:
-        """Forget the files that a process put aside which died before it did this: their links would
-        stay when the pool is gone."""
+        """Forget the files that a process put aside, if it died before it did this: their links
+        would stay when the pool is gone."""
         there = {entry.info.token.hex() for entry in self._writer.catalogue().entries()}
         for link in self._seen:
             reference = link.reference
