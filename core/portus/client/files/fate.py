@@ -22,6 +22,7 @@ import enum
 import itertools
 import logging
 import os
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -43,6 +44,9 @@ from portus.media.base import Birth, FileSystem
 from portus.protocol.address import is_address
 
 _log: Final = logging.getLogger("portus")
+
+_ID: Final = re.compile(r"[0-9a-f]{32}")
+"""Of a reference, by which its link is named; somebody else's files have other names."""
 
 
 class Fate(enum.Enum):
@@ -96,7 +100,8 @@ def overwritten(
     found: dict[LinkName, str | None] = {}
     for name in link_names(directory, files):
         link = os.path.join(directory, str(name))
-        if name.id not in references and not name.is_copy and is_foreign(link, files):
+        is_link = _ID.fullmatch(name.id) is not None and not name.is_copy
+        if is_link and name.id not in references and is_foreign(link, files):
             found[name] = _path_of(link, name, files, survey or survey_of(directory))
     return found
 

@@ -295,11 +295,12 @@ def test_a_file_that_another_program_writes_to_in_place_holds_nothing_and_its_by
     name = "a.ckpt" if part is None else "a/model.ckpt"
     made, other = scene.put(name, 2, part), scene.put("b.ckpt", 1)
     torch.save({"other": torch.zeros(size)}, scene.path(name))
-    links = links_directory(scene.run.path)
+    links = Path(links_directory(scene.run.path))
     assert any(made.id in each for each in os.listdir(links))
+    (links / "README").write_text("of somebody else")
     assert scene.keeper.deleted() == {scene.info(2).id}
     assert f"{scene.path(name)} was a reference file" in caplog.text
-    assert [each.split(".")[0] for each in os.listdir(links)] == [other.id]
+    assert {each.split(".")[0] for each in os.listdir(links)} == {other.id, "README"}
     assert torch.load(scene.path(name))["other"].shape == (size,)
     assert scene.keeper.held(scene.writer.catalogue()) == {scene.info(1).id}
 
