@@ -42,6 +42,7 @@ TELLING = {
         Fault(Call.FSTAT, POOL, 51, errno.EIO, True),
         Fault(Call.FSTAT, LINKS, 35, errno.EIO, True),
         Fault(Call.LIST, FILES, 44, errno.ELOOP, True),
+        Fault(Call.STAT, FILES, 20, errno.ELOOP, True),
         Fault(Call.ANY, POOL, 112, errno.ELOOP, True),
     ],
     "lightning": [

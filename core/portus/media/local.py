@@ -144,8 +144,8 @@ class LocalFiles:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                return None
+            if error.errno == errno.ELOOP and os.path.islink(path):
+                return None  # in a circle; and else nobody knows whether something is there
             raise file_error("look at", path, error) from error
         identity = (found.st_dev, found.st_ino)
         return FileStatus(identity, found.st_nlink, found.st_size, found.st_mtime_ns)

@@ -157,6 +157,15 @@ def test_only_regular_files_are_opened(directory: Path) -> None:
     assert len(opened()) <= len(before)
 
 
+def test_a_link_in_a_circle_is_nothing_and_what_is_behind_one_is_not_known(directory: Path) -> None:
+    files, circle = LocalFiles(), directory / "circle"
+    circle.symlink_to("circle")
+    assert files.status(str(circle)) is None
+    assert files.status(str(directory / "absent")) is None
+    with pytest.raises(MediumError, match="cannot look at"):
+        files.status(str(circle / "file"))
+
+
 def test_errors_leave_no_descriptor_open(directory: Path) -> None:
     path, before = str(directory / "pool"), opened()
     files = LocalFiles()
