@@ -86,16 +86,17 @@ def serve(options: ServeOptions) -> bool:
     server = prepared(options)
     scrubber = None if rate is None else Scrubber(server.house.pools, server.house.counters, rate)
     signals = _heard_signals()
-    desk = _desk(options, server)
+    desk, without_desk = _desk(options, server)
     server.start()
     for door in server.doors:
         address = door.reached
         tell(
             logging.INFO,
             "serving",
-            f"serving {options.place} on {address}",
+            f"serving {options.place} on {address}{without_desk and f'; {without_desk}'}",
             place=options.place,
             address=address,
+            **({"no_admin": without_desk} if without_desk else {}),
         )
     notify("READY=1")
     if scrubber is not None:
@@ -136,14 +137,13 @@ def _give_back_what_is_freed() -> None:
         library.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
-def _desk(options: ServeOptions, server: Server) -> Desk | None:
-    """Where the operator is heard. One that nobody asked for is done without, if it cannot be; the
-    log says why."""
+def _desk(options: ServeOptions, server: Server) -> tuple[Desk | None, str]:
+    """Where the operator is heard, or why nowhere. One that nobody asked for is done without, if it
+    cannot be."""
     try:
         path = options.admin_path or desk_path(server)
     except UsageError as error:
-        tell(logging.INFO, "no_admin", f"no socket for `portus admin`: {error}", why=str(error))
-        return None
+        return None, f"no socket for `portus admin`: {error}"
     try:
         desk = Desk(path, server, lambda: reload(options, server))
     except MediumError as error:
@@ -151,9 +151,9 @@ def _desk(options: ServeOptions, server: Server) -> Desk | None:
             server.stop()
             raise
         tell(logging.WARNING, "log", f"cannot listen for the operator: {error.strerror}")
-        return None
+        return None, ""
     desk.start()
-    return desk
+    return desk, ""
 
 
 def _heard_signals() -> socket.socket:

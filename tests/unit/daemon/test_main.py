@@ -123,7 +123,7 @@ def test_strangers_cost_so_many_lines_of_log_at_most(tmp_path: Path) -> None:
     [left_out] = found.pop("left_out")
     assert told + int(left_out["count"]) >= count
     assert told <= 20
-    assert found.keys() == {"no_admin", "serving", "ending"}
+    assert found.keys() == {"serving", "ending"}
 
 
 def test_one_pool_file_has_one_tenant(tmp_path: Path) -> None:

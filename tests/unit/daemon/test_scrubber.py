@@ -51,7 +51,7 @@ def test_a_host_does_not_scrub_unless_it_is_told_to(run: Run) -> None:
     with Host(run.net) as host:
         assert host.stop() == 0
     events = {json.loads(line)["event"] for line in host.log.splitlines()}
-    assert events == {"no_admin", "serving", "ending"}
+    assert events == {"serving", "ending"}
 
 
 def test_a_pool_in_memory_is_read_too() -> None:
