@@ -386,8 +386,7 @@ def overwritten(pool: Place) -> list[str]:
     them in place. Only looks. What cannot be looked at is none."""
     directory, files = links_directory(pool.path), LocalFiles()
     try:
-        ids = {link.reference.id for link in fate.links(directory, files, adopt=False)}
-        found = fate.overwritten(directory, files, ids)
+        found = fate.overwritten(directory, files)
     except MediumError:
         return []
     paths = (path for path in found.values() if path is not None)

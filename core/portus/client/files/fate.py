@@ -92,11 +92,14 @@ _WORTH: Final = {Fate.ALIVE: 0, Fate.PINNED: 0, Fate.UNKNOWN: 1, Fate.DELETED: 2
 
 
 def overwritten(
-    directory: str, files: FileSystem, references: Collection[str], survey: Survey | None = None
+    directory: str,
+    files: FileSystem,
+    references: Collection[str] = (),
+    survey: Survey | None = None,
 ) -> dict[LinkName, str | None]:
     """The links to files that another program wrote to in place, so that they are references no
     more; with the path of each, if it is found in its directory. references: the ids of links that
-    are known to be references. Only looks. Raises ``MediumError``."""
+    are known to be references, and need not be read. Only looks. Raises ``MediumError``."""
     found: dict[LinkName, str | None] = {}
     for name in link_names(directory, files):
         link = os.path.join(directory, str(name))
