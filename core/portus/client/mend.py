@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -134,7 +135,15 @@ def _newest_file(directory: str, model: str) -> str | None:
     """The newest reference file of a model in a directory; no link to one, which may be what is to
     be led there."""
     found = saved_in([directory], model)
-    return next((p for p in found if os.path.isfile(p) and not os.path.islink(p)), None)
+    return next(filter(_is_file, found), None)
+
+
+def _is_file(path: str) -> bool:
+    """True for a file that is no link, by one look: another rank's link may go between two."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def _pool_files(place: Place, model: str | None) -> list[str]:
