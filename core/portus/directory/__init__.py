@@ -1,0 +1,1 @@
+"""A directory as a place for checkpoints: drafts, publishing, spares, holds."""

@@ -1,0 +1,1 @@
+"""The writer: fills the file of an image, and hashes what it stores."""
