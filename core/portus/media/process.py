@@ -59,13 +59,13 @@ _STANDARD: Final = 3
 """The numbers below it are standard input, output and error, whether they are open or not."""
 
 
-def _open(path: str, flags: int, mode: int) -> int:
+def _open(path: str, flags: int, mode: int, directory: int | None) -> int:
     """As ``os.open``, but never with the number of a standard stream.
 
     Where such a stream is closed (``python train.py >&-``), its number is the next one that the
     system gives; what a library in C then prints would go into the file.
     """
-    number, low = os.open(path, flags, mode), list[int]()
+    number, low = os.open(path, flags, mode, dir_fd=directory), list[int]()
     try:
         while number < _STANDARD:
             low.append(number)
@@ -79,14 +79,17 @@ def _open(path: str, flags: int, mode: int) -> int:
 class Descriptor:
     """An open file, in this process only."""
 
-    def __init__(self, path: str, flags: int, mode: int = 0o666) -> None:
-        """Open ``path`` as ``os.open`` does; raises its ``OSError``."""
+    def __init__(
+        self, path: str, flags: int, mode: int = 0o666, *, directory: Descriptor | None = None
+    ) -> None:
+        """Open ``path``, relative to ``directory``, as ``os.open`` does; raises its ``OSError``."""
         self.path: Final = path
         self._process: Final = os.getpid()
         self._number = -1
         self._slot: int | None = None
         with still:
-            self._number = _open(path, flags | getattr(os, "O_BINARY", 0), mode)
+            within = None if directory is None else directory.number
+            self._number = _open(path, flags | getattr(os, "O_BINARY", 0), mode, within)
             self._slot = _free.pop() if _free else None
             if self._slot is not None:
                 NUMBERS[self._slot] = self._number + 1

@@ -1,0 +1,200 @@
+"""The hidden folder ``.portus`` of a directory: drafts, holds and spares, and who they belong to.
+
+Each save has a *record* in it, a small file that its process keeps locked: it names the target, and
+the files that are held. Whatever belongs to a record that nobody locks was left by a process that
+ended. Names are short and hidden, end in ``.portus``, and tell nothing of the visible name, because
+tools that look for checkpoints match hidden names too.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Generic
+
+import msgspec
+
+from portus.directory.system import File, System
+from portus.errors import MediumError
+
+FOLDER: Final = ".portus"
+
+RECORD: Final = "save"
+DRAFT: Final = "draft"
+HOLD: Final = "hold"
+
+RECORD_MAX: Final = 1 << 20
+"""Bytes of a record that are read."""
+
+_SUFFIX: Final = ".portus"
+_TRIES: Final = 100
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A file that is held: the path at which it is a checkpoint, and its hidden name."""
+
+    path: bytes
+    name: str
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What a save says of itself while it is in flight. ``target``: the name of its file, in the
+    directory that the folder is in."""
+
+    target: bytes
+    held: tuple[Held, ...] = ()
+
+
+def hidden_name(token: str, kind: str, number: int = 0) -> str:
+    """Return the name of a file of the save ``token``."""
+    return f".{token}.{kind}{number or ''}{_SUFFIX}"
+
+
+def token_of(name: str) -> str | None:
+    """Return the save that a hidden file belongs to; None if it is not one of ours."""
+    parts = name.split(".")
+    if len(parts) != 4 or parts[0] or parts[3] != _SUFFIX[1:]:
+        return None
+    kind = parts[2].rstrip("0123456789")
+    return parts[1] if kind in (RECORD, DRAFT, HOLD) else None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRecord(Generic[File]):
+    """The locked record of a save of this process."""
+
+    token: str
+    name: str
+    file: File
+
+
+class Folder(Generic[File]):
+    """A directory of checkpoints, held by descriptor, and its hidden folder, made when needed."""
+
+    def __init__(self, system: System[File], path: str) -> None:
+        self.system: Final = system
+        self.directory: Final = system.open_directory(path)
+        self._hidden: File | None = None
+        self._is_anchored = False
+
+    @property
+    def hidden(self) -> File | None:
+        """The hidden folder, if it is there."""
+        if self._hidden is None:
+            self._hidden = self.system.open_folder(self.directory, FOLDER, create=False)
+        return self._hidden
+
+    def make(self) -> File:
+        """Return the hidden folder; create it if it is not there."""
+        hidden = self.hidden
+        if hidden is None:
+            hidden = self.system.open_folder(self.directory, FOLDER, create=True)
+            assert hidden is not None
+            self._hidden = hidden
+        return hidden
+
+    def claim(self) -> OwnedRecord[File]:
+        """Create the record of a new save, locked by this process."""
+        for _ in range(_TRIES):
+            hidden = self.make()
+            token = secrets.token_hex(6)
+            name = hidden_name(token, RECORD)
+            try:
+                file = self.system.create(hidden, name)
+            except MediumError:
+                if self.system.path_of(hidden) is None:  # another process removed it, empty
+                    self.forget()
+                    continue
+                raise
+            if self.system.lock(file) and self._is_at(hidden, name, file):
+                return OwnedRecord(token, name, file)
+            self.system.close(file)  # a start of another process took it for a leftover
+        raise MediumError(None, f"{self.describe()}: no record of a save could be locked")
+
+    def abandoned(self) -> Iterator[tuple[Record | None, list[str]]]:
+        """Yield what each process that ended has left: the record of a save, if it can be read, and
+        the names of its files. They are locked while the caller has them, and the record is the
+        last one."""
+        hidden = self.hidden
+        if hidden is None:
+            return
+        found: dict[str, list[str]] = {}
+        for name in self.system.names(hidden):
+            token = token_of(name)
+            if token is not None:
+                found.setdefault(token, []).append(name)
+        for token, names in found.items():
+            record = hidden_name(token, RECORD)
+            names.sort(key=lambda name: (name == record, name))
+            files = self._locked(hidden, [record] if record in names else names)
+            if files is None:
+                continue
+            try:
+                yield (self._read(files[0]) if record in names else None), names
+            finally:
+                for file in files:
+                    self.system.close(file)
+
+    def remove_if_empty(self) -> None:
+        """Remove the hidden folder if nothing is in it."""
+        if self.hidden is not None and self.system.remove_folder(self.directory, FOLDER):
+            self.forget()
+
+    def sync_parent(self) -> None:
+        """Make the name of the directory durable, once. It may be as new as the files in it."""
+        where = None if self._is_anchored else self.system.path_of(self.directory)
+        self._is_anchored = True
+        if where is None:
+            return
+        try:
+            parent = self.system.open_directory(os.path.dirname(where))
+        except MediumError:
+            return  # it may not be read: it was there before, and somebody else's
+        try:
+            self.system.sync(parent)
+        finally:
+            self.system.close(parent)
+
+    def close(self) -> None:
+        """Remove the hidden folder if it is empty, and close both directories."""
+        try:
+            self.remove_if_empty()
+        finally:
+            self.forget()
+            self.system.close(self.directory)
+
+    def forget(self) -> None:
+        """Close the hidden folder: it was deleted, and the next save makes another one."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None:
+            self.system.close(hidden)
+
+    def describe(self) -> str:
+        """Return the path of the directory, for messages."""
+        return self.system.path_of(self.directory) or "a deleted directory"
+
+    def _locked(self, hidden: File, names: list[str]) -> list[File] | None:
+        """Open and lock all of some files; None if another process has one of them, or this one."""
+        files: list[File] = []
+        for name in names:
+            file = self.system.open(hidden, name, writable=False)
+            if file is None:
+                continue
+            files.append(file)
+            if not self.system.lock(file) or not self._is_at(hidden, name, file):
+                for each in files:
+                    self.system.close(each)
+                return None
+        return files or None
+
+    def _is_at(self, hidden: File, name: str, file: File) -> bool:
+        there = self.system.look(hidden, name)
+        return there is not None and there.identity == self.system.status(file).identity
+
+    def _read(self, file: File) -> Record | None:
+        try:
+            return msgspec.json.decode(self.system.read(file, RECORD_MAX), type=Record)
+        except msgspec.MsgspecError:
+            return None

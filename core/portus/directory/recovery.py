@@ -1,0 +1,79 @@
+"""What a start does about saves that a process which ended had in flight.
+
+A held file is put back only if its save was not finished (its draft is there), nothing is at its
+path, and its bytes verify. All else that such a process left is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Callable
+from typing import Final
+
+from portus.directory.folder import DRAFT, Folder
+from portus.directory.system import File, System
+from portus.errors import MediumError, printable
+
+_log: Final = logging.getLogger("portus")
+
+Verify = Callable[[System[File], File, str], bool]
+"""Whether an open file of the given name is a whole checkpoint. Reads all of it."""
+
+
+def recover(folder: Folder[File], verify: Verify[File]) -> None:
+    """Put back what belongs at a path, and remove the rest of what processes that ended left.
+    Raises ``MediumError``; what another user left stays."""
+    system = folder.system
+    left = folder.abandoned()
+    for record, names in left:
+        hidden = folder.make()
+        is_unfinished = any(f".{DRAFT}" in name for name in names)
+        if record is not None and is_unfinished:
+            for held in record.held:
+                if held.name in names:
+                    restore(folder, held.name, os.fsdecode(held.path), verify)
+        for name in names:
+            with contextlib.suppress(MediumError):
+                system.unlink(hidden, name)
+
+
+def restore(folder: Folder[File], held: str, path: str, verify: Verify[File]) -> bool:
+    """Put the held file back at ``path`` if nothing is there and its bytes verify. Raises
+    ``MediumError``."""
+    system = folder.system
+    where, name = os.path.split(path)
+    try:
+        directory = system.open_directory(where)
+    except MediumError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return False  # the directory was removed too: nobody looks there
+        raise
+    try:
+        if system.look(directory, name) is not None:
+            return False
+        file = system.open(folder.make(), held, writable=False)
+        if file is None:
+            return False
+        try:
+            if not verify(system, file, name):
+                return False
+        finally:
+            system.close(file)
+        try:
+            system.link((folder.make(), held), (directory, name))
+        except MediumError as error:
+            if error.errno == errno.EEXIST:
+                return False
+            raise
+        system.sync(directory)
+    finally:
+        system.close(directory)
+    _log.warning(
+        "portus: put %s back: it was removed before the checkpoint that was to replace it was "
+        "complete, and that one never was. Remove it again if you do not want it",
+        printable(path),
+    )
+    return True

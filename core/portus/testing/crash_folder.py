@@ -1,0 +1,379 @@
+"""Directories in memory that can crash: what a power cut may leave of names and of bytes.
+
+``CrashFolder`` is a ``System``, as files are published on. Each call is an *event*; a ``Crash``
+is raised before the one that ``stop`` names. Then ``kill`` gives the directories as another process
+finds them, and ``power_losses`` what a disk may have kept:
+
+* changes of names, each by itself, of those that no sync covered: a rename is one change;
+* bytes, sector by sector, of those that no sync covered.
+
+That is more than any file system loses, so what survives here survives there.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import stat
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Final
+
+from portus.directory.system import Status
+from portus.errors import MediumError
+from portus.testing.crash import Crash
+
+SECTOR: Final = 4
+"""Bytes that are written as one."""
+
+EXHAUSTIVE_MAX: Final = 64
+"""If a power cut has no more outcomes than this, all are tried."""
+
+
+@dataclass
+class _Node:
+    """A file or a directory. ``stored``: what a power cut leaves of the bytes at least."""
+
+    is_directory: bool
+    data: bytes = b""
+    stored: bytes = b""
+    names: dict[str, int] = field(default_factory=dict)
+    mode: int = 0o644
+    changed_ns: int = 0
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of names: (directory, name, node, or None to remove it), all or nothing."""
+
+    entries: tuple[tuple[int, str, int | None], ...]
+
+
+@dataclass(eq=False)
+class _Open:
+    """An open file."""
+
+    node: int
+    is_open: bool = True
+
+
+class CrashFolder:
+    """See the module. ``stop``: the number of the event before which ``Crash`` is raised."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.stop = stop
+        self.events = 0
+        self.fails: Callable[[int, str], int | None] = lambda number, text: None
+        """Told each event before it happens; the errno with which it fails, if any."""
+        self._nodes: dict[int, _Node] = {1: _Node(True)}
+        self._durable: dict[int, dict[str, int]] = {1: {}}
+        self._pending: list[_Change] = []
+        self._locks: dict[int, _Open] = {}
+        self._opened: list[_Open] = []
+
+    # For tests.
+
+    def mkdir(self, path: str) -> None:
+        """Make a directory, durable."""
+        parent, name = os.path.split(path)
+        number = self._add(True)
+        self._nodes[self._find(parent)].names[name] = number
+        self._durable[self._find(parent)][name] = number
+
+    def move(self, source: str, target: str) -> None:
+        """Rename a file or a directory, as another program does."""
+        ends = [self._end(source), self._end(target)]
+        number = self._nodes[ends[0][0]].names[ends[0][1]]
+        self._change("move", (*ends[1], number), (*ends[0], None))
+
+    def unlink_path(self, path: str) -> None:
+        """Remove a file, as another program does."""
+        self._change("remove", (*self._end(path), None))
+
+    def visible(self, path: str) -> dict[str, bytes]:
+        """Return the files in a directory that are not hidden, and their bytes."""
+        names = self._nodes[self._find(path)].names
+        return {
+            name: self._nodes[number].data
+            for name, number in names.items()
+            if not name.startswith(".") and not self._nodes[number].is_directory
+        }
+
+    def hidden(self, path: str) -> list[str]:
+        """Return the names in the hidden folder of a directory."""
+        number = self._nodes[self._find(path)].names.get(".portus")
+        return [] if number is None else sorted(self._nodes[number].names)
+
+    def read_path(self, path: str) -> _Open:
+        """Open a file as a reader does, and keep it open."""
+        where, name = self._end(path)
+        opened = _Open(self._nodes[where].names[name])
+        self._opened.append(opened)
+        return opened
+
+    def data_of(self, opened: _Open) -> bytes:
+        """Return what a reader sees."""
+        return self._nodes[opened.node].data
+
+    def kill(self) -> CrashFolder:
+        """Return what the next process finds after ``kill -9``."""
+        found = deepcopy(self)
+        found.stop, found._locks, found._opened = None, {}, []
+        found.fails = lambda number, text: None
+        return found
+
+    def power_losses(self, source: random.Random, samples: int) -> Iterator[CrashFolder]:
+        """Yield what may be there after a power cut: all of it if that is little, else the
+        extremes, each thing lost or kept alone, and ``samples`` more."""
+        sectors = [
+            (number, start)
+            for number, node in self._nodes.items()
+            for start in range(0, max(len(node.data), len(node.stored)), SECTOR)
+            if node.data[start : start + SECTOR] != node.stored[start : start + SECTOR]
+        ]
+        axes = len(self._pending) + len(sectors)
+        choices: Iterator[tuple[bool, ...]]
+        if 2**axes <= EXHAUSTIVE_MAX:
+            choices = itertools.product((False, True), repeat=axes)
+        else:
+            choices = iter(_telling(axes, source, samples))
+        for choice in choices:
+            yield self._lost(sectors, choice)
+
+    def _lost(self, sectors: list[tuple[int, int]], choice: tuple[bool, ...]) -> CrashFolder:
+        found = self.kill()
+        names = deepcopy(self._durable)
+        for change, kept in zip(self._pending, choice, strict=False):
+            for directory, name, node in change.entries if kept else ():
+                if node is None:
+                    names[directory].pop(name, None)
+                else:
+                    names[directory][name] = node
+        for number, node_there in found._nodes.items():
+            if node_there.is_directory:
+                node_there.names = names[number]
+            else:
+                node_there.data = node_there.stored
+        for (number, start), kept in zip(sectors, choice[len(self._pending) :], strict=True):
+            if kept:
+                node_there, new = found._nodes[number], self._nodes[number].data
+                old = node_there.data.ljust(min(len(new), start + SECTOR), b"\0")
+                node_there.data = old[:start] + new[start : start + SECTOR] + old[start + SECTOR :]
+        found._durable = deepcopy({n: d.names for n, d in found._nodes.items() if d.is_directory})
+        for node_there in found._nodes.values():
+            node_there.stored = node_there.data
+        found._pending = []
+        return found
+
+    # The system.
+
+    def open_directory(self, path: str) -> _Open:
+        """See ``System``."""
+        return self._handle(self._find(path))
+
+    def open_folder(self, directory: _Open, name: str, *, create: bool) -> _Open | None:
+        """See ``System``."""
+        number = self._nodes[directory.node].names.get(name)
+        if number is None:
+            if not create:
+                return None
+            number = self._add(True)
+            self._change("mkdir", (directory.node, name, number))
+        return self._handle(number)
+
+    def create(self, directory: _Open, name: str) -> _Open:
+        """See ``System``."""
+        self._event(f"create {name}")
+        if name in self._nodes[directory.node].names:
+            raise MediumError(errno.EEXIST, f"{name}: exists")
+        number = self._add(False)
+        self._enter((directory.node, name, number))
+        return self._handle(number)
+
+    def open(self, directory: _Open, name: str, *, writable: bool) -> _Open | None:
+        """See ``System``."""
+        number = self._nodes[directory.node].names.get(name)
+        return None if number is None else self._handle(number)
+
+    def close(self, file: _Open) -> None:
+        """See ``System``."""
+        file.is_open = False
+        if self._locks.get(file.node) is file:
+            del self._locks[file.node]
+        if file in self._opened:
+            self._opened.remove(file)
+
+    def read(self, file: _Open, length: int) -> bytes:
+        """See ``System``."""
+        return self._nodes[file.node].data[:length]
+
+    def write(self, file: _Open, data: bytes) -> None:
+        """See ``System``. The file has nothing else then."""
+        half = len(data) // 2
+        for end in (half, len(data)):
+            self._event(f"write {end} bytes")
+            node = self._nodes[file.node]
+            node.data = data[:end] + (node.data[end : len(data)] if end == half else b"")
+            node.changed_ns = self.events
+
+    def sync(self, file: _Open) -> None:
+        """See ``System``."""
+        node = self._nodes[file.node]
+        self._event("sync directory" if node.is_directory else "sync file")
+        if not node.is_directory:
+            node.stored = node.data
+            return
+        kept = []
+        for change in self._pending:
+            if any(directory == file.node for directory, _, _ in change.entries):
+                for directory, name, number in change.entries:
+                    self._enter_durable(directory, name, number)
+            else:
+                kept.append(change)
+        self._pending = kept
+
+    def status(self, file: _Open) -> Status:
+        """See ``System``."""
+        return self._status(file.node)
+
+    def look(self, directory: _Open, name: str) -> Status | None:
+        """See ``System``."""
+        number = self._nodes[directory.node].names.get(name)
+        return None if number is None else self._status(number)
+
+    def set_mode(self, file: _Open, mode: int) -> None:
+        """See ``System``."""
+        self._nodes[file.node].mode = mode
+
+    def names(self, directory: _Open) -> list[str]:
+        """See ``System``."""
+        return list(self._nodes[directory.node].names)
+
+    def path_of(self, directory: _Open) -> str | None:
+        """See ``System``."""
+        if directory.node == 1:
+            return "/"
+        for number, node in self._nodes.items():
+            for name, each in node.names.items():
+                if each == directory.node:
+                    parent = self.path_of(_Open(number))
+                    return None if parent is None else os.path.join(parent, name)
+        return None
+
+    def link(self, source: tuple[_Open, str], target: tuple[_Open, str]) -> None:
+        """See ``System``."""
+        number = self._entry(source)
+        if target[1] in self._nodes[target[0].node].names:
+            raise MediumError(errno.EEXIST, f"{target[1]}: exists")
+        self._change(f"link {target[1]}", (target[0].node, target[1], number))
+
+    def rename(self, source: tuple[_Open, str], target: tuple[_Open, str]) -> None:
+        """See ``System``. Two names of one file stay as they are, as POSIX has it."""
+        number = self._entry(source)
+        if self._nodes[target[0].node].names.get(target[1]) != number:
+            self._change(
+                f"rename {source[1]} to {target[1]}",
+                (target[0].node, target[1], number),
+                (source[0].node, source[1], None),
+            )
+
+    def unlink(self, directory: _Open, name: str) -> bool:
+        """See ``System``."""
+        if name not in self._nodes[directory.node].names:
+            return False
+        self._change(f"unlink {name}", (directory.node, name, None))
+        return True
+
+    def remove_folder(self, directory: _Open, name: str) -> bool:
+        """See ``System``."""
+        number = self._nodes[directory.node].names.get(name)
+        if number is None or self._nodes[number].names:
+            return False
+        self._change(f"rmdir {name}", (directory.node, name, None))
+        return True
+
+    def lock(self, file: _Open) -> bool:
+        """See ``System``."""
+        return self._locks.setdefault(file.node, file) is file
+
+    def is_unused(self, file: _Open) -> bool:
+        """See ``System``."""
+        return not any(each.node == file.node and each is not file for each in self._opened)
+
+    def _event(self, text: str) -> None:
+        self.events += 1
+        if self.stop is not None and self.events >= self.stop:
+            raise Crash(text)
+        number = self.fails(self.events, text)
+        if number is not None:
+            raise MediumError(number, f"{text}: {os.strerror(number)}")
+
+    def _handle(self, number: int) -> _Open:
+        opened = _Open(number)
+        self._opened.append(opened)
+        return opened
+
+    def _add(self, is_directory: bool) -> int:
+        number = max(self._nodes) + 1
+        self._nodes[number] = _Node(is_directory, changed_ns=self.events)
+        if is_directory:
+            self._durable[number] = {}
+        return number
+
+    def _change(self, text: str, *entries: tuple[int, str, int | None]) -> None:
+        self._event(text)
+        self._enter(*entries)
+
+    def _enter(self, *entries: tuple[int, str, int | None]) -> None:
+        self._pending.append(_Change(entries))
+        for directory, name, number in entries:
+            names = self._nodes[directory].names
+            if number is None:
+                names.pop(name, None)
+            else:
+                names[name] = number
+
+    def _enter_durable(self, directory: int, name: str, number: int | None) -> None:
+        if number is None:
+            self._durable[directory].pop(name, None)
+        else:
+            self._durable[directory][name] = number
+
+    def _status(self, number: int) -> Status:
+        node = self._nodes[number]
+        links = sum(
+            each == number for other in self._nodes.values() for each in other.names.values()
+        )
+        kind = stat.S_IFDIR if node.is_directory else stat.S_IFREG
+        return Status((1, number), links, len(node.data), kind | node.mode, node.changed_ns)
+
+    def _entry(self, place: tuple[_Open, str]) -> int:
+        number = self._nodes[place[0].node].names.get(place[1])
+        if number is None:
+            raise MediumError(errno.ENOENT, f"{place[1]}: not there")
+        return number
+
+    def _end(self, path: str) -> tuple[int, str]:
+        parent, name = os.path.split(path)
+        return self._find(parent), name
+
+    def _find(self, path: str) -> int:
+        number = 1
+        for name in [part for part in path.split("/") if part]:
+            found = self._nodes[number].names.get(name)
+            if found is None:
+                raise MediumError(errno.ENOENT, f"{path}: not there")
+            number = found
+        return number
+
+
+def _telling(axes: int, source: random.Random, samples: int) -> Iterator[tuple[bool, ...]]:
+    for kept in (False, True):
+        yield (kept,) * axes
+        for axis in range(axes):
+            yield tuple((each == axis) != kept for each in range(axes))
+    for _ in range(samples):
+        yield tuple(source.random() < 0.5 for _ in range(axes))
