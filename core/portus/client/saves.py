@@ -35,6 +35,7 @@ from portus.errors import (
 from portus.format.reference import Reference
 from portus.media import calls
 from portus.pipeline.audit import Auditor
+from portus.pipeline.draft import Committed
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags
 from portus.pipeline.queue import Queue, Turn
@@ -231,7 +232,7 @@ class RunSaves:
     def _committed(
         self,
         keeper: Keeper,
-        version: Before,
+        version: Committed,
         steady: Flags,
         replaced: References,
         placed: Mapping[str, Reference],
@@ -241,15 +242,16 @@ class RunSaves:
         there; what they lead to may be another pool than the host has by now. ``asked``: when the
         save was asked for; what was written since is newer."""
         if keeper is self._pool.keeper:  # else there is a successor of its pool by now
+            assert isinstance(version, Before)
             self._pool.before = version
         self._snapshots.learn(steady)
         self._ledger.reports.committed()
-        preemption.committed(version.record.info)
+        preemption.committed(version.info)
         astray = {p: each.part for p, each in placed.items() if not keeper.is_here(each)}
         retire = self._part.surplus is None  # what others have a say about goes by a commit alone
         for path, part in {**replaced, **astray}.items():
             if not order.is_newer(path, asked):
-                keeper.replace(path, version.record.info, part, retire=retire, asked=asked)
+                keeper.replace(path, version.info, part, retire=retire, asked=asked)
         for old in nested.take_displaced(keeper.is_here):
             keeper.let_go(old, retire=retire)
 

@@ -110,8 +110,29 @@ class Folder(Generic[File]):
                 raise
             if self.system.lock(file) and self._is_at(hidden, name, file):
                 return OwnedRecord(token, name, file)
-            self.system.close(file)  # a start of another process took it for a leftover
+            self.system.unlink(hidden, name)  # a start of another process took it for a leftover
+            self.system.close(file)
         raise MediumError(None, f"{self.describe()}: no record of a save could be locked")
+
+    def is_in_flight(self, name: str) -> bool:
+        """True while a save of any process is to make the file ``name`` in this directory."""
+        hidden = self.hidden
+        if hidden is None:
+            return False
+        wanted = os.fsencode(name)
+        for each in self.system.names(hidden):
+            if each != hidden_name(token_of(each) or "", RECORD):
+                continue
+            file = self.system.open(hidden, each, writable=False)
+            if file is None:
+                continue
+            try:
+                record = None if self.system.lock(file) else self._read(file)
+            finally:
+                self.system.close(file)
+            if record is not None and record.target == wanted:
+                return True
+        return False
 
     def abandoned(self) -> Iterator[tuple[Record | None, list[str]]]:
         """Yield what each process that ended has left: the record of a save, if it can be read, and

@@ -57,13 +57,18 @@ def pools_at(place: Place) -> list[Place]:
     if place.is_host:
         return place.hosts
     if os.path.isdir(place.path):
-        names = sorted(name for name in os.listdir(place.path) if name.endswith(SUFFIX))
+        names = sorted(name for name in os.listdir(place.path) if _is_pool_name(name))
         paths = [os.path.join(place.path, name) for name in names]
         return [Place(PlaceKind.FILE, path) for path in paths if os.path.isfile(path)]
     found = generations(place.path)
     if not found:
         raise UsageError(f"{place}: there is no pool and no pool directory of this name")
     return [Place(place.kind, path) for path in found.values()]
+
+
+def _is_pool_name(name: str) -> bool:
+    """False for hidden names: drafts of files may be beside pools, see ``portus.directory``."""
+    return name.endswith(SUFFIX) and not name.startswith(".")
 
 
 def writer_of(pool: Place) -> str:

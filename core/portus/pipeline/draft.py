@@ -21,7 +21,7 @@ from portus.index.pool import PoolWriter
 from portus.index.records import Pointer, Rows, VersionRecord
 from portus.pipeline.parts import StorageRows, offsets_in, rows_of, shared, sources
 from portus.pipeline.plan import Before, Column, Feed, packed, placed
-from portus.spec import Extent
+from portus.spec import Extent, VersionInfo
 from portus.transport.base import Digests, Source, Sources, Stop
 from portus.transport.local import copy, same_bytes, stored
 
@@ -38,6 +38,14 @@ class Labels:
     tree: bytes
     inexact: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Committed(Protocol):
+    """What a commit made."""
+
+    @property
+    def info(self) -> VersionInfo:
+        """What it is."""
 
 
 class Draft(Protocol):
@@ -68,7 +76,7 @@ class Draft(Protocol):
         """Bytes of storages that were copied or shared, a short piece at each offset, end to end;
         None if they are out of sight."""
 
-    def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Before:
+    def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Committed:
         """Persist and commit. ``retire``: versions to let go of in the same commit."""
 
     def release(self) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from portus.format.layout import EXTENT
 from portus.index.records import Rows, VersionRecord
-from portus.spec import PAGE, Extent
+from portus.spec import PAGE, Extent, VersionInfo
 
 Column = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -92,6 +92,11 @@ class Before:
     record: VersionRecord
     layout: bytes
     tree: bytes
+
+    @property
+    def info(self) -> VersionInfo:
+        """What it is."""
+        return self.record.info
 
 
 def packed(lengths: Column) -> tuple[Column, int]:
