@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from typing import Any, Final
 
 import torch
@@ -47,6 +48,8 @@ class CompanionHooks:
 
     def __init__(self) -> None:
         self._generators: torch.Tensor | None = None
+        self._loaded: dict[str, Any] | None = None
+        """What was loaded, by name, and this rank's "generators"; None if nothing was."""
         self._data: data.TrainingData | None = None
         self._place: int | None = None
         self._ended = False
@@ -57,7 +60,7 @@ class CompanionHooks:
         io = plugin_of(trainer)
         if io is None or not _is_first(self, trainer):
             return
-        self._ended, self._leaving = False, None
+        self._ended, self._leaving, self._loaded = False, None, None
         self._data = None if stage == "fit" else self._data
         known = weakref.ref(trainer)  # the plugin is the trainer's own
         io.begin(stock.local_path(trainer.default_root_dir), lambda: _logged(known()))
@@ -78,10 +81,13 @@ class CompanionHooks:
         if plugin_in_use(trainer) is None or not _is_first(self, trainer):
             return
         own = portus.capture_randomness(trainer.strategy.root_device)
-        if self._leaving is not None and self._leaving.is_saving:
+        is_pending = self._is_pending(trainer)
+        if is_pending:
+            own = self._carry(trainer, checkpoint, own)
+        elif self._leaving is not None and self._leaving.is_saving:
             self._leaving.amend(checkpoint)
             own = self._leaving.generators_of(own)
-        position = None if self._data is None else self._data.state_dict()
+        position = None if self._data is None else self._data.state_dict(is_pending=is_pending)
         if position is not None:
             own = torch.cat([own, position["random"].flatten()])
         if trainer.world_size > 1:
@@ -93,12 +99,39 @@ class CompanionHooks:
             self._data.amend(checkpoint, said[0])
             checkpoint[data.KEY] = {**position, "random": ranks[:, 1:].contiguous(), "own": said}
 
+    def _is_pending(self, trainer: Any) -> bool:
+        """True from the moment at which a checkpoint was loaded until a batch was trained."""
+        loaded = self._loaded
+        if loaded is None or trainer.state.fn != "fit":
+            return False
+        if trainer._checkpoint_connector._loaded_checkpoint:
+            return True  # Lightning has not restored all of it
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        return bool(progress.total.processed == _trained(loaded["loops"]))
+
+    def _carry(
+        self, trainer: Any, checkpoint: dict[str, Any], generators: torch.Tensor
+    ) -> torch.Tensor:
+        """Save what was loaded where nothing was trained since: Lightning changes its loops before
+        the first batch. Returns the generators to save."""
+        loaded = dict(self._loaded or {})
+        checkpoint.update({name: loaded[name] for name in _OF_THE_START})
+        restored_later = trainer._checkpoint_connector._loaded_checkpoint
+        for name in _RESTORED_LATER:
+            if name in restored_later and name in checkpoint:
+                checkpoint[name] = restored_later[name]
+        saved = loaded["generators"]
+        return generators if saved is None else saved.clone()
+
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep this rank's generators until the data loaders have been made, and the position for
         them. Raises ``portus.UsageError`` for those of a newer Portus."""
         position = checkpoint.get(data.KEY)
         if position is not None and self._data is not None:
             self._data.load_state_dict(position)
+        if trainer.state.fn == "fit" and _is_first(self, trainer):
+            of_start = {name: deepcopy(checkpoint.get(name)) for name in _OF_THE_START}
+            self._loaded = {**of_start, "generators": None} if of_start["loops"] else None
         saved = checkpoint.get(KEY)
         if saved is None or trainer.state.fn != "fit" or not _is_first(self, trainer):
             return
@@ -113,6 +146,8 @@ class CompanionHooks:
         ranks = saved["ranks"]
         if trainer.global_rank < len(ranks):
             self._generators = ranks[trainer.global_rank].clone()
+            if self._loaded is not None:
+                self._loaded["generators"] = self._generators
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the generators back: after the iterators were made, before anything is drawn. And
@@ -229,6 +264,21 @@ class CompanionHooks:
         for stats in io.take_stats():
             for logger in trainer.loggers:
                 logger.log_metrics(stats.metrics(), step=trainer.global_step)
+
+
+_OF_THE_START: Final = ("epoch", "global_step", "loops")
+"""What in a checkpoint stays as it was loaded until a batch was trained."""
+
+_RESTORED_LATER: Final = ("optimizer_states", "lr_schedulers")
+"""What Lightning restores only after ``on_fit_start``."""
+
+
+def _trained(loops: Mapping[str, Any]) -> int:
+    """How many batches were trained, by the loops of a checkpoint; -1 if they do not say."""
+    found: Any = loops
+    for name in ("fit_loop", "epoch_loop.batch_progress", "total", "processed"):
+        found = found.get(name, {})
+    return found if isinstance(found, int) else -1
 
 
 def _logged(trainer: Any) -> Mapping[str, Any]:

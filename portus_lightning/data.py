@@ -74,9 +74,13 @@ class TrainingData:
         setattr(self._loop, _HOOK, load_states)
         setattr(self._loop.epoch_loop, _BEFORE_FETCH, keep)
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """This rank's part: "random" and "own" have to be gathered. None before there are
-        loaders."""
+    def state_dict(self, *, is_pending: bool = False) -> dict[str, Any] | None:
+        """This rank's part: "random" and "own" have to be gathered. None before there are loaders.
+
+        is_pending: nothing was trained since a state was loaded: that is where they are.
+        """
+        if is_pending and self._saved:
+            return _gathered([None if each is None else dict(each) for each in self._saved])
         if not self._cursors:
             return None
         progress = self._loop.epoch_loop.batch_progress
@@ -91,18 +95,13 @@ class TrainingData:
                 continue
             delivered = self._delivered(cursor, done)
             states.append(cursor.state_dict(delivered, is_over=is_over, iterator=iterator))
-        random = [
-            torch.zeros(portus.RANDOMNESS_BYTES, dtype=torch.uint8, device="cpu")
-            if each is None
-            else each.pop("random")
-            for each in states
-        ]
-        own = [None if each is None else each.pop("own", None) for each in states]
-        return {"format": _FORMAT, "loaders": states, "random": torch.stack(random), "own": own}
+        return _gathered(states)
 
     def amend(self, checkpoint: dict[str, Any], own: list[Any]) -> None:
         """Put what loaders said of themselves where Lightning has it too: it asks them when they
         may have been asked for a batch more. own: of rank 0."""
+        if self._loop._combined_loader is None:
+            return
         states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         stateful = [number for number, each in enumerate(self._loaders) if _is_stateful(each)]
         for place, number in enumerate(stateful):
@@ -301,6 +300,18 @@ class TrainingData:
                 UserWarning,
                 stacklevel=2,
             )
+
+
+def _gathered(states: list[Any]) -> dict[str, Any]:
+    """The states of loaders, as a checkpoint has them: what belongs to a rank apart."""
+    random = [
+        torch.zeros(portus.RANDOMNESS_BYTES, dtype=torch.uint8, device="cpu")
+        if each is None
+        else each.pop("random")
+        for each in states
+    ]
+    own = [None if each is None else each.pop("own", None) for each in states]
+    return {"format": _FORMAT, "loaders": states, "random": torch.stack(random), "own": own}
 
 
 def of_all_ranks(own: list[Any], ranks: int) -> list[list[Any]]:

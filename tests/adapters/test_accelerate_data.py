@@ -22,6 +22,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     Subset,
     TensorDataset,
 )
@@ -575,4 +576,66 @@ def test_augmentations_that_are_told_no_epoch_are_told_to_the_user(
     hidden = Subset(portus.SeededDataset(Drawing(), 3), range(4))
     accelerator, _ = prepared(tmp_path, DataLoader(hidden))
     assert caplog.text.count("put SeededDataset around Subset") == 1
+    accelerator.end_training()
+
+
+class Turning(Sampler[int]):
+    """Gives another order each time, by a counter of its own."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.turn += 1
+        return iter([(row * 5 + self.turn) % 24 for row in range(24)])
+
+    def __len__(self) -> int:
+        return 24
+
+
+def test_a_sampler_that_gives_another_order_after_a_resume_is_reported_before_the_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loader() -> Any:
+        return DataLoader(ROWS, batch_size=4, sampler=Turning())
+
+    accelerator, (data,) = prepared(tmp_path, loader())
+    list(data)
+    batches = iter(data)
+    next(batches)
+    accelerator.save_state(str(tmp_path / "one"))
+    list(batches)
+    accelerator.end_training()
+    accelerator, (data,) = prepared(tmp_path, loader())
+    accelerator.load_state(str(tmp_path / "one"))
+    caplog.clear()
+    next(iter(data))
+    said = [each for each in caplog.messages if "Turning gave other samples" in each]
+    assert len(said) == 1
+    accelerator.end_training()
+
+
+def test_a_state_that_is_saved_right_after_it_was_loaded_continues_where_that_one_would(
+    tmp_path: Path,
+) -> None:
+    def loader() -> Any:
+        return DataLoader(ROWS, batch_size=4, shuffle=True)
+
+    accelerator, (data,) = prepared(tmp_path, loader())
+    batches = iter(data)
+    next(batches)
+    accelerator.save_state(str(tmp_path / "0"))
+    expected = rows(batches)
+    accelerator.end_training()
+    for number in (0, 1, 2):
+        accelerator, (data, other) = prepared(tmp_path, loader(), DataLoader(ROWS, batch_size=6))
+        accelerator.load_state(str(tmp_path / str(number)))
+        rows(other)
+        if number == 1:
+            iter(data)
+        accelerator.save_state(str(tmp_path / str(number + 1)))
+        accelerator.end_training()
+    accelerator, (data,) = prepared(tmp_path, loader())
+    accelerator.load_state(str(tmp_path / "3"))
+    assert rows(data) == expected
     accelerator.end_training()

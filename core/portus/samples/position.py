@@ -35,6 +35,9 @@ class Position:
     """Whether a restart in this epoch dealt its rest anew, to other ranks or in other batches."""
     is_over: bool = False
     """Whether training was done with this epoch's batches."""
+    order: str | None = None
+    """A digest of the samples that a rank was given, and that rank: ``"0:1f..."``; None if it is
+    not known."""
 
     def state(self) -> dict[str, object]:
         """As plain values, with the number of the format."""
@@ -71,14 +74,15 @@ class Position:
         return ""
 
 
-_MAY_BE_NONE: Final = {"batch", "samples", "data", "fingerprint"}
+_MAY_BE_NONE: Final = {"batch", "samples", "data", "fingerprint", "order"}
+_TEXTS: Final = {"fingerprint", "order"}
 _FLAGS: Final = {"dealt_anew", "is_over"}
 
 
 def _fits(name: str, value: object) -> bool:
     if value is None:
         return name in _MAY_BE_NONE
-    if name == "fingerprint":
+    if name in _TEXTS:
         return isinstance(value, str)
     if name in _FLAGS:
         return isinstance(value, bool)

@@ -22,6 +22,7 @@ it; over a map-style dataset it is a ``DataLoader`` like others, and followed.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -34,10 +35,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from portus.client.loaders import samplers
 from portus.client.loaders.dealing import Dispatch, change_batch, length, way_of
+from portus.client.loaders.order import DeliveredOrder
 from portus.client.state.randomness import capture_randomness, no_randomness, restore_randomness
 from portus.errors import UsageError
 from portus.samples.deal import Deal, batch_of_ranks
 from portus.samples.position import Position
+
+_log: Final = logging.getLogger("portus")
 
 _CPU: Final = torch.device("cpu")
 _END: Final = object()
@@ -110,6 +114,8 @@ class DataCursor:
         """What the loader was made with, where another one was put in its place."""
         self._newest: Iteration | None = None
         self._waiting: _Resume | None = None
+        self._over: Mapping[str, Any] | None = None
+        """The state of an epoch's end that was loaded, until the next one begins."""
         self._place(_Followed(self))
 
     @staticmethod
@@ -154,6 +160,11 @@ class DataCursor:
         running = getattr(iterator, "_sampler_iter", iterator)
         if not isinstance(running, Iteration):
             running = self._newest
+        if self._over is not None:
+            return dict(self._over)
+        pending = None if is_over else self._pending(running, delivered)
+        if pending is not None:
+            return dict(pending.loaded)
         start = None if running is None or is_over else running.start
         return {
             "position": self._position(delivered, is_over, running).state(),
@@ -162,6 +173,15 @@ class DataCursor:
             "asked": 0 if running is None else running.asked,
             "random": no_randomness() if start is None else start.random,
         }
+
+    def _pending(self, running: Iteration | None, delivered: int) -> _Resume | None:
+        """Return what was resumed, if training has received nothing since: its state is still the
+        one that was loaded."""
+        resume = self._waiting
+        if running is not None and (running.has_begun or resume is None):
+            resume = running.resume
+        is_pending = resume is not None and resume.position.batches == delivered
+        return resume if is_pending else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
         """Resume at the position in ``state``, with the next iterator of the loader.
@@ -173,8 +193,10 @@ class DataCursor:
         position = Position.of(state["position"])
         batch = self._batch_for(position)
         reason = position.changed(length(self.loader.dataset), self._fingerprint())
-        self._waiting = None
-        if not reason and not position.is_over:
+        self._waiting = self._over = None
+        if not reason and position.is_over:
+            self._over = state
+        elif not reason:
             self._waiting, reason = self._resume(position, state, batch)
         if batch is not None:
             self._change_batch(batch)
@@ -184,11 +206,12 @@ class DataCursor:
     def put_back(self, state: Mapping[str, Any]) -> None:
         """Put the generators of the loader and of its samplers where they were at the save: for a
         run that begins its next epoch. In one that goes on within an epoch its iterator does."""
+        self._over = None
         self._put(_Start.of(state["now"], no_randomness()))
 
     def forget(self) -> None:
         """Nothing is to be gone on with any more: the next epoch is stock's."""
-        self._waiting = self._newest = None
+        self._waiting = self._newest = self._over = None
 
     def keep(self, fetched: int) -> None:
         """The loader is about to be asked for one batch more than ``fetched``: for who fetches
@@ -218,9 +241,13 @@ class DataCursor:
         self._newest = kind(self, self._waiting, passed_over, self._at_once)
         return self._newest
 
-    def begun(self, resume: _Resume | None) -> tuple[_Start, Iterator[Any] | None]:
+    def begun(
+        self, resume: _Resume | None, order: DeliveredOrder
+    ) -> tuple[_Start, Iterator[Any] | None]:
         """The first numbers are asked for. What their order follows from; what is left, if that is
-        not all. Raises ``UsageError`` if samplers do not give what they said."""
+        not all. ``order`` gets what is passed over; if it was another one before, that is logged.
+        Raises ``UsageError`` if samplers do not give what they said."""
+        self._over = None
         if resume is None:
             return self.note(), None
         if self._waiting is resume:
@@ -235,7 +262,7 @@ class DataCursor:
                 self._put(resume.now)  # where the whole order was drawn: the next epoch's follows
                 return resume.start, self._dealt(resume.start, resume.deal)
             self._put(resume.start)
-            return resume.start, self._passed_over(resume)
+            return resume.start, self._passed_over(resume, order)
         finally:
             restore_randomness(now, _CPU)
 
@@ -243,25 +270,42 @@ class DataCursor:
         """What the order of an epoch that begins now follows from."""
         return self._noted(capture_randomness(_CPU))
 
-    def _passed_over(self, resume: _Resume) -> Iterator[Any]:
+    def _passed_over(self, resume: _Resume, order: DeliveredOrder) -> Iterator[Any]:
         """What is left of the stock sampler. It was asked for more than was delivered where batches
         are fetched ahead: so it is now, and then its generators stand where they did, though other
         loaders may have drawn from the same ones since the epoch began."""
         batches, count = iter(self.stock), resume.position.batches * self._at_once
         for number in range(count):
-            if next(batches, _END) is _END:
+            batch = next(batches, _END)
+            if batch is _END:
                 raise UsageError(
                     f"{_name(self.stock)} gave {number} batches this time, and {count} of this "
                     f"epoch were delivered before: its length is {length(self.stock)}. Its "
                     "order must be the same whenever it starts with the same seeds and "
                     "generators"
                 )
+            order.add(batch)
+        self._compare(resume.position, order.after(count))
         if resume.asked is None or samplers.is_torchdatas(self.loader, "state_dict"):
             # The next one too: samplers may draw only when the first is asked for.
             return _Ahead(batches, 1)
         ahead = _Ahead(batches, resume.asked - count)
         self._put_generators(resume.now)
         return ahead
+
+    def _compare(self, position: Position, order: str | None) -> None:
+        """Warn if the sampler gave other samples for what was delivered before."""
+        rank, _, digest = (position.order or "").partition(":")
+        if order is not None and digest not in ("", order) and rank == str(_rank()):
+            _log.warning(
+                "portus: %s gave other samples than before the restart for the %d batches of this "
+                "epoch that were delivered: from here on samples are repeated and missed. Its "
+                "order must follow from its seeds, its generators and its epoch alone, without a "
+                "counter of its own: give the sampler state_dict and load_state_dict, or "
+                "set_epoch",
+                _name(samplers.chain(self.stock)[-1]),
+                position.batches,
+            )
 
     def _dealt(self, start: _Start, deal: Deal) -> Iterator[Any]:
         assert start.sequence is not None
@@ -284,7 +328,7 @@ class DataCursor:
         if state["start"] is None and position.batches:
             return None, "the origin of its order is unknown"
         if state["start"] is None:
-            return _Resume(position, None, now, None), ""
+            return _Resume(position, None, now, None, state), ""
         start = _Start.of(state["start"], state["random"])
         own = self._batch if batch is None else batch
         samples = None if self._way is None else self._way.samples
@@ -299,7 +343,7 @@ class DataCursor:
                 name = samplers.fixed_number(each, was)
                 if name:
                     return None, f"its {_name(each)} does not let its {name} be set"
-            return _Resume(position, start, now, None, state.get("asked")), ""
+            return _Resume(position, start, now, None, state, state.get("asked")), ""
         before = f"{position.ranks} ranks with {position.batch or 'unknown'} samples each"
         after = f"{self._ranks} ranks with {own or 'unknown'} samples each"
         if self._way is None or start.sequence is None or position.samples is None or own is None:
@@ -308,7 +352,7 @@ class DataCursor:
                 f"order of its sampler is unknown ({_name(samplers.chain(self.stock)[-1])})"
             )
         deal = replace(self._way.deal(position.delivered), batch=own)
-        return _Resume(position, start, now, deal), ""
+        return _Resume(position, start, now, deal, state), ""
 
     def _position(self, delivered: int, is_over: bool, running: Iteration | None) -> Position:
         resume = None if running is None else running.resume
@@ -326,7 +370,14 @@ class DataCursor:
             fingerprint=self._fingerprint(),
             dealt_anew=resume is not None and (resume.deal is not None),
             is_over=is_over,
+            order=None if running is None else self._order_of(running, delivered),
         )
+
+    def _order_of(self, running: Iteration, delivered: int) -> str | None:
+        if running.resume is not None and running.resume.deal is not None:
+            return None  # other ranks were given the first part
+        digest = running.order.after(delivered * self._at_once)
+        return None if digest is None else f"{_rank()}:{digest}"
 
     def _batch_for(self, position: Position) -> int | None:
         """The batch of each rank, if that has to change for a step to have as many samples."""
@@ -410,7 +461,7 @@ class _Asking(DataCursor):
         if fixed not in ("local", "global"):
             raise UsageError(f"fixed: expected 'local' or 'global', found {fixed!r}")
         self.loader = self.stock = loader
-        self._newest = self._waiting = None
+        self._newest = self._waiting = self._over = None
         self._asked: Final = _who_knows(loader)
         self._ranks = ranks
         self._kept: dict[int, Any] = {}
@@ -502,7 +553,9 @@ class Iteration(Iterator[Any]):
         """Batches of its epoch that each rank was given before it."""
         self.start: _Start | None = None
         """What its order follows from; None before it has begun."""
-        self._has_begun = False
+        self.order: Final = DeliveredOrder()
+        """Of what it gave, and of what was delivered before a restart."""
+        self.has_begun = False
         self._asked = 0
         before = cursor.note()
         self._left = iter(cursor.stock) if resume is None else iter(())
@@ -511,19 +564,23 @@ class Iteration(Iterator[Any]):
         anew."""
         # Samplers draw or count when the first number is asked for. One that did now has begun.
         if not cursor.note().is_same(before):
-            self.start, self._has_begun = before, True
+            self.start, self.has_begun = before, True
 
     def __next__(self) -> Any:
-        if not self._has_begun:
-            self._has_begun = True
-            self.start, left = self._cursor.begun(self.resume)
+        if not self.has_begun:
+            self.has_begun = True
+            self.start, left = self._cursor.begun(self.resume, self.order)
             if left is not None:
                 self._left = chain(repeat([], self._passed_over), left)
                 self._stock = left.rest if isinstance(left, _Ahead) else None
             elif self.resume is not None:
                 self._left = self._stock = iter(self._cursor.stock)
         self._asked += 1
-        return next(self._left)
+        given = next(self._left)
+        is_filler = self.resume is not None and self._asked <= self._passed_over
+        if not is_filler or self.resume is None or self.resume.start is None:
+            self.order.add(given)
+        return given
 
     @property
     def asked(self) -> int:
@@ -635,6 +692,8 @@ class _Resume:
     now: _Start
     deal: Deal | None
     """How its rest is dealt anew; None: the stock samplers deal it, as before."""
+    loaded: Mapping[str, Any]
+    """The state that this was made of."""
     asked: int | None = None
     """How often the sampler was asked for what comes next, since the epoch began; None: nobody
     counted."""
@@ -670,6 +729,13 @@ def _fingerprint_of(dataset: object) -> str | None:
 def _as_it_is(stock: Any) -> Any:
     """What a copy of a loader that is followed has as its sampler: nobody follows the copy."""
     return stock
+
+
+def _rank() -> int:
+    """The rank of this process among those that train together."""
+    distributed = torch.distributed
+    is_one = not distributed.is_available() or not distributed.is_initialized()
+    return 0 if is_one else distributed.get_rank()
 
 
 def _name(what: object) -> str:

@@ -745,3 +745,103 @@ def test_torchdatas_loader_of_rows_goes_on_with_other_batches_too(is_dealt: bool
         again = made(batch)
         assert portus.DataCursor(again).load_state_dict(state) == ""
         assert [row for each in again for row in each.tolist()] == expected
+
+
+class Turning(Sampler[int]):
+    """Gives another order each time, by a counter of its own that nobody can see."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.turn += 1
+        return iter([(row * 5 + self.turn * 3) % N for row in range(N)])
+
+    def __len__(self) -> int:
+        return N
+
+
+def _resumed(
+    sampler: Callable[[], Any], epochs: int, delivered: int, workers: int = 0
+) -> portus.DataCursor:
+    """A loader that goes on in the last of ``epochs``, in a new process."""
+    loader = DataLoader(Rows(), batch_size=2, sampler=sampler())
+    cursor = portus.DataCursor(loader)
+    for _ in range(epochs - 1):
+        list(loader)
+    iterator = iter(loader)
+    for _ in range(delivered):
+        next(iterator)
+    state = cursor.state_dict(delivered, iterator=iterator)
+    after = DataLoader(Rows(), batch_size=2, sampler=sampler(), num_workers=workers)
+    resumed = portus.DataCursor(after)
+    assert resumed.load_state_dict(state) == ""
+    return resumed
+
+
+def test_a_sampler_that_gives_another_order_after_a_resume_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    resumed = _resumed(Turning, 2, 4)
+    iterator = iter(resumed.loader)
+    next(iterator)
+    (said,) = caplog.messages
+    assert "Turning gave other samples than before the restart for the 4 batches" in said
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_is_reported_before_the_first_batch_and_once(
+    caplog: pytest.LogCaptureFixture, workers: int
+) -> None:
+    resumed = _resumed(Turning, 2, 4, workers)
+    iterator = iter(resumed.loader)
+    next(iterator)
+    assert len(caplog.messages) == 1
+    state = resumed.state_dict(5, iterator=iterator)
+    list(iterator)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [lambda: RandomSampler(Rows()), lambda: SequentialSampler(Rows()), Counting, lambda: Own("")],
+    ids=["random", "sequential", "own state", "own generators"],
+)
+def test_an_order_that_repeats_is_not_reported_over_several_resumes(
+    sampler: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    cursor = _resumed(sampler, 2, 3)
+    for delivered in (5, 5, 8):
+        iterator = iter(cursor.loader)
+        for _ in range(delivered - cursor.state_dict(3)["position"]["batches"]):  # type: ignore[index]
+            next(iterator)
+        state = cursor.state_dict(delivered, iterator=iterator)
+        assert state["position"]["order"].startswith("0:")  # type: ignore[index]
+        cursor = portus.DataCursor(DataLoader(Rows(), batch_size=2, sampler=sampler()))
+        assert cursor.load_state_dict(state) == ""
+    next(iter(cursor.loader))
+    assert not caplog.messages
+
+
+def test_what_was_loaded_is_saved_again_until_the_next_batch() -> None:
+    resumed = _resumed(lambda: RandomSampler(Rows()), 2, 4)
+    loaded = resumed.state_dict(4)
+    torch.rand(3)
+    assert resumed.state_dict(4) == loaded
+    iterator = iter(resumed.loader)
+    assert resumed.state_dict(4, iterator=iterator) == loaded
+    next(iterator)
+    assert resumed.state_dict(5, iterator=iterator) != loaded
+
+
+def test_the_end_of_an_epoch_is_saved_again_until_the_next_one_begins() -> None:
+    loader = DataLoader(Rows(), batch_size=2, shuffle=True)
+    cursor = portus.DataCursor(loader)
+    list(loader)
+    over = cursor.state_dict(11, is_over=True)
+    after = portus.DataCursor(DataLoader(Rows(), batch_size=2, shuffle=True))
+    assert after.load_state_dict(over) == ""
+    torch.rand(3)
+    assert after.state_dict(0) == over
+    after.put_back(over)
+    assert after.state_dict(0)["position"]["is_over"] is False  # type: ignore[index]

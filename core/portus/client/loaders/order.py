@@ -1,0 +1,67 @@
+"""``DeliveredOrder``: a digest of the samples that a loader was given, batch by batch.
+
+A resumed epoch asks its sampler again for what was delivered. A sampler with a counter of its own
+gives other samples then, and nothing else would tell. The digest after each of the last batches is
+kept, because loaders ask for more than they deliver.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from typing import Any, Final
+
+import xxhash
+
+KEPT: Final = 65536
+"""Batches that a loader may be ahead of training, at most."""
+
+_NOTHING: Final = b""
+
+
+class DeliveredOrder:
+    """The order of one epoch so far. Samples are numbers, texts, or tuples of these; of others
+    nothing is known."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+        self._digests: deque[bytes] = deque([_NOTHING], maxlen=KEPT)
+        self._is_known = True
+
+    def add(self, batch: Any) -> None:
+        """Count one more batch, or sample, in the order in which the sampler gave them."""
+        self._asked += 1
+        said = _bytes_of(batch) if self._is_known else None
+        if said is None:
+            self._is_known = False
+        else:
+            self._digests.append(xxhash.xxh3_64_digest(self._digests[-1] + said))
+
+    def after(self, asked: int) -> str | None:
+        """Return the digest of the first ``asked`` batches, in hex; None if it is not known."""
+        behind = self._asked - asked
+        if not self._is_known or not 0 <= behind < len(self._digests):
+            return None
+        return self._digests[-1 - behind].hex()
+
+
+def _bytes_of(batch: Any) -> bytes | None:
+    if isinstance(batch, str):
+        return b"s" + batch.encode("utf-8", "surrogatepass") + b"\0"
+    if not isinstance(batch, list | tuple):
+        batch = (batch,)
+    try:
+        return b"i" + array("q", batch).tobytes()
+    except (TypeError, OverflowError):
+        pass
+    parts = []
+    for each in batch:
+        if each is batch or isinstance(each, bytes | dict | set):
+            return None
+        if not isinstance(each, str | list | tuple) and not hasattr(each, "__index__"):
+            return None
+        said = _bytes_of(each)
+        if said is None:
+            return None
+        parts.append(said)
+    return b"(" + b"".join(parts) + b")"
