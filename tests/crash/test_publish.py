@@ -15,7 +15,7 @@ import pytest
 
 from portus.directory import recovery
 from portus.directory.publisher import Publisher
-from portus.directory.system import Status
+from portus.directory.system import FileState
 from portus.errors import MediumError
 from portus.testing.crash import Crash
 from portus.testing.crash_folder import CrashFolder, _Open
@@ -313,9 +313,9 @@ class _NoLease(CrashFolder):
 
 
 class _NoLinkCount(CrashFolder):
-    def _status(self, number: int) -> Status:
+    def _status(self, number: int) -> FileState:
         found = super()._status(number)
-        return Status(found.identity, 1, found.size, found.mode, found.changed_ns)
+        return FileState(found.identity, 1, found.size, found.mode, found.changed_ns)
 
 
 def _called_by(*names: str) -> bool:

@@ -40,7 +40,7 @@ from portus.index.records import (
 from portus.index.roots import read_roots
 from portus.media.base import Locks, Medium
 from portus.media.lock import ProcessLocks
-from portus.pipeline.draft import Committed, Labels, PoolDraft
+from portus.pipeline.draft import CommittedVersion, Labels, PoolDraft
 from portus.pipeline.plan import Before, Snapshot
 from portus.pipeline.run import Policy, Save
 from portus.spec import PAGE, TensorSpec
@@ -487,7 +487,7 @@ class Trainer:
     def publish(self, path: str) -> None:
         self.keeper.make_durable([path])
 
-    def committed(self, version: Committed, path: str | None) -> None:
+    def committed(self, version: CommittedVersion, path: str | None) -> None:
         assert isinstance(version, Before)
         info = version.record.info
         self.before[info.model] = version

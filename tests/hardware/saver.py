@@ -21,7 +21,7 @@ from portus.index.pool import PoolWriter
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, encode_layout
 from portus.media.local import LocalFiles
-from portus.pipeline.draft import Committed, PoolDraft
+from portus.pipeline.draft import CommittedVersion, PoolDraft
 from portus.pipeline.plan import Before, Snapshot
 from portus.pipeline.run import Policy, Save
 from portus.spec import TensorSpec
@@ -76,7 +76,7 @@ class Pool:
         save.run()
         save.result(0)
 
-    def _committed(self, version: Committed, _steady: object) -> None:
+    def _committed(self, version: CommittedVersion, _steady: object) -> None:
         assert isinstance(version, Before)
         self._before = version
 

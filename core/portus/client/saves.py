@@ -35,7 +35,7 @@ from portus.errors import (
 from portus.format.reference import Reference
 from portus.media import calls
 from portus.pipeline.audit import Auditor
-from portus.pipeline.draft import Committed
+from portus.pipeline.draft import CommittedVersion
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Before, Flags
 from portus.pipeline.queue import Queue, Turn
@@ -232,7 +232,7 @@ class RunSaves:
     def _committed(
         self,
         keeper: Keeper,
-        version: Committed,
+        version: CommittedVersion,
         steady: Flags,
         replaced: References,
         placed: Mapping[str, Reference],

@@ -32,19 +32,19 @@ _SUFFIX: Final = ".portus"
 _TRIES: Final = 100
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldFile(msgspec.Struct, frozen=True):
     """A file that is held: the path at which it is a checkpoint, and its hidden name."""
 
     path: bytes
     name: str
 
 
-class Record(msgspec.Struct, frozen=True):
+class SaveRecord(msgspec.Struct, frozen=True):
     """What a save says of itself while it is in flight. ``target``: the name of its file, in the
     directory that the folder is in."""
 
     target: bytes
-    held: tuple[Held, ...] = ()
+    held: tuple[HeldFile, ...] = ()
 
 
 def hidden_name(token: str, kind: str, number: int = 0) -> str:
@@ -62,7 +62,7 @@ def token_of(name: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedRecord(Generic[File]):
+class LockedRecord(Generic[File]):
     """The locked record of a save of this process."""
 
     token: str
@@ -70,7 +70,7 @@ class OwnedRecord(Generic[File]):
     file: File
 
 
-class Folder(Generic[File]):
+class HiddenFolder(Generic[File]):
     """A directory of checkpoints, held by descriptor, and its hidden folder, made when needed."""
 
     def __init__(self, system: System[File], path: str) -> None:
@@ -95,7 +95,7 @@ class Folder(Generic[File]):
             self._hidden = hidden
         return hidden
 
-    def claim(self) -> OwnedRecord[File]:
+    def claim(self) -> LockedRecord[File]:
         """Create the record of a new save, locked by this process."""
         for _ in range(_TRIES):
             hidden = self.make()
@@ -109,7 +109,7 @@ class Folder(Generic[File]):
                     continue
                 raise
             if self.system.lock(file) and self._is_at(hidden, name, file):
-                return OwnedRecord(token, name, file)
+                return LockedRecord(token, name, file)
             self.system.unlink(hidden, name)  # a start of another process took it for a leftover
             self.system.close(file)
         raise MediumError(None, f"{self.describe()}: no record of a save could be locked")
@@ -134,7 +134,7 @@ class Folder(Generic[File]):
                 return True
         return False
 
-    def abandoned(self) -> Iterator[tuple[Record | None, list[str]]]:
+    def abandoned(self) -> Iterator[tuple[SaveRecord | None, list[str]]]:
         """Yield what each process that ended has left: the record of a save, if it can be read, and
         the names of its files. They are locked while the caller has them, and the record is the
         last one."""
@@ -214,8 +214,8 @@ class Folder(Generic[File]):
         there = self.system.look(hidden, name)
         return there is not None and there.identity == self.system.status(file).identity
 
-    def _read(self, file: File) -> Record | None:
+    def _read(self, file: File) -> SaveRecord | None:
         try:
-            return msgspec.json.decode(self.system.read(file, RECORD_MAX), type=Record)
+            return msgspec.json.decode(self.system.read(file, RECORD_MAX), type=SaveRecord)
         except msgspec.MsgspecError:
             return None

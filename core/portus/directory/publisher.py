@@ -28,9 +28,17 @@ from typing import Final, Generic
 
 import msgspec
 
-from portus.directory.folder import DRAFT, HOLD, Folder, Held, OwnedRecord, Record, hidden_name
+from portus.directory.folder import (
+    DRAFT,
+    HOLD,
+    HeldFile,
+    HiddenFolder,
+    LockedRecord,
+    SaveRecord,
+    hidden_name,
+)
 from portus.directory.recovery import Verify, recover, restore
-from portus.directory.system import File, Status, System
+from portus.directory.system import File, FileState, System
 from portus.errors import MediumError, printable
 
 _log: Final = logging.getLogger("portus")
@@ -48,7 +56,7 @@ _DIGITS: Final = re.compile(r"\d+")
 class _Committed(Generic[File]):
     """The newest committed file of a series."""
 
-    folder: Folder[File]
+    folder: HiddenFolder[File]
     name: str
     identity: tuple[int, int]
 
@@ -65,10 +73,10 @@ class _Hold(Generic[File]):
 class _Spare(Generic[File]):
     """A removed file under a hidden name, locked and ready to be written over."""
 
-    folder: Folder[File]
+    folder: HiddenFolder[File]
     name: str
     file: File
-    status: Status
+    status: FileState
 
 
 class Publisher(Generic[File]):
@@ -84,15 +92,15 @@ class Publisher(Generic[File]):
         self._verify: Final = verify
         self._spares: Final = spares
         self._lock: Final = threading.RLock()
-        self._folders: Final[list[Folder[File]]] = []
+        self._folders: Final[list[HiddenFolder[File]]] = []
         """Those that are open: of drafts, of the spare, and of the newest files."""
-        self._drafts: Final[list[Draft[File]]] = []
+        self._drafts: Final[list[UnpublishedFile[File]]] = []
         self._newest: Final[dict[str, _Committed[File]]] = {}
         self._written: Final[set[tuple[int, int]]] = set()
         """Identities of the files that this process committed and has not removed."""
         self._spare: _Spare[File] | None = None
 
-    def begin(self, path: str) -> Draft[File]:
+    def begin(self, path: str) -> UnpublishedFile[File]:
         """Return a draft of the file that is to be at ``path``, absolute and without links.
 
         Holds the newest file of its series until the draft is published or abandoned. Puts back
@@ -101,7 +109,7 @@ class Publisher(Generic[File]):
         where, name = os.path.split(path)
         with self._lock:
             folder = self._folder(where)
-            draft = Draft(self, folder, folder.claim(), name)
+            draft = UnpublishedFile(self, folder, folder.claim(), name)
             self._drafts.append(draft)
             try:
                 draft.holds = self._hold(folder, draft.record, name)
@@ -148,7 +156,7 @@ class Publisher(Generic[File]):
             self._close_unused()
             return True
 
-    def publish(self, draft: Draft[File]) -> None:
+    def publish(self, draft: UnpublishedFile[File]) -> None:
         """Make a draft, which is durable, the file at its path. Raises ``MediumError``; then
         nothing has changed, or the message says that it is uncertain."""
         folder, system = draft.folder, self._system
@@ -176,7 +184,7 @@ class Publisher(Generic[File]):
             self._written.add(identity)
             self._end(draft)
 
-    def abandon(self, draft: Draft[File]) -> None:
+    def abandon(self, draft: UnpublishedFile[File]) -> None:
         """End a draft that is not to be published. What it holds is put back if it was removed
         meanwhile. Raises nothing. A second call does nothing."""
         with self._lock:
@@ -204,12 +212,12 @@ class Publisher(Generic[File]):
             self._newest.clear()
             self._close_unused()
 
-    def _folder(self, where: str) -> Folder[File]:
+    def _folder(self, where: str) -> HiddenFolder[File]:
         """Return the open folder of the directory at ``where``; at first, recover it."""
         for folder in self._folders:
             if self._system.path_of(folder.directory) == where:
                 return folder
-        folder = Folder(self._system, where)
+        folder = HiddenFolder(self._system, where)
         self._folders.append(folder)
         recover(folder, self._verify)
         return folder
@@ -226,7 +234,7 @@ class Publisher(Generic[File]):
     # Holds.
 
     def _hold(
-        self, folder: Folder[File], record: OwnedRecord[File], name: str
+        self, folder: HiddenFolder[File], record: LockedRecord[File], name: str
     ) -> tuple[_Hold[File], ...]:
         """Hold the newest file of each series that this process saves, and of the new file's."""
         if _series(name) not in self._newest:
@@ -240,12 +248,12 @@ class Publisher(Generic[File]):
                 hidden = hidden_name(record.token, HOLD, number)
                 path = os.path.join(where, committed.name)
                 holds.append(_Hold(hidden, committed))
-                held.append(Held(os.fsencode(path), hidden))
-        written = Record(os.fsencode(name), tuple(held))
+                held.append(HeldFile(os.fsencode(path), hidden))
+        written = SaveRecord(os.fsencode(name), tuple(held))
         self._system.write(record.file, msgspec.json.encode(written))
         return tuple(hold for hold in holds if self._link(folder, hold))
 
-    def _link(self, folder: Folder[File], hold: _Hold[File]) -> bool:
+    def _link(self, folder: HiddenFolder[File], hold: _Hold[File]) -> bool:
         """Make the hidden link of a hold; False if the file is not there any more, or cannot be
         held."""
         there = hold.of.folder.directory, hold.of.name
@@ -260,7 +268,7 @@ class Publisher(Generic[File]):
             raise
         return True
 
-    def _newest_in(self, folder: Folder[File], name: str) -> _Committed[File] | None:
+    def _newest_in(self, folder: HiddenFolder[File], name: str) -> _Committed[File] | None:
         """Return the newest file beside ``name`` whose name differs in its numbers alone."""
         series, newest = _series(name), None
         for each in self._system.names(folder.directory):
@@ -273,12 +281,12 @@ class Publisher(Generic[File]):
         found = self._system.look(folder.directory, newest[1])
         return None if found is None else _Committed(folder, newest[1], found.identity)
 
-    def _put_back(self, folder: Folder[File], hold: _Hold[File]) -> None:
+    def _put_back(self, folder: HiddenFolder[File], hold: _Hold[File]) -> None:
         where = self._system.path_of(hold.of.folder.directory)
         if where is not None:
             restore(folder, hold.name, os.path.join(where, hold.of.name), self._verify)
 
-    def _release(self, folder: Folder[File], hold: _Hold[File]) -> None:
+    def _release(self, folder: HiddenFolder[File], hold: _Hold[File]) -> None:
         """Remove a hidden link, or make it the spare if it is the last name of a file of ours."""
         try:
             spare = self._as_spare(folder, hold)
@@ -292,7 +300,7 @@ class Publisher(Generic[File]):
 
     # Spares.
 
-    def _as_spare(self, folder: Folder[File], hold: _Hold[File]) -> _Spare[File] | None:
+    def _as_spare(self, folder: HiddenFolder[File], hold: _Hold[File]) -> _Spare[File] | None:
         system, hidden = self._system, folder.make()
         if not self._spares or self._spare is not None or hold.of.identity not in self._written:
             return None
@@ -313,7 +321,7 @@ class Publisher(Generic[File]):
         system.close(file)
         return None
 
-    def _open(self, draft: Draft[File]) -> None:
+    def _open(self, draft: UnpublishedFile[File]) -> None:
         """Open the file of a draft: the spare, if there is one that nobody reads, or a new one."""
         folder, system = draft.folder, self._system
         there = system.look(folder.directory, draft.name)
@@ -334,7 +342,7 @@ class Publisher(Generic[File]):
         elif draft.is_spare:
             system.set_mode(draft.file, 0o666 & ~_umask())
 
-    def _is_free(self, spare: _Spare[File], folder: Folder[File]) -> bool:
+    def _is_free(self, spare: _Spare[File], folder: HiddenFolder[File]) -> bool:
         try:
             status = self._system.status(spare.file)
             here = self._system.status(folder.directory).identity[0]
@@ -348,7 +356,7 @@ class Publisher(Generic[File]):
 
     # The end of a draft.
 
-    def _end(self, draft: Draft[File]) -> None:
+    def _end(self, draft: UnpublishedFile[File]) -> None:
         """Release what a draft has. The record is the last to go: it says whose the others are."""
         draft.is_over = True
         self._drafts.remove(draft)
@@ -363,7 +371,7 @@ class Publisher(Generic[File]):
         self._drop(folder, draft.record)
         self._close_unused()
 
-    def _drop(self, folder: Folder[File], record: OwnedRecord[File]) -> None:
+    def _drop(self, folder: HiddenFolder[File], record: LockedRecord[File]) -> None:
         with contextlib.suppress(MediumError):
             self._system.unlink(folder.make(), record.name)
         self._system.close(record.file)
@@ -371,11 +379,15 @@ class Publisher(Generic[File]):
             folder.remove_if_empty()
 
 
-class Draft(Generic[File]):
+class UnpublishedFile(Generic[File]):
     """A file in the making, under a hidden name. ``is_spare``: it has old bytes and blocks."""
 
     def __init__(
-        self, publisher: Publisher[File], folder: Folder[File], record: OwnedRecord[File], name: str
+        self,
+        publisher: Publisher[File],
+        folder: HiddenFolder[File],
+        record: LockedRecord[File],
+        name: str,
     ) -> None:
         self.folder: Final = folder
         self.record: Final = record

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from portus.directory.folder import DRAFT, Folder
+from portus.directory.folder import DRAFT, HiddenFolder
 from portus.directory.system import File, System
 from portus.errors import MediumError, printable
 
@@ -23,7 +23,7 @@ Verify = Callable[[System[File], File, str], bool]
 """Whether an open file of the given name is a whole checkpoint. Reads all of it."""
 
 
-def recover(folder: Folder[File], verify: Verify[File]) -> None:
+def recover(folder: HiddenFolder[File], verify: Verify[File]) -> None:
     """Put back what belongs at a path, and remove the rest of what processes that ended left.
     Raises ``MediumError``; what another user left stays."""
     system = folder.system
@@ -40,7 +40,7 @@ def recover(folder: Folder[File], verify: Verify[File]) -> None:
                 system.unlink(hidden, name)
 
 
-def restore(folder: Folder[File], held: str, path: str, verify: Verify[File]) -> bool:
+def restore(folder: HiddenFolder[File], held: str, path: str, verify: Verify[File]) -> bool:
     """Put the held file back at ``path`` if nothing is there and its bytes verify. Raises
     ``MediumError``."""
     system = folder.system

@@ -26,7 +26,7 @@ OUT_OF_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class FileState:
     """What there is to know of a file. ``identity`` is the same as long as the file exists."""
 
     identity: tuple[int, int]
@@ -68,10 +68,10 @@ class System(Protocol[File]):
     def sync(self, file: File) -> None:
         """Make a file durable, or the names in a directory. Returns when the medium has them."""
 
-    def status(self, file: File) -> Status:
+    def status(self, file: File) -> FileState:
         """Return the status of an open file."""
 
-    def look(self, directory: File, name: str) -> Status | None:
+    def look(self, directory: File, name: str) -> FileState | None:
         """Return the status of a name, without following a link; None if it is not there."""
 
     def set_mode(self, file: File, mode: int) -> None:
@@ -152,11 +152,11 @@ class Linux:
         with _translated(file.path):
             os.fsync(file.number)
 
-    def status(self, file: Descriptor) -> Status:
+    def status(self, file: Descriptor) -> FileState:
         with _translated(file.path):
             return _status(os.fstat(file.number))
 
-    def look(self, directory: Descriptor, name: str) -> Status | None:
+    def look(self, directory: Descriptor, name: str) -> FileState | None:
         with _translated(_join(directory, name)):
             try:
                 return _status(os.stat(name, dir_fd=directory.number, follow_symlinks=False))
@@ -239,8 +239,8 @@ class Linux:
         return True
 
 
-def _status(found: os.stat_result) -> Status:
-    return Status(
+def _status(found: os.stat_result) -> FileState:
+    return FileState(
         (found.st_dev, found.st_ino),
         found.st_nlink,
         found.st_size,

@@ -65,7 +65,8 @@ def _open(path: str, flags: int, mode: int, directory: int | None) -> int:
     Where such a stream is closed (``python train.py >&-``), its number is the next one that the
     system gives; what a library in C then prints would go into the file.
     """
-    number, low = os.open(path, flags, mode, dir_fd=directory), list[int]()
+    within = {} if directory is None else {"dir_fd": directory}
+    number, low = os.open(path, flags, mode, **within), list[int]()
     try:
         while number < _STANDARD:
             low.append(number)

@@ -40,7 +40,7 @@ class Labels:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class Committed(Protocol):
+class CommittedVersion(Protocol):
     """What a commit made."""
 
     @property
@@ -76,7 +76,9 @@ class Draft(Protocol):
         """Bytes of storages that were copied or shared, a short piece at each offset, end to end;
         None if they are out of sight."""
 
-    def commit(self, labels: Labels, before: Before | None, retire: Collection[int]) -> Committed:
+    def commit(
+        self, labels: Labels, before: Before | None, retire: Collection[int]
+    ) -> CommittedVersion:
         """Persist and commit. ``retire``: versions to let go of in the same commit."""
 
     def release(self) -> None:

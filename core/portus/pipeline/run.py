@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from portus.errors import AbandonedError, PortusError
 from portus.index.pool import REFRESH_COMMITS
 from portus.pipeline.audit import NO_EXTENTS, Audit, Late, no_changes
-from portus.pipeline.draft import Committed, Draft, Labels
+from portus.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.pipeline.handle import SaveStats
 from portus.pipeline.parts import equal_storages, ranges, shared, sources, unit_digests
 from portus.pipeline.plan import Before, Column, Flags, Snapshot
@@ -67,7 +67,7 @@ class Policy:
     describe: Callable[[int], str] = str
     audit: Callable[[Late, Stop], Audit | None] = lambda late, stop: None
     publishing: Callable[[], None] = lambda: None
-    committed: Callable[[Committed, Flags], None] = lambda version, steady: None
+    committed: Callable[[CommittedVersion, Flags], None] = lambda version, steady: None
     guilty: Callable[[Sequence[int]], None] = lambda indices: None
     changed: Callable[[Sequence[int]], None] = lambda indices: None
 

@@ -338,7 +338,7 @@ class CrashMedium:
             )
 
 
-class Image:
+class DiskImage:
     """A disk after a crash. ``note`` is one line for each decision that the crash made."""
 
     def __init__(self, disk: Disk, choices: Sequence[PowerLossChoice] = (), note: str = "") -> None:
@@ -373,22 +373,22 @@ class Point(Generic[Fact]):
     disk: Disk
     failed: bool = False
 
-    def power_losses(self, seed: random.Random, *, noise: bool = False) -> Iterator[Image]:
+    def power_losses(self, seed: random.Random, *, noise: bool = False) -> Iterator[DiskImage]:
         """What the power may leave, the telling images first; some come twice. Maybe endless."""
         lost = self.disk.lost()
         for choices in outcomes(self.disk, seed, noise=noise):
-            yield Image(power_loss(lost, choices), choices)
+            yield DiskImage(power_loss(lost, choices), choices)
 
-    def kills(self) -> list[Image]:
+    def kills(self) -> list[DiskImage]:
         """What ``kill -9`` may leave: caches and all; and that with the next store half done."""
-        images = [Image(self.disk, note="killed, caches alive")]
+        images = [DiskImage(self.disk, note="killed, caches alive")]
         if self.event is not None and self.event.store is not None:
             file, offset, data = self.event.store
             half = len(data) // 2 // WORD * WORD
             if half:
                 torn = self.disk.copy()
                 torn.files[file].store(offset, data[:half])
-                images.append(Image(torn, note=f"killed after {half} bytes of the store"))
+                images.append(DiskImage(torn, note=f"killed after {half} bytes of the store"))
         return images
 
 

@@ -22,7 +22,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Final
 
-from portus.directory.system import Status
+from portus.directory.system import FileState
 from portus.errors import MediumError
 from portus.testing.crash import Crash
 
@@ -235,11 +235,11 @@ class CrashFolder:
                 kept.append(change)
         self._pending = kept
 
-    def status(self, file: _Open) -> Status:
+    def status(self, file: _Open) -> FileState:
         """See ``System``."""
         return self._status(file.node)
 
-    def look(self, directory: _Open, name: str) -> Status | None:
+    def look(self, directory: _Open, name: str) -> FileState | None:
         """See ``System``."""
         number = self._nodes[directory.node].names.get(name)
         return None if number is None else self._status(number)
@@ -342,13 +342,13 @@ class CrashFolder:
         else:
             self._durable[directory][name] = number
 
-    def _status(self, number: int) -> Status:
+    def _status(self, number: int) -> FileState:
         node = self._nodes[number]
         links = sum(
             each == number for other in self._nodes.values() for each in other.names.values()
         )
         kind = stat.S_IFDIR if node.is_directory else stat.S_IFREG
-        return Status((1, number), links, len(node.data), kind | node.mode, node.changed_ns)
+        return FileState((1, number), links, len(node.data), kind | node.mode, node.changed_ns)
 
     def _entry(self, place: tuple[_Open, str]) -> int:
         number = self._nodes[place[0].node].names.get(place[1])

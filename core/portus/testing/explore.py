@@ -21,8 +21,8 @@ from typing import Final, Generic
 
 from portus.testing.crash import (
     CrashFiles,
+    DiskImage,
     Fact,
-    Image,
     Point,
     Recording,
     Scenario,
@@ -116,13 +116,13 @@ class Explorer(Generic[Fact]):
         with same_each_time(level):
             return record(self.processes[level], files, facts)
 
-    def image(self, point: Point[Fact], before: Case, index: int) -> Image:
+    def image(self, point: Point[Fact], before: Case, index: int) -> DiskImage:
         """The image that ``index`` names at ``point``, after the crashes ``before``."""
         if index < 0:
             return point.kills()[-index - 1]
         return next(itertools.islice(self.power_losses(point, before), index, None))
 
-    def power_losses(self, point: Point[Fact], before: Case) -> Iterator[Image]:
+    def power_losses(self, point: Point[Fact], before: Case) -> Iterator[DiskImage]:
         """All that the power may leave at ``point``, in an order that the seed decides."""
         seed = random.Random(repr((self.seed, before, point.number)))
         return point.power_losses(seed, noise=self.noise)
@@ -148,7 +148,9 @@ class _Search(Generic[Fact]):
                 self.found.crashes += 1
                 _Moment(self, recording, point, before, settles).explore()
 
-    def verify(self, image: Image, point: Point[Fact], explain: Callable[[], ImageError]) -> bool:
+    def verify(
+        self, image: DiskImage, point: Point[Fact], explain: Callable[[], ImageError]
+    ) -> bool:
         """Verify ``image``, unless it was; False then."""
         digest = image.digest()
         self.found.images.add(digest)
@@ -160,7 +162,7 @@ class _Search(Generic[Fact]):
         self.found.verified += 1
         return True
 
-    def follow(self, image: Image, point: Point[Fact], case: Case, explain: Explain) -> None:
+    def follow(self, image: DiskImage, point: Point[Fact], case: Case, explain: Explain) -> None:
         """Let the next process, if there is one, run on ``image``."""
         if len(case) < len(self.explorer.processes):
             with _Explained(explain):
@@ -196,14 +198,14 @@ class _Moment(Generic[Fact]):
                 if self.settles and len(fresh) <= explorer.followed:
                     self._follow(image, index)
 
-    def _verify(self, image: Image, index: int) -> bool:
+    def _verify(self, image: DiskImage, index: int) -> bool:
         return self.search.verify(image, self.point, lambda: self._explain(image, index))
 
-    def _follow(self, image: Image, index: int) -> None:
+    def _follow(self, image: DiskImage, index: int) -> None:
         case = (*self.before, (self.point.number, index))
         self.search.follow(image, self.point, case, lambda: self._explain(image, index))
 
-    def _explain(self, image: Image, index: int) -> ImageError:
+    def _explain(self, image: DiskImage, index: int) -> ImageError:
         case = (*self.before, (self.point.number, index))
         event = f"before {self.point.event.text}" if self.point.event else "at the end"
         lines = [

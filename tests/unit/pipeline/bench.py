@@ -16,7 +16,7 @@ from portus.media import written
 from portus.media.lock import LockTable, ProcessLocks
 from portus.media.memory import Memory
 from portus.pipeline.audit import WATCHED_MIN, Audit, AuditMethod, Hashed, Late, Probed, Watched
-from portus.pipeline.draft import Committed, PoolDraft
+from portus.pipeline.draft import CommittedVersion, PoolDraft
 from portus.pipeline.plan import Before, Flags, Snapshot
 from portus.pipeline.run import Policy, Save
 from portus.transport.base import Stop
@@ -149,6 +149,6 @@ class Bench:
             found.append(data)
         return found
 
-    def _committed(self, version: Committed, steady: Flags) -> None:
+    def _committed(self, version: CommittedVersion, steady: Flags) -> None:
         assert isinstance(version, Before)
         self.before, self.steady = version, steady

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import threading
 import time
 from collections import deque
@@ -23,23 +22,26 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from portus.cadence.bounded import Costs
+from portus.cadence.estimate import SaveCosts, StepTimes
 from portus.client.fence import fence
 from portus.pipeline.handle import SaveStats
-
-UNTOUCHED: Final = 64
-"""The newest untouched steps, whose median is what a step takes."""
 
 UNTOUCHED_MIN: Final = 3
 
 FRESH: Final = 5
-"""Untouched steps of an interval by which its own saves are judged, and no older ones."""
+"""Untouched steps that an interval has at least."""
+
+AROUND: Final = 64
+"""The newest untouched steps with which those that saves touched are compared; all of those since
+the save before, if there are more."""
 
 TOUCHED_MAX: Final = 1 << 20
 """Touched steps whose times are kept until somebody asks."""
 
 FOREIGN: Final = 10
-"""A touched step that takes so many medians, and over ``FOREIGN_S`` seconds, besides what the save
-blocked, was long for another reason: a validation, an epoch's end."""
+"""A touched step that takes so many means, more than any untouched one, and over ``FOREIGN_S``
+seconds, besides what the save blocked, was long for another reason: a validation, an epoch's end.
+"""
 
 FOREIGN_S: Final = 1.0
 
@@ -121,7 +123,8 @@ class Clock:
         self.called_after_s: float | None = None
         """From the step's end, before its update, to the call of the newest save of which that is
         known. Of the step after it so much is gone when the copy begins (CheckFreq's Tw)."""
-        self._untouched: deque[float] = deque(maxlen=UNTOUCHED)
+        self._untouched: Final = StepTimes()
+        self._costs: Final = SaveCosts()
         self._touched: deque[float] = deque(maxlen=TOUCHED_MAX)
         self._fresh = 0
         """Of the untouched steps, those since ``take`` was called."""
@@ -168,7 +171,7 @@ class Clock:
             if touched:
                 self._touched.append(math.inf if ignored else took)
             elif not ignored:
-                self._untouched.append(took)
+                self._untouched.add(took)
                 self._fresh += 1
         if self._call is not None:
             after = between(*self._call)
@@ -189,15 +192,24 @@ class Clock:
         if self._last is not None and mark is not None:
             self._call = (self._last, mark)
 
+    def now_s(self) -> float:
+        """Seconds of this process, from any moment on."""
+        return self._now()
+
     @property
     def step_s(self) -> float | None:
-        """The median of the newest untouched steps; None before there are some."""
+        """The mean of the newest untouched steps; None before there are some."""
         few = len(self._untouched) < UNTOUCHED_MIN
-        return None if few else statistics.median(self._untouched)
+        return None if few else self._untouched.mean_s
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if untouched steps differ much from each other."""
+        return self._untouched.is_uneven
 
     def take(self) -> Costs | None:
-        """What saves cost since this was called last; None if there was none, or if a step that
-        they touched was long for another reason."""
+        """What saves cost, by those since this was called last and those before; None if there was
+        none, or if a step that they touched was long for another reason."""
         self._look()
         stats, self._stats = self._stats, []
         touched, self._touched = self._touched, deque(maxlen=TOUCHED_MAX)
@@ -206,15 +218,19 @@ class Clock:
             return None
         self.steps_min = len(touched) + FRESH
         step_s = self.step_s
-        if fresh >= FRESH:
-            step_s = statistics.median(list(self._untouched)[-fresh:])
-        elif step_s is None or fresh == 0:
+        around = self._untouched.newest(max(fresh, AROUND))
+        if fresh == 0 or not around:
             # If all steps are touched, the shortest one: then saves seem dearer, not cheaper.
-            step_s = min((*touched, step_s or math.inf))
+            around = [min((*touched, *around))]
+            step_s = around[0] if step_s is None else min(step_s, around[0])
+        elif step_s is None:
+            step_s = self._untouched.mean_s
         blocked_s = sum(each.blocked_s for each in stats)
-        if max(touched) > blocked_s + max(FOREIGN * step_s, FOREIGN_S):
+        foreign_s = max(FOREIGN * step_s, FOREIGN_S, self._untouched.longest_s)
+        if max(touched) > blocked_s + foreign_s:
             return None
-        cost_s = sum(touched) - len(touched) * step_s
+        self._costs.add(list(touched), around, is_uneven=self.is_uneven)
+        cost_s = self._costs.cost_s
         # While none is over nobody knows how long it takes: let the next one be later.
         save_s = max(each.total_s for each in stats) or 2 * (self._now() - self._from)
         return Costs(step_s=step_s, cost_s=cost_s, save_s=save_s, stall_s=min(blocked_s, save_s))

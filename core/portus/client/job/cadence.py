@@ -31,8 +31,9 @@ from portus.errors import UsageError
 
 _log: Final = logging.getLogger("portus")
 
-FIRST_STEPS: Final = 10
-"""Until the first save, where the interval is said as a time, and no step was timed yet."""
+CHECKS: Final = 0.7
+"""Where several ranks save at times, the share of the time that is left, in steps as long as those
+before, after which rank 0 looks at the clock again and tells the others."""
 
 
 def checked_cadence(
@@ -57,8 +58,9 @@ class Cadence:
     ```
 
     Args:
-        every: "auto" follows the cost of saves, up and down. "30s", "5min" or "1h" is a time,
-            rounded to whole steps. A number is that many steps.
+        every: "auto" follows the cost of saves, up and down. "30s", "5min" or "1h" is wall time: a
+            save comes at the first step that ends so long after the last one began, whatever the
+            steps take. A number is that many steps.
         max_overhead: How much all saves together may add to the time of a training without saves,
             as a fraction. With a fixed ``every`` this only sets off a warning, which names an
             interval within the bound.
@@ -101,6 +103,10 @@ class Cadence:
         self._preemption: Final = preemption
         self._tuner: Final = Tuner(self.rule)
         self._clock: Final = Clock(now)
+        self._since_s = self._clock.now_s()
+        """When the newest save began, or this object."""
+        self._saves = 0
+        """Intervals that were decided since."""
         self._next = self._first()
         self._due = 0
         """The newest step that was one to save at."""
@@ -111,7 +117,8 @@ class Cadence:
 
     @property
     def next_step(self) -> int:
-        """The step at which the next save is due, counted from the creation of this object."""
+        """The step at which the next save is due, or a time is looked at again, counted from the
+        creation of this object."""
         return self._next
 
     def should_save(self) -> bool:
@@ -126,7 +133,13 @@ class Cadence:
             return True
         if self._clock.steps < self._next:
             return False
-        self._due = self._clock.steps
+        if isinstance(self.every, float):
+            left = self._told(self._steps_left)
+            if left > 0:
+                self._next = self._clock.steps + left
+                return False
+        self._due, self._since_s = self._clock.steps, self._clock.now_s()
+        self._saves += 1
         self._next = self._due + self._interval()
         return True
 
@@ -136,12 +149,13 @@ class Cadence:
         self._clock.ignore()
 
     def state_dict(self) -> dict[str, object]:
-        """The measurements, and the number of steps left until the next save. Only rank 0 has the
-        measurements."""
-        return {
-            **self._tuner.state_dict(self._here()),
-            "left": max(1, self._next - self._clock.steps),
-        }
+        """The measurements, and the number of steps, or seconds, left until the next save. Only
+        rank 0 has the measurements."""
+        state = self._tuner.state_dict(self._here())
+        state["left"] = max(1, self._next - self._clock.steps)
+        if isinstance(self.every, float):
+            state["left_s"] = max(0.0, self.every - self._passed_s)
+        return state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Resume from a saved state: the next save is as many steps away as it was. Measurements
@@ -162,31 +176,59 @@ class Cadence:
         # The same on all ranks, whatever their hardware is.
         steps = left if is_whole and on.get("ranks") == here["ranks"] else self._first()
         assert isinstance(steps, int)
+        if isinstance(self.every, float):
+            left_s = state.get("left_s")
+            if isinstance(left_s, float) and 0 <= left_s <= self.every:
+                self._since_s = self._clock.now_s() - (self.every - left_s)
+            steps = 1
         self._next = self._clock.steps + (
             min(steps, self.every) if isinstance(self.every, int) else steps
         )
 
+    @property
+    def _passed_s(self) -> float:
+        """Seconds since the newest save began, or this object."""
+        return self._clock.now_s() - self._since_s
+
     def _first(self) -> int:
         if self.every == "auto":
             return self._tuner.decide().steps
-        return self.every if isinstance(self.every, int) else FIRST_STEPS
+        return self.every if isinstance(self.every, int) else 1
 
     def _interval(self) -> int:
-        """Steps from here to the next save, the same on all ranks."""
-        rank, count = standing(self._group)
+        """Steps from here to the next save, or to the next look at the clock, the same on all
+        ranks."""
         measured = self._clock.take()  # on every rank, so that none keeps them for ever
-        steps = self._decide(measured) if rank == 0 else 0
+        told = self._told(lambda: self._decide(measured))
+        return self.every if isinstance(self.every, int) else told
+
+    def _told(self, decide: Callable[[], int]) -> int:
+        """What rank 0 decides, on all ranks."""
+        rank, count = standing(self._group)
+        steps = decide() if rank == 0 else 0
         if count == 1 or isinstance(self.every, int):
-            return self.every if isinstance(self.every, int) else steps
+            return steps
         if not self._has_group:
             self._group, self._has_group = beside(), True
         told = told_by_first(steps, self._group)
         assert isinstance(told, int)
         return told
 
+    def _steps_left(self) -> int:
+        """Steps until the clock is to be looked at again; 0 if it is time to save."""
+        assert isinstance(self.every, float)
+        left_s = self.every - self._passed_s
+        if left_s <= 0:
+            return 0
+        _, count = standing(self._group)
+        step_s = self._clock.step_s
+        if count == 1 or step_s is None:
+            return 1
+        return max(1, int(CHECKS * left_s / step_s))
+
     def _decide(self, measured: Costs | None) -> int:
         self._void_elsewhere()
-        if measured is not None:
+        if measured is not None and self._saves > 2:  # the first one makes what others find
             self._tuner.note(measured)
         costs = self._tuner.costs
         if self.every == "auto":
@@ -198,21 +240,23 @@ class Cadence:
             journal.decided(decision)
             if costs is not None and self.rule.mtbf_s is not None:
                 self._say_once(self._hopeless(costs))
-            return decision.steps
+            turn = self._saves % 2 if self._clock.is_uneven else 0
+            return decision.steps + turn
         steps = self._own_interval()
         if costs is not None:
             share = overhead(costs, steps)
             _log.info("step %d: a save every %d steps costs %.2f %%", self._due, steps, 100 * share)
             if share > self.rule.max_overhead:
                 self._say_once(self._too_dear(costs, steps))
-        return steps
+        return self._steps_left() if isinstance(self.every, float) else steps
 
     def _own_interval(self) -> int:
+        """The steps of an interval that the user named, if they take what they took so far."""
         if isinstance(self.every, int):
             return self.every
         assert isinstance(self.every, float)
         step_s = self._clock.step_s
-        return FIRST_STEPS if step_s is None else max(1, round(self.every / step_s))
+        return 1 if step_s is None else max(1, round(self.every / step_s))
 
     def _too_dear(self, costs: Costs, steps: int) -> str:
         least, _ = shortest(costs, self.rule.max_overhead)

@@ -76,10 +76,10 @@ def test_the_interval_keeps_the_bound_and_follows_both_ways(
     caplog.set_level(logging.INFO, logger="portus")
     training = Training(max_overhead=0.05)
     training.run(200)
-    assert training.saved[:2] == [20, 40], "as if a save cost one step"
-    assert training.intervals()[1:] == [14] * 11
+    assert training.saved[:3] == [20, 40, 60], "as if a save cost one step; the first is no measure"
+    assert training.intervals()[2:] == [14] * 10
     assert (
-        "step 40: a save every 14 steps (the bound on overhead): a step takes 0.1 s, a save "
+        "step 60: a save every 14 steps (the bound on overhead): a step takes 0.1 s, a save "
         in (caplog.text)
     )
     training.run(800, save_s=0.21)
@@ -124,12 +124,22 @@ def test_an_interval_of_ones_own_is_kept_and_what_it_costs_is_said(
     )
 
 
-def test_a_time_is_whole_steps_as_long_as_they_are_now() -> None:
+def test_a_time_is_wall_time_whatever_steps_take() -> None:
     training = Training(every="3s")
     training.run(100)
-    assert training.saved == [10, 40, 70, 100]
+    assert training.saved == [30, 60, 90]
     training.run(150, step_s=0.2)
     assert training.intervals()[-1] == 15
+
+
+def test_a_time_goes_on_after_a_restart() -> None:
+    training = Training(every="3s")
+    training.run(50)
+    resumed = Training(every="3s")
+    resumed.now.s = 1000.0
+    resumed.cadence.load_state_dict(training.cadence.state_dict())
+    resumed.run(40)
+    assert resumed.saved == [10, 40]
 
 
 def test_a_given_mtbf_makes_saves_as_rare_as_loses_the_least(
@@ -149,12 +159,12 @@ def test_a_given_mtbf_makes_saves_as_rare_as_loses_the_least(
 def test_a_validation_in_a_touched_step_is_no_cost_of_a_save() -> None:
     for is_told in (False, True):
         training = Training(max_overhead=0.05)
-        training.run(40)
+        training.run(60)
         if is_told:
             training.cadence.ignore_step()
-        training.now.s += 100.0  # the step after the second save began
+        training.now.s += 100.0  # the step after the third save began
         training.run(60)
-        assert training.intervals() == [20, 14, 14, 14, 14]
+        assert training.intervals() == [20, 20, 14, 14, 14, 14]
 
 
 def test_several_optimizers_make_one_step_together() -> None:
@@ -187,9 +197,9 @@ def test_calls_before_the_first_step_are_no_steps() -> None:
 
 def test_a_resumed_training_goes_on_with_its_interval() -> None:
     training = Training(max_overhead=0.05)
-    training.run(70)
+    training.run(90)
     state = training.cadence.state_dict()
-    assert training.cadence.next_step == 82
+    assert training.cadence.next_step == 102
     resumed = Training(max_overhead=0.05)
     resumed.cadence.load_state_dict(state)
     resumed.run(40)
@@ -208,7 +218,7 @@ def test_what_was_measured_elsewhere_is_void(
     elsewhere: dict[str, object], saved: list[int]
 ) -> None:
     training = Training(max_overhead=0.05)
-    training.run(70)
+    training.run(90)
     state: dict[str, Any] = training.cadence.state_dict()
     resumed = Training(max_overhead=0.05)
     resumed.cadence.load_state_dict({**state, "measured_on": {**state["measured_on"], **elsewhere}})

@@ -797,7 +797,6 @@ def test_it_is_reported_before_the_first_batch_and_once(
     iterator = iter(resumed.loader)
     next(iterator)
     assert len(caplog.messages) == 1
-    state = resumed.state_dict(5, iterator=iterator)
     list(iterator)
     assert len(caplog.messages) == 1
 

@@ -1,1 +1,0 @@
-"""The writer: fills the file of an image, and hashes what it stores."""
