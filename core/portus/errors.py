@@ -2,10 +2,69 @@
 
 A message says what, where, expected, found, and what to do. Foreign errors (``OSError``) become
 one of these at the seam where they arise (``media``, ``transport``), with ``from``. What a stranger
-says goes into one through ``printable``.
+says goes into one through ``printable``. No message has the user information of an address: an
+address that is refused is quoted, and may hold a password.
 """
 
 from __future__ import annotations
+
+import re
+from typing import Final
+
+HIDDEN: Final = "***"
+"""What stands for a secret."""
+
+_SCHEME: Final = r"[A-Za-z][A-Za-z0-9+.\-]*:/{1,3}"
+_QUOTED: Final = re.compile(
+    rf"(?P<quote>['\"])(?P<start>{_SCHEME})(?P<rest>(?:\\.|(?!(?P=quote)).)*)", re.S
+)
+_BARE: Final = re.compile(
+    rf"(?P<start>{_SCHEME})(?P<rest>[^\s/@:]*:(?![\d\s])[^\n]*?@[^\s'\"<>]*|[^\s'\"<>]*)"
+)
+_USER: Final = re.compile(r"(^|[\s/'\"(\[,])[^\s/@:'\"(\[,]+:[^\s/@'\"]+@(?=[A-Za-z\[])")
+"""User information without a scheme. What follows the @ of a step is a number."""
+
+_WHOLE: Final = re.compile(rf"(?P<start>{_SCHEME}|)(?P<rest>.*)", re.S)
+_AUTHORITY: Final = re.compile(r"[^/?#]*")
+_TENANT: Final = re.compile(r"[\[A-Za-z0-9_.-]*")  # with a bracket in what explains the form
+_CUT_MIN: Final = 100
+"""Characters of an authority without an @ from which it may be one that was cut off."""
+_HOSTS: Final = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d{0,5})?(\+.*)?", re.S)
+
+
+def masked(text: str, *, is_address: bool = False) -> str:
+    """Return ``text`` with ``***`` for what may be a secret in the addresses in it: users and
+    passwords, queries and fragments. A tenant of a storage host is not one.
+
+    is_address: all of it is one address, whatever is wrong with it; it may lack the scheme.
+    """
+    if is_address:
+        return _WHOLE.sub(_masked_address, text, count=1)
+    if "@" not in text and ":/" not in text:
+        return text
+    text = _BARE.sub(_masked_address, _QUOTED.sub(_masked_address, text))
+    return _USER.sub(rf"\1{HIDDEN}@", text)
+
+
+def _masked_address(found: re.Match[str]) -> str:
+    start, rest = found["start"], re.sub("%40", "@", found["rest"], flags=re.I)
+    quote = found.groupdict().get("quote") or ""
+    authority = _AUTHORITY.match(rest)[0]  # type: ignore[index]  # it may be empty
+    user, at, host = authority.rpartition("@")
+    if at:
+        is_tenant = start.lower().startswith("portus") and _TENANT.fullmatch(user)
+        rest = (user if is_tenant else HIDDEN) + at + host + rest[len(authority) :]
+    elif start and not _HOSTS.fullmatch(authority):  # a slash in a password, or it is cut off
+        user, at, host = rest.rpartition("@")
+        if at:
+            rest = f"{HIDDEN}@{host}"
+        elif len(authority) >= _CUT_MIN:
+            rest = f"{authority.partition(':')[0]}:{HIDDEN}"
+    elif not start and "@" in rest and ":" in rest.partition("@")[0]:
+        rest = f"{HIDDEN}@{rest.rpartition('@')[2]}"
+    if start:
+        rest = re.sub(r"([?#]).*", rf"\1{HIDDEN}", rest, count=1, flags=re.S)
+    return quote + start + rest
 
 
 def printable(text: str) -> str:
@@ -19,6 +78,16 @@ def printable(text: str) -> str:
 
 class PortusError(Exception):
     """Root of the tree. Never raised itself."""
+
+    def __new__(cls, *arguments: object) -> PortusError:  # OSError takes its own from here
+        return super().__new__(cls, *map(_safe, arguments))
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*map(_safe, arguments))
+
+
+def _safe(argument: object) -> object:
+    return masked(argument) if isinstance(argument, str) else argument
 
 
 class UsageError(PortusError, ValueError):

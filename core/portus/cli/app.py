@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Annotated, Final
 
 import typer
@@ -9,9 +11,31 @@ from typer.core import TyperGroup
 
 from portus import __version__
 from portus.cli.output import EXIT_CODES, reported
+from portus.errors import masked
+
+
+class _MaskedErrors(TyperGroup):
+    """Says what is wrong with a command line without the passwords in it."""
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
+        with _masking():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _masking() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        said = getattr(error, "message", None)  # of any error of the parser
+        if isinstance(said, str):
+            error.message = masked(said)  # type: ignore[attr-defined]
+        raise
+
 
 app: Final = typer.Typer(
     name="portus",
+    cls=_MaskedErrors,
     help="Inspect, verify, export and clean up pools of checkpoints.",
     epilog=EXIT_CODES,
     no_args_is_help=True,

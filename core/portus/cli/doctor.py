@@ -19,7 +19,7 @@ from portus.cli import loopback
 from portus.cli.machine import Machine, MachineFinding
 from portus.cli.output import Json, Output, count_text, said, size_text
 from portus.cli.pools import PlacePools, find_pool, holders, refuse_reference
-from portus.errors import PortusError, UsageError
+from portus.errors import PortusError, UsageError, masked
 from portus.index.catalogue import Catalogue
 from portus.index.directory import generations, pools_at
 from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place, PlaceKind
@@ -104,7 +104,7 @@ def _all_meant(places: Sequence[str]) -> tuple[list[_Meant], dict[str, str]]:
         try:
             meant[_meant(place)] = None
         except PortusError as error:
-            failed[place] = said(error)
+            failed[masked(place, is_address="://" in place)] = said(error)
     return list(meant), failed
 
 

@@ -25,7 +25,7 @@ from portus.daemon.replicas import OtherHost
 from portus.daemon.scrubber import Scrubber
 from portus.daemon.secrets import Secrets, read_secrets
 from portus.daemon.server import Door, Server, open_door, shut, tls_context
-from portus.errors import MediumError, PortusError, UsageError
+from portus.errors import MediumError, PortusError, UsageError, masked
 from portus.mirror.address import parse as parse_store
 from portus.protocol.address import TENANT, Address, Scheme, Transport, is_address, parse
 from portus.transport.budget import Budget
@@ -253,7 +253,12 @@ def prepared(options: ServeOptions) -> Server:
             host, _, port = options.metrics.rpartition(":")
             from portus.daemon.metrics import publish  # what it needs is installed for it alone
 
-            publish(house, server.connections, _number(port), host.strip("[]") or "127.0.0.1")
+            publish(
+                house,
+                server.connections,
+                _number(port, options.metrics),
+                host.strip("[]") or "127.0.0.1",
+            )
     except BaseException:
         for door in doors:
             shut(door)
@@ -269,14 +274,17 @@ def _other(
     if options.mirror:
         raise UsageError("--mirror and --replica: what is saved is copied to one of them")
     if not is_address(text):
-        raise UsageError(f"--replica {text!r}: expected a storage host, portus://host:7117")
+        raise UsageError(
+            f"--replica {masked(text, is_address=True)!r}: expected a storage host, portus://host:7117"
+        )
     address = parse(text)
     other = OtherHost(address, secrets)
     ports = {each.port for each in addresses if each.scheme is not Scheme.UNIX}
     paths = {each.path for each in addresses if each.scheme is Scheme.UNIX}
     is_unix = address.scheme is Scheme.UNIX
     if address.path in paths if is_unix else address.port in ports and _is_here(address.host):
-        raise UsageError(f"--replica {text}: this is the host itself; expected another one")
+        shown = masked(text, is_address=True)
+        raise UsageError(f"--replica {shown}: this is the host itself; expected another one")
     for tenant in secrets.tenants() or [TENANT]:
         other.check(tenant)
     return other
@@ -301,6 +309,11 @@ def heard(text: str, *, tls: bool) -> Address:
         return parse(text)
     if text.startswith("unix:"):
         return parse(f"{Scheme.UNIX.value}://{os.path.abspath(text[5:])}")
+    if "@" in text or "%40" in text or "://" in text:
+        raise UsageError(
+            f"{masked(text, is_address=True)}: expected HOST[:PORT], unix:PATH or an address that "
+            "begins with portus"
+        )
     scheme = Scheme.TLS if tls else Scheme.TCP
     if text.count(":") > 1 and not text.startswith("["):
         text = f"[{text}]"  # IPv6, and nothing else
@@ -324,7 +337,10 @@ def notify(state: str) -> None:
             tell(logging.WARNING, "systemd", f"cannot tell systemd: {error}", why=str(error))
 
 
-def _number(port: str) -> int:
+def _number(port: str, text: str) -> int:
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"--metrics {port!r}: expected a port")
+        raise UsageError(
+            f"--metrics {masked(text, is_address=True)!r}: expected a port, or an address of this "
+            "machine and a port"
+        )
     return int(port)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from portus.errors import UsageError
+from portus.errors import UsageError, masked
 from portus.media.dax import is_device
 from portus.protocol.address import Address, is_address, parse
 
@@ -26,6 +26,9 @@ DIRECTORY_VARIABLE: Final = "PORTUS_POOL"
 
 _URL: Final = re.compile(r"portus(?:\+\w+)?(?=:/)|[A-Za-z][A-Za-z0-9+.-]+(?=://|::)")
 """Two letters at least: ``C:`` is a drive."""
+
+_USER: Final = re.compile(r"[^/@\s]+:[^/@]+@[^/@]+")
+"""User information without a scheme."""
 
 
 PlaceName: TypeAlias = str | os.PathLike[str] | Sequence[str]
@@ -177,12 +180,21 @@ def local_path(path: str | os.PathLike[str], what: str, *, hosts: bool = False) 
     if not isinstance(text, str) or "\0" in text:
         raise UsageError(f"{what}: expected a path, found {text!r:.80}")
     url = _URL.match(text)
+    if url is None and _USER.match(text) and not os.path.lexists(text):
+        raise UsageError(
+            f"{what} {masked(text, is_address=True)!r}: expected a path, found what looks like an "
+            "address with a password. Write ./ before it if it is a path; an address begins with "
+            "its scheme, as portus://host"
+        )
     if url is None:
         return os.path.abspath(os.path.expanduser(text))
     expected = "a path"
     if hosts:
         expected += ", or a storage host as portus://, portus+tls:// or portus+unix://"
-    raise UsageError(f"{what} {text!r}: expected {expected}, found a URL. {_advice(url[0], text)}")
+    shown = masked(text, is_address=True)
+    raise UsageError(
+        f"{what} {shown!r}: expected {expected}, found a URL. {_advice(url[0], shown)}"
+    )
 
 
 def _advice(scheme: str, text: str) -> str:

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from portus.errors import UsageError, printable
+from portus.errors import UsageError, masked, printable
 from portus.protocol.address import is_address
 from portus.protocol.address import parse as parse_host
 
@@ -77,13 +77,17 @@ def parse(text: str, what: str = "mirror") -> StoreAddress:
     _refuse_secrets(text, what)
     found = _FORM.fullmatch(text)
     if found is None or not text.isprintable():
-        raise UsageError(f"{what} {printable(text)!r:.200}: {EXPECTED}")
+        shown = printable(masked(text, is_address=True))
+        raise UsageError(f"{what} {shown!r:.200}: {EXPECTED}")
     if found[6]:
         return StoreAddress(StoreKind.MEMORY, "", found[7])
     if found[4]:
         return StoreAddress(StoreKind.FOLDER, "", _segments(text, found[5], what, "/"))
     if not _BUCKET.fullmatch(found[2]):
-        raise UsageError(f"{what} {text!r}: {found[2]!r} is not a bucket name; {EXPECTED}")
+        raise UsageError(
+            f"{what} {masked(text, is_address=True)!r}: that is not the name of a bucket; "
+            f"{EXPECTED}"
+        )
     return StoreAddress(StoreKind(found[1]), found[2], _segments(text, found[3] or "", what, ""))
 
 
