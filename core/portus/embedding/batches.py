@@ -1,7 +1,8 @@
 """The story of a batch, from the first update to the thread that makes it durable.
 
-Theory. A batch is over when each of the optimizers has stepped, or at the end of ``batch``. Then
-its moment is taken: the rows that changed, and the dense part, are copied; all else of it is for a
+Theory. A batch is over when each of the optimizers has stepped, or at the end of ``batch``. If
+there are schedulers, which step after that, it is over when the next lookup, update or call begins.
+Then its moment is taken: the rows that changed, and the dense part, are copied; all else is for a
 thread, which makes it durable while the next batch is computed. Before the next update, after its
 gradients are there, the optimizer waits for that: so what is durable is never more than one batch
 behind what is in memory, and never between two.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -27,8 +28,9 @@ from portus.embedding.early import EarlyLookups
 from portus.embedding.mapped import Mapped
 from portus.embedding.marks import Marks
 from portus.embedding.placed import RowsThere
+from portus.embedding.schedulers import have_schedulers, settings_of
 from portus.embedding.store import TableStore
-from portus.embedding.tables import Table
+from portus.embedding.tables import Table, check_optimizer
 from portus.embedding.training import ProtectedTraining
 from portus.errors import UsageError
 
@@ -64,6 +66,12 @@ class Batches:
         """It is decided whether the training in the pool is resumed."""
         self._stepped: Final[set[int]] = set()
         """Optimizers that stepped in this batch, by id."""
+        self._has_stepped = False
+        """Every optimizer stepped, and a scheduler may: the batch is over with what comes next."""
+        self._has_schedulers: bool | None = None
+        """None before the first update."""
+        self._settings: list[dict[str, Any]] | None = None
+        """Of the optimizers, as the newest moment has them; None if there was none."""
         self._in_block = False
         """The batch ends with a block."""
         self._ended_early = False
@@ -75,6 +83,7 @@ class Batches:
         self._training.check_usable()
         if self._in_block:
             raise UsageError("`batch` was entered inside another `batch`; leave that one first")
+        self.finish()
         self._in_block, self._ended_early = True, False
         try:
             yield
@@ -85,11 +94,28 @@ class Batches:
     def announce(self, ids: Mapping[str, torch.Tensor]) -> None:
         """Rows that will be updated soon, while the batch before is computed. A log of new rows
         has nothing to do before they are there; one of old rows takes them once that is over."""
+        self.finish()
         tables = self._training.tables
         self._moments.announced = rows_ahead(tables, ids)
         if self._early is not None:
             place = {table.name: index for index, table in enumerate(tables)}
             self._early.look_up({place[name]: each for name, each in ids.items()})
+
+    def finish(self) -> None:
+        """End the batch in which every optimizer has stepped, if there is one. If the optimizers
+        were set otherwise since the last one ended, save that one again, as it is now."""
+        if self._has_stepped:
+            self._end()
+        elif self._settings not in (None, settings_of(self._training.optimizers)):
+            self._has_schedulers = True  # of another kind than torch's, or the loop itself
+            for table in self._training.tables:
+                try:
+                    if table.optimizer is not None:
+                        check_optimizer(table.name, table.weight, table.optimizer)
+                except UsageError:
+                    return  # the next update says it
+            if not self._stepped and not self._in_block:
+                self._take(self.count)
 
     # --- updates --------------------------------------------------------------------------------
 
@@ -103,6 +129,9 @@ class Batches:
                 f"{self._training.name}: the pool already holds a training; call `load` before the "
                 "first update, or protect these tables with another pool"
             )
+        if self._has_schedulers is None:
+            self._has_schedulers = have_schedulers(self._training.optimizers)
+        self.finish()
         if not self._in_block and id(optimizer) in self._stepped:
             self._end()  # the others do not step in each batch
         self._committer.wait()
@@ -118,7 +147,8 @@ class Batches:
             mapped.log(rows)
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """It has written. If it is the last one to, the batch is over."""
+        """It has written. If it is the last one to, the batch is over, or so with what comes
+        next."""
         if self._early is not None:
             self._early.after_update()
         for table in self._training.tables:
@@ -126,13 +156,17 @@ class Batches:
                 table.note()
         self._stepped.add(id(optimizer))
         if not self._in_block and len(self._stepped) == len(self._training.optimizers):
-            self._end()
+            if self._has_schedulers:
+                self._has_stepped = True
+            else:
+                self._end()
 
     # --- what else writes to a table ------------------------------------------------------------
 
     def before_others_write(self, table: Table) -> None:
         """A table is about to be loaded: what is committed of it stays where it is, and the batch
         before is durable as it was."""
+        self.finish()
         mapped = self._mapped
         if mapped is not None and self._store.newest is not None:
             self.keep_written()
@@ -176,6 +210,7 @@ class Batches:
         self._marks.forget()
         try:
             moment = self._moments.take(batch)
+            self._settings = settings_of(self._training.optimizers)
             self.count = batch
             self._begin()
             self._committer.put(moment)
@@ -188,6 +223,7 @@ class Batches:
     def _begin(self) -> None:
         """Nothing is changed yet in the batch that comes."""
         self._stepped.clear()
+        self._has_stepped = False
         for table in self._training.tables:
             table.touched.clear()
             table.note()
@@ -215,11 +251,13 @@ class Batches:
     def go_on_from_mark(self, batch: int) -> None:
         """The state of a mark is about to be loaded."""
         self.count, self._may_update, self._moments.is_whole = batch, True, True
+        self._settings = None
         self._stepped.clear()
+        self._has_stepped = False
 
     def go_on_from_newest(self, batch: int) -> None:
         """What was committed last was loaded, and is of that batch."""
-        self.count = batch
+        self.count, self._settings = batch, None
         self._moments.forget_dense()
         mapped = self._mapped
         self._may_update, self._moments.is_whole = True, mapped is not None and mapped.adopt()

@@ -66,6 +66,8 @@ class Hooks:
             owner = known()
             if owner is not None:
                 owner._training.check_lookup(module)
+                if owner._training.is_ours and owner._training.table_of(module) is not None:
+                    owner._batches.finish()
 
         def shown(
             module: torch.nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]

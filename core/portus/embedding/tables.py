@@ -145,7 +145,35 @@ def tables_of(
             "protect: the model has no Embedding or EmbeddingBag with sparse=True; without it each "
             "update changes all rows: save such a model with a Checkpointer"
         )
+    for table in found.values():
+        _refuse_shared(model, table)
     return list(found.values())
+
+
+def _refuse_shared(model: torch.nn.Module, table: Table) -> None:
+    """Raise ``UsageError`` if something else in the model has the memory of a table: its gradient
+    is dense, so an update changes all rows."""
+    place = table.weight.untyped_storage().data_ptr()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, _KINDS) and module.sparse and module.weight is table.weight:
+            continue
+        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or (tensor is not table.weight and not place):
+                continue
+            if tensor is table.weight or _place(tensor) == place:
+                raise UsageError(
+                    f"{table.name}: it shares its weight with {name or 'the model'}.{own}, of a "
+                    f"{type(module).__name__}, whose gradient changes all rows in each update. "
+                    "Give that a weight of its own, or leave sparse=True out and save the model "
+                    "with a Checkpointer"
+                )
+
+
+def _place(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # torch's words for "has no storage"
+        return 0
 
 
 def check_ids(name: str, rows: int, ids: object) -> None:

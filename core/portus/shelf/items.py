@@ -52,6 +52,7 @@ class Array:
         self.dtype: Final = dtype
         self._view: Any = None
         self._own: Any = None
+        self._shown: Any = None
         self._dtype_node: object = None
 
     @classmethod
@@ -77,6 +78,14 @@ class Array:
         if self._view is None:
             self._view = self._over(self.memory.view)
         return self._view
+
+    @property
+    def shown(self) -> Any:
+        """As ``view``, to be read only; the same object each time. numpy refuses to write to it,
+        and torch to change it in place."""
+        if self._shown is None:
+            self._shown = self._read_only(self.memory.view)
+        return self._shown
 
     @property
     def own(self) -> Any:
@@ -135,6 +144,16 @@ class Array:
         if not self.size:
             return torch.empty(self.sizes, dtype=dtype, device="cpu")
         return torch.frombuffer(memory[: self.size].data, dtype=dtype).reshape(self.sizes)
+
+    def _read_only(self, memory: np.ndarray[Any, Any]) -> Any:
+        if self.shape is not None:
+            view = self._over(memory)
+            view.flags.writeable = False
+            return view
+        import torch
+
+        with torch.inference_mode():
+            return self._over(memory)
 
     def fill(self, value: Any) -> None:
         """Have the view hold ``value``, which ``fits``."""
@@ -294,14 +313,14 @@ def arrays_of(item: Item, path: str) -> Iterator[tuple[str, Array]]:
             yield from arrays_of(value, f"{path}.{index}")
 
 
-def shown(item: Item) -> Any:
+def shown(item: Item, *, writable: bool) -> Any:
     """An item as its user sees it: views in containers that are made anew."""
     if isinstance(item, Array):
-        return item.view
+        return item.view if writable else item.shown
     if isinstance(item, dict):
-        return {key: shown(value) for key, value in item.items()}
+        return {key: shown(value, writable=writable) for key, value in item.items()}
     if isinstance(item, (list, tuple)):
-        return type(item)(map(shown, item))
+        return type(item)(shown(value, writable=writable) for value in item)
     return item
 
 

@@ -78,7 +78,8 @@ class Shelf:
         and verifies all of it into memory, and takes up to twice its size as it is changed.
 
         path: a file whose name ends with .portus, or a DAX device.
-        mode: "r" shows the last commit; changes of its views stay in this process.
+        mode: "r" shows the last commit, in views that are read-only. A tensor is one of inference
+            mode then: it raises where it is changed in place, or kept for a backward pass.
         max_bytes: the largest size of the file, in bytes.
         log_bytes: the size of the log, which receives changes first; default: a quarter of all
         arrays, at least 8 MiB.
@@ -100,7 +101,11 @@ class Shelf:
             if not has_pool(place.path, files):
                 create_pool(place.path, files)
             pool: PoolReader = open_writer(
-                place.path, files, timeout_s=timeout_s, max_bytes=max_bytes
+                place.path,
+                files,
+                timeout_s=timeout_s,
+                max_bytes=max_bytes,
+                reading="portus.Shelf({!r}, mode='r')",
             )
         else:
             pool = open_reader(place.path, files)
@@ -146,7 +151,7 @@ class Shelf:
     def __getitem__(self, name: str) -> Any:
         with self._guard:
             self._check_open()
-            return shown(self._there(name))
+            return shown(self._there(name), writable=self._writable)
 
     def __setitem__(self, name: str, value: object) -> None:
         with self._guard:

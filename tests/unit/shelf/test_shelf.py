@@ -840,3 +840,26 @@ def test_a_setting_that_makes_no_sense_is_named_and_makes_no_file(
     with pytest.raises(UsageError, match=rf"^{name}: expected (bytes|seconds)"):
         portus.Shelf(path, **wrong)
     assert not path.exists()
+
+
+def test_what_a_reader_sees_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "s.portus"
+    with portus.Shelf(path) as shelf:
+        shelf.big, shelf.small = np.zeros(100_000), np.zeros(3)
+        shelf.tensor, shelf.nested = torch.zeros(5), {"a": [np.zeros(2), torch.zeros(2)]}
+    with portus.Shelf(path, "r") as reader:
+        for array in (reader.big, reader.small, reader.nested["a"][0]):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 1
+        for tensor in (reader.tensor, reader.nested["a"][1]):
+            with pytest.raises(RuntimeError, match="inference tensor"):
+                tensor.add_(1)
+        assert reader.big is reader.big
+        reader.tensor.clone().add_(1)
+
+
+def test_who_finds_a_shelf_open_learns_how_to_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.portus"
+    with portus.Shelf(path), pytest.raises(portus.BusyError) as told:
+        portus.Shelf(path, timeout_s=0.0)
+    assert f"portus.Shelf({str(path)!r}, mode='r')" in str(told.value)
