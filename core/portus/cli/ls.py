@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Final
@@ -33,8 +34,9 @@ from portus.client.files.held import missing, unheld
 from portus.client.files.host import HostPool
 from portus.errors import MediumError
 from portus.index.catalogue import Catalogue
-from portus.index.directory import on_disk
+from portus.index.directory import JOURNAL_SUFFIX, on_disk
 from portus.index.groups import Group, groups_of
+from portus.index.journals import names_in
 from portus.index.messages import read_failure
 from portus.index.place import Place, PlaceKind
 from portus.index.reader import PoolReader
@@ -83,11 +85,22 @@ def run(pool: str | None, every: bool, output: Output) -> int:
             documents.append({"path": place.path, "error": error_document(error)})
             output.note(f"portus: {said(error)}")
         if not documents:
-            output.line(f"{pools.place}: no pools")
+            output.line(_nothing_left(pools.place))
         groups = groups_of(infos)
         _say_groups(groups, every, output)
         output.document({"pools": documents, "groups": [group_document(g) for g in groups]})
         return max(map(exit_code, pools.failed.values()), default=0)
+
+
+def _nothing_left(place: Place) -> str:
+    """What to say where there is no pool: a training that ended leaves its journal alone."""
+    names = names_in(place.path) if place.is_directory else []
+    if not any(name.endswith(JOURNAL_SUFFIX) for name in names):
+        return f"{place}: no pools"
+    return (
+        f"{place}: no pools: training has ended, and its checkpoints are ordinary torch files now, "
+        f"where it saved them, under {os.path.dirname(place.path)}. portus report tells what it did"
+    )
 
 
 @dataclass(frozen=True, slots=True)

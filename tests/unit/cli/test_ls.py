@@ -220,3 +220,15 @@ def test_it_tells_what_is_kept_what_gc_gives_back_and_what_saves_can_use(run: Ru
     after = portus_json("ls", run.net)["pools"][0]
     assert after["free"] > between["free"] + 2 * size - (64 << 10), "but for records"
     assert after["reclaimable"] < 256 << 10
+
+
+def test_after_a_training_has_ended_it_says_so_and_where_the_files_are(tmp_path: Path) -> None:
+    place = tmp_path / "runs" / ".portus"
+    place.mkdir(parents=True)
+    assert "no pools" in portus("ls", place).out
+    (place / "net.journal").mkdir()
+    (place / "net.journal" / "1.lines").write_bytes(b"")
+    said = portus("ls", place)
+    assert said.code == 0
+    assert "training has ended" in said.out
+    assert str(tmp_path / "runs") in said.out.split("under")[1]
