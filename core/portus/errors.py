@@ -19,7 +19,7 @@ _QUOTED: Final = re.compile(
     rf"(?P<quote>['\"])(?P<start>{_SCHEME})(?P<rest>(?:\\.|(?!(?P=quote)).)*)", re.S
 )
 _BARE: Final = re.compile(
-    rf"(?P<start>{_SCHEME})(?P<rest>[^\s/@:]*:(?![\d\s])[^\n]*?@[^\s'\"<>]*|[^\s'\"<>]*)"
+    rf"(?P<start>{_SCHEME})(?P<rest>[^\s/@:]*:(?![\d\s])(?:(?!://|: )[^\n])*?@[^\s'\"<>]*|[^\s'\"<>]*)"
 )
 _USER: Final = re.compile(r"(^|[\s/'\"(\[,])[^\s/@:'\"(\[,]+:[^\s/@'\"]+@(?=[A-Za-z\[])")
 """User information without a scheme. What follows the @ of a step is a number."""
@@ -79,8 +79,8 @@ def printable(text: str) -> str:
 class PortusError(Exception):
     """Root of the tree. Never raised itself."""
 
-    def __new__(cls, *arguments: object) -> PortusError:  # OSError takes its own from here
-        return super().__new__(cls, *map(_safe, arguments))
+    def __new__(cls, *arguments: object, **_: object) -> PortusError:
+        return super().__new__(cls, *map(_safe, arguments))  # OSError takes its own from here
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*map(_safe, arguments))
