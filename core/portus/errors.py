@@ -19,7 +19,8 @@ _QUOTED: Final = re.compile(
     rf"(?P<quote>['\"])(?P<start>{_SCHEME})(?P<rest>(?:\\.|(?!(?P=quote)).)*)", re.S
 )
 _BARE: Final = re.compile(
-    rf"(?P<start>{_SCHEME})(?P<rest>[^\s/@:]*:(?![\d\s])(?:(?!://|: )[^\n])*?@[^\s'\"<>]*|[^\s'\"<>]*)"
+    rf"(?P<start>{_SCHEME})"
+    r"(?P<rest>[^\s/@:]*:(?![\d\s])(?:(?!://|: )[^\n])*?@[^\s'\"<>]*|[^\s'\"<>]*)"
 )
 _USER: Final = re.compile(r"(^|[\s/'\"(\[,])[^\s/@:'\"(\[,]+:[^\s/@'\"]+@(?=[A-Za-z\[])")
 """User information without a scheme. What follows the @ of a step is a number."""
