@@ -19,6 +19,7 @@ from portus.client.state.state import FlatState, Flattener
 from portus.embedding.mapped import Mapped
 from portus.embedding.moment import Moment, Rows
 from portus.embedding.placed import NO_ROWS, PlacedMoment, RowsThere
+from portus.embedding.schedulers import settings_of
 from portus.embedding.tables import Table, changed_rows
 from portus.embedding.training import ProtectedTraining
 from portus.index.records import encode_layout
@@ -58,16 +59,43 @@ class Moments:
         """The states that are asked for are for a moment, tables and all."""
         self.announced: Mapping[int, torch.Tensor] = {}
         """Rows that the next batch will update, as far as it is known."""
+        self._before: tuple[_Dense | None, bool, Mapping[int, torch.Tensor]] = None, True, {}
+        """From what the last moment was taken, until it goes somewhere."""
+        self._said: object = None
+        """What ``extra`` said for it."""
+        self._settings = ""
+        """Of the optimizers, as it has them."""
+
+    def has_other_settings(self) -> bool:
+        """True if somebody changed settings of an optimizer since the last moment was taken."""
+        return self._settings != settings_of(self._training.optimizers)
+
+    def let_go(self) -> None:
+        """The last moment is not taken again."""
+        self._before, self._said = (None, True, {}), None
+
+    def take_again(self, batch: int, *, afresh: bool) -> Moment:
+        """The moment of a batch once more, in place of the one that was taken of it just now and
+        goes nowhere. afresh: ``extra`` is asked again."""
+        self._dense, was_whole, self.announced = self._before
+        self.is_whole = self.is_whole or was_whole
+        return self._take(batch, asks=afresh)
 
     def take(self, batch: int) -> Moment:
         """The moment of a batch. Rows that changed, and the dense part, are copied."""
+        return self._take(batch, asks=True)
+
+    def _take(self, batch: int, *, asks: bool) -> Moment:
         mapped, dense = self._mapped, self._dense
+        self._settings = settings_of(self._training.optimizers)
+        self._before = dense, self.is_whole, self.announced
         if dense is not None and self._leaves(dense, batch):
             return dense.with_rows(batch, self._training.tables, self._rows_ahead())
         if mapped is not None:
             self.is_whole = mapped.adopt() or self.is_whole
+            self._before = dense, self.is_whole, self.announced
             mapped.measure()
-        flat = self._flattener.flatten(self._state(batch))
+        flat = self._flattener.flatten(self._state(batch, asks=asks))
         address = np.array([each.data_ptr() for each in flat.storages], np.int64)
         length = np.array([each.nbytes() for each in flat.storages], np.int64)
         index = {each.data_ptr(): place for place, each in enumerate(flat.storages)}
@@ -121,17 +149,19 @@ class Moments:
         tensors = (tensor for table in self._training.tables for tensor in table.tensors())
         return all(tensor.data_ptr() in dense.index for tensor in tensors)
 
-    def _state(self, batch: int) -> dict[str, object]:
+    def _state(self, batch: int, *, asks: bool) -> dict[str, object]:
         self.is_collecting = True
         self._counter.fill_(batch)
         try:
+            if asks:
+                self._said = None if self._extra is None else self._extra()
             return {
                 "batch": self._counter,
                 "dense_batch": torch.tensor(batch, device="cpu"),
                 "model": self._training.model.state_dict(),
                 "optimizers": [each.state_dict() for each in self._training.optimizers],
                 "optimizer_kinds": self._training.optimizer_kinds,
-                "extra": None if self._extra is None else self._extra(),
+                "extra": self._said,
                 **({} if self._mapped is None else {"digests": self._mapped.digests}),
             }
         finally:

@@ -1,4 +1,5 @@
-"""What torch calls in a training: before and after a step and a lookup, and around states.
+"""What torch calls in a training: before and after a step and a lookup, and around states; and
+what the steps of schedulers call.
 
 The hooks of steps are torch's own, for the optimizers of the whole process: one that was not passed
 to ``protect`` must not update a table either.
@@ -6,6 +7,7 @@ to ``protect`` must not update a table either.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -19,8 +21,10 @@ from torch.optim.optimizer import (
 
 from portus.embedding.batches import Batches
 from portus.embedding.others import OtherStates
+from portus.embedding.schedulers import SchedulerSteps, optimizers_of, watch
 from portus.embedding.tables import check_ids
 from portus.embedding.training import ProtectedTraining
+from portus.errors import PortusError
 
 
 class Hooks:
@@ -35,6 +39,7 @@ class Hooks:
         self._hook_steps()
         self._hook_modules()
         self._hook_optimizers()
+        self._hook_schedulers()
 
     def remove(self) -> None:
         """Torch calls none of them any more."""
@@ -54,6 +59,7 @@ class Hooks:
         def after(optimizer: Optimizer, _: tuple[object, ...], __: dict[str, object]) -> None:
             owner = known()
             if owner is not None and owner._training.has(optimizer):
+                watch()  # what a scheduler that was made since is a subclass of
                 owner._batches.after_update(optimizer)
 
         self._handles.append(register_optimizer_step_pre_hook(before))
@@ -66,8 +72,15 @@ class Hooks:
             owner = known()
             if owner is not None:
                 owner._training.check_lookup(module)
-                if owner._training.is_ours and owner._training.table_of(module) is not None:
-                    owner._batches.finish()
+
+        def begun(module: torch.nn.Module, _: object) -> None:
+            """Training calls it, and not an evaluation: the next batch has begun."""
+            owner = None if torch.compiler.is_compiling() else known()
+            if owner is None or not module.training or not torch.is_grad_enabled():
+                return
+            if module is owner._training.model or owner._training.table_of(module) is not None:
+                with contextlib.suppress(PortusError):  # the update raises it
+                    owner._batches.begin()
 
         def shown(
             module: torch.nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any]
@@ -92,8 +105,11 @@ class Hooks:
                     owner._batches.before_others_write(table)
                     owner._states.go_on_from(about)
 
+        model = self._training.model
+        self._handles.append(model.register_forward_pre_hook(_Hook(begun)))
         for module, table in self._training.modules:
             self._handles += [
+                module.register_forward_pre_hook(_Hook(begun)),
                 module.register_forward_pre_hook(_Hook(_ids_hook(table.name, table.shape[0]))),
                 module.register_forward_pre_hook(_Hook(looked_up)),
                 module.register_state_dict_post_hook(_Hook(shown)),
@@ -111,11 +127,27 @@ class Hooks:
             owner = known()
             return None if owner is None else owner._states.filled(state)
 
+        def loaded(_: Optimizer) -> None:
+            owner = known()
+            if owner is not None:
+                owner._batches.note_settings()
+
         for optimizer in self._training.optimizers:
             self._handles += [
+                optimizer.register_load_state_dict_post_hook(loaded),
                 optimizer.register_state_dict_post_hook(shown_by),
                 optimizer.register_load_state_dict_pre_hook(taken_by),
             ]
+
+    def _hook_schedulers(self) -> None:
+        known = weakref.ref(self)
+
+        def stepped(scheduler: object, is_made: bool) -> None:
+            owner = known()
+            if owner is not None and any(map(owner._training.has, optimizers_of(scheduler))):
+                owner._batches.after_schedule(scheduler, is_made=is_made)
+
+        self._handles.append(SchedulerSteps(stepped))
 
     def _before_step(
         self, optimizer: Optimizer, arguments: tuple[object, ...], named: dict[str, object]

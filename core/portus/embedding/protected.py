@@ -190,8 +190,6 @@ class Protected:
     def batches(self) -> int:
         """How many batches were captured, from the start of the training; the newest may not be
         durable yet."""
-        if self._training.is_ours and not self._training.is_closed:
-            self._batches.finish()
         return self._batches.count
 
     def load(self, gap_max: int | None = None) -> Resumed | None:
@@ -208,7 +206,7 @@ class Protected:
         self._training.check_usable()
         if gap_max is not None and (type(gap_max) is not int or gap_max < 0):
             raise UsageError(f"gap_max: expected an integer of at least 0, found {gap_max!r}")
-        self._batches.finish()
+        self._batches.commit()
         with self._committer.alone():
             self._store.give_up()  # it may have what is not gone on with
         newest = self._store.newest
@@ -228,9 +226,8 @@ class Protected:
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """A context manager for one batch. The batch ends with the block, and contains everything
-        that the block did, such as a scheduler's step. Without it, a batch ends when every
-        optimizer has stepped; with a scheduler of torch, when the next lookup in a table, the next
-        update or a call of this object begins after that.
+        that the block did, wherever a scheduler steps in it. Without it, a batch ends when every
+        optimizer has stepped, and schedulers step between that and the next forward pass.
 
         If the block raises, its updates become part of the next batch. May block until the batch
         before it is durable; raises what an update raises.
@@ -257,8 +254,7 @@ class Protected:
         raises the same. ``UsageError`` in a forked child.
         """
         self._training.check_process()
-        if not self._training.is_closed:
-            self._batches.finish()
+        self._batches.commit()
         self._committer.wait()
 
     def close(self) -> None:
@@ -266,12 +262,6 @@ class Protected:
         nothing. Raises as ``wait``."""
         if self._training.is_closed or not self._training.is_ours:
             return
-        try:
-            self._batches.finish()
-        finally:
-            self._close()
-
-    def _close(self) -> None:
         self._training.is_closed = True
         self._hooks.remove()
         if self._early is not None:

@@ -1,33 +1,92 @@
-"""Schedulers: they change optimizers after the update, and so after a batch seems to be over.
+"""Schedulers of learning rates, and the settings of an optimizer that they change.
 
-A loop calls ``optimizer.step()`` and then ``scheduler.step()``. What a batch saves of the
-optimizer, and of the scheduler by ``extra``, must be as it is after both.
+Torch has hooks for the steps of optimizers, and none for those of schedulers. So ``step`` of each
+class of schedulers is wrapped, once in a process, and tells whoever wants to know.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Sequence
-from typing import Any
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+Told = Callable[[Any, bool], None]
+"""Gets a scheduler that stepped, and whether that was the step by which it was made."""
 
-def have_schedulers(optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether a scheduler of torch is there for one of the optimizers. Looks at all objects
-    of the process, which takes tens of milliseconds."""
-    ours = {id(each) for each in optimizers}
-    return any(
-        issubclass(type(each), LRScheduler) and id(vars(each).get("optimizer")) in ours
-        for each in gc.get_objects()
+_told: Final[dict[SchedulerSteps, Told]] = {}
+_within: Final = threading.local()
+"""``depth``: in how many steps of schedulers a thread is. One may be made of others."""
+
+
+class SchedulerSteps:
+    """The steps of all schedulers of the process: ``told`` hears of each, until ``remove``."""
+
+    def __init__(self, told: Told) -> None:
+        _told[self] = told
+        watch()
+
+    def remove(self) -> None:
+        """Tell it of none any more."""
+        _told.pop(self, None)
+
+
+def watch() -> None:
+    """Have all classes of schedulers that there are tell of their steps."""
+    _watch(LRScheduler)
+
+
+def _watch(kind: type) -> None:
+    for name in ("step", "_initial_step"):  # the latter is called as one is made
+        step = kind.__dict__.get(name)
+        if callable(step) and not hasattr(step, "_tells_portus"):
+            setattr(kind, name, _telling(step, is_made=name != "step"))
+    kinds: list[type] = kind.__subclasses__()
+    for each in kinds:
+        _watch(each)
+
+
+def _telling(step: Callable[..., object], *, is_made: bool) -> Callable[..., object]:
+    @functools.wraps(step)
+    def tell(scheduler: Any, *arguments: Any, **named: Any) -> object:
+        depth = getattr(_within, "depth", 0)
+        _within.depth = depth + 1
+        try:
+            result = step(scheduler, *arguments, **named)
+        finally:
+            _within.depth = depth
+        if not depth:
+            for each in list(_told.values()):
+                each(scheduler, is_made)
+        return result
+
+    tell._tells_portus = True  # type: ignore[attr-defined]
+    return tell
+
+
+def optimizers_of(scheduler: Any) -> list[Any]:
+    """What it schedules: an optimizer, and what that is wrapped around."""
+    found, each = list[Any](), getattr(scheduler, "optimizer", None)
+    while each is not None and not any(each is other for other in found):
+        found.append(each)
+        each = getattr(each, "optimizer", None)
+    return found
+
+
+def settings_of(optimizers: Sequence[Optimizer]) -> str:
+    """Learning rates, momenta and whatever else the groups of parameters say, to be compared."""
+    return repr(
+        [
+            {key: _value(value) for key, value in group.items() if key != "params"}
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
     )
 
 
-def settings_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """Return what the optimizers are set to, such as learning rates, group by group."""
-    return [
-        {name: each for name, each in group.items() if isinstance(each, int | float | tuple | str)}
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-    ]
+def _value(value: object) -> object:
+    return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -7,7 +7,7 @@ that any rank looked up. What an optimizer keeps of each row changes with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -138,42 +138,31 @@ def tables_of(
     devices = ("cpu", "meta") if in_place else ("cpu",)
     found: dict[int, Table] = {}
     for name, module in model.named_modules():
-        if isinstance(module, _KINDS) and id(module.weight) not in found and module.sparse:
+        if isinstance(module, _KINDS) and module.sparse and id(module.weight) not in found:
             found[id(module.weight)] = _table(name, module, optimizers, devices)
     if not found:
         raise UsageError(
             "protect: the model has no Embedding or EmbeddingBag with sparse=True; without it each "
             "update changes all rows: save such a model with a Checkpointer"
         )
-    for table in found.values():
-        _refuse_shared(model, table)
+    _refuse_others(model, found)
     return list(found.values())
 
 
-def _refuse_shared(model: torch.nn.Module, table: Table) -> None:
-    """Raise ``UsageError`` if something else in the model has the memory of a table: its gradient
-    is dense, so an update changes all rows."""
-    place = table.weight.untyped_storage().data_ptr()
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, _KINDS) and module.sparse and module.weight is table.weight:
-            continue
-        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None or (tensor is not table.weight and not place):
-                continue
-            if tensor is table.weight or _place(tensor) == place:
+def _refuse_others(model: torch.nn.Module, tables: Mapping[int, Table]) -> None:
+    """Raise ``UsageError`` if a module that is no table with sparse=True has a table's parameter:
+    its gradients are dense, or unknown."""
+    for name, module in model.named_modules():
+        is_table = isinstance(module, _KINDS) and module.sparse
+        for key, parameter in module._parameters.items():
+            table = tables.get(id(parameter))
+            if table is not None and not (is_table and key == "weight"):
                 raise UsageError(
-                    f"{table.name}: it shares its weight with {name or 'the model'}.{own}, of a "
-                    f"{type(module).__name__}, whose gradient changes all rows in each update. "
-                    "Give that a weight of its own, or leave sparse=True out and save the model "
-                    "with a Checkpointer"
+                    f"{table.name}: the {type(module).__name__} {name or 'model'!r} has it too, "
+                    f"as {key!r}, so an update may change all of its rows; give that module a "
+                    "parameter of its own, or make the Embedding with sparse=False and save the "
+                    "model with a Checkpointer"
                 )
-
-
-def _place(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # torch's words for "has no storage"
-        return 0
 
 
 def check_ids(name: str, rows: int, ids: object) -> None:
@@ -239,8 +228,12 @@ def _table(
     optimizers: Sequence[Optimizer],
     devices: Sequence[str],
 ) -> Table:
-    weight = module.weight
-    assert isinstance(weight, torch.nn.Parameter)
+    weight = module._parameters.get("weight")
+    if weight is None:
+        raise UsageError(
+            f"{name}: expected a weight that is a parameter, found one that is computed "
+            "(torch.nn.utils.parametrize); such a table cannot be protected"
+        )
     if module.max_norm is not None:
         raise UsageError(
             f"{name}: max_norm changes rows in the forward pass, before any update; such a "

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
-from portus.embedding.tables import Table
+from portus.embedding.tables import Table, check_optimizer
 from portus.errors import UsageError
 from portus.index.pool import PoolWriter
 
@@ -113,6 +113,12 @@ class ProtectedTraining:
                     "instead; or call `close`, and `protect` again with optimizers of the new one"
                 )
             table.require_same()
+
+    def check_optimizers(self) -> None:
+        """Raise ``UsageError`` if an optimizer of a table may not update it any more."""
+        for table in self.tables:
+            if table.optimizer is not None:
+                check_optimizer(table.name, table.weight, table.optimizer)
 
     def check_update(self, optimizer: Optimizer) -> None:
         """Raise ``UsageError`` as ``check_tables``; or if an optimizer that is known is about to

@@ -442,12 +442,12 @@ def open_writer(
     timeout_s: float | None = None,
     max_bytes: int | None = None,
     locks: Locks | None = None,
-    reading: str = "portus.open({!r})",
+    reads: str = "portus.open({!r})",
 ) -> PoolWriter:
     """The pool file at ``path``, for writing; ``Writers`` shares one between all users.
 
-    locks: instead of those of the file, for tests on files of another kind. reading: what opens it
-    for reading, given the path; for the message where somebody else writes it.
+    locks: instead of those of the file, for tests on files of another kind.
+    reads: what opens it for reading meanwhile, for the message of a ``BusyError``.
     """
     _leave_in_children()
     before = files.status(path)  # whoever holds the lock may remove the file meanwhile
@@ -464,7 +464,7 @@ def open_writer(
                 )
             writer = PoolWriter(medium, held, max_bytes=max_bytes)
         except BusyError as error:
-            hint = f"{error.strerror}. To read it meanwhile: {reading.format(path)}"
+            hint = f"{error.strerror}. To read it meanwhile: {reads.format(path)}"
             raise BusyError(error.errno, hint) from error
         except MediumError:
             _check_unchanged(path, before, files.status(path))

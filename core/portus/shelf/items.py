@@ -50,9 +50,10 @@ class Array:
         self.sizes: Final = sizes
         self.shape: Final = shape
         self.dtype: Final = dtype
+        self.is_read_only = False
+        """Views of it are: of a shelf that is open for reading."""
         self._view: Any = None
         self._own: Any = None
-        self._shown: Any = None
         self._dtype_node: object = None
 
     @classmethod
@@ -76,16 +77,18 @@ class Array:
     def view(self) -> Any:
         """The array or tensor to be changed in place; the same object each time."""
         if self._view is None:
-            self._view = self._over(self.memory.view)
+            self._view = self._read_only() if self.is_read_only else self._over(self.memory.view)
         return self._view
 
-    @property
-    def shown(self) -> Any:
-        """As ``view``, to be read only; the same object each time. numpy refuses to write to it,
-        and torch to change it in place."""
-        if self._shown is None:
-            self._shown = self._read_only(self.memory.view)
-        return self._shown
+    def _read_only(self) -> Any:
+        """A view that raises when it is written to. Torch has no tensors for that but those of
+        inference, which raise outside of it."""
+        if self.shape is not None:
+            return array_over(self.shape, self.memory.view[: self.size].data.toreadonly())
+        import torch
+
+        with torch.inference_mode():
+            return self._over(self.memory.view)
 
     @property
     def own(self) -> Any:
@@ -144,16 +147,6 @@ class Array:
         if not self.size:
             return torch.empty(self.sizes, dtype=dtype, device="cpu")
         return torch.frombuffer(memory[: self.size].data, dtype=dtype).reshape(self.sizes)
-
-    def _read_only(self, memory: np.ndarray[Any, Any]) -> Any:
-        if self.shape is not None:
-            view = self._over(memory)
-            view.flags.writeable = False
-            return view
-        import torch
-
-        with torch.inference_mode():
-            return self._over(memory)
 
     def fill(self, value: Any) -> None:
         """Have the view hold ``value``, which ``fits``."""
@@ -313,14 +306,14 @@ def arrays_of(item: Item, path: str) -> Iterator[tuple[str, Array]]:
             yield from arrays_of(value, f"{path}.{index}")
 
 
-def shown(item: Item, *, writable: bool) -> Any:
+def shown(item: Item) -> Any:
     """An item as its user sees it: views in containers that are made anew."""
     if isinstance(item, Array):
-        return item.view if writable else item.shown
+        return item.view
     if isinstance(item, dict):
-        return {key: shown(value, writable=writable) for key, value in item.items()}
+        return {key: shown(value) for key, value in item.items()}
     if isinstance(item, (list, tuple)):
-        return type(item)(shown(value, writable=writable) for value in item)
+        return type(item)(map(shown, item))
     return item
 
 

@@ -78,8 +78,7 @@ class Shelf:
         and verifies all of it into memory, and takes up to twice its size as it is changed.
 
         path: a file whose name ends with .portus, or a DAX device.
-        mode: "r" shows the last commit, in views that are read-only. A tensor is one of inference
-            mode then: it raises where it is changed in place, or kept for a backward pass.
+        mode: "r" shows the last commit; writing to its views raises.
         max_bytes: the largest size of the file, in bytes.
         log_bytes: the size of the log, which receives changes first; default: a quarter of all
         arrays, at least 8 MiB.
@@ -105,7 +104,7 @@ class Shelf:
                 files,
                 timeout_s=timeout_s,
                 max_bytes=max_bytes,
-                reading="portus.Shelf({!r}, mode='r')",
+                reads='portus.Shelf({!r}, mode="r")',
             )
         else:
             pool = open_reader(place.path, files)
@@ -151,7 +150,7 @@ class Shelf:
     def __getitem__(self, name: str) -> Any:
         with self._guard:
             self._check_open()
-            return shown(self._there(name), writable=self._writable)
+            return shown(self._there(name))
 
     def __setitem__(self, name: str, value: object) -> None:
         with self._guard:

@@ -375,6 +375,7 @@ class ShelfStore:
                     tree = last.tree
         for each in arrays:
             each.memory.loaded()
+            each.is_read_only = not isinstance(self._pool, PoolWriter)
         self.items = decode(tree, made)
         self._is_at(record, arrays, layout, tree)
         if record.log is not None:

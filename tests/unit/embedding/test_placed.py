@@ -7,7 +7,7 @@ import gc
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,27 +30,14 @@ from portus.index.findings import Severity
 from portus.index.place import Place
 from portus.index.pool import PoolWriter
 from portus.spec import PAGE, Extent
-from portus.testing.device import stand_in
 from tests.crash.embedded import Training, same
 from tests.unit.embedding import sliced
 from tests.unit.embedding.test_protected import Small
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
-DEVICE = 112 << 20
 BIG = 96 << 20
 LOG = 60 * PAGE
-
-
-@pytest.fixture
-def device(tmp_path: Path) -> Iterator[str]:
-    """The path of a device."""
-    path = tmp_path / "dax"
-    with open(path, "wb") as file:
-        file.truncate(DEVICE)
-    with pytest.MonkeyPatch.context() as patch:
-        stand_in(str(path), str(tmp_path / "facts"), patch)
-        yield str(path)
 
 
 class InPlace(Training):
@@ -235,6 +222,7 @@ def test_a_mark_stays_as_it_was_while_tables_are_changed_in_place(device: str) -
         small.step(1, 2)
         state = small.model.state_dict()
         small.step(2, 3)
+        tables.wait()
         marked: Any = fill(state)
         assert marked["table.weight"][1:4, 0].tolist() == [-1, -1, 0]
         assert durable(device)["model"]["table.weight"][1:4, 0].tolist() == [-1, -2, -1]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 import portus
 from portus.client.state.state import Flattener
@@ -285,6 +286,7 @@ def test_what_something_else_writes_after_a_whole_batch_is_not_in_it(
     with small.protect(path) as tables:
         for number in (1, 2):  # the first one; and one before which something else wrote
             small.step(number)
+            small.model["table"](torch.tensor([0]))  # the next one begins
             wanted = small.weight.detach().clone()
             with torch.no_grad():
                 small.weight.clamp_(min=-0.5)
@@ -303,8 +305,9 @@ def test_a_table_is_loaded_once_the_batch_before_is_durable(
         order.append(f"durable {moment.batch}")
 
     small = Small()
-    with small.protect(path):
+    with small.protect(path) as tables:
         small.step(1)
+        tables.wait()
         monkeypatch.setattr(TableStore, "commit", slow)
         small.step(2)
         small.model.load_state_dict({"table.weight": torch.ones(ROWS, 4)})
@@ -348,9 +351,10 @@ def test_ctrl_c_while_a_batch_is_handed_over_holds_up_no_update_for_ever(
                 patch.setattr(self._changed, "notify_all", interrupted)
                 put(self, moment)
 
+            small.step(3)
             patch.setattr(Committer, "put", cut_short)
             with pytest.raises(KeyboardInterrupt):
-                small.step(3)
+                small.step(4)
         small.step(4)
     assert torch.equal(durable(path), small.weight.detach())
 
@@ -1368,3 +1372,86 @@ def test_tables_are_protected_by_one_at_a_time(path: Path) -> None:
     with small.protect(path.with_name("other.portus")):  # closed, it is free again
         small.step(2)
     assert durable(path)[:3, 0].tolist() == [0, -1, 0]
+
+
+def with_head(table: torch.nn.Embedding) -> torch.nn.Module:
+    head = torch.nn.Linear(4, ROWS, bias=False)
+    head.weight = table.weight
+    return head
+
+
+def with_parametrized_head(table: torch.nn.Embedding) -> torch.nn.Module:
+    head = with_head(table)
+    parametrize.register_parametrization(head, "weight", torch.nn.Identity())
+    return head
+
+
+def with_dense_embedding(table: torch.nn.Embedding) -> torch.nn.Module:
+    return torch.nn.Embedding(ROWS, 4)
+
+
+def with_parameter_of_another_name(table: torch.nn.Embedding) -> torch.nn.Module:
+    return torch.nn.ParameterDict({"another": table.weight})
+
+
+@pytest.mark.parametrize(
+    ("shares", "kind"),
+    [
+        (with_head, "Linear 'head'"),
+        (with_parametrized_head, "ParametrizationList 'head.parametrizations.weight'"),
+        (with_dense_embedding, "Embedding 'head'"),
+        (with_parameter_of_another_name, "ParameterDict 'head'"),
+    ],
+)
+def test_a_table_that_a_module_of_another_kind_has_too_is_refused(
+    shares: Callable[[torch.nn.Embedding], torch.nn.Module], kind: str, path: Path
+) -> None:
+    table = torch.nn.Embedding(ROWS, 4, sparse=True)
+    model = torch.nn.ModuleDict({"head": shares(table), "table": table})
+    if shares is with_dense_embedding:
+        model["head"].weight = table.weight
+    with pytest.raises(UsageError, match=f"table: the {kind} has it too, .*sparse=False"):
+        protect(model, torch.optim.SGD([table.weight], lr=1.0), pool=path)
+    assert not path.exists()
+
+
+def test_a_table_whose_weight_is_computed_is_refused(path: Path) -> None:
+    small = Small()
+    parametrize.register_parametrization(small.model["table"], "weight", torch.nn.Identity())
+    with pytest.raises(UsageError, match="table: expected a weight that is a parameter"):
+        small.protect(path)
+
+
+def test_a_table_that_a_function_uses_too_is_refused_before_its_update(path: Path) -> None:
+    small = Small()
+    with small.protect(path):
+        small.model["table"](torch.tensor([1])).sum().backward()
+        torch.nn.functional.linear(torch.ones(1, 4), small.weight).sum().backward()
+        with pytest.raises(UsageError, match="is the table also used elsewhere in the model"):
+            small.optimizer.step()
+        assert not small.weight.any()
+
+
+def test_two_embeddings_that_share_a_table_go_on_to_the_same_bits(path: Path) -> None:
+    def made() -> Small:
+        small = Small()
+        small.model["other"] = torch.nn.Embedding(ROWS, 4, sparse=True)
+        small.model["other"].weight = small.weight
+        return small
+
+    def step(small: Small, number: int) -> None:
+        small.optimizer.zero_grad()
+        found = small.model["table"](torch.tensor([number])) * 0.3
+        (found + small.model["other"](torch.tensor([number + 1]))).sum().backward()
+        small.optimizer.step()
+
+    whole = made()
+    for number in range(6):
+        step(whole, number)
+    for end in (3, 6):
+        small = made()
+        with small.protect(path) as tables:
+            resumed = tables.load()
+            for number in range(resumed.batch if resumed else 0, end):
+                step(small, number)
+    assert torch.equal(small.weight, whole.weight)

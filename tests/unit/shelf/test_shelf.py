@@ -579,7 +579,8 @@ def test_a_forked_child_commits_nothing_not_even_in_memory(tmp_path: Path) -> No
 
 
 def test_one_writer_and_who_it_is(tmp_path: Path) -> None:
-    with Shelf(tmp_path / "a.portus"), pytest.raises(BusyError, match="pid "):
+    advice = r"pid .*To read it meanwhile: portus.Shelf\('.*a.portus', mode=\"r\"\)"
+    with Shelf(tmp_path / "a.portus"), pytest.raises(BusyError, match=advice):
         Shelf(tmp_path / "a.portus", timeout_s=0)
 
 
@@ -842,24 +843,25 @@ def test_a_setting_that_makes_no_sense_is_named_and_makes_no_file(
     assert not path.exists()
 
 
-def test_what_a_reader_sees_cannot_be_written(tmp_path: Path) -> None:
-    path = tmp_path / "s.portus"
-    with portus.Shelf(path) as shelf:
-        shelf.big, shelf.small = np.zeros(100_000), np.zeros(3)
-        shelf.tensor, shelf.nested = torch.zeros(5), {"a": [np.zeros(2), torch.zeros(2)]}
-    with portus.Shelf(path, "r") as reader:
-        for array in (reader.big, reader.small, reader.nested["a"][0]):
-            with pytest.raises(ValueError, match="read-only"):
-                array[0] = 1
-        for tensor in (reader.tensor, reader.nested["a"][1]):
-            with pytest.raises(RuntimeError, match="inference tensor"):
-                tensor.add_(1)
-        assert reader.big is reader.big
-        reader.tensor.clone().add_(1)
-
-
-def test_who_finds_a_shelf_open_learns_how_to_read_it(tmp_path: Path) -> None:
-    path = tmp_path / "s.portus"
-    with portus.Shelf(path), pytest.raises(portus.BusyError) as told:
-        portus.Shelf(path, timeout_s=0.0)
-    assert f"portus.Shelf({str(path)!r}, mode='r')" in str(told.value)
+@pytest.mark.parametrize("size", [0, 1, 10, 300_000])
+def test_whoever_writes_to_a_view_of_a_shelf_for_reading_is_told(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.portus"
+    with Shelf(path) as writer:
+        writer.array, writer.tensor = np.zeros(size), torch.zeros(size)
+        writer.nested = {"array": [np.zeros(size)], "tensor": (torch.zeros(size),)}
+        with Shelf(path, mode="r") as reader:
+            for each in (reader.array, reader.nested["array"][0]):
+                assert not each.flags.writeable
+                with pytest.raises(ValueError, match="read-only"):
+                    each[:] = 1
+            for each in (reader.tensor, reader.nested["tensor"][0]):
+                with pytest.raises(RuntimeError, match="inference tensor"):
+                    each.add_(1)
+            writer.array, writer.tensor = np.ones(size), torch.ones(size)
+            reader.refresh()
+            assert (reader.array == 1).all()
+            assert (reader.tensor == 1).all()
+            assert not reader.array.flags.writeable
+            assert reader.tensor.is_inference()
+        writer.array[:] = 2  # those of a writer are as ever
+        writer.tensor.fill_(2)
