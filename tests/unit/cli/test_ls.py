@@ -74,6 +74,30 @@ def test_no_pool_is_an_error_that_says_what_to_do(
     assert document["error"]["exit_code"] == 2
 
 
+def test_a_training_that_ended_is_said_with_where_its_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer(tmp_path / ".portus", "run") as checkpointer:
+        checkpointer.prepare(1000)
+        checkpointer.save({"x": torch.zeros(3)}, 1, reference=tmp_path / "last.ckpt").wait()
+    assert portus("materialize", "last.ckpt").code == 0
+    for pool in (tmp_path / ".portus").glob("*.portus"):
+        pool.unlink()
+    said = portus("ls")
+    assert said.code == 0
+    expected = "run: no pool is left; its files are real now, and need no pool: last.ckpt"
+    assert said.out.startswith(expected)
+    document = portus_json("ls")
+    assert document["pools"] == []
+    assert document["ended"] == [{"run": "run", "files": [str(tmp_path / "last.ckpt")]}]
+
+
+def test_a_place_where_nothing_was_saved_yet_is_said_to_have_no_pools_yet(tmp_path: Path) -> None:
+    said = portus("ls", tmp_path)
+    assert (said.code, said.out) == (0, f"{tmp_path}: no pools yet; the first save makes one\n")
+
+
 def test_a_damaged_pool_does_not_hide_the_others(run: Run) -> None:
     run.net.write_bytes(b"x" * 40_000)
     said = portus("ls")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import subprocess
@@ -67,12 +68,14 @@ def test_what_costs_little_is_exact_however_often_it_is_saved(
     assert ways("auto", late_of(memory, 1 << 20), 5) == [AuditMethod.HASH] * 5
 
 
-def test_frequent_saves_of_much_get_probes_and_it_is_said_once(
+def test_frequent_saves_of_much_get_probes_and_that_is_said_once_to_who_debugs(
     memory: np.ndarray, refused: None, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.DEBUG, "portus")
     late = late_of(memory, 1 << 30)
     assert ways("auto", late, 4) == [AuditMethod.PROBE] * 4
-    assert len([each for each in caplog.records if "audited with probes" in each.message]) == 1
+    told = [each for each in caplog.records if "audited with probes" in each.message]
+    assert [each.levelno for each in told] == [logging.DEBUG]
 
 
 def test_the_guard_may_be_said(memory: np.ndarray, refused: None) -> None:
