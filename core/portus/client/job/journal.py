@@ -435,7 +435,12 @@ class Journal:
         except (OSError, PortusError) as error:
             if not self._said:
                 self._said = True
-                _log.warning("portus: cannot write the journal of %s: %s", self._model, error)
+                _log.warning(
+                    "portus: cannot write the journal of %s (saves go on; portus report lacks them "
+                    "until it can be written): %s",
+                    self._model,
+                    error,
+                )
 
 
 _open: tuple[Journal, ...] = ()
