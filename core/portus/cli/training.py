@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
-from zipfile import is_zipfile
 
 from portus.cli.output import Output, age_text, count_text, moment_text, said, size_text
 from portus.cli.pools import find_pool, nearest, reference_at
@@ -17,9 +16,10 @@ from portus.errors import PortusError, UsageError
 from portus.index.directory import JOURNAL_SUFFIX, first_generation, journal_directory
 from portus.index.groups import part_of
 from portus.index.journals import FoundJournal, journals_in, names_in, read
-from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind
+from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
 from portus.journal.account import Account, CommittedSave, IntervalDecision, account
 from portus.journal.lines import Line, Saved
+from portus.media.dax import is_device
 from portus.protocol.address import is_address
 
 RESTARTS_MAX: Final = 20
@@ -200,16 +200,26 @@ def _aimed(run: str | None, pool: str | None) -> _Aim:
             raise UsageError(f"{path}: there is no run here: nothing has this name")
         place = find_pool(pool)
         return _Aim(directories_of(place), place.path, name=run)
-    if pool is None and os.path.isdir(path):
-        return _Aim(_in_directory(path), path, path=path)
+    inside = _in_directory(path) if pool is None and os.path.isdir(path) else []
+    if inside or (pool is None and os.path.isdir(path) and Place.by_variable() is None):
+        return _Aim(inside, path, path=path)
     reference = None if os.path.isdir(path) else reference_at(path)
     if reference is not None:
         place = find_pool(pool, near=path)
         return _Aim(directories_of(place), place.path, name=_run_of(reference.model), path=path)
-    if pool is None and not is_zipfile(path):
+    if pool is None and _is_pool(path):
         return _Aim(directories_of(Place.named(path)), path)
     place = find_pool(pool, near=path)
     return _Aim(directories_of(place), place.path, name=run, path=path)
+
+
+def _is_pool(path: str) -> bool:
+    """True for a pool, and not for a checkpoint, at ``path``."""
+    if os.path.isdir(path):
+        return False
+    if path.endswith(SUFFIX) or is_device(path):
+        return True
+    return names_in(journal_directory(path)) != []
 
 
 def _in_directory(path: str) -> list[str]:
