@@ -196,7 +196,7 @@ def _aimed(run: str | None, pool: str | None) -> _Aim:
         return _Aim(directories_of(place), place.path)
     path = os.path.abspath(os.path.expanduser(run))
     if not os.path.exists(path):
-        if pool is None and Place.by_variable() is None and nearest(os.getcwd()) is None:
+        if os.path.isabs(os.path.expanduser(run)):
             raise UsageError(f"{path}: there is no run here: nothing has this name")
         place = find_pool(pool)
         return _Aim(directories_of(place), place.path, name=run)
