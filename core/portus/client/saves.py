@@ -186,7 +186,7 @@ class RunSaves:
         job.paths, job.placed, job.keeper = wanted.references.keys(), made, keeper
         draft = pool.home.draft(snapshot)
         save = job.save = Save(snapshot, draft, lambda: pool.before, policy)
-        self._ledger.asked(snapshot.token, wanted.step)
+        self._ledger.asked(snapshot.token, wanted.step, next(iter(wanted.references), None))
         clock.begins(save, writer.medium.info.kind.value)
         self._snapshots.begins(save)
         try:

@@ -175,7 +175,12 @@ class Queue:
 
     def _say_since(self, start: float) -> None:
         waited = time.monotonic() - start
-        _log.warning("%s: still finishing saves after %.0f s", self._name, waited)
+        _log.warning(
+            "%s: still finishing saves after %.0f s. If this goes on, look at the disk, or the "
+            "storage host, that they go to",
+            self._name,
+            waited,
+        )
 
     def _check_open(self) -> None:
         if self._closing:

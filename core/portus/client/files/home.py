@@ -198,7 +198,7 @@ class FileHome:
         self._writer = None
         _log.error(
             "portus: %s accepts no more writes. Saves continue in %s. Earlier versions stay "
-            "where they are, and load from there as long as they can be read",
+            "where they are, and load from there as long as they can be read: look at the disk",
             before,
             self.path,
         )
@@ -216,7 +216,11 @@ class FileHome:
             try:
                 writer = WRITERS.open(path, timeout_s=0, mapped=False)
             except PortusError as error:
-                _log.warning("%s is no longer needed, but cannot be removed: %s", path, error)
+                _log.warning(
+                    "%s is no longer needed, but cannot be removed; remove it yourself: %s",
+                    path,
+                    error,
+                )
                 return
 
         def take_away() -> None:

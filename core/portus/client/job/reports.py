@@ -92,7 +92,8 @@ class Reports:
             _log.warning(
                 "portus: step %d: another process wrote to %s%s while it was copied. The "
                 "copied bytes are saved, and the version is marked inexact. This warning is "
-                "given once; SaveStats.inexact_bytes reports it for each save",
+                "given once; SaveStats.inexact_bytes reports it for each save. Have that process "
+                "write at other times",
                 step,
                 name_of(tensors, changed[0]),
                 f" and {len(changed) - 1} more" if len(changed) > 1 else "",
