@@ -48,6 +48,7 @@ from portus.index.log import logged
 from portus.index.place import Place, local_path
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, VersionRecord, decode_layout
+from portus.media.names import hidden
 from portus.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -421,7 +422,7 @@ def _listed(names: Sequence[str]) -> str:
 def _in_place(out: str) -> Iterator[str]:
     """A path beside ``out``; what is there at the end is synced by then, and becomes ``out``."""
     directory = os.path.dirname(os.path.abspath(out))
-    temporary = os.path.join(directory, f".{os.path.basename(out)}.{os.getpid()}.portus")
+    temporary = os.path.join(directory, hidden(os.path.basename(out), f".{os.getpid()}.portus"))
     try:
         yield temporary
         os.replace(temporary, out)
