@@ -51,6 +51,7 @@ class SaveJob:
         save, keeper = self.save, self.keeper
         if save is None or keeper is None:
             return
+        keeper.settle(save.token)
         if save.is_in_doubt and isinstance(save.error, TransportError):
             return
         for path, reference in self.placed.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from portus.client.fence import clock
@@ -176,7 +176,7 @@ class RunSaves:
             retire=lambda: pool.surplus.of(writer, keeper, _save_of(known()), self._part.surplus),
             describe=lambda index: name_of(tensors, index),
             audit=self._auditor.begin,
-            publishing=lambda: keeper.make_durable(placed),
+            publishing=lambda: self._publishing(keeper, snapshot.token, placed),
             committed=lambda version, steady: self._committed(
                 keeper, version, steady, replaced, made, asked
             ),
@@ -229,6 +229,11 @@ class RunSaves:
 
     # On the worker.
 
+    def _publishing(self, keeper: Keeper, token: bytes, placed: Collection[str]) -> None:
+        """Right before a commit."""
+        keeper.make_durable(placed)
+        keeper.commits(token)
+
     def _committed(
         self,
         keeper: Keeper,
@@ -252,6 +257,7 @@ class RunSaves:
         for path, part in {**replaced, **astray}.items():
             if not order.is_newer(path, asked):
                 keeper.replace(path, version.info, part, retire=retire, asked=asked)
+        keeper.settle(version.info.token)
         for old in nested.take_displaced(keeper.is_here):
             keeper.let_go(old, retire=retire)
 

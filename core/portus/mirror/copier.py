@@ -434,10 +434,10 @@ class Copier:
         if not (joined.is_claimed and self._mirror.is_claimed):
             self._claim(joined)
         while True:  # ends: each turn but the last mirrors something
-            state, infos = self._mirror.state, joined.infos()
+            state, (infos, references) = self._mirror.state, joined.read()
             there = {each.token for each in state.versions} | self._skipped
             new = self._next([info for info in infos if info.token not in there])
-            facts = self._facts(state, infos, new, joined)
+            facts = self._facts(state, infos, new, references)
             if new is not None:
                 self._copy(joined, new, facts)
             elif facts:
@@ -564,7 +564,11 @@ class Copier:
         self._mirrored_ns = max(self._mirrored_ns, info.time_ns)
 
     def _facts(
-        self, state: State, infos: Sequence[VersionInfo], new: VersionInfo | None, joined: Joined
+        self,
+        state: State,
+        infos: Sequence[VersionInfo],
+        new: VersionInfo | None,
+        references: Mapping[str, Referred],
     ) -> list[Fact]:
         """What is to be said besides: which versions go, and what became of reference files."""
         kept = self._kept(state, infos)
@@ -573,10 +577,10 @@ class Copier:
         if new is not None:
             there.add(new.token)
         known = {each.path: each for each in state.references if each.token not in gone}
-        wanted = {path: each for path, each in joined.references().items() if each.token in there}
+        wanted = {path: each for path, each in references.items() if each.token in there}
         facts: list[Fact] = [Removed(token) for token in sorted(gone)]
         facts += [each for path, each in wanted.items() if known.get(path) != each]
-        facts += [Unreferred(path) for path in known.keys() - wanted.keys()]
+        facts += [Unreferred(path) for path in known.keys() - references.keys()]
         return facts
 
     def _kept(self, state: State, infos: Sequence[VersionInfo]) -> set[bytes]:
@@ -623,6 +627,10 @@ class Joined:
     def name(self) -> str:
         """Of the pool, for messages."""
         return self.writer.medium.info.name
+
+    def read(self) -> tuple[list[VersionInfo], Mapping[str, Referred]]:
+        """``infos`` and ``references`` of one moment. Raises ``MediumError``."""
+        return self.infos(), self.references()
 
     def references(self) -> Mapping[str, Referred]:
         """The reference files that lead to its versions, by path. Raises ``MediumError``."""

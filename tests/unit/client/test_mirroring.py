@@ -26,15 +26,18 @@ from portus.cli.output import Output
 from portus.client.checkpointer import Checkpointer
 from portus.client.dcp import PortusStorageWriter
 from portus.client.files import run_mirror
+from portus.client.files.keeper import Keeper
 from portus.client.files.run_mirror import Mirroring
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
 from portus.index.groups import part_model
 from portus.mirror import copier, opening
 from portus.mirror.address import StoreAddress, parse
-from portus.mirror.mirror import Mirror
+from portus.mirror.copier import Joined
+from portus.mirror.mirror import Mirror, MirroringCost
 from portus.mirror.objects import STRIDE, State
 from portus.mirror.opening import open_store
 from portus.mirror.store import Store
+from portus.spec import VersionInfo
 from portus.testing.hosting import serving, url
 from portus.testing.stores import CountingStore
 from portus.transport.base import Stop
@@ -138,6 +141,41 @@ def aged(node: Node, days: float) -> None:
 
 def objects(node: Node, kind: str) -> set[str]:
     return {path.name for path in (node.run.parent / "bucket" / "runs" / "net" / kind).iterdir()}
+
+
+def test_whenever_a_machine_is_lost_the_last_file_leads_to_the_newest_version(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes between the commit, its file, and the two looks of whoever copies."""
+    real_copy, real_replace, real_infos = Mirror.copy, Keeper.replace, Joined.infos
+    seen: list[tuple[int, bool]] = []
+
+    def copy(mirror: Mirror, *rest: Any) -> MirroringCost:
+        cost = real_copy(mirror, *rest)
+        newest = mirror.state.newest
+        assert newest is not None
+        references = [(each.path, each.token) for each in mirror.state.references]
+        seen.append((newest.step, references == [("ckpt/last.ckpt", newest.token)]))
+        return cost
+
+    def late(keeper: Keeper, *rest: Any, **settings: Any) -> None:
+        time.sleep(0.02)  # the version is committed, and its file leads to the one before
+        real_replace(keeper, *rest, **settings)
+
+    def early(joined: Joined) -> list[VersionInfo]:
+        infos = real_infos(joined)
+        time.sleep(0.01)  # the next one is committed before the files are looked at
+        return infos
+
+    monkeypatch.setattr(Mirror, "copy", copy)
+    monkeypatch.setattr(Keeper, "replace", late)
+    monkeypatch.setattr(Joined, "infos", early)
+    with node.start(keep=1) as run:
+        for step in range(1, 41):
+            run.save(state(step), step, reference=node.run / "ckpt" / "last.ckpt").wait()
+            time.sleep(0.001 * (step % 7))
+    assert [step for step, leads in seen if not leads] == []
+    assert seen[-1][0] == 40
 
 
 def test_a_run_deletes_what_nobody_needs_a_day_after_it_let_go_of_it_and_nothing_else(

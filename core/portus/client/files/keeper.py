@@ -57,6 +57,10 @@ _FILE_ROOM: Final = 64 << 10
 """Bytes that the pool gives back for one reference file: it, its link, and what their directories
 grow by. Not more, since the next save needs the rest."""
 
+_UNSETTLED_MAX: Final = 20
+_SETTLE_S: Final = 0.1
+"""A commit and its files take milliseconds; who waits for them in vain goes on."""
+
 
 def is_aside(path: str) -> bool:
     """True for a file that was put aside, by its name: what it is named after is not there."""
@@ -152,6 +156,10 @@ class Keeper:
         """What is kept of each model without files."""
         self._untold: list[Reference] = []
         """Files of which the storage host is to hear before what they lead to is committed."""
+        self._settled: Final = threading.Condition()
+        self._settling: Final[set[bytes]] = set()
+        """Tokens of versions that are being committed, or are, before their files lead to them."""
+        self._commits = 0
         files_of.tidy(self._directory, self._files)
         self._note_place()
         self._read_holds()
@@ -457,6 +465,31 @@ class Keeper:
         for path, each in lost.items():
             self._put_aside(path, each)
         return list(lost)
+
+    def commits(self, token: bytes) -> None:
+        """The version is committed next, and then its files are put in place: ``settle``."""
+        with self._settled:
+            self._settling.add(token)
+            self._commits += 1
+
+    def settle(self, token: bytes) -> None:
+        """The files of the version lead to it by now, or it failed."""
+        with self._settled:
+            self._settling.discard(token)
+            self._settled.notify_all()
+
+    def read_settled(self, read: Callable[[], Result]) -> Result:
+        """What ``read`` returns of a moment in which no committed version waits for its files.
+        Blocks until there is one, and reads again if a save committed meanwhile; after
+        ``_UNSETTLED_MAX`` tries it takes what there is."""
+        for _ in range(_UNSETTLED_MAX):
+            with self._settled:
+                self._settled.wait_for(lambda: not self._settling, _SETTLE_S)
+                commits = self._commits
+            found = read()
+            if commits == self._commits and not self._settling:
+                return found
+        return read()
 
     def placed(self, model: str) -> dict[str, Reference]:
         """The reference files that lead to versions of ``model``, by their paths from the root of

@@ -103,6 +103,9 @@ class _OfRun(Joined):
             for path, each in (*files.items(), *pins.items())
         }
 
+    def read(self) -> tuple[list[VersionInfo], Mapping[str, Referred]]:
+        return self._keeper.read_settled(super().read)
+
     def put_back(self, said: Referred, info: VersionInfo) -> None:
         self._keeper.put_back(said.path, info, said.part)
 
