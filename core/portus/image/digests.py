@@ -76,7 +76,7 @@ def unpacked(record: bytes, size: int, lengths: Column, where: str) -> Noted:
     head = HEAD.unpack(body)
     if head["magic"] != _MAGIC or head["format"] != FORMAT:
         raise UsageError(
-            f"{where}: expected digests of format {FORMAT}, found format {head['format']!r}; a later "
+            f"{where}: expected digests of format {FORMAT}, found {head['format']!r}; a later "
             "version of Portus wrote this file: upgrade Portus"
         )
     units = int(unit_counts(lengths).sum())
