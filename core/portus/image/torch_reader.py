@@ -48,7 +48,7 @@ _CHUNK: Final = 1 << 20
 _EXTRA: Final = struct.Struct("<HH")
 
 
-class Entry(NamedTuple):
+class ZipRecord(NamedTuple):
     """One record of a zip file."""
 
     offset: int
@@ -70,7 +70,7 @@ class TorchFile:
     size: int
     archive: str
     pickle: bytes
-    records: Mapping[str, Entry]
+    records: Mapping[str, ZipRecord]
     keys: tuple[str, ...]
     offset: Column
     length: Column
@@ -121,14 +121,14 @@ def read_torch(read: Read, size: int, name: str) -> TorchFile:
         raise CorruptionError(f"{name}: two records of the zip have one name")
     archive = entries[0].name.partition("/")[0]
     data = directory.data()
-    records: dict[str, Entry] = {}
-    storages: dict[str, Entry] = {}
+    records: dict[str, ZipRecord] = {}
+    storages: dict[str, ZipRecord] = {}
     for each in entries:
         root, _, short = each.name.partition("/")
         if root != archive or not short:
             directory.bad(each.at, "the name of a record", f"{archive}/...", each.name)
         into = storages if short.startswith(STORAGES) else records
-        into[short] = Entry(data[each.name], each.length, each.crc)
+        into[short] = ZipRecord(data[each.name], each.length, each.crc)
     pickle = records.get(PICKLE)
     if pickle is None:
         raise CorruptionError(f"{name}: expected a file of torch.save, found no {PICKLE} in it")
@@ -315,7 +315,9 @@ class _Directory:
             found[entry.name] = begin
         return found
 
-    def verified(self, central: _Central, record: Entry, offset: Column, length: Column) -> Digests:
+    def verified(
+        self, central: _Central, record: ZipRecord, offset: Column, length: Column
+    ) -> Digests:
         """The digests of all units, after everything but the storages was verified."""
         where = f"{self._name}: byte {record.offset}"
         payload = _exactly(self._read, record.offset, record.length, self._name)

@@ -63,11 +63,11 @@ def test_python_and_torch_and_we_read_the_directory_of_a_file_beyond_4_gib(tmp_p
     with zipfile.ZipFile(path) as archive:
         sizes = [archive.getinfo(f"big/data/{each}").file_size for each in range(5)]
     loaded = torch.load(path, mmap=True)
-    with path.open("rb") as file:
+    with path.open("rb") as written:
 
         def read(offset: int, length: int) -> bytes:
-            file.seek(offset)
-            return file.read(length)
+            written.seek(offset)
+            return written.read(length)
 
         found = read_torch(read, image.size, "big.pt")
 

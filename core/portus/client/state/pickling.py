@@ -38,7 +38,7 @@ _TORCHS_OWN: Final = (torch.Tensor.__reduce_ex__, torch.Tensor._reduce_ex_intern
 
 
 @dataclass(frozen=True, slots=True)
-class Pickled:
+class PickledState:
     """A state at the moment of the call, but for the bytes of its storages.
 
     Storage i has the key "i" in ``pickle``; holding it keeps its memory.
@@ -66,7 +66,7 @@ class Pickled:
         )
 
 
-def pickle_state(state: object) -> Pickled:
+def pickle_state(state: object) -> PickledState:
     """``state`` as ``torch.save`` pickles it.
 
     Raises ``UsageError`` for what torch refuses, in torch's words, with the path to it.
@@ -123,11 +123,11 @@ def _skips_data() -> bool:
     return bool(torch.serialization._serialization_tls.skip_data)
 
 
-def _pickled(state: object, shortcut: bool) -> Pickled:
+def _pickled(state: object, shortcut: bool) -> PickledState:
     file = io.BytesIO()
     pickler = _Pickler(file) if shortcut else _SlowPickler(file)
     pickler.dump(state)
-    return Pickled(file.getvalue(), list(pickler.storages.values()))
+    return PickledState(file.getvalue(), list(pickler.storages.values()))
 
 
 class _Stored:
@@ -150,6 +150,7 @@ class _SlowPickler(pickle.Pickler):
         self._dtypes: dict[int, torch.dtype] = {}
 
     def persistent_id(self, obj: Any) -> Any:
+        storage: Any
         if isinstance(obj, torch.storage.TypedStorage):
             legacy = getattr(torch, obj._pickle_storage_type())
             storage, dtype, count = obj._untyped_storage, obj.dtype, obj._size()
@@ -170,12 +171,12 @@ class _SlowPickler(pickle.Pickler):
         location: str | None = None,
     ) -> tuple[object, ...]:
         """What stands for a storage in the pickle; the storage is collected."""
-        if storage.device.type != "meta" and (address := storage.data_ptr()) != 0:
-            if self._dtypes.setdefault(address, dtype) != dtype:
-                raise RuntimeError(
-                    "Cannot save multiple tensors or storages that view the same data as "
-                    "different types"
-                )
+        address = 0 if storage.device.type == "meta" else storage.data_ptr()
+        if address and self._dtypes.setdefault(address, dtype) != dtype:
+            raise RuntimeError(
+                "Cannot save multiple tensors or storages that view the same data as different "
+                "types"
+            )
         key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
         if location is None:
             location = location_tag(storage)
@@ -212,7 +213,7 @@ class _Pickler(_SlowPickler):
             or torch._utils.get_tensor_metadata(obj)
         ):
             return NotImplemented
-        args = (
+        args: tuple[object, ...] = (
             _Stored(obj.untyped_storage(), obj.dtype),
             obj.storage_offset(),
             tuple(obj.size()),
