@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch.serialization import location_tag, normalize_storage_type
+from torch.utils.serialization import config
 
 from portus.errors import UsageError
 from portus.image.image import Column, Image
@@ -93,7 +94,7 @@ def torch_format() -> TorchFormat:
     Of ``torch.utils.serialization.config.save``, ``storage_alignment`` is followed. CRC32s are
     computed whatever ``compute_crc32`` says, and no memory is pinned.
     """
-    save = getattr(torch.utils.serialization.config, "save", None)
+    save = getattr(config, "save", None)
     return _probed(getattr(save, "storage_alignment", 64))
 
 
