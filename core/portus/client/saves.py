@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Final
 
 from portus.client.fence import clock
@@ -172,16 +173,17 @@ class RunSaves:
         known = weakref.ref(job)  # the save must not hold itself
         made: dict[str, Reference] = {}
         asked, pool = job.asked, self._pool
+        name = partial(name_of, tensors)
         policy = Policy(
             retire=lambda: pool.surplus.of(writer, keeper, _save_of(known()), self._part.surplus),
-            describe=lambda index: name_of(tensors, index),
+            describe=name,
             audit=self._auditor.begin,
             publishing=lambda: self._publishing(keeper, snapshot.token, placed),
             committed=lambda version, steady: self._committed(
                 keeper, version, steady, replaced, made, asked
             ),
             guilty=self._snapshots.suspects.accuse,
-            changed=lambda indices: self._ledger.reports.inexact(wanted.step, tensors, indices),
+            changed=lambda indices: self._ledger.reports.inexact(wanted.step, name, indices),
         )
         job.paths, job.placed, job.keeper = wanted.references.keys(), made, keeper
         draft = pool.home.draft(snapshot)

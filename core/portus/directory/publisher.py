@@ -23,6 +23,7 @@ import logging
 import os
 import re
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Generic
 
@@ -156,14 +157,18 @@ class Publisher(Generic[File]):
             self._close_unused()
             return True
 
-    def publish(self, draft: UnpublishedFile[File]) -> None:
+    def publish(
+        self, draft: UnpublishedFile[File], turn: AbstractContextManager[None] | None = None
+    ) -> None:
         """Make a draft, which is durable, the file at its path. Raises ``MediumError``; then
-        nothing has changed, or the message says that it is uncertain."""
+        nothing has changed, or the message says that it is uncertain. turn: held while the name
+        changes; what it raises forbids that."""
         folder, system = draft.folder, self._system
         with self._lock:
             identity = system.status(draft.file).identity
-            system.rename((folder.make(), draft.hidden), (folder.directory, draft.name))
-            draft.is_published = True
+            with turn or contextlib.nullcontext():
+                system.rename((folder.make(), draft.hidden), (folder.directory, draft.name))
+                draft.is_published = True
             try:
                 system.sync(folder.directory)
                 system.sync(folder.make())
@@ -420,9 +425,9 @@ class UnpublishedFile(Generic[File]):
         """Note the file."""
         self._file, self.is_spare = file, is_spare
 
-    def publish(self) -> None:
+    def publish(self, turn: AbstractContextManager[None] | None = None) -> None:
         """See ``Publisher.publish``."""
-        self._publisher.publish(self)
+        self._publisher.publish(self, turn)
 
     def abandon(self) -> None:
         """See ``Publisher.abandon``."""

@@ -42,20 +42,29 @@ _TORCHS_OWN: Final = (torch.Tensor.__reduce_ex__, torch.Tensor._reduce_ex_intern
 class PickledState:
     """A state at the moment of the call, but for the bytes of its storages.
 
-    Storage i has the key "i" in ``pickle``; holding it keeps its memory.
+    Storage i has the key "i" in ``pickle``; holding it keeps its memory. ``tensors``: those that
+    were pickled.
     """
 
     pickle: bytes
     storages: list[torch.UntypedStorage]
+    tensors: list[torch.Tensor]
 
     @property
     def lengths(self) -> Column:
         """Bytes of each storage."""
         return np.array([storage.nbytes() for storage in self.storages], np.int64)
 
-    def path(self, index: int) -> str:
-        """Where a storage is in the state, for messages; such as ``['model']['weight']``."""
-        return storage_paths(self.pickle).get(str(index), f"storage {index}")
+    def changes(self) -> Column:
+        """How often torch saw the tensors over each storage being written."""
+        index = {storage._cdata: number for number, storage in enumerate(self.storages)}
+        counts = np.zeros(len(self.storages), np.int64)
+        for tensor in self.tensors:
+            if tensor.layout is torch.strided and not tensor.is_inference():
+                number = index.get(_storage_of(tensor))
+                if number is not None:
+                    counts[number] += tensor._version
+        return counts
 
     def image(self, path: str) -> Image:
         """The image of the file that ``torch.save`` would write to ``path``."""
@@ -86,6 +95,11 @@ def pickle_state(state: object) -> PickledState:
         raise UsageError(
             f"state{where}: torch cannot save it: {type(error).__name__}: {error}"
         ) from error
+
+
+def path_in(pickled: bytes, index: int) -> str:
+    """Where a storage is in the state of a pickle, for messages: ``['model']['weight']``."""
+    return storage_paths(pickled).get(str(index), f"storage {index}")
 
 
 def torch_format() -> TorchFormat:
@@ -128,7 +142,15 @@ def _pickled(state: object, shortcut: bool) -> PickledState:
     file = io.BytesIO()
     pickler = _Pickler(file) if shortcut else _SlowPickler(file)
     pickler.dump(state)
-    return PickledState(file.getvalue(), list(pickler.storages.values()))
+    return PickledState(file.getvalue(), list(pickler.storages.values()), pickler.tensors)
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    """The identity of its storage; None for one that has none."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 class _Stored:
@@ -147,6 +169,7 @@ class _SlowPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self.storages: dict[str, torch.UntypedStorage] = {}
+        self.tensors: list[torch.Tensor] = []
         self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
 
@@ -162,6 +185,11 @@ class _SlowPickler(pickle.Pickler):
             return None
         fake = getattr(obj, "_fake_device", None)
         return self.persistent(storage, dtype, legacy, count, None if fake is None else str(fake))
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            self.tensors.append(obj)
+        return NotImplemented
 
     def persistent(
         self,
@@ -202,6 +230,7 @@ class _Pickler(_SlowPickler):
         return super().persistent_id(obj)
 
     def reducer_override(self, obj: Any) -> Any:
+        super().reducer_override(obj)
         if (
             type(obj) is not torch.Tensor
             or obj.__dict__
