@@ -72,9 +72,7 @@ def test_whatever_is_visible_after_a_kill_is_whole_for_stock_torch(
     newest = 0
     with stock:
         for number in range(KILLS):
-            with children.start(
-                "tests.crash.path_saver:train_for_ever", str(folder), way
-            ) as child:
+            with children.start("tests.crash.path_saver:train_for_ever", str(folder), way) as child:
                 lines = [child.line() for _ in range(random_.randint(1, LINES_MAX))]
                 assert lines[0] == f"resumed {newest}", f"kill {number}"
                 time.sleep(random_.uniform(0, DELAY_S_MAX))

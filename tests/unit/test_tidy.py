@@ -24,7 +24,7 @@ BROAD_EXCEPT = {
     "core/portus/client/state/codecs.py: encoded": "code of a user; it is told with its place",
     "core/portus/client/state/pickling.py: _place_of_failure": "looks for the part that fails",
     "core/portus/client/state/pickling.py: pickle_state": "code of a user; told with its place",
-    "core/portus/image/key_paths.py: storage_paths": "a message without a path is better than none",
+    "core/portus/image/key_paths.py: storage_places": "a message without it is better than none",
     "core/portus/client/fence/fence.py: _await_copy": "in the user's step; must not end training",
     "core/portus/client/job/exchange.py: together": "all ranks raise what one of them met",
     "core/portus/mirror/copier.py: _run": "the top of the thread that copies; it is told",

@@ -439,7 +439,7 @@ def _in_place(out: str) -> Iterator[str]:
 def _write_torch(found: FoundVersion, options: ExportOptions, temporary: str) -> ExportResult:
     """The state, as ``torch.save`` writes it. What of it is no tensor is in memory."""
     from portus.client.leaving import torch_file
-    from portus.client.loading.restore import matcher
+    from portus.client.loading.restore import matcher, named
 
     if options.strip:
         raise UsageError("--strip is for .safetensors files")
@@ -457,7 +457,7 @@ def _write_torch(found: FoundVersion, options: ExportOptions, temporary: str) ->
         file.flush()
         os.fsync(file.fileno())
     if keep is not None:
-        keep.complain(found.info)
+        keep.complain(named(found.info))
     with found.reader.pinned(found.entry.info.id) as entry:
         record = found.reader.record(entry)
         tensors = _layout(found, record)

@@ -40,8 +40,8 @@ class HeldFile(msgspec.Struct, frozen=True):
 
 
 class SaveRecord(msgspec.Struct, frozen=True):
-    """What a save says of itself while it is in flight. ``target``: the name of its file, in the
-    directory that the folder is in."""
+    """What a save says of itself while it is in flight: a line of its record, and one more for what
+    it holds later. ``target``: the name of its file, in the directory that the folder is in."""
 
     target: bytes
     held: tuple[HeldFile, ...] = ()
@@ -215,7 +215,11 @@ class HiddenFolder(Generic[File]):
         return there is not None and there.identity == self.system.status(file).identity
 
     def _read(self, file: File) -> SaveRecord | None:
-        try:
-            return msgspec.json.decode(self.system.read(file, RECORD_MAX), type=SaveRecord)
-        except msgspec.MsgspecError:
-            return None
+        record = None
+        for line in self.system.read(file, RECORD_MAX).splitlines():
+            try:
+                more = msgspec.json.decode(line, type=SaveRecord)
+            except msgspec.MsgspecError:
+                return record  # the process ended while it wrote this
+            record = SaveRecord(more.target, (*(record.held if record else ()), *more.held))
+        return record

@@ -113,7 +113,7 @@ class Publisher(Generic[File]):
             draft = UnpublishedFile(self, folder, folder.claim(), name)
             self._drafts.append(draft)
             try:
-                draft.holds = self._hold(folder, draft.record, name)
+                self._hold(draft)
                 self._open(draft)
             except BaseException:
                 self.abandon(draft)
@@ -182,8 +182,12 @@ class Publisher(Generic[File]):
                     "disk",
                 ) from error
             series = _series(draft.name)
+            committed = _Committed(folder, draft.name, identity)
             self._newest.pop(series, None)
-            self._newest[series] = _Committed(folder, draft.name, identity)
+            self._newest[series] = committed
+            for other in self._drafts:
+                if other is not draft and _series(other.name) == series:
+                    self._hold_also(other, committed)
             while len(self._newest) > SERIES_MAX:
                 del self._newest[next(iter(self._newest))]
             self._written.add(identity)
@@ -238,25 +242,38 @@ class Publisher(Generic[File]):
 
     # Holds.
 
-    def _hold(
-        self, folder: HiddenFolder[File], record: LockedRecord[File], name: str
-    ) -> tuple[_Hold[File], ...]:
+    def _hold(self, draft: UnpublishedFile[File]) -> None:
         """Hold the newest file of each series that this process saves, and of the new file's."""
-        if _series(name) not in self._newest:
-            found = self._newest_in(folder, name)
+        folder, series = draft.folder, _series(draft.name)
+        if series not in self._newest:
+            found = self._newest_in(folder, draft.name)
             if found is not None:
-                self._newest[_series(name)] = found
+                self._newest[series] = found
         holds, held = [], []
         for number, committed in enumerate(self._newest.values()):
             where = self._system.path_of(committed.folder.directory)
             if where is not None:
-                hidden = hidden_name(record.token, HOLD, number)
+                hidden = hidden_name(draft.record.token, HOLD, number)
                 path = os.path.join(where, committed.name)
                 holds.append(_Hold(hidden, committed))
                 held.append(HeldFile(os.fsencode(path), hidden))
-        written = SaveRecord(os.fsencode(name), tuple(held))
-        self._system.write(record.file, msgspec.json.encode(written))
-        return tuple(hold for hold in holds if self._link(folder, hold))
+        draft.note(SaveRecord(os.fsencode(draft.name), tuple(held)))
+        self._system.write(draft.record.file, draft.noted)
+        draft.holds = [hold for hold in holds if self._link(folder, hold)]
+
+    def _hold_also(self, draft: UnpublishedFile[File], committed: _Committed[File]) -> None:
+        """Have a draft hold what was committed after it was begun: it is the newest file now."""
+        where = self._system.path_of(committed.folder.directory)
+        if where is None:
+            return
+        hidden = hidden_name(draft.record.token, HOLD, SERIES_MAX + draft.lines)
+        path = os.path.join(where, committed.name)
+        draft.note(SaveRecord(os.fsencode(draft.name), (HeldFile(os.fsencode(path), hidden),)))
+        with contextlib.suppress(MediumError):  # the file is committed, whatever becomes of this
+            self._system.write(draft.record.file, draft.noted)
+            hold = _Hold(hidden, committed)
+            if self._link(draft.folder, hold):
+                draft.holds.append(hold)
 
     def _link(self, folder: HiddenFolder[File], hold: _Hold[File]) -> bool:
         """Make the hidden link of a hold; False if the file is not there any more, or cannot be
@@ -398,12 +415,20 @@ class UnpublishedFile(Generic[File]):
         self.record: Final = record
         self.name: Final = name
         self.hidden: Final = hidden_name(record.token, DRAFT)
-        self.holds: tuple[_Hold[File], ...] = ()
+        self.holds: list[_Hold[File]] = []
+        self.noted = b""
+        """What its record says."""
+        self.lines = 0
         self.is_spare = False
         self.is_published = False
         self.is_over = False
         self._publisher: Final = publisher
         self._file: File | None = None
+
+    def note(self, line: SaveRecord) -> None:
+        """Add a line to what its record says."""
+        self.noted += msgspec.json.encode(line) + b"\n"
+        self.lines += 1
 
     @property
     def file(self) -> File:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 
 class _Made:
@@ -34,6 +34,10 @@ class _Made:
         self.parts.append(value)
 
 
+_PLAIN: Final = frozenset({"_rebuild_tensor_v2", "_rebuild_parameter"})
+"""What rebuilds ordinary tensors."""
+
+
 class _Storage:
     def __init__(self, key: str) -> None:
         self.key = key
@@ -49,38 +53,60 @@ class _Unpickler(pickle.Unpickler):
         return _Storage(str(pid[2]))
 
 
-def storage_paths(data: bytes) -> dict[str, str]:
-    """By the key of each storage: the first path to it, such as ``['model']['layer.weight']``.
+class Place(NamedTuple):
+    """Keys that lead to a storage. ``is_plain``: through an ordinary tensor, of which the bytes of
+    a storage are all that loading it needs."""
 
-    ``data`` is a pickle of torch that was verified. What cannot be followed has no path.
+    keys: tuple[Any, ...]
+    storage: str
+    is_plain: bool
+
+    @property
+    def subscript(self) -> str:
+        """As in Python: ``['model']['layer.weight']``."""
+        return "".join(f"[{key!r}]" for key in self.keys) or "the state itself"
+
+    @property
+    def dotted(self) -> str:
+        """As patterns have it: ``model.layer.weight``."""
+        return ".".join(map(str, self.keys))
+
+
+def storage_places(data: bytes) -> list[Place]:
+    """All places at which storages are, in order.
+
+    ``data`` is a pickle of torch that was verified. What cannot be followed has no place.
     """
-    found: dict[str, str] = {}
+    found: list[Place] = []
     try:
         state = _Unpickler(io.BytesIO(data)).load()
     except Exception:
         return found  # a message with the number of a storage is better than none
     seen: set[int] = set()
-    waiting: list[tuple[Any, str]] = [(state, "")]
+    waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(state, (), True)]
     while waiting:
-        value, path = waiting.pop()
+        value, keys, is_plain = waiting.pop()
+        if isinstance(value, _Storage):
+            found.append(Place(keys, value.key, is_plain))
+            continue
         if id(value) in seen:
             continue
-        children: list[tuple[Any, str]] = []
-        if isinstance(value, _Storage):
-            found.setdefault(value.key, path or "the state itself")
-        elif isinstance(value, dict):
-            children = [(each, f"{path}[{key!r}]") for key, each in value.items() if _plain(key)]
+        children: list[tuple[Any, tuple[Any, ...], bool]] = []
+        if isinstance(value, dict):
+            pairs = [(key, each) for key, each in value.items() if _plain(key)]
+            children = [(each, (*keys, key), is_plain) for key, each in pairs]
         elif isinstance(value, (list, tuple)):
-            children = [(each, f"{path}[{index}]") for index, each in enumerate(value)]
+            children = [(each, (*keys, index), is_plain) for index, each in enumerate(value)]
         elif isinstance(value, _Made):
+            is_plain = is_plain and type(value).__name__ in _PLAIN
             children = [
-                (each, path)
+                (each, keys, is_plain)
                 for part in value.parts
                 for each in (part if isinstance(part, (list, tuple)) else (part,))
             ]
-        if children:
+        if children and type(value).__name__ not in _PLAIN:  # a tensor may be at two places
             seen.add(id(value))
-            waiting += reversed(children)
+        waiting += reversed(children)
     return found
 
 

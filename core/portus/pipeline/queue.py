@@ -96,7 +96,7 @@ class Queue:
         if len(self._turns) < SAVES_MAX:
             return True
         total = sum(turn.size for turn in self._turns) + size
-        return 0 < self._bytes_max and total <= self._bytes_max
+        return self._bytes_max > 0 and total <= self._bytes_max
 
     def dismiss(self, turn: Turn) -> bool:
         """Give the place back, if it was taken. False if work was put on it: that will run."""

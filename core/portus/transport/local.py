@@ -21,6 +21,7 @@ from typing import Final, Protocol, TypeGuard
 
 import numpy as np
 import xxhash
+from isal import isal_zlib
 from numpy.typing import NDArray
 
 from portus.errors import MediumError
@@ -30,6 +31,7 @@ from portus.transport import native
 from portus.transport.abreast import SharedIterator
 from portus.transport.base import (
     Column,
+    Crcs,
     Digests,
     Distant,
     Segments,
@@ -87,10 +89,17 @@ Buffer = NDArray[np.uint8]
 class Engine(Protocol):
     """The innermost loops."""
 
-    def move(self, segments: Segments, target: Column | None, digests: Digests, stop: Stop) -> None:
+    def move(
+        self,
+        segments: Segments,
+        target: Column | None,
+        digests: Digests,
+        stop: Stop,
+        crcs: Crcs | None = None,
+    ) -> None:
         """Copy each of ``segments`` (whole units) to its address in ``target``, and note in
-        ``digests`` what is there then (None: only hash). Counts on ``stop``, and raises
-        ``StoppedError``."""
+        ``digests`` what is there then (None: only hash), and in ``crcs``, if they are wanted.
+        Counts on ``stop``, and raises ``StoppedError``."""
 
     def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
         """True if each segment has the bytes at its address in ``target``.
@@ -102,13 +111,20 @@ class Engine(Protocol):
 class PurePython:
     """The engine that is always there."""
 
-    def move(self, segments: Segments, target: Column | None, digests: Digests, stop: Stop) -> None:
+    def move(
+        self,
+        segments: Segments,
+        target: Column | None,
+        digests: Digests,
+        stop: Stop,
+        crcs: Crcs | None = None,
+    ) -> None:
         """See ``Engine``."""
         places = segments.address if target is None else target
         columns = (segments.row, segments.address, places, segments.length)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for row, unit in itertools.groupby(rows, key=lambda row: row[0]):
-            hasher = xxhash.xxh3_128()
+            hasher, crc = xxhash.xxh3_128(), 0
             for _, source_start, target_start, length in unit:
                 for start in range(0, length, PIECE):
                     stop.check()
@@ -116,8 +132,12 @@ class PurePython:
                     if target is not None:
                         ctypes.memmove(target_start + start, source_start + start, step)
                     hasher.update(_view(target_start + start, step))
+                    if crcs is not None:
+                        crc = isal_zlib.crc32(_view(target_start + start, step), crc)
                     stop.add(step)
             digests[row] = np.frombuffer(hasher.digest(), np.uint8)
+            if crcs is not None:
+                crcs[row] = crc
 
     def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
         """See ``Engine``."""

@@ -30,7 +30,7 @@
 #include <emmintrin.h>
 #endif
 
-#define ABI 7           /* grows with every change of a signature or a struct below */
+#define ABI 8           /* grows with every change of a signature or a struct below */
 #define LINE 64         /* bytes of a line of the cache */
 #define STREAM_MIN 1024 /* bytes from which going around the cache pays */
 #define GRAIN (1 << 20) /* bytes that a thread takes at a time, or else one unit */
@@ -50,6 +50,7 @@ struct hash { /* in the order of native.py */
     int (*update)(void *state, const void *data, size_t length);
     hash128 (*digest)(const void *state);
     hash128 (*once)(const void *data, size_t length);
+    uint64_t (*crc)(uint64_t crc, const void *data, uint64_t length); /* null: there is none */
 };
 
 struct shared { /* the memory of a Stop */
@@ -135,6 +136,7 @@ struct list {
     const int64_t *source, *target, *length, *row;
     int64_t piece;
     uint8_t *digests;
+    uint32_t *crcs; /* of each row; null: not wanted */
     struct shared *shared;
     int64_t next; /* the first segment that no thread has taken */
 };
@@ -159,6 +161,7 @@ struct place {
     int64_t i, end;
     int64_t moved; /* bytes of segment i */
     void *state;   /* the hash of its unit so far */
+    uint32_t crc;  /* likewise */
     char *buffer;  /* of a piece */
 };
 
@@ -196,6 +199,10 @@ static const char *move(const struct place *place, char *target, const char *sou
     return place->buffer;
 }
 
+static void add_crc(const struct list *list, uint32_t *crc, const char *data, int64_t length) {
+    if (list->crcs) *crc = (uint32_t)list->hash->crc(*crc, data, (uint64_t)length);
+}
+
 /* The rest of one segment of a unit, by pieces. Returns 0 if the thread leaves before the end. */
 static int move_segment(struct task *task) {
     const struct list *list = task->list;
@@ -209,6 +216,7 @@ static int move_segment(struct task *task) {
         const char *moved = move(place, target ? target + place->moved : NULL,
                                  source + place->moved, (size_t)step);
         list->hash->update(place->state, moved, (size_t)step);
+        add_crc(list, &place->crc, moved, step);
         place->moved += step;
         count(list->shared, step);
         rest(task);
@@ -224,6 +232,10 @@ static void move_piece(const struct list *list, const struct place *place, int64
     size_t length = (size_t)list->length[i];
     const char *moved = move(place, target, source, length);
     put_canonical(list->digests + 16 * list->row[i], list->hash->once(moved, length));
+    if (list->crcs) {
+        list->crcs[list->row[i]] = 0;
+        add_crc(list, &list->crcs[list->row[i]], moved, list->length[i]);
+    }
     count(list->shared, list->length[i]);
 }
 
@@ -248,10 +260,15 @@ static int work(struct task *task, pthread_t *thread, struct task *second) {
             move_piece(list, place, i);
             rest(task);
         } else {
-            if (first && !place->moved) list->hash->reset(place->state);
+            if (first && !place->moved) {
+                list->hash->reset(place->state);
+                place->crc = 0;
+            }
             if (!move_segment(task)) break;
-            if (last) put_canonical(list->digests + 16 * list->row[i],
-                                    list->hash->digest(place->state));
+            if (last) {
+                put_canonical(list->digests + 16 * list->row[i], list->hash->digest(place->state));
+                if (list->crcs) list->crcs[list->row[i]] = place->crc;
+            }
         }
         place->i++;
     }
@@ -277,12 +294,15 @@ static int start(pthread_t *thread, struct task *task) {
 }
 
 /* Hashes segments, and copies each to its address in `target` (null: does not). Returns 0; 1 if
-   asked to stop before the end; -1 without memory. `threads`: that it may use beside the caller's:
+   asked to stop before the end; -1 without memory. `crcs`: for the CRC32 of each unit; null: not
+   wanted. `threads`: that it may use beside the caller's:
    1, one in its place while nobody waits; 2, also a second one while somebody does. */
 int64_t portus_move(const struct hash *hash, int64_t segments, const int64_t *source,
                     const int64_t *target, const int64_t *length, const int64_t *row,
-                    int64_t piece, int64_t threads, uint8_t *digests, struct shared *shared) {
-    struct list list = {hash, segments, source, target, length, row, piece, digests, shared, 0};
+                    int64_t piece, int64_t threads, uint8_t *digests, uint32_t *crcs,
+                    struct shared *shared) {
+    struct list list = {hash, segments, source, target, length, row, piece, digests, crcs, shared,
+                        0};
     struct place own = {.state = hash->create(), .buffer = malloc(piece)},
                  other = {.state = hash->create(), .buffer = malloc(piece)};
     struct task patient = {&list, &own, 1, PATIENT, 0}, lead = {&list, &own, 0, 0, 0},

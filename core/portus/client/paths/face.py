@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -14,8 +15,9 @@ from portus.client.loading import mirrored
 from portus.client.loading.restore import Patterns
 from portus.client.loading.torch_file import load_file
 from portus.client.paths.saver import FileSaver
+from portus.directory.folder import FOLDER
 from portus.directory.waiting import wait_for_drafts
-from portus.errors import PortusError
+from portus.errors import MediumError, PortusError
 from portus.mirror.address import is_store
 from portus.pipeline.handle import SaveHandle
 
@@ -81,7 +83,9 @@ def load(path: str | os.PathLike[str], names: Patterns = None, **settings: Any) 
     PENDING.wait_for(where)
     with PENDING.exempt():
         wait_for_drafts(where)
-        return load_file(path, only=names, **settings)
+        if not os.path.lexists(where):
+            _recover(os.path.dirname(where))
+        return load_file(where, names, **settings)
 
 
 _making = threading.RLock()
@@ -97,6 +101,13 @@ def _saver() -> FileSaver:
                 _savers.append(FileSaver(memory // _SHARE, Settings()))
                 atexit.register(_finish)
     return _savers[0]
+
+
+def _recover(directory: str) -> None:
+    """Put back what a process that was killed had removed too early, if there was one."""
+    if os.path.isdir(os.path.join(directory, FOLDER)):
+        with contextlib.suppress(MediumError):  # it cannot be put back; what is missing is told
+            _saver().recover(directory)
 
 
 def _finish() -> None:

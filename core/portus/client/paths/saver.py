@@ -1,4 +1,4 @@
-"""``FileSaver``: the saves of this process to paths, one after another, in the order of the calls."""
+"""``FileSaver``: the saves of this process to paths, one after another, in order of the calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from portus.client.fence.device import feeds_of
 from portus.client.fence.fence import Fence
 from portus.client.fence.snapshot import Suspects, copy_order
 from portus.client.files import order
-from portus.client.files.pending import PENDING
+from portus.client.files.pending import PENDING, Ticket
 from portus.client.job.reports import Reports
 from portus.client.job.settings import Settings
 from portus.client.leaving import nested
@@ -124,6 +124,11 @@ class FileSaver:
         job.save.stats.call_s = time.perf_counter() - start
         return SaveHandle(job.save)
 
+    def recover(self, directory: str) -> None:
+        """Put back what a process that was killed had removed from ``directory`` before the file
+        that was to replace it was there. Raises ``MediumError``."""
+        self._publisher.recover(directory)
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves so far are over; False if time ran out. Failures are reported."""
         over = self._queue.catch_up(timeout_s)
@@ -136,6 +141,7 @@ class FileSaver:
         self._queue.close()
         self._fence.close()
         self._publisher.close()
+        self._ring.close()
         self._reports.tell(self._first_may_commit, is_save=False, is_heard_of=False)
 
     def _refuse(self, target: Target, waited_s: float) -> SaveHandle:
@@ -230,7 +236,7 @@ class FileJob:
     after: called on the worker, after the save is over.
     """
 
-    def __init__(self, save: Save, ticket: object, after: Callable[[Save], None]) -> None:
+    def __init__(self, save: Save, ticket: Ticket, after: Callable[[Save], None]) -> None:
         self.save: Final = save
         self._ticket: Final = ticket
         self._after: Final = after

@@ -24,7 +24,7 @@ from torch.utils.serialization import config
 
 from portus.errors import UsageError
 from portus.image.image import Column, Image
-from portus.image.key_paths import storage_paths
+from portus.image.key_paths import storage_places
 from portus.image.torch_zip import (
     PICKLE,
     STORAGES,
@@ -99,7 +99,8 @@ def pickle_state(state: object) -> PickledState:
 
 def path_in(pickled: bytes, index: int) -> str:
     """Where a storage is in the state of a pickle, for messages: ``['model']['weight']``."""
-    return storage_paths(pickled).get(str(index), f"storage {index}")
+    places = (place for place in storage_places(pickled) if place.storage == str(index))
+    return next((place.subscript for place in places), f"storage {index}")
 
 
 def torch_format() -> TorchFormat:
@@ -148,7 +149,7 @@ def _pickled(state: object, shortcut: bool) -> PickledState:
 def _storage_of(tensor: torch.Tensor) -> int | None:
     """The identity of its storage; None for one that has none."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return None
 
