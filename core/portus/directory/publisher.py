@@ -27,16 +27,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Generic
 
-import msgspec
-
 from portus.directory.folder import (
     DRAFT,
+    FOLDER,
     HOLD,
-    HeldFile,
     HiddenFolder,
     LockedRecord,
-    SaveRecord,
     hidden_name,
+    path_name,
 )
 from portus.directory.recovery import Verify, recover, restore
 from portus.directory.system import File, FileState, System
@@ -47,8 +45,10 @@ _log: Final = logging.getLogger("portus")
 SERIES_MAX: Final = 16
 """Series whose newest file is remembered."""
 
-_NO_LINKS: Final = frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP})
-"""Why a file cannot be held: another file system, or one without hard links."""
+_NO_LINKS: Final = frozenset(
+    {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
+)
+"""Why a file cannot be held: another file system, or one without links."""
 
 _DIGITS: Final = re.compile(r"\d+")
 
@@ -187,7 +187,8 @@ class Publisher(Generic[File]):
             self._newest[series] = committed
             for other in self._drafts:
                 if other is not draft and _series(other.name) == series:
-                    self._hold_also(other, committed)
+                    with contextlib.suppress(MediumError):  # this file is committed all the same
+                        self._hold_also(other, committed)
             while len(self._newest) > SERIES_MAX:
                 del self._newest[next(iter(self._newest))]
             self._written.add(identity)
@@ -249,31 +250,30 @@ class Publisher(Generic[File]):
             found = self._newest_in(folder, draft.name)
             if found is not None:
                 self._newest[series] = found
-        holds, held = [], []
-        for number, committed in enumerate(self._newest.values()):
-            where = self._system.path_of(committed.folder.directory)
-            if where is not None:
-                hidden = hidden_name(draft.record.token, HOLD, number)
-                path = os.path.join(where, committed.name)
-                holds.append(_Hold(hidden, committed))
-                held.append(HeldFile(os.fsencode(path), hidden))
-        draft.note(SaveRecord(os.fsencode(draft.name), tuple(held)))
-        self._system.write(draft.record.file, draft.noted)
-        draft.holds = [hold for hold in holds if self._link(folder, hold)]
+        self._system.write(draft.record.file, os.fsencode(draft.name))
+        for committed in self._newest.values():
+            self._hold_also(draft, committed)
 
     def _hold_also(self, draft: UnpublishedFile[File], committed: _Committed[File]) -> None:
-        """Have a draft hold what was committed after it was begun: it is the newest file now."""
+        """Have a draft hold a file too. It may be committed after the draft was begun."""
         where = self._system.path_of(committed.folder.directory)
-        if where is None:
+        here = self._system.path_of(draft.folder.directory)
+        if where is None or here is None:
             return
-        hidden = hidden_name(draft.record.token, HOLD, SERIES_MAX + draft.lines)
-        path = os.path.join(where, committed.name)
-        draft.note(SaveRecord(os.fsencode(draft.name), (HeldFile(os.fsencode(path), hidden),)))
-        with contextlib.suppress(MediumError):  # the file is committed, whatever becomes of this
-            self._system.write(draft.record.file, draft.noted)
-            hold = _Hold(hidden, committed)
-            if self._link(draft.folder, hold):
-                draft.holds.append(hold)
+        hidden = hidden_name(draft.record.token, HOLD, len(draft.holds))
+        path = os.path.relpath(os.path.join(where, committed.name), os.path.join(here, FOLDER))
+        hold = _Hold(hidden, committed)
+        draft.holds.append(hold)
+        try:
+            self._system.note(draft.folder.make(), path_name(hidden), os.fsencode(path))
+            is_held = self._link(draft.folder, hold)
+        except MediumError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            is_held = False
+        if not is_held:
+            draft.holds.pop()
+            self._system.unlink(draft.folder.make(), path_name(hidden))
 
     def _link(self, folder: HiddenFolder[File], hold: _Hold[File]) -> bool:
         """Make the hidden link of a hold; False if the file is not there any more, or cannot be
@@ -285,7 +285,7 @@ class Publisher(Generic[File]):
         try:
             self._system.link(there, (folder.make(), hold.name))
         except MediumError as error:
-            if error.errno in _NO_LINKS or error.errno == errno.ENOENT:
+            if error.errno == errno.ENOENT:
                 return False
             raise
         return True
@@ -314,11 +314,11 @@ class Publisher(Generic[File]):
             spare = self._as_spare(folder, hold)
         except MediumError:
             spare = None
-        if spare is None:
-            with contextlib.suppress(MediumError):
+        with contextlib.suppress(MediumError):
+            if spare is None:
                 self._system.unlink(folder.make(), hold.name)
-        else:
-            self._spare = spare
+            self._system.unlink(folder.make(), path_name(hold.name))
+        self._spare = spare or self._spare
 
     # Spares.
 
@@ -416,19 +416,11 @@ class UnpublishedFile(Generic[File]):
         self.name: Final = name
         self.hidden: Final = hidden_name(record.token, DRAFT)
         self.holds: list[_Hold[File]] = []
-        self.noted = b""
-        """What its record says."""
-        self.lines = 0
         self.is_spare = False
         self.is_published = False
         self.is_over = False
         self._publisher: Final = publisher
         self._file: File | None = None
-
-    def note(self, line: SaveRecord) -> None:
-        """Add a line to what its record says."""
-        self.noted += msgspec.json.encode(line) + b"\n"
-        self.lines += 1
 
     @property
     def file(self) -> File:
