@@ -35,6 +35,9 @@ ABI: Final = 8
 PIECE: Final = 16 << 10
 """Bytes that are copied, and then hashed while the smallest cache still holds them."""
 
+WRITTEN: Final = 128 << 10
+"""Bytes that are copied, hashed, and then written to a file, while the next cache holds them."""
+
 PATIENT_THREAD_MIN: Final = 1 << 20
 """Bytes from which a thread of low priority is worth its start, while nobody waits."""
 
@@ -91,6 +94,7 @@ class Helper:
         digests: Digests,
         stop: Stop,
         crcs: Crcs | None = None,
+        file: int = -1,
     ) -> None:
         """See ``local.Engine``."""
         size = segments.size
@@ -102,12 +106,15 @@ class Helper:
             len(segments),
             *(_pointer(column) for column in (segments.address, target)),
             *(_pointer(column) for column in (segments.length, segments.row)),
-            PIECE,
+            PIECE if file < 0 else WRITTEN,
             threads,
             digests.ctypes.data,
             None if crcs is None else crcs.ctypes.data,
+            file,
             stop.shared,
         )
+        if result < -1:
+            raise OSError(-1 - result, os.strerror(-1 - result))
         if result < 0:
             raise MemoryError("no memory for the state of a hash")
         if result > 0:
@@ -176,7 +183,15 @@ def _function(library: ctypes.CDLL, names: tuple[str, ...]) -> int | None:
 def _declare(library: ctypes.CDLL) -> None:
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     library.portus_abi.argtypes = []
-    library.portus_move.argtypes = [pointer, number, *[pointer] * 4, *[number] * 2, *[pointer] * 3]
+    library.portus_move.argtypes = [
+        pointer,
+        number,
+        *[pointer] * 4,
+        *[number] * 2,
+        *[pointer] * 2,
+        number,
+        pointer,
+    ]
     library.portus_same.argtypes = [number, *[pointer] * 4]
     library.portus_close_in_children.argtypes = [pointer, number]
     for name in ("abi", "move", "same", "close_in_children"):

@@ -1,15 +1,14 @@
 """``ImageFile``: the file of an image while it is written.
 
 Each byte of a storage is loaded once, and copied, hashed and summed in one pass. There are two
-ways to the medium (``mapped``, ``staged``); which one depends on the file system, and on whether
-the pages of the file are in memory.
+ways to the medium (``cached``, ``staged``); which one depends on the file system, and on whether
+the space is fresh.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -25,12 +24,9 @@ from portus.media.local import file_system_of
 from portus.transport.base import Column, Crcs, Digests, Sources, Stop, cut, unit_counts
 from portus.transport.local import best_engine
 from portus.writer import crc
-from portus.writer.mapped import MappedWay
+from portus.writer.cached import CachedWay
 from portus.writer.ring import Ring
-from portus.writer.staged import StagedWay
-
-_SAMPLES: Final = 16
-"""Pages of a spare that are asked for, to see whether it is in memory."""
+from portus.writer.staged import StagedWay, set_direct
 
 
 class ImageFile:
@@ -48,7 +44,7 @@ class ImageFile:
         self._image: Final = image
         self._is_spare: Final = is_spare
         self._ring: Final = ring
-        self._way: MappedWay | StagedWay | None = None
+        self._way: CachedWay | StagedWay | None = None
         units = unit_counts(image.length)
         self._first: Final = np.cumsum(units) - units
         self._units: Final = units
@@ -144,39 +140,27 @@ class ImageFile:
         self._digests[row] = digests
         self._crcs[row] = crcs
 
-    def _opened(self) -> MappedWay | StagedWay:
+    def _opened(self) -> CachedWay | StagedWay:
         if self._way is None:
             self._way = self._chosen()
         return self._way
 
-    def _chosen(self) -> MappedWay | StagedWay:
+    def _chosen(self) -> CachedWay | StagedWay:
         """The way for this file."""
-        traits, in_place = file_system_of(self._fd, self._path)
-        size = self._image.size
-        if not self._is_spare and size:
-            self._allocate(size)
-        if in_place and (traits.volatile or (self._is_spare and self._is_in_memory())):
-            return MappedWay(self._fd, self._path, self._image, volatile=traits.volatile)
-        return StagedWay(self._fd, self._image, self._ring, direct=not self._is_spare)
+        traits, _ = file_system_of(self._fd, self._path)
+        if not self._is_spare:
+            self._allocate()
+            if not traits.volatile and set_direct(self._fd, on=True):
+                return StagedWay(self._fd, self._image, self._ring)
+        return CachedWay(self._fd, self._image, volatile=traits.volatile)
 
-    def _allocate(self, size: int) -> None:
+    def _allocate(self) -> None:
         """Have its blocks now: a disk that is full is told before anything is copied."""
         try:
-            linux.allocate(self._fd, 0, size)
+            linux.allocate(self._fd, 0, self._image.size)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-
-    def _is_in_memory(self) -> bool:
-        """True if the pages of the file are in the page cache, as far as a few of them tell."""
-        size = min(os.fstat(self._fd).st_size, self._image.size)
-        page = bytearray(1)
-        try:
-            for sample in range(_SAMPLES):
-                os.preadv(self._fd, [page], sample * size // _SAMPLES, os.RWF_NOWAIT)
-        except OSError:  # EAGAIN: it is not; others: this file system does not tell
-            return False
-        return True
 
     def _zeros(self, tail: Iterable[Literal]) -> Iterator[Literal]:
         """What nothing covers, where a spare has old bytes."""

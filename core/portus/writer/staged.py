@@ -1,9 +1,9 @@
-"""``StagedWay``: an image is copied to the buffers of a ring, and written from there.
+"""``StagedWay``: an image is copied to the buffers of a ring, and written past the page cache.
 
-Whole blocks of storages are written as soon as a buffer is full, past the page cache if the file
-system can do that: fresh pages of the cache cost more than the disk in virtual machines. What is
-left, the ends of storages and the bytes between them, is kept in memory, and written at the end,
-through the cache: only then is all of it known.
+For fresh space: fresh pages of the cache cost more than the disk in virtual machines. Whole blocks
+of storages are written as soon as a buffer is full. What is left, the ends of storages and the
+bytes between them, is kept in memory, and written at the end, through the cache: only then is all
+of it known.
 """
 
 from __future__ import annotations
@@ -37,13 +37,21 @@ _PROBE_EACH: Final = 64 << 10
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 
+def set_direct(number: int, *, on: bool) -> bool:
+    """Have writes to an open file go past the page cache, or not; False if its file system cannot
+    do that."""
+    flags = fcntl.fcntl(number, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(number, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)
+    except OSError:
+        return False
+    return bool(_O_DIRECT)
+
+
 class StagedWay:
-    """The file ``number``, written through ``ring``.
+    """Into the open file ``number``, for which ``set_direct`` was done, through ``ring``."""
 
-    direct: try to write past the page cache.
-    """
-
-    def __init__(self, number: int, image: Image, ring: Ring, *, direct: bool) -> None:
+    def __init__(self, number: int, image: Image, ring: Ring) -> None:
         self._number: Final = number
         self._ring: Final = ring
         self._size: Final = image.size
@@ -54,7 +62,7 @@ class StagedWay:
         self._rest_length: Final = ends - starts
         self._rest_at: Final = np.cumsum(self._rest_length) - self._rest_length
         self._rest: Final = np.zeros(int(self._rest_length.sum()), np.uint8)
-        self._is_direct = direct and self._set_direct(True)
+        self._is_direct = True
         self._changed: Final = threading.Condition()
         self._in_flight = 0
         self._failure: OSError | None = None
@@ -210,18 +218,7 @@ class StagedWay:
     def _end_direct(self) -> None:
         if self._is_direct:
             self._is_direct = False
-            self._set_direct(False)
-
-    def _set_direct(self, on: bool) -> bool:
-        """Have writes go past the page cache, or not; False if the file system cannot do that."""
-        flags = fcntl.fcntl(self._number, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(
-                self._number, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT
-            )
-        except OSError:
-            return False
-        return bool(_O_DIRECT)
+            set_direct(self._number, on=False)
 
     def _drain(self) -> None:
         with self._changed:
