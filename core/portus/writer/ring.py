@@ -117,8 +117,18 @@ class Ring:
                 work = None
             if work is not None:
                 work()
-                continue
-            with self._changed:
-                if self._work.empty():
-                    self._threads.discard(threading.current_thread())
-                    return
+            elif self._leave():
+                return
+
+    def _leave(self) -> bool:
+        """End this thread, if there is nothing left to do."""
+        with self._changed:
+            try:
+                work = self._work.get_nowait()
+            except queue.Empty:
+                work = None
+            if work is None:
+                self._threads.discard(threading.current_thread())
+                return True
+        work()
+        return False
