@@ -48,7 +48,7 @@ class Ring:
         self._free: Final[list[Slot]] = []
         self._made = 0
         self._work: Final[queue.SimpleQueue[Callable[[], None] | None]] = queue.SimpleQueue()
-        self._threads: Final[set[threading.Thread]] = set()
+        self._threads: set[threading.Thread] = set()
 
     @property
     def size(self) -> int:
@@ -103,7 +103,7 @@ class Ring:
     def close(self) -> None:
         """End the threads; wait for what they write. Nothing may be run any more."""
         with self._changed:
-            threads = list(self._threads)
+            threads, self._threads = self._threads, set()
         for _ in threads:
             self._work.put(None)
         for thread in threads:
@@ -114,21 +114,11 @@ class Ring:
             try:
                 work = self._work.get(timeout=_IDLE_S)
             except queue.Empty:
-                work = None
-            if work is not None:
-                work()
-            elif self._leave():
-                return
-
-    def _leave(self) -> bool:
-        """End this thread, if there is nothing left to do."""
-        with self._changed:
-            try:
-                work = self._work.get_nowait()
-            except queue.Empty:
-                work = None
+                with self._changed:
+                    if self._work.empty():
+                        self._threads.discard(threading.current_thread())
+                        return
+                continue
             if work is None:
-                self._threads.discard(threading.current_thread())
-                return True
-        work()
-        return False
+                return
+            work()

@@ -164,8 +164,8 @@ def test_what_an_audit_asks_for_is_what_was_stored(tmp_path: Path, way: str, rin
             places.append((index, at, len(data[at : at + 64])))
             expected += data[at : at + 64]
     storage, offset, length = (np.array(column, np.int64) for column in zip(*places, strict=True))
-    for storage in of.storages:  # the source is not what is asked for
-        ctypes.memset(storage.data_ptr(), 0, storage.nbytes())
+    for each in of.storages:  # the source is not what is asked for
+        ctypes.memset(each.data_ptr(), 0, each.nbytes())
     found = file.stored(storage, offset, length)
     assert found is not None
     assert found.tobytes() == expected
@@ -177,7 +177,6 @@ def test_a_source_that_changes_has_the_digest_and_the_crc_of_what_was_stored(
     tmp_path: Path, way: str, ring: Ring
 ) -> None:
     of = state((UNIT + 5,))
-    number, file = opened(tmp_path / "file", way, of, ring)
     over = threading.Event()
 
     def scribble() -> None:
@@ -189,21 +188,23 @@ def test_a_source_that_changes_has_the_digest_and_the_crc_of_what_was_stored(
     thread = threading.Thread(target=scribble)
     thread.start()
     try:
-        for _ in range(5):
-            file.copy(np.array([0]), addresses(of), Stop())
+        for turn in range(5):
+            number, file = opened(tmp_path / f"{turn}", way, of, ring)
+            written(file, addresses(of))
+            file.close()
+            os.close(number)
     finally:
         over.set()
         thread.join()
-    file.finish()
-    file.close()
+    for turn in range(5):
+        data = (tmp_path / f"{turn}").read_bytes()
 
-    def read(offset: int, length: int) -> bytes:
-        return os.pread(number, length, offset)
+        def read(offset: int, length: int, data: bytes = data) -> bytes:
+            return data[offset : offset + length]
 
-    read_torch(read, os.fstat(number).st_size, "file").verify(read)
-    with zipfile.ZipFile(tmp_path / "file") as archive:
-        assert archive.testzip() is None
-    os.close(number)
+        read_torch(read, len(data), "file").verify(read)
+        with zipfile.ZipFile(tmp_path / f"{turn}") as archive:
+            assert archive.testzip() is None
 
 
 def test_a_write_that_fails_is_an_error_with_the_path_and_the_ring_is_whole(
