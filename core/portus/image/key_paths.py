@@ -53,7 +53,7 @@ class _Unpickler(pickle.Unpickler):
         return _Storage(str(pid[2]))
 
 
-class Place(NamedTuple):
+class StoragePlace(NamedTuple):
     """Keys that lead to a storage. ``is_plain``: through an ordinary tensor, of which the bytes of
     a storage are all that loading it needs."""
 
@@ -72,12 +72,12 @@ class Place(NamedTuple):
         return ".".join(map(str, self.keys))
 
 
-def storage_places(data: bytes) -> list[Place]:
+def storage_places(data: bytes) -> list[StoragePlace]:
     """All places at which storages are, in order.
 
     ``data`` is a pickle of torch that was verified. What cannot be followed has no place.
     """
-    found: list[Place] = []
+    found: list[StoragePlace] = []
     try:
         state = _Unpickler(io.BytesIO(data)).load()
     except Exception:
@@ -87,7 +87,7 @@ def storage_places(data: bytes) -> list[Place]:
     while waiting:
         value, keys, is_plain = waiting.pop()
         if isinstance(value, _Storage):
-            found.append(Place(keys, value.key, is_plain))
+            found.append(StoragePlace(keys, value.key, is_plain))
             continue
         if id(value) in seen:
             continue

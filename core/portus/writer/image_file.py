@@ -25,7 +25,7 @@ from portus.transport.base import Column, Crcs, Digests, Sources, Stop, cut, uni
 from portus.transport.local import best_engine
 from portus.writer import crc
 from portus.writer.cached import CachedWay
-from portus.writer.ring import Ring
+from portus.writer.ring import StagingRing
 from portus.writer.staged import StagedWay, set_direct
 
 
@@ -36,7 +36,7 @@ class ImageFile:
     do, and a write that failed is told by a later call, ``finish`` at the latest.
     """
 
-    def __init__(self, fd: int, path: str, image: Image, *, is_spare: bool, ring: Ring) -> None:
+    def __init__(self, fd: int, path: str, image: Image, *, is_spare: bool, ring: StagingRing) -> None:
         """fd: of an open file, readable and writable, the caller's. path: for messages. is_spare:
         the file has old bytes, and blocks."""
         self._fd: Final = fd

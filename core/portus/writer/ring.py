@@ -1,4 +1,4 @@
-"""``Ring``: the buffers through which files are written, and the threads that write them.
+"""``StagingRing``: the buffers through which files are written, and the threads that write them.
 
 Few buffers do while the disk keeps up. If somebody waits for a copy and none is free, there are
 more, up to ``staging``; those are given back as they come free. The memory is shared, not private:
@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from portus.format.checksum import UNIT
+from portus.transport.beside import Beside, finish
 
 SLOT: Final = UNIT
 """Bytes of a buffer: a unit fits."""
@@ -36,7 +37,7 @@ class Slot:
         self.address: Final = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
 
 
-class Ring:
+class StagingRing:
     """Of a process; threads share it.
 
     staging: bytes of buffers at most, ``FEW`` of them in any case.
@@ -48,7 +49,7 @@ class Ring:
         self._free: Final[list[Slot]] = []
         self._made = 0
         self._work: Final[queue.SimpleQueue[Callable[[], None] | None]] = queue.SimpleQueue()
-        self._threads: set[threading.Thread] = set()
+        self._threads: set[Beside] = set()
 
     @property
     def size(self) -> int:
@@ -86,7 +87,7 @@ class Ring:
     def run(self, work: Callable[[], None]) -> None:
         """Do ``work``, which raises nothing, on a thread; at most ``FEW`` at a time."""
         self._work.put(work)
-        thread = threading.Thread(target=self._write, name="portus-write", daemon=True)
+        thread = Beside(self._write, "portus-write")
         with self._changed:
             if len(self._threads) == FEW:
                 return
@@ -106,17 +107,17 @@ class Ring:
             threads, self._threads = self._threads, set()
         for _ in threads:
             self._work.put(None)
-        for thread in threads:
-            thread.join()
+        finish(threads)
 
     def _write(self) -> None:
+        own = threading.current_thread()
         while True:
             try:
                 work = self._work.get(timeout=_IDLE_S)
             except queue.Empty:
                 with self._changed:
                     if self._work.empty():
-                        self._threads.discard(threading.current_thread())
+                        self._threads = {t for t in self._threads if t is not own}
                         return
                 continue
             if work is None:

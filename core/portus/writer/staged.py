@@ -22,7 +22,7 @@ from portus.format.checksum import UNIT
 from portus.image.image import Image, Literal
 from portus.transport.base import Column, Crcs, Digests, Segments, Stop, bytes_at
 from portus.transport.local import Engine
-from portus.writer.ring import SLOT, Ring, Slot
+from portus.writer.ring import SLOT, StagingRing, Slot
 
 BLOCK: Final = 4096
 """Bytes; offset, length and memory of each direct write are multiples of it."""
@@ -51,7 +51,7 @@ def set_direct(number: int, *, on: bool) -> bool:
 class StagedWay:
     """Into the open file ``number``, for which ``set_direct`` was done, through ``ring``."""
 
-    def __init__(self, number: int, image: Image, ring: Ring) -> None:
+    def __init__(self, number: int, image: Image, ring: StagingRing) -> None:
         self._number: Final = number
         self._ring: Final = ring
         self._size: Final = image.size

@@ -28,7 +28,7 @@ from portus.transport.base import Stop, StoppedError
 from portus.writer import crc, image_file, staged
 from portus.writer.cached import CachedWay
 from portus.writer.image_file import ImageFile
-from portus.writer.ring import FEW, SLOT, Ring
+from portus.writer.ring import FEW, SLOT, StagingRing
 from portus.writer.staged import StagedWay
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
@@ -40,8 +40,8 @@ SIZES = (
 
 
 @pytest.fixture
-def ring() -> Iterator[Ring]:
-    made = Ring(1 << 30)
+def ring() -> Iterator[StagingRing]:
+    made = StagingRing(1 << 30)
     yield made
     made.close()
 
@@ -78,7 +78,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def opened(path: Path, way: str, of: PickledState, ring: Ring) -> tuple[int, ImageFile]:
+def opened(path: Path, way: str, of: PickledState, ring: StagingRing) -> tuple[int, ImageFile]:
     number = os.open(path, os.O_RDWR | os.O_CREAT)
     image = of.image("run.pt")
     if way == "spare":
@@ -99,7 +99,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_byte_is_in_its_place_whatever_the_order(
-    tmp_path: Path, way: str, ring: Ring, engine: None, seed: int
+    tmp_path: Path, way: str, ring: StagingRing, engine: None, seed: int
 ) -> None:
     of = state(seed=seed)
     number, file = opened(tmp_path / "file", way, of, ring)
@@ -128,7 +128,7 @@ def test_every_byte_is_in_its_place_whatever_the_order(
 
 
 def test_a_storage_that_comes_by_units_is_stored_like_any_other(
-    tmp_path: Path, way: str, ring: Ring
+    tmp_path: Path, way: str, ring: StagingRing
 ) -> None:
     of = state((100, UNIT + 70_000, 100))
     number, file = opened(tmp_path / "file", way, of, ring)
@@ -153,7 +153,7 @@ def test_a_storage_that_comes_by_units_is_stored_like_any_other(
     )
 
 
-def test_what_an_audit_asks_for_is_what_was_stored(tmp_path: Path, way: str, ring: Ring) -> None:
+def test_what_an_audit_asks_for_is_what_was_stored(tmp_path: Path, way: str, ring: StagingRing) -> None:
     of = state((3, 70_000, UNIT + 70_001))
     number, file = opened(tmp_path / "file", way, of, ring)
     file.copy(np.arange(3), addresses(of), Stop())
@@ -174,7 +174,7 @@ def test_what_an_audit_asks_for_is_what_was_stored(tmp_path: Path, way: str, rin
 
 
 def test_a_source_that_changes_has_the_digest_and_the_crc_of_what_was_stored(
-    tmp_path: Path, way: str, ring: Ring
+    tmp_path: Path, way: str, ring: StagingRing
 ) -> None:
     of = state((UNIT + 5,))
     over = threading.Event()
@@ -208,7 +208,7 @@ def test_a_source_that_changes_has_the_digest_and_the_crc_of_what_was_stored(
 
 
 def test_a_write_that_fails_is_an_error_with_the_path_and_the_ring_is_whole(
-    tmp_path: Path, way: str, ring: Ring
+    tmp_path: Path, way: str, ring: StagingRing
 ) -> None:
     of = state((4 * UNIT,))
     number, file = opened(tmp_path / "file", way, of, ring)
@@ -229,7 +229,7 @@ def test_a_write_that_fails_is_an_error_with_the_path_and_the_ring_is_whole(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_write_in_flight_that_fails_is_told_by_the_next_call(
-    tmp_path: Path, ring: Ring, number: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ring: StagingRing, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(file: int, data: memoryview, offset: int) -> None:
         raise OSError(number, os.strerror(number))
@@ -247,7 +247,7 @@ def test_a_write_in_flight_that_fails_is_told_by_the_next_call(
 
 
 def test_a_save_that_is_given_up_ends_and_leaves_no_write_in_flight(
-    tmp_path: Path, way: str, ring: Ring
+    tmp_path: Path, way: str, ring: StagingRing
 ) -> None:
     of = state((3 * UNIT,))
     number, file = opened(tmp_path / "file", way, of, ring)
@@ -261,7 +261,7 @@ def test_a_save_that_is_given_up_ends_and_leaves_no_write_in_flight(
     assert len(ring._free) * SLOT == ring.size
 
 
-def test_a_file_system_in_memory_is_written_through_the_cache(ring: Ring) -> None:
+def test_a_file_system_in_memory_is_written_through_the_cache(ring: StagingRing) -> None:
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("there is no file system in memory at /dev/shm")
     path = Path(f"/dev/shm/portus-image-{os.getpid()}")
@@ -278,7 +278,7 @@ def test_a_file_system_in_memory_is_written_through_the_cache(ring: Ring) -> Non
         path.unlink()
 
 
-def test_the_ring_grows_while_somebody_waits_and_gives_that_back(ring: Ring) -> None:
+def test_the_ring_grows_while_somebody_waits_and_gives_that_back(ring: StagingRing) -> None:
     slots = [ring.take(lambda: True, lambda: None) for _ in range(FEW + 3)]
     assert ring.size == (FEW + 3) * SLOT
     for slot in slots:
@@ -286,7 +286,7 @@ def test_the_ring_grows_while_somebody_waits_and_gives_that_back(ring: Ring) -> 
     assert ring.size == FEW * SLOT
 
 
-def test_nobody_waits_for_a_buffer_for_ever(ring: Ring) -> None:
+def test_nobody_waits_for_a_buffer_for_ever(ring: StagingRing) -> None:
     slots = [ring.take(lambda: False, lambda: None) for _ in range(FEW)]
     stop = Stop()
     threading.Timer(0.1, stop.set).start()

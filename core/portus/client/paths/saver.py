@@ -36,18 +36,18 @@ from portus.pipeline.plan import Snapshot
 from portus.pipeline.queue import Queue, Turn
 from portus.pipeline.run import Policy, Save
 from portus.writer.image_file import ImageFile
-from portus.writer.ring import Ring
+from portus.writer.ring import StagingRing
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FileTarget:
     """A path as the caller said it, and where that leads."""
 
     said: str
     real: str
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str]) -> Target:
+    def of(cls, path: str | os.PathLike[str]) -> FileTarget:
         """Links are followed. Raises ``UsageError`` for what no file can be put at."""
         said = os.fspath(path) if isinstance(path, str | os.PathLike) else None
         if not isinstance(said, str) or not said or "\0" in said:
@@ -89,13 +89,13 @@ class FileSaver:
         self._auditor: Final = Auditor(settings.guard)
         self._reports: Final = Reports(settings.on_error)
         self._publisher: Final = Publisher(Linux(), _is_whole)
-        self._ring: Final = Ring(staging)
+        self._ring: Final = StagingRing(staging)
         self._is_synchronous: Final = settings.snapshot == "sync"
 
     def _save_nested(
         self, state: object, path: str | os.PathLike[str], step: int = 0
     ) -> SaveHandle:
-        target = Target.of(path)
+        target = FileTarget.of(path)
         return SaveHandle(nested.WrittenSave(target.said, step, state, {target.real: None}))
 
     @calls.entry_or(_save_nested)
@@ -103,7 +103,7 @@ class FileSaver:
         """Begin to save ``state`` to ``path``. See ``portus.save``."""
         start = time.perf_counter()
         self._reports.tell(self._first_may_commit, is_save=True, is_heard_of=False)
-        target, pickled = Target.of(path), pickle_state(state)
+        target, pickled = FileTarget.of(path), pickle_state(state)
         turn = Turn(int(pickled.lengths.sum()))
         if not self._queue.admit(turn, self._fence_timeout):
             return self._refuse(target, time.perf_counter() - start)
@@ -144,7 +144,7 @@ class FileSaver:
         self._ring.close()
         self._reports.tell(self._first_may_commit, is_save=False, is_heard_of=False)
 
-    def _refuse(self, target: Target, waited_s: float) -> SaveHandle:
+    def _refuse(self, target: FileTarget, waited_s: float) -> SaveHandle:
         error = AbandonedError(
             f"{printable(target.said)}: save given up: earlier saves were not finished after "
             f"{waited_s:.1f} s. Save less often, or check the disk"
@@ -157,7 +157,7 @@ class FileSaver:
         if not self._queue.on_worker():
             self._queue.catch_up(self._fence_timeout)
 
-    def _begin(self, target: Target, pickled: PickledState, step: int) -> FileJob:
+    def _begin(self, target: FileTarget, pickled: PickledState, step: int) -> FileJob:
         """Open the draft, and copy what may not wait. Raises what opening raises."""
         asked, image = order.asked(), pickled.image(target.said)
         snapshot = self._snapshot(target, pickled, step)
@@ -195,7 +195,7 @@ class FileSaver:
             raise
         return job
 
-    def _snapshot(self, target: Target, pickled: PickledState, step: int) -> Snapshot:
+    def _snapshot(self, target: FileTarget, pickled: PickledState, step: int) -> Snapshot:
         storages = tuple(pickled.storages)
         feeds, copies = feeds_of(storages, None)
         suspects = None if self._is_synchronous else self._suspects.turn()
@@ -262,7 +262,7 @@ class FileJob:
 
 
 @contextlib.contextmanager
-def _unless_newer(target: Target, asked: int) -> Iterator[None]:
+def _unless_newer(target: FileTarget, asked: int) -> Iterator[None]:
     """Held while a file gets its name. Raises ``AbandonedError`` if a signal handler wrote a newer
     one there."""
     with order.turn:
