@@ -36,7 +36,9 @@ class ImageFile:
     do, and a write that failed is told by a later call, ``finish`` at the latest.
     """
 
-    def __init__(self, fd: int, path: str, image: Image, *, is_spare: bool, ring: StagingRing) -> None:
+    def __init__(
+        self, fd: int, path: str, image: Image, *, is_spare: bool, ring: StagingRing
+    ) -> None:
         """fd: of an open file, readable and writable, the caller's. path: for messages. is_spare:
         the file has old bytes, and blocks."""
         self._fd: Final = fd

@@ -22,7 +22,7 @@ from portus.format.checksum import UNIT
 from portus.image.image import Image, Literal
 from portus.transport.base import Column, Crcs, Digests, Segments, Stop, bytes_at
 from portus.transport.local import Engine
-from portus.writer.ring import SLOT, StagingRing, Slot
+from portus.writer.ring import SLOT, Slot, StagingRing
 
 BLOCK: Final = 4096
 """Bytes; offset, length and memory of each direct write are multiples of it."""

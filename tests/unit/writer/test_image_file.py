@@ -153,7 +153,9 @@ def test_a_storage_that_comes_by_units_is_stored_like_any_other(
     )
 
 
-def test_what_an_audit_asks_for_is_what_was_stored(tmp_path: Path, way: str, ring: StagingRing) -> None:
+def test_what_an_audit_asks_for_is_what_was_stored(
+    tmp_path: Path, way: str, ring: StagingRing
+) -> None:
     of = state((3, 70_000, UNIT + 70_001))
     number, file = opened(tmp_path / "file", way, of, ring)
     file.copy(np.arange(3), addresses(of), Stop())
