@@ -9,7 +9,6 @@ of it known.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import threading
 from functools import partial
@@ -40,6 +39,8 @@ _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 def set_direct(number: int, *, on: bool) -> bool:
     """Have writes to an open file go past the page cache, or not; False if its file system cannot
     do that."""
+    import fcntl  # not where Linux is missing
+
     flags = fcntl.fcntl(number, fcntl.F_GETFL)
     try:
         fcntl.fcntl(number, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)

@@ -19,7 +19,7 @@ from portus.client.loading.restore import Patterns, matcher
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError, printable
 from portus.image.digests import unit_counts
 from portus.image.key_paths import storage_places
-from portus.image.torch_reader import TorchFile, read_torch
+from portus.image.torch_reader import Read, TorchFile, read_torch
 from portus.media.file import FileSystemTraits, PlainFile
 from portus.media.process import Descriptor
 from portus.pipeline.parts import ranges
@@ -48,7 +48,7 @@ def load_file(
     """
     where = os.fspath(path)
     try:
-        descriptor = Descriptor(where, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = Descriptor(where, os.O_RDONLY)
     except (FileNotFoundError, IsADirectoryError, PermissionError):
         raise  # as torch.load
     except OSError as error:
@@ -67,7 +67,8 @@ def load_file(
         if mmap:
             _Verified(file, found, wanted).check_all()
             same = f"/proc/self/fd/{descriptor.number}"
-            state = torch.load(same, mmap=True, **settings)
+            there = same if os.path.exists(same) else where
+            state = torch.load(there, mmap=True, **settings)
         else:
             state = _loaded(_Verified(file, found, wanted), settings)
         if keep is None:
@@ -85,14 +86,14 @@ def verify_file(path: str | os.PathLike[str]) -> int:
     ``MediumError``."""
     where = os.fspath(path)
     try:
-        descriptor = Descriptor(where, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = Descriptor(where, os.O_RDONLY)
     except OSError as error:
         raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error
     file = PlainFile(descriptor, _TRAITS, writable=False)
     try:
-        found = read_torch(_reads(descriptor.number), file.size, printable(where))
+        found = read_torch(_reads(file), file.size, printable(where))
         if found.digests is None:
-            found.verify(_reads(descriptor.number))
+            found.verify(_reads(file))
         else:
             _Verified(file, found, None).check_all()
         return found.size
@@ -103,35 +104,33 @@ def verify_file(path: str | os.PathLike[str]) -> int:
 def is_whole(number: int, name: str) -> bool:
     """True if the open file is a file of ``torch.save`` all of whose bytes are as they were
     saved."""
+
+    def read(offset: int, length: int) -> bytes:
+        return os.pread(number, length, offset)
+
     try:
-        found = read_torch(_reads(number), os.fstat(number).st_size, name)
-        found.verify(_reads(number))
+        read_torch(read, os.fstat(number).st_size, name).verify(read)
     except (PortusError, OSError):
         return False
     return True
 
 
-def _reads(number: int) -> Callable[[int, int], bytes]:
+def _reads(file: PlainFile) -> Read:
     def read(offset: int, length: int) -> bytes:
-        return os.pread(number, length, offset)
+        target = memoryview(bytearray(max(0, min(length, file.size - offset))))
+        file.load(offset, target)
+        return bytes(target)
 
     return read
 
 
 def _read(file: PlainFile, where: str) -> TorchFile | None:
     """What is in a file; None for one that is no zip, of which torch may know more."""
-    head = memoryview(bytearray(min(len(_ZIP), file.size)))
-    file.load(0, head)
-
-    def read(offset: int, length: int) -> bytes:
-        target = memoryview(bytearray(max(0, min(length, file.size - offset))))
-        file.load(offset, target)
-        return bytes(target)
-
+    read = _reads(file)
     try:
         return read_torch(read, file.size, printable(where))
     except CorruptionError:
-        if bytes(head) == _ZIP:
+        if read(0, len(_ZIP)) == _ZIP:
             raise
         return None
 

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 import threading
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from portus.client.loading.torch_file import load_file
 from portus.client.paths.saver import FileSaver
 from portus.directory.folder import FOLDER
 from portus.directory.waiting import wait_for_drafts
-from portus.errors import MediumError, PortusError
+from portus.errors import MediumError, PortusError, UsageError
 from portus.mirror.address import is_store
 from portus.pipeline.handle import SaveHandle
 
@@ -94,6 +95,10 @@ _savers: Final[list[FileSaver]] = []
 
 
 def _saver() -> FileSaver:
+    if sys.platform != "linux":
+        raise UsageError(
+            f"portus.save: files are written on Linux only; on {sys.platform} use torch.save"
+        )
     if not _savers:
         with _making:
             if not _savers:
