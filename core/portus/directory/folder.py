@@ -9,6 +9,7 @@ hidden names too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -98,10 +99,16 @@ class HiddenFolder(Generic[File]):
                     self.forget()
                     continue
                 raise
-            if self.system.lock(file) and self._is_at(hidden, name, file):
+            is_ours = False
+            try:
+                is_ours = self.system.lock(file) and self._is_at(hidden, name, file)
+            finally:
+                if not is_ours:  # a start of another process took it for a leftover
+                    with contextlib.suppress(MediumError):
+                        self.system.unlink(hidden, name)
+                    self.system.close(file)
+            if is_ours:
                 return LockedRecord(token, name, file)
-            self.system.unlink(hidden, name)  # a start of another process took it for a leftover
-            self.system.close(file)
         raise MediumError(None, f"{self.describe()}: no record of a save could be locked")
 
     def is_in_flight(self, name: str) -> bool:

@@ -174,10 +174,11 @@ class Publisher(Generic[File]):
                 system.sync(folder.make())
                 folder.sync_parent()
             except MediumError as error:
+                path = draft.path
                 self._end(draft)
                 raise MediumError(
                     error.errno,
-                    f"{draft.path}: the file is there, and whether it survives a power cut is "
+                    f"{path}: the file is there, and whether it survives a power cut is "
                     f"uncertain: its directory could not be synced ({error.strerror}). Check the "
                     "disk",
                 ) from error
@@ -347,16 +348,19 @@ class Publisher(Generic[File]):
         """Open the file of a draft: the spare, if there is one that nobody reads, or a new one."""
         folder, system = draft.folder, self._system
         there = system.look(folder.directory, draft.name)
-        spare, self._spare = self._spare, None
+        spare = self._spare
         if spare is not None and self._is_free(spare, folder):
             # Its names are all hidden, so either of them may be there after a crash.
-            system.rename((spare.folder.make(), spare.name), (folder.make(), draft.hidden))
+            try:
+                system.rename((spare.folder.make(), spare.name), (folder.make(), draft.hidden))
+            except MediumError:
+                self.drop_spare()
+                raise
+            self._spare = None
             draft.opened(spare.file, is_spare=True)
             self._written.discard(spare.status.identity)
         else:
-            if spare is not None:
-                self._spare = spare
-                self.drop_spare()
+            self.drop_spare()
             draft.opened(system.create(folder.make(), draft.hidden), is_spare=False)
             system.lock(draft.file)
         if there is not None and there.is_regular:

@@ -27,7 +27,14 @@ from portus.client.paths.draft import FileDraft
 from portus.client.state.pickling import PickledState, path_in, pickle_state
 from portus.directory.publisher import Publisher
 from portus.directory.system import Linux, System
-from portus.errors import AbandonedError, MediumError, TransportError, UsageError, printable
+from portus.errors import (
+    AbandonedError,
+    MediumError,
+    PortusError,
+    TransportError,
+    UsageError,
+    printable,
+)
 from portus.media import calls
 from portus.media.process import Descriptor
 from portus.pipeline.audit import Auditor
@@ -37,6 +44,14 @@ from portus.pipeline.queue import Queue, Turn
 from portus.pipeline.run import Policy, Save
 from portus.writer.image_file import ImageFile
 from portus.writer.ring import StagingRing
+
+_WRONG_PATH: Final = frozenset(
+    {
+        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
+        *(errno.ENAMETOOLONG, errno.ELOOP),
+    }
+)
+"""What a call is told at once, since another path is what helps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +121,8 @@ class FileSaver:
         target, pickled = FileTarget.of(path), pickle_state(state)
         turn = Turn(int(pickled.lengths.sum()))
         if not self._queue.admit(turn, self._fence_timeout):
-            return self._refuse(target, time.perf_counter() - start)
+            waited_s = time.perf_counter() - start
+            return self._refuse(_too_late(target, waited_s), waited_s)
         job = None
         try:
             with PENDING.exempt():
@@ -120,6 +136,8 @@ class FileSaver:
         except BaseException as error:  # Ctrl-C too: what nobody runs, nobody may wait for
             if self._queue.dismiss(turn) and job is not None:
                 job.fail(error)
+            if isinstance(error, MediumError) and self._goes_on_after(error):
+                return self._refuse(error, time.perf_counter() - start)
             raise
         job.save.stats.call_s = time.perf_counter() - start
         return SaveHandle(job.save)
@@ -144,11 +162,12 @@ class FileSaver:
         self._ring.close()
         self._reports.tell(self._first_may_commit, is_save=False, is_heard_of=False)
 
-    def _refuse(self, target: FileTarget, waited_s: float) -> SaveHandle:
-        error = AbandonedError(
-            f"{printable(target.said)}: save given up: earlier saves were not finished after "
-            f"{waited_s:.1f} s. Save less often, or check the disk"
-        )
+    def _goes_on_after(self, error: MediumError) -> bool:
+        """True if a save that could not be begun is told as one that failed later is: a training
+        that has saved before does not end because its disk failed once."""
+        return self._reports.has_committed and error.errno not in _WRONG_PATH
+
+    def _refuse(self, error: PortusError, waited_s: float) -> SaveHandle:
         refused = RefusedSave(error, SaveStats(call_s=waited_s, queue_s=waited_s))
         self._reports.failed(refused)
         return SaveHandle(refused)
@@ -272,6 +291,13 @@ def _unless_newer(target: FileTarget, asked: int) -> Iterator[None]:
                 "the save was called, so what is there is newer"
             )
         yield
+
+
+def _too_late(target: FileTarget, waited_s: float) -> AbandonedError:
+    return AbandonedError(
+        f"{printable(target.said)}: save given up: earlier saves were not finished after "
+        f"{waited_s:.1f} s. Save less often, or check the disk"
+    )
 
 
 def _nothing_before() -> None:
