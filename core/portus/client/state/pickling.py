@@ -154,6 +154,12 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+_NO_STORAGES: Final = frozenset(
+    {str, int, float, bool, tuple, list, dict, OrderedDict, bytes, type(None), torch.Tensor}
+)
+"""What most of a state is: hundreds of thousands of objects are asked about."""
+
+
 class _Stored:
     """Takes the place of a typed storage that exists only to be pickled."""
 
@@ -175,6 +181,8 @@ class _SlowPickler(pickle.Pickler):
         self._dtypes: dict[int, torch.dtype] = {}
 
     def persistent_id(self, obj: Any) -> Any:
+        if type(obj) in _NO_STORAGES:
+            return None
         storage: Any
         if isinstance(obj, torch.storage.TypedStorage):
             legacy = getattr(torch, obj._pickle_storage_type())
@@ -224,17 +232,21 @@ class _Pickler(_SlowPickler):
     """The same bytes, without the objects that torch makes for each plain tensor."""
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is _Stored:
+        kind = type(obj)
+        if kind in _NO_STORAGES:
+            return None
+        if kind is _Stored:
             legacy, size = _LEGACY[obj.dtype]
             count = obj.storage.nbytes() // size
             return self.persistent(obj.storage, obj.dtype, legacy, count)
         return super().persistent_id(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        super().reducer_override(obj)
+        if type(obj) is not torch.Tensor:
+            return super().reducer_override(obj)
+        self.tensors.append(obj)
         if (
-            type(obj) is not torch.Tensor
-            or obj.__dict__
+            obj.__dict__
             or obj._backward_hooks
             or obj.layout is not torch.strided
             or obj.is_quantized
