@@ -31,6 +31,7 @@ from portus.errors import (
     CorruptionError,
     MediumError,
     PortusError,
+    StaleError,
     TransportError,
 )
 from portus.format.reference import Reference
@@ -157,7 +158,7 @@ class RunSaves:
     def _begin(
         self, job: SaveJob, flat: FlatState, wanted: WantedSave, writer: Pool, keeper: Keeper
     ) -> Save:
-        """Plan the save of ``job``, and copy its volatile storages. An error of the medium is kept
+        """Plan the save of ``job``, and copy its volatile storages. An error of the place is kept
         in the save; after any other error, or Ctrl-C, give ``job`` up."""
         snapshot = self._snapshots.take(
             flat,
@@ -202,7 +203,7 @@ class RunSaves:
                     path, snapshot.token, wanted.step, pool.model, part, last, asked
                 )
             self._fence.guard(save)
-        except (CorruptionError, MediumError, TransportError) as error:
+        except (CorruptionError, MediumError, StaleError, TransportError) as error:
             save.fail(error)
         return save
 
