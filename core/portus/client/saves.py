@@ -174,12 +174,12 @@ class RunSaves:
         known = weakref.ref(job)  # the save must not hold itself
         made: dict[str, Reference] = {}
         asked, pool = job.asked, self._pool
-        name = partial(name_of, tensors)
+        name, token = partial(name_of, tensors), snapshot.token
         policy = Policy(
             retire=lambda: pool.surplus.of(writer, keeper, _save_of(known()), self._part.surplus),
             describe=name,
             audit=self._auditor.begin,
-            publishing=lambda: self._publishing(keeper, snapshot.token, placed),
+            publishing=lambda: self._publishing(keeper, token, placed),
             committed=lambda version, steady: self._committed(
                 keeper, version, steady, replaced, made, asked
             ),

@@ -47,9 +47,14 @@ def load_file(
     nothing, and what ``torch.load`` raises.
     """
     where = os.fspath(path)
+    if os.path.isdir(where):
+        raise UsageError(
+            f"{printable(where)}: expected a file of torch.save, found a directory; portus.open "
+            "reads a pool"
+        )
     try:
         descriptor = Descriptor(where, os.O_RDONLY)
-    except (FileNotFoundError, IsADirectoryError, PermissionError):
+    except (FileNotFoundError, PermissionError):
         raise  # as torch.load
     except OSError as error:
         raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error

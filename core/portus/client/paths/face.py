@@ -15,7 +15,7 @@ from portus.client.job.settings import Settings
 from portus.client.loading import mirrored
 from portus.client.loading.restore import Patterns
 from portus.client.loading.torch_file import load_file
-from portus.client.paths.saver import FileSaver
+from portus.client.paths.saver import FileSaver, recover
 from portus.directory.folder import FOLDER
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import MediumError, PortusError, UsageError
@@ -112,7 +112,7 @@ def _recover(directory: str) -> None:
     """Put back what a process that was killed had removed too early, if there was one."""
     if os.path.isdir(os.path.join(directory, FOLDER)):
         with contextlib.suppress(MediumError):  # it cannot be put back; what is missing is told
-            _saver().recover(directory)
+            recover(directory)
 
 
 def _finish() -> None:

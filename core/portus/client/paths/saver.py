@@ -142,11 +142,6 @@ class FileSaver:
         job.save.stats.call_s = time.perf_counter() - start
         return SaveHandle(job.save)
 
-    def recover(self, directory: str) -> None:
-        """Put back what a process that was killed had removed from ``directory`` before the file
-        that was to replace it was there. Raises ``MediumError``."""
-        self._publisher.recover(directory)
-
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves so far are over; False if time ran out. Failures are reported."""
         over = self._queue.catch_up(timeout_s)
@@ -247,6 +242,16 @@ class FileSaver:
         self._reports.failed(save)
         if isinstance(save.error, MediumError) and save.error.errno == errno.ENOSPC:
             self._publisher.drop_spare()
+
+
+def recover(directory: str) -> None:
+    """Put back what a process that was killed had removed from ``directory`` before the file that
+    was to replace it was there. Raises ``MediumError``."""
+    files = Publisher(Linux(), _is_whole)
+    try:
+        files.recover(directory)
+    finally:
+        files.close()
 
 
 class FileJob:

@@ -315,7 +315,7 @@ def in_process(program: str) -> subprocess.CompletedProcess[str]:
 SLOW = (
     "real = ImageFile.finish\n"
     "def finish(file):\n"
-    "    time.sleep(0.5)\n"
+    "    time.sleep(1)\n"
     "    real(file)\n"
     "ImageFile.finish = finish\n"
 )
@@ -376,10 +376,10 @@ def test_a_signal_handler_writes_at_once_and_the_save_that_it_interrupted_does_n
 
 def test_ctrl_c_in_a_wait_leaves_the_save_in_flight() -> None:
     done = in_process(
-        SLOW + "signal.setitimer(signal.ITIMER_REAL, 0.1)\n"
-        "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
+        SLOW + "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
         "handle = save({'step': 1}, 'run.pt')\n"
         "try:\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0.1)\n"
         "    handle.wait()\n"
         "except KeyboardInterrupt:\n"
         "    print('interrupted', handle.done)\n"

@@ -18,6 +18,7 @@ from portus.client.files.pending import PENDING
 from portus.client.paths import face
 from portus.client.paths.face import load, save
 from portus.errors import MediumError
+from portus.writer.image_file import ImageFile
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 
@@ -80,11 +81,21 @@ def test_whoever_deletes_the_hidden_folder_costs_the_save_in_flight_at_most() ->
     check("run/last.pt", 99)
 
 
-def test_a_directory_that_is_deleted_fails_its_save_and_no_other() -> None:
+def test_a_directory_that_is_deleted_fails_its_save_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     save(state(0), "run/0.pt").wait()
+    deleted, real = threading.Event(), ImageFile.finish
+
+    def finish(file: ImageFile) -> None:
+        assert deleted.wait(30)
+        real(file)
+
+    monkeypatch.setattr(ImageFile, "finish", finish)
     handle = save(state(1), "run/1.pt")
     with PENDING.exempt():
         shutil.rmtree("run")
+    deleted.set()
     with pytest.raises(MediumError):
         handle.wait()
     os.mkdir("run")
