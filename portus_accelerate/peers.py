@@ -89,7 +89,7 @@ class Peers:
         if now.keys() - silent.keys():
             _log.warning(
                 "Portus: ranks %s did not call save_state with the main process: their random "
-                "states are not in the checkpoint",
+                "states are not in the checkpoint. Call it on every rank",
                 sorted(now),
             )
         self._silent[name] = self._last = now

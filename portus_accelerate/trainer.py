@@ -44,7 +44,7 @@ def install() -> None:
     if not version.split(".")[0].isdigit() or int(version.split(".")[0]) < OLDEST or not known:
         _log.warning(
             "Portus: transformers %s is not supported by this version of Portus: its Trainer "
-            "saves checkpoints by itself",
+            "saves checkpoints by itself; install one of the versions that Portus supports",
             version,
         )
         return

@@ -207,7 +207,9 @@ class PortusIO(CheckpointIO):
             except FileNotFoundError:
                 pass
             except OSError as error:
-                _log.warning("Portus: %s was not removed: %s", local, error.strerror)
+                _log.warning(
+                    "Portus: %s was not removed; remove it yourself: %s", local, error.strerror
+                )
 
     def teardown(self) -> None:
         """Finish the saves in flight and release the pool. Later saves return when they are

@@ -9,8 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -142,3 +143,19 @@ def no_thread_left() -> Iterator[None]:
         thread.join(max(0.0, until - time.monotonic()))
     left = [thread.name for thread in ours if thread.is_alive()]
     assert not left, f"threads left running: {left}; close what you opened"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """What a test printed may be no UTF-8, such as a path; what workers send has to be."""
+    return _sendable((yield))
+
+
+def _sendable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_sendable(key): _sendable(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_sendable(each) for each in value)
+    return value

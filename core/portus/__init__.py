@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from portus.client.leaving.nested import write_file as write_file
     from portus.client.loaders.cursor import DataCursor as DataCursor
     from portus.client.loaders.seeded import SeededDataset as SeededDataset
-    from portus.client.loading.mirrored import load as load
     from portus.client.loading.resolve import allow as allow
     from portus.client.loading.resolve import is_reference as is_reference
     from portus.client.loading.resolve import load_reference as load_reference
@@ -45,6 +44,8 @@ if TYPE_CHECKING:
     from portus.client.mend import lead_back as lead_back
     from portus.client.mend import lead_to_newest as lead_to_newest
     from portus.client.mend import mend as mend
+    from portus.client.paths.face import load as load
+    from portus.client.paths.face import save as save
     from portus.client.run import Run as Run
     from portus.client.run import expected_bytes as expected_bytes
     from portus.client.state.codecs import decode_stand_ins as decode_stand_ins
@@ -117,7 +118,7 @@ _MODULE_OF: Final = {
     "is_disabled": "portus.client.loading.stock",
     "is_nested": "portus.media.calls",
     "is_reference": "portus.client.loading.resolve",
-    "load": "portus.client.loading.mirrored",
+    "load": "portus.client.paths.face",
     "load_reference": "portus.client.loading.resolve",
     "local_path": "portus.index.place",
     "materialize": "portus.client.leaving.materialize",
@@ -135,6 +136,7 @@ _MODULE_OF: Final = {
     "remaining_references": "portus.client.leaving.in_turn",
     "replace_link": "portus.client.files.reference",
     "restore_randomness": "portus.client.state.randomness",
+    "save": "portus.client.paths.face",
     "saved_in": "portus.client.leaving.in_turn",
     "say_remaining": "portus.client.leaving.in_turn",
     "this_is_a_reference_run_portus_materialize": "portus._autoload",

@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 
 import portus_accelerate
 from portus.testing.nursery import Say, nursery
 from tests.adapters.trainings import Weight
 from tests.adapters.trainings import warm_up as warm_up  # the nursery of this module calls it
 from tests.crash.epoch_script import join
+from tests.unit.cli.scene import portus_json
 
 LATE_S = 0.5
 """How long after the model is gone gloo's thread is done with the last exchange."""
@@ -53,3 +55,28 @@ def test_a_job_ends_though_gloo_still_holds_its_last_tensor(tmp_path: Path) -> N
         for child in ranks:
             assert child.rest() == ["ended"]
             assert child.wait() == 0
+
+
+@pytest.mark.parametrize("kind", ["none", "end"], ids=["references", "real"])
+def test_a_training_is_titled_by_its_project_and_found_by_any_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    project = tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    naming = ProjectConfiguration(str(project), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=naming)
+    portus_accelerate.enable(accelerator, materialize=kind)
+    model = accelerator.prepare(Weight())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        accelerator.backward(model())
+        optimizer.step()
+        accelerator.save_state()
+    accelerator.end_training()
+    checkpoint = project / "checkpoints" / "checkpoint_1"
+    files = [path for path in checkpoint.iterdir() if path.is_file()]
+    assert files
+    for said in (project, checkpoint, *files):
+        found = portus_json("report", said)
+        assert (found["run"], found["title"]) == ("checkpoints", "out")
+    assert portus_json("report", "checkpoints", "--pool", project / ".portus")["title"] == "out"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 import portus
 from portus_lightning import PortusIO
 from tests.adapters.tiny import NO_FUSS, Net, every_step, files, loader, same, trainer
+from tests.unit.cli.scene import portus as command
+from tests.unit.cli.scene import portus_json as document
 
 pytestmark = NO_FUSS
 
@@ -488,3 +492,30 @@ def test_what_no_pool_stores_is_saved_by_lightning_and_said(
     assert len(files(tmp_path)) == 6
     loaded = torch.load(tmp_path / "ckpt" / "step=3.ckpt", weights_only=False)
     assert isinstance(loaded["hyper_parameters"]["odd"], Odd)
+
+
+# --- after training ---
+
+
+def test_runs_of_one_project_are_reported_and_listed_by_their_names_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And ``save_top_k=2, save_last=True`` has nothing to warn of."""
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.WARNING, "portus")
+    names = [f"lightning_logs/version_{number}" for number in range(3)]
+    for _ in names:
+        keeps = ModelCheckpoint(
+            save_top_k=2, save_last=True, monitor="step", mode="max", every_n_train_steps=1
+        )
+        trainer(tmp_path, callbacks=[keeps], logger=CSVLogger(tmp_path)).fit(Net(), loader())
+    assert [each.getMessage() for each in caplog.records if "portus" in each.name] == []
+    asked = command("report").err
+    for name in names:
+        assert repr(name) in asked
+        last = f"{name}/checkpoints/last.ckpt"
+        assert zipfile.is_zipfile(last)
+        for said in (name, last, f"{name}/checkpoints"):
+            found = document("report", said)
+            assert (found["run"], found["title"]) == (name, f"{tmp_path.name}/{name}")
+        assert f"{name}: no pool is left; its files are real now" in command("ls").out

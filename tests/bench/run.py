@@ -32,6 +32,7 @@ from tests.bench import (
     shelves,
     tables,
     training,
+    writing,
 )
 from tests.bench.measure import Row
 
@@ -66,6 +67,7 @@ GROUPS: dict[str, Group] = {
     "shelf": shelves.shelf_rows,
     "tables": lambda memory, disk, rounds: tables.table_rows(memory, disk, max(1, rounds // 2)),
     "growth": lambda memory, disk, rounds: saving.growth_rows(memory, max(3, rounds // 2)),
+    "writer": writing.writer_rows,
 }
 
 

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import random
 import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 import portus
 from portus.client.checkpointer import Checkpointer
+from portus.client.paths import face
 from portus.index.check import check
 from portus.index.findings import Severity
 from portus.testing.nursery import nursery
@@ -70,16 +75,61 @@ def verify(root: Path, told: int) -> bool:
     return True
 
 
-def searched(kind: str, source: random.Random, cuts: int, seconds: float) -> tuple[int, int]:
+def verify_paths(root: Path, told: int) -> bool:
+    """All that was told up to step ``told`` is there, in files that are whole; whether there are
+    any."""
+    face._recover(str(root / "ckpt"))  # as the first save or load of the next program does
+    files = sorted((root / "ckpt").glob("*.pt"))
+    steps = []
+    for file in files:
+        assert zipfile.ZipFile(file).testzip() is None, file.name
+        state = face.load(file, weights_only=False)
+        assert_same(state, Training(state["step"]).state())
+        steps.append(state["step"])
+        assert file.name in ("last.pt", f"step-{state['step']:08}.pt"), file.name
+    assert max(steps, default=0) >= told, f"step {told} was told; there are {steps}"
+    return bool(files)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A child that saves below a directory, and how what it leaves is verified."""
+
+    module: str
+    function: str
+    arguments: Callable[[Path], tuple[str, ...]]
+    verify: Callable[[Path, int], bool]
+
+
+PROGRAMS: Final = {
+    "pool": Program(
+        "tests.crash.saver",
+        "save_with_files_for_ever",
+        lambda place: (str(place / ".portus" / "run.portus"), str(place / "ckpt")),
+        verify,
+    ),
+    **{
+        way: Program(
+            "tests.crash.path_saver",
+            "train_for_ever",
+            lambda place, way=way: (str(place / "ckpt"), way),  # type: ignore[misc]
+            verify_paths,
+        )
+        for way in ("keep 1", "overwrite")
+    },
+}
+
+
+def searched(
+    kind: str, program: Program, source: random.Random, cuts: int, seconds: float
+) -> tuple[int, int]:
     """Save, and cut the power anywhere, ``cuts`` times or for so long; how many cuts there were,
     and how many of them after something was told."""
     tried = late = 0
     with logged_disk(kind) as disk:
         (disk.place / "ckpt").mkdir()
-        children = nursery("tests.crash.saver")
-        pool = disk.place / ".portus" / "run.portus"
-        arguments = (str(pool), str(disk.place / "ckpt"))
-        with children.start("save_with_files_for_ever", *arguments) as child:
+        children = nursery(program.module)
+        with children.start(program.function, *program.arguments(disk.place)) as child:
             for _ in range(SAVES):
                 disk.mark(int(child.until("saved").split()[1]))
         entries = disk.log()
@@ -91,7 +141,7 @@ def searched(kind: str, source: random.Random, cuts: int, seconds: float) -> tup
             how = cut.at(end)
             try:
                 with cut.mounted() as root:
-                    late += verify(root, told) and told > 0
+                    late += program.verify(root, told) and told > 0
             except BaseException as error:
                 error.args = (f"{kind}, cut before entry {end}, {how}: {error}",)
                 raise
@@ -99,25 +149,28 @@ def searched(kind: str, source: random.Random, cuts: int, seconds: float) -> tup
     return tried, late
 
 
+@pytest.mark.parametrize("program", list(PROGRAMS))
 @pytest.mark.parametrize(
     "kind", [KINDS[0], *(pytest.param(k, marks=pytest.mark.long) for k in KINDS[1:])], indirect=True
 )
 @pytest.mark.timeout(300)
 def test_what_was_told_is_there_after_a_power_cut_on_a_real_file_system(
-    kind: str, seed: int
+    kind: str, program: str, seed: int
 ) -> None:
-    tried, late = searched(kind, random.Random(seed), 12, 60)
+    tried, late = searched(kind, PROGRAMS[program], random.Random(seed), 12, 60)
     assert tried
     assert late
 
 
+@pytest.mark.parametrize("program", list(PROGRAMS))
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_it_is_there_after_many_power_cuts_too(kind: str, seed: int) -> None:
+def test_it_is_there_after_many_power_cuts_too(kind: str, program: str, seed: int) -> None:
     source = random.Random(seed)
     until, tried, late = time.monotonic() + LONG_S, 0, 0
     while time.monotonic() < until:
-        more = searched(kind, source, 100, until - time.monotonic())
+        left_s = until - time.monotonic()
+        more = searched(kind, PROGRAMS[program], source, 100, left_s)
         tried, late = tried + more[0], late + more[1]
-    print(f"{kind}: {tried} power cuts, {late} of them after something was told")
+    print(f"{kind}, {program}: {tried} power cuts, {late} of them after something was told")
     assert late > 30

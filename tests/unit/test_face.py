@@ -97,7 +97,7 @@ def test_every_module_imports_where_linux_is_missing() -> None:
     after the imports of others, and before ours."""
     fresh(
         "import ctypes, importlib, mmap, os, pkgutil, sys\n"
-        "import lightning.pytorch, msgspec, numpy, pytest, torch, xxhash\n"
+        "import isal.isal_zlib, lightning.pytorch, msgspec, numpy, pytest, torch, xxhash\n"
         f"sys.modules.update(dict.fromkeys({LINUX_MODULES}))\n"
         f"for name in {LINUX_OS}:\n"
         "    delattr(os, name)\n"

@@ -22,6 +22,9 @@ BROAD_EXCEPT = {
     "core/portus/cli/doctor.py: adapters": "an adapter that is broken is a finding, not an end",
     "core/portus/client/state/codecs.py: decoded": "code of a user; it is told with its place",
     "core/portus/client/state/codecs.py: encoded": "code of a user; it is told with its place",
+    "core/portus/client/state/pickling.py: _place_of_failure": "looks for the part that fails",
+    "core/portus/client/state/pickling.py: pickle_state": "code of a user; told with its place",
+    "core/portus/image/key_paths.py: storage_places": "a message without it is better than none",
     "core/portus/client/fence/fence.py: _await_copy": "in the user's step; must not end training",
     "core/portus/client/job/exchange.py: together": "all ranks raise what one of them met",
     "core/portus/mirror/copier.py: _run": "the top of the thread that copies; it is told",
@@ -61,7 +64,10 @@ PLAIN_THREADS = {
 """Modules that start threads which are no ``Beside``, and why they may."""
 
 PICKLE = {
+    "core/portus/client/state/pickling.py": "makes the pickle of torch.save; loads none",
+    "core/portus/image/key_paths.py": "every class is a stand-in, so nothing of a pickle runs",
     "core/portus/client/leaving/nested.py": "writes a torch file where no pool can be saved to",
+    "core/portus/client/loading/torch_file.py": "has torch load a file, by its own rules",
     "core/portus/client/leaving/torch_file.py": "writes what torch.save would, verified",
     "core/portus/client/leaving/materialize_shards.py": "writes torch's files, verified",
     "core/portus/client/shards/dcp_reader.py": "hands torch's planner objects, in memory alone",

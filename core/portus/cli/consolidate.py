@@ -27,6 +27,7 @@ from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.dtypes import ITEM_SIZES
 from portus.index.log import logged
 from portus.index.records import VersionRecord
+from portus.media.names import hidden
 from portus.spec import TensorSpec
 
 WEIGHTS: Final = "model.safetensors"
@@ -187,7 +188,7 @@ def directory_in_place(out: str, *, force: bool) -> Iterator[str]:
         raise UsageError(f"{out} already exists; --force replaces it")
     if there and not _is_export(out):
         raise UsageError(f"{out} holds more than an export of Portus; remove it yourself")
-    temporary = os.path.join(above, f".{name}.{os.getpid()}.portus")
+    temporary = os.path.join(above, hidden(name, f".{os.getpid()}.portus"))
     old = f"{temporary}.old"
     try:
         os.mkdir(temporary)

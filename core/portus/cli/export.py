@@ -48,6 +48,7 @@ from portus.index.log import logged
 from portus.index.place import Place, local_path
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry, VersionRecord, decode_layout
+from portus.media.names import hidden
 from portus.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -421,7 +422,7 @@ def _listed(names: Sequence[str]) -> str:
 def _in_place(out: str) -> Iterator[str]:
     """A path beside ``out``; what is there at the end is synced by then, and becomes ``out``."""
     directory = os.path.dirname(os.path.abspath(out))
-    temporary = os.path.join(directory, f".{os.path.basename(out)}.{os.getpid()}.portus")
+    temporary = os.path.join(directory, hidden(os.path.basename(out), f".{os.getpid()}.portus"))
     try:
         yield temporary
         os.replace(temporary, out)
@@ -438,7 +439,7 @@ def _in_place(out: str) -> Iterator[str]:
 def _write_torch(found: FoundVersion, options: ExportOptions, temporary: str) -> ExportResult:
     """The state, as ``torch.save`` writes it. What of it is no tensor is in memory."""
     from portus.client.leaving import torch_file
-    from portus.client.loading.restore import matcher
+    from portus.client.loading.restore import matcher, named
 
     if options.strip:
         raise UsageError("--strip is for .safetensors files")
@@ -456,7 +457,7 @@ def _write_torch(found: FoundVersion, options: ExportOptions, temporary: str) ->
         file.flush()
         os.fsync(file.fileno())
     if keep is not None:
-        keep.complain(found.info)
+        keep.complain(named(found.info))
     with found.reader.pinned(found.entry.info.id) as entry:
         record = found.reader.record(entry)
         tensors = _layout(found, record)

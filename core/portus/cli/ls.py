@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Final
@@ -29,14 +30,14 @@ from portus.cli.pools import (
     overwritten,
     version_document,
 )
+from portus.cli.training import directories_of, real_files, runs_in
 from portus.client.files.fate import Fate, FileLink
 from portus.client.files.held import missing, unheld
 from portus.client.files.host import HostPool
 from portus.errors import MediumError
 from portus.index.catalogue import Catalogue
-from portus.index.directory import JOURNAL_SUFFIX, on_disk
+from portus.index.directory import on_disk
 from portus.index.groups import Group, groups_of
-from portus.index.journals import names_in
 from portus.index.messages import read_failure
 from portus.index.place import Place, PlaceKind
 from portus.index.reader import PoolReader
@@ -84,23 +85,39 @@ def run(pool: str | None, every: bool, output: Output) -> int:
         for place, error in pools.failed.items():
             documents.append({"path": place.path, "error": error_document(error)})
             output.note(f"portus: {said(error)}")
-        if not documents:
-            output.line(_nothing_left(pools.place))
+        ended = [] if documents else _say_ended(pools.place, output)
         groups = groups_of(infos)
         _say_groups(groups, every, output)
-        output.document({"pools": documents, "groups": [group_document(g) for g in groups]})
+        output.document(
+            {
+                "pools": documents,
+                "groups": [group_document(g) for g in groups],
+                "ended": ended,
+            }
+        )
         return max(map(exit_code, pools.failed.values()), default=0)
 
 
-def _nothing_left(place: Place) -> str:
-    """What to say where there is no pool: a training that ended leaves its journal alone."""
-    names = names_in(place.path) if place.is_directory else []
-    if not any(name.endswith(JOURNAL_SUFFIX) for name in names):
-        return f"{place}: no pools"
-    return (
-        f"{place}: no pools: training has ended, and its checkpoints are ordinary torch files now, "
-        f"where it saved them, under {os.path.dirname(place.path)}. portus report tells what it did"
-    )
+def _say_ended(place: Place, output: Output) -> list[Json]:
+    """Where there is no pool: the trainings that were here, and where their files are."""
+    found, failed = runs_in(directories_of(place))
+    for error in failed:
+        output.note(f"portus: skipped: {said(error)}")
+    if not found:
+        output.line(f"{place}: no pools yet; the first save makes one")
+    documents: list[Json] = []
+    for name, journals in sorted(found.items()):
+        files = real_files(journals)
+        paths = [min(os.path.relpath(each), each, key=len) for each in files]
+        documents.append({"run": name, "files": list[Json](files)})
+        more = f" and {len(paths) - NEWEST} more" if len(paths) > NEWEST else ""
+        now = (
+            f"its files are real now, and need no pool: {', '.join(paths[-NEWEST:])}{more}"
+            if paths
+            else "no real file of it is where it was saved"
+        )
+        output.line(f"{name}: no pool is left; {now} (portus report {shlex.quote(name)})")
+    return documents
 
 
 @dataclass(frozen=True, slots=True)

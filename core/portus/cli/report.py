@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,7 @@ from portus.cli.training import (
     intervals,
     parts,
     restart_rows,
+    saves_of,
     seconds_text,
     shared_bytes,
     state_text,
@@ -62,6 +63,7 @@ def document(seen: JournaledRun) -> dict[str, Json]:
     its = seen.account
     return {
         "run": seen.name,
+        "title": seen.title,
         "journals": [each.path for each in seen.journals],
         "running": seen.is_running,
         "begun": moment_text(its.begun_ns),
@@ -132,7 +134,7 @@ def document(seen: JournaledRun) -> dict[str, Json]:
 
 def _say(seen: JournaledRun, output: Output) -> None:
     its = seen.account
-    output.line(f"{seen.name}: begun {moment_text(its.begun_ns)}; {state_text(seen)}")
+    output.line(f"{seen.title}: begun {moment_text(its.begun_ns)}; {state_text(seen)}")
     output.line()
     for name, text in summary(seen):
         output.line(f"{name:8} {text}")
@@ -144,9 +146,9 @@ def _say(seen: JournaledRun, output: Output) -> None:
             for name, value in parts(its)
         ],
     )
-    steps = [float(each) for _, each in intervals(its)]
+    steps = [[value for _, value in points[:-1]] for points in intervals(its)]
     _say_course("steps between saves", steps, lambda value: f"{value:.0f}", output)
-    blocked = [each.line.blocked_s for each in its.saves]
+    blocked = [[each.line.blocked_s for each in saves] for saves in saves_of(its)]
     _say_course("blocked by a save", blocked, seconds_text, output)
     if its.choices:
         newest = its.choices[-1].line
@@ -157,12 +159,13 @@ def _say(seen: JournaledRun, output: Output) -> None:
 
 
 def _say_course(
-    title: str, values: list[float], text: Callable[[float], str], output: Output
+    title: str, sessions: list[list[float]], text: Callable[[float], str], output: Output
 ) -> None:
+    values = [value for session in sessions for value in session]
     if values:
         output.line()
         output.line(f"{title}: {text(min(values))} to {text(max(values))}")
-        output.line(f"  {sparks(values)}")
+        output.line(f"  {sparks(sessions)}")
 
 
 def bar(value: float, whole: float) -> str:
@@ -171,15 +174,24 @@ def bar(value: float, whole: float) -> str:
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
-def sparks(values: Iterable[float]) -> str:
-    """Values as heights; where there are many, the highest of each few."""
-    found = list(values)
-    count = min(WIDTH, len(found))
-    few = [
-        max(found[len(found) * n // count : len(found) * (n + 1) // count]) for n in range(count)
+def sparks(sessions: Sequence[Sequence[float]]) -> str:
+    """Values as heights, with a gap between sessions; where there are many, the highest of each
+    few."""
+    total = sum(map(len, sessions))
+    if len(sessions) > WIDTH // 4:
+        sessions = [[value for session in sessions for value in session]]
+    few = [_few(each, max(1, round(WIDTH * len(each) / max(WIDTH, total)))) for each in sessions]
+    top = max(value for each in few for value in each) or 1.0
+    return " ".join(
+        "".join(_BLOCKS[max(1, round(8 * value / top))] for value in each) for each in few
+    )
+
+
+def _few(values: Sequence[float], most: int) -> list[float]:
+    count = min(most, len(values))
+    return [
+        max(values[len(values) * n // count : len(values) * (n + 1) // count]) for n in range(count)
     ]
-    top = max(few) or 1.0
-    return "".join(_BLOCKS[max(1, round(8 * value / top))] for value in few)
 
 
 def _share(value: float, whole: float) -> str:

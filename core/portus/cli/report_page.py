@@ -7,6 +7,7 @@ one. No script, no font, no address of anything else: the page says so in its ow
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from portus.cli.training import (
     intervals,
     parts,
     restart_rows,
+    saves_of,
     seconds_text,
     state_text,
     summary,
@@ -83,9 +85,9 @@ _COLOR: Final = {name: f"var(--{name})" for name in WHERE}
 def page(seen: JournaledRun, made: dict[str, Json]) -> str:
     """The whole page. ``made``: the document for machines, which is put at its end."""
     its = seen.account
-    title = html.escape(f"{seen.name}: goodput {its.goodput:.1%}")
+    title = html.escape(f"{seen.title}: goodput {its.goodput:.1%}")
     body = [
-        f"<h1>{html.escape(seen.name)}</h1>",
+        f"<h1>{html.escape(seen.title)}</h1>",
         f'<p class="soft">begun {moment_text(its.begun_ns)}; {html.escape(state_text(seen))}</p>',
         f'<p class="goodput" id="goodput">{its.goodput:.1%}</p>',
         '<p class="soft">goodput: the share of wall time spent on steps that are kept, as long as '
@@ -134,7 +136,7 @@ def _where(its: Account) -> str:
 
 
 def _course(its: Account) -> str:
-    """Steps up as time goes; down again where a restart went on from an older place."""
+    """Steps up as time goes, and red where a restart went on from an older place."""
     marks, end = [], max(its.wall_s, 1e-9)
     top = max([1, *(each.end for each in its.spells)])
     for spell in its.spells:
@@ -151,13 +153,10 @@ def _course(its: Account) -> str:
         if before.end > spell.base:
             lost = [(before.end_s, float(before.end)), (before.end_s, float(spell.base))]
             marks.append(_line(lost, end, top, "var(--lost)", width=3))
-        down = [(before.end_s, float(spell.base)), (spell.begin_s, float(spell.base))]
-        marks.append(_line(down, end, top, "var(--down)"))
     key = _key(
         (
             ("var(--kept)", "steps"),
             ("var(--lost)", "lost"),
-            ("var(--down)", "nothing ran"),
             ("var(--line)", "a restart"),
         )
     )
@@ -165,13 +164,16 @@ def _course(its: Account) -> str:
 
 
 def _saves(its: Account) -> str:
-    blocked = _fewer([(each.time_s, each.line.blocked_s) for each in its.saves])
-    copied = _fewer([(each.time_s, each.line.copy_s) for each in its.saves])
-    if not blocked:
+    if not its.saves:
         return '<p class="soft">no version was committed</p>'
-    top = max([*(value for _, value in (*blocked, *copied)), 1e-9])
+    top = max([*(max(each.line.blocked_s, each.line.copy_s) for each in its.saves), 1e-9])
     end = max(its.wall_s, 1e-9)
-    marks = _line(copied, end, top, "var(--saves)") + _line(blocked, end, top, "var(--lost)")
+    marks = ""
+    for saves in saves_of(its):
+        most = max(1, POINTS_MAX * len(saves) // len(its.saves))
+        copied = _fewer([(each.time_s, each.line.copy_s) for each in saves], most)
+        blocked = _fewer([(each.time_s, each.line.blocked_s) for each in saves], most)
+        marks += _line(copied, end, top, "var(--saves)") + _line(blocked, end, top, "var(--lost)")
     key = _key((("var(--lost)", "training was blocked"), ("var(--saves)", "copying and hashing")))
     median = f"{seconds_text(its.median_blocked_s)} blocked, the median"
     written = [each.line.copied_bytes for each in its.saves]
@@ -184,11 +186,14 @@ def _steps(its: Account) -> str:
     found = intervals(its)
     if not found:
         return '<p class="soft">there were fewer than two saves</p>'
-    end, top = max(its.wall_s, 1e-9), max(steps for _, steps in found)
-    line: list[Point] = []
-    for (moment, steps), following in zip(found, [*found[1:], (end, 0)], strict=True):
-        line += [(moment, float(steps)), (following[0], float(steps))]
-    return _plot(_line(line, end, top, "var(--saves)"), end, top, lambda value: f"{value:.0f}")
+    end, top = max(its.wall_s, 1e-9), max(steps for points in found for _, steps in points)
+    marks = ""
+    for points in found:
+        line: list[Point] = []
+        for (moment, steps), (until, _) in itertools.pairwise(points):
+            line += [(moment, steps), (until, steps)]
+        marks += _line(line, end, top, "var(--saves)")
+    return _plot(marks, end, top, lambda value: f"{value:.0f}")
 
 
 def _reasons(its: Account) -> str:
@@ -237,6 +242,8 @@ def _plot(marks: str, end: float, top: float, text: Callable[[float], str]) -> s
 
 
 def _line(points: Sequence[Point], end: float, top: float, color: str, width: int = 2) -> str:
+    if len(points) == 1:  # a dot: one point alone is not drawn
+        points = [*points, *points]
     placed = " ".join(
         f"{_WIDTH * x / end:.1f},{_HEIGHT * (1 - y / top):.1f}"
         for x, y in points
@@ -248,9 +255,9 @@ def _line(points: Sequence[Point], end: float, top: float, color: str, width: in
     )
 
 
-def _fewer(points: Sequence[Point]) -> list[Point]:
+def _fewer(points: Sequence[Point], most: int = POINTS_MAX) -> list[Point]:
     """The highest of each few, if there are too many."""
-    count = min(POINTS_MAX, len(points))
+    count = min(most, len(points))
     groups = (
         points[len(points) * n // count : len(points) * (n + 1) // count] for n in range(count)
     )

@@ -5,7 +5,14 @@ from __future__ import annotations
 import io
 from typing import Final
 
-from portus.cli.training import WHERE, JournaledRun, intervals, parts, seconds_text
+from portus.cli.training import (
+    WHERE,
+    JournaledRun,
+    intervals,
+    parts,
+    saves_of,
+    seconds_text,
+)
 
 _COLORS: Final = dict(
     zip(WHERE, ("#1f8a5b", "#c8372d", "#2f6fd0", "#8a6fc0", "#b3bac2"), strict=True)
@@ -40,18 +47,22 @@ def picture(seen: JournaledRun) -> bytes:
     for before, spell in zip(its.spells, its.spells[1:], strict=False):
         at = before.end_s / unit_s
         course.plot([at, at], [before.end, spell.base], color=_COLORS["lost"], linewidth=2.5)
-        down = [at, spell.begin_s / unit_s]
-        course.plot(down, [spell.base, spell.base], color=_COLORS["down"])
     course.set_title(f"steps: {its.steps} kept, {its.lost_steps} lost (red)")
-    moments = [each.time_s / unit_s for each in its.saves]
-    saves.plot(moments, [each.line.blocked_s for each in its.saves], label="blocked")
-    saves.plot(moments, [each.line.copy_s for each in its.saves], label="copied")
+    for number, session in enumerate(saves_of(its)):
+        moments = [each.time_s / unit_s for each in session]
+        for name, color, values in (
+            ("blocked", "lost", [each.line.blocked_s for each in session]),
+            ("copied", "saves", [each.line.copy_s for each in session]),
+        ):
+            dot = "." if len(session) == 1 else ""
+            label = None if number else name
+            saves.plot(moments, values, color=_COLORS[color], marker=dot, label=label)
     saves.set_title("what a save took, seconds")
-    if moments:
+    if its.saves:
         saves.legend(fontsize=8)
-    found = intervals(its)
-    times = [moment / unit_s for moment, _ in found]
-    steps.step(times, [each for _, each in found], where="post", color=_COLORS["saves"])
+    for points in intervals(its):
+        times = [moment / unit_s for moment, _ in points]
+        steps.step(times, [each for _, each in points], where="post", color=_COLORS["saves"])
     steps.set_title("steps from one save to the next")
     for panel in (course, saves, steps):
         panel.set_xlabel(unit)

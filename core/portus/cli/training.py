@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from portus.cli.output import Output, age_text, count_text, moment_text, said, size_text
 from portus.cli.pools import find_pool, nearest, reference_at
@@ -14,9 +16,10 @@ from portus.errors import PortusError, UsageError
 from portus.index.directory import JOURNAL_SUFFIX, first_generation, journal_directory
 from portus.index.groups import part_of
 from portus.index.journals import FoundJournal, journals_in, names_in, read
-from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind
-from portus.journal.account import Account, account
-from portus.journal.lines import Line
+from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
+from portus.journal.account import Account, CommittedSave, IntervalDecision, account
+from portus.journal.lines import Line, Saved
+from portus.media.dax import is_device
 from portus.protocol.address import is_address
 
 RESTARTS_MAX: Final = 20
@@ -50,6 +53,19 @@ class JournaledRun:
     account: Account
 
     @property
+    def title(self) -> str:
+        """What a user calls it: the directory of its checkpoints, with the project's, where the
+        name was made of that; else its name."""
+        within = os.path.dirname(os.path.dirname(os.path.abspath(self.journals[0].path)))
+        root = os.path.dirname(within)
+        if os.path.basename(within) != DEFAULT_DIRECTORY:
+            return self.name
+        if not os.path.isdir(os.path.join(root, self.name)):
+            return self.name
+        below = f"/{self.name}".removesuffix("/checkpoints")
+        return f"{os.path.basename(root)}{below}" or self.name
+
+    @property
     def is_running(self) -> bool:
         """True if its newest session runs now, on this machine."""
         newest = self.account.sessions[-1].begun.session
@@ -59,7 +75,35 @@ class JournaledRun:
 def training_of(run: str | None, pool: str | None, output: Output) -> JournaledRun:
     """The training that ``run`` means; None: the only one there is. What cannot be read beside it
     is said. Raises ``UsageError`` if there is none, or several, and what reading raises."""
-    directories, name, where = _directories(run, pool)
+    aim = _aimed(run, pool)
+    found, failed = runs_in(aim.directories)
+    chosen = _chosen(aim, found)
+    if failed and not chosen:
+        raise failed[0]
+    for damage in failed:
+        output.note(f"portus: skipped: {said(damage)}")
+    if not found:
+        raise UsageError(
+            f"{aim.where}: there is no journal yet. One begins with the first step of a training "
+            "that saves here, unless it sets journal=False"
+        )
+    if not chosen:
+        raise UsageError(
+            f"{aim.where}: there is no journal of a run {aim.name!r}; there are {sorted(found)}"
+        )
+    if len(chosen) > 1:
+        raise UsageError(
+            f"{aim.where}: expected one run, found {sorted(chosen)}. Name one: portus report "
+            f"{shlex.quote(min(chosen))} --pool {shlex.quote(aim.where)}"
+        )
+    [name] = chosen
+    return _accounted(name, found[name], aim.where)
+
+
+def runs_in(
+    directories: Iterable[str],
+) -> tuple[dict[str, list[FoundJournal]], list[PortusError]]:
+    """The journals of each run in these directories of journals, and why others cannot be read."""
     found: dict[str, list[FoundJournal]] = {}
     failed: list[PortusError] = []
     for directory in directories:
@@ -70,27 +114,60 @@ def training_of(run: str | None, pool: str | None, output: Output) -> JournaledR
                 failed.append(error)
             else:
                 found.setdefault(_run_of(each.model), []).append(each)
-    if failed and not (found if name is None else name in found):
-        raise failed[0]
-    for damage in failed:
-        output.note(f"portus: skipped: {said(damage)}")
-    if name is not None:
-        if name not in found:
-            there = f"; there are {sorted(found)}" if found else ""
-            raise UsageError(f"{where}: there is no journal of a run {name!r}{there}")
-        found = {name: found[name]}
-    if not found:
-        raise UsageError(
-            f"{where}: there is no journal yet. One begins with the first step of a training "
-            "that saves here, unless it sets journal=False"
-        )
-    if len(found) > 1:
-        raise UsageError(
-            f"{where}: expected one run, found {sorted(found)}. Name one: portus report "
-            f"{min(found)} --pool {where}"
-        )
-    [(name, journals)] = found.items()
-    return _accounted(name, journals, where)
+    return found, failed
+
+
+@dataclass(frozen=True, slots=True)
+class _Aim:
+    """What RUN means. ``directories``: of journals; ``where``: what to call their place; ``name``:
+    the run that is meant there; ``path``: what its checkpoints are at; None each if not known."""
+
+    directories: list[str]
+    where: str
+    name: str | None = None
+    path: str | None = None
+
+
+def _chosen(aim: _Aim, found: dict[str, list[FoundJournal]]) -> set[str]:
+    """The runs that are meant: by name, else by their files, else all."""
+    if aim.name in found:
+        return {aim.name}
+    if aim.path is None:
+        return set(found) if aim.name is None else set()
+    path = os.path.realpath(aim.path)
+    files = {name: _files(journals) for name, journals in found.items()}
+    exact = {name for name, paths in files.items() if path in paths}
+    if exact:
+        return exact
+    inside = {name for name, paths in files.items() if any(_is_below(each, path) for each in paths)}
+    if inside:
+        return inside
+    beside = {
+        name
+        for name, paths in files.items()
+        if any(_is_below(path, os.path.dirname(each)) for each in paths)
+    }
+    return beside or set(found)
+
+
+def _files(journals: Iterable[FoundJournal]) -> set[str]:
+    """Where the checkpoints of a run were put, without symbolic links."""
+    return {
+        os.path.realpath(os.path.join(os.path.dirname(each.path), line.file))
+        for each in journals
+        for line in each.lines
+        if isinstance(line, Saved) and line.file
+    }
+
+
+def real_files(journals: Iterable[FoundJournal]) -> list[str]:
+    """The checkpoints of a run that are where they were put, and lead to no pool."""
+    there = (path for path in _files(journals) if os.path.exists(path))
+    return sorted(path for path in there if reference_at(path) is None)
+
+
+def _is_below(path: str, directory: str) -> bool:
+    return os.path.commonpath([path, directory]) == directory
 
 
 def _accounted(name: str, journals: Sequence[FoundJournal], where: str) -> JournaledRun:
@@ -109,27 +186,40 @@ def _run_of(model: str) -> str:
     return model if part is None else part[0]
 
 
-def _directories(run: str | None, pool: str | None) -> tuple[list[str], str | None, str]:
-    """Directories of journals, the run that is meant there (None: the only one), and what to call
-    the place."""
+def _aimed(run: str | None, pool: str | None) -> _Aim:
+    """A name, a checkpoint, a directory, or a place of pools; what is there counts before a name,
+    unless a pool is named."""
     if run is not None and is_address(run):
-        return _of_place(Place.named(run)), None, run
+        return _Aim(directories_of(Place.named(run)), run)
     if run is None:
         place = find_pool(pool)
-        return _of_place(place), None, place.path
+        return _Aim(directories_of(place), place.path)
     path = os.path.abspath(os.path.expanduser(run))
+    if not os.path.exists(path):
+        if os.path.isabs(os.path.expanduser(run)):
+            raise UsageError(f"{path}: there is no run here: nothing has this name")
+        place = find_pool(pool)
+        return _Aim(directories_of(place), place.path, name=run)
+    inside = _in_directory(path) if pool is None and os.path.isdir(path) else []
+    if inside or (pool is None and os.path.isdir(path) and Place.by_variable() is None):
+        return _Aim(inside, path, path=path)
+    reference = None if os.path.isdir(path) else reference_at(path)
+    if reference is not None:
+        place = find_pool(pool, near=path)
+        return _Aim(directories_of(place), place.path, name=_run_of(reference.model), path=path)
+    if pool is None and _is_pool(path):
+        return _Aim(directories_of(Place.named(path)), path)
+    place = find_pool(pool, near=path)
+    return _Aim(directories_of(place), place.path, name=run, path=path)
+
+
+def _is_pool(path: str) -> bool:
+    """True for a pool, and not for a checkpoint, at ``path``."""
     if os.path.isdir(path):
-        return _in_directory(path), None, path
-    if os.path.exists(path):
-        reference = reference_at(path)
-        if reference is not None:
-            place = find_pool(pool, near=path)
-            return _of_place(place), _run_of(reference.model), place.path
-        return _of_place(Place.named(path)), None, path
-    if os.sep in run:
-        raise UsageError(f"{path}: there is no run here: nothing has this name")
-    place = find_pool(pool)
-    return _of_place(place), run, place.path
+        return False
+    if path.endswith(SUFFIX) or is_device(path):
+        return True
+    return names_in(journal_directory(path)) != []
 
 
 def _in_directory(path: str) -> list[str]:
@@ -141,7 +231,8 @@ def _in_directory(path: str) -> list[str]:
     return own or ([] if above is None else _inside(above))
 
 
-def _of_place(place: Place) -> list[str]:
+def directories_of(place: Place) -> list[str]:
+    """Of the journals of a place."""
     if place.is_host:
         links = nearest(os.getcwd())
         return [each for host in place.hosts for each in host_journals(host, links)]
@@ -176,15 +267,46 @@ def _of_all(seen: JournaledRun, size: Callable[[Account], int]) -> int:
     return sum(size(each) for each in accounts if each is not None)
 
 
-def intervals(its: Account) -> list[tuple[float, int]]:
-    """(moment, steps to the next save): as they were decided, or as saves came."""
-    if its.choices:
-        return [(each.time_s, each.line.interval) for each in its.choices]
-    found: list[tuple[float, int]] = []
-    for before, save in zip(its.saves, its.saves[1:], strict=False):
-        if before.line.session == save.line.session:
-            found.append((before.time_s, save.at - before.at))
+Points = list[tuple[float, float]]
+
+
+def saves_of(its: Account) -> list[list[CommittedSave]]:
+    """The versions of each session: nothing is drawn from one to the next."""
+    return _by_session(its.saves)
+
+
+def intervals(its: Account) -> list[Points]:
+    """Of each session (moment, steps to the next save): as they were decided, or as saves came; and
+    the moment of its end, as long as the last one held."""
+    ends = {
+        each.begun.session: spell.end_s
+        for each, spell in zip(its.sessions, its.spells, strict=True)
+    }
+    found: list[Points] = []
+    for choices in _by_session(its.choices):
+        points = [(each.time_s, float(each.line.interval)) for each in choices]
+        end_s = max(ends[choices[0].line.session], points[-1][0])
+        found.append([*points, (end_s, points[-1][1])])
+    if found:
+        return found
+    for saves in saves_of(its):
+        gaps = [
+            (before.time_s, float(save.at - before.at))
+            for before, save in itertools.pairwise(saves)
+        ]
+        if gaps:
+            found.append([*gaps, (saves[-1].time_s, gaps[-1][1])])
     return found
+
+
+Placed = TypeVar("Placed", CommittedSave, IntervalDecision)
+
+
+def _by_session(placed: Iterable[Placed]) -> list[list[Placed]]:
+    found: dict[str, list[Placed]] = {}
+    for each in placed:
+        found.setdefault(each.line.session, []).append(each)
+    return list(found.values())
 
 
 def seconds_text(seconds: float) -> str:
@@ -215,6 +337,7 @@ def summary(seen: JournaledRun) -> list[tuple[str, str]]:
     its = seen.account
     copied, shared = written_bytes(seen), shared_bytes(seen)
     lines = [
+        ("run", seen.name),
         ("goodput", f"{its.goodput:.1%} of {seconds_text(its.wall_s)}; {its.goodput_up:.1%} of the "
                     "time in which it ran"),
         ("steps", f"{its.steps} kept, {its.lost_steps} lost at "

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
@@ -30,6 +31,9 @@ _FILES_MAX: Final = 64
 """Runs that save beside each other at once; each has its own pool file."""
 
 _NAME_MAX: Final = 120
+
+_QUOTED_MAX: Final = 200
+"""Bytes of a name in that of a pool file."""
 
 
 class Run:
@@ -213,7 +217,8 @@ def _device(path: str) -> int:
 def _name_of(directory: str, root: str, *, is_shared: bool) -> str:
     """A name for the run that saves to ``directory``: the same after a restart.
 
-    Where several projects share a pool directory, a part of a digest keeps them apart.
+    Where several projects share a pool directory, and where not all of the path can be said, a
+    part of a digest keeps them apart.
     """
     below = os.path.relpath(directory, root)
     if below.startswith(os.pardir):  # one of them may be spelled through a symbolic link
@@ -221,7 +226,14 @@ def _name_of(directory: str, root: str, *, is_shared: bool) -> str:
     below = below.replace(os.sep, "/")
     name = "/".join(part for part in below.split("/") if part not in (".", ".."))
     name = name.removesuffix("/checkpoints") or os.path.basename(root) or "run"
-    if is_shared or len(name) > _NAME_MAX:
+    text = os.fsencode(name).decode(errors="backslashreplace")
+    if is_shared or text != name or not _is_short(name):
         mark = hashlib.sha256(os.fsencode(directory)).hexdigest()[:8]
-        name = f"{name[-_NAME_MAX:]}-{mark}"
-    return name
+        while not _is_short(text):
+            text = text[1:]
+        text = f"{text}-{mark}"
+    return text
+
+
+def _is_short(name: str) -> bool:
+    return len(name) <= _NAME_MAX and len(urllib.parse.quote(name, safe="")) <= _QUOTED_MAX

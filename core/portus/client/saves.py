@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Final
 
 from portus.client.fence import clock
@@ -30,6 +31,7 @@ from portus.errors import (
     CorruptionError,
     MediumError,
     PortusError,
+    StaleError,
     TransportError,
 )
 from portus.format.reference import Reference
@@ -156,7 +158,7 @@ class RunSaves:
     def _begin(
         self, job: SaveJob, flat: FlatState, wanted: WantedSave, writer: Pool, keeper: Keeper
     ) -> Save:
-        """Plan the save of ``job``, and copy its volatile storages. An error of the medium is kept
+        """Plan the save of ``job``, and copy its volatile storages. An error of the place is kept
         in the save; after any other error, or Ctrl-C, give ``job`` up."""
         snapshot = self._snapshots.take(
             flat,
@@ -172,21 +174,22 @@ class RunSaves:
         known = weakref.ref(job)  # the save must not hold itself
         made: dict[str, Reference] = {}
         asked, pool = job.asked, self._pool
+        name, token = partial(name_of, tensors), snapshot.token
         policy = Policy(
             retire=lambda: pool.surplus.of(writer, keeper, _save_of(known()), self._part.surplus),
-            describe=lambda index: name_of(tensors, index),
+            describe=name,
             audit=self._auditor.begin,
-            publishing=lambda: self._publishing(keeper, snapshot.token, placed),
+            publishing=lambda: self._publishing(keeper, token, placed),
             committed=lambda version, steady: self._committed(
                 keeper, version, steady, replaced, made, asked
             ),
             guilty=self._snapshots.suspects.accuse,
-            changed=lambda indices: self._ledger.reports.inexact(wanted.step, tensors, indices),
+            changed=lambda indices: self._ledger.reports.inexact(wanted.step, name, indices),
         )
         job.paths, job.placed, job.keeper = wanted.references.keys(), made, keeper
         draft = pool.home.draft(snapshot)
         save = job.save = Save(snapshot, draft, lambda: pool.before, policy)
-        self._ledger.asked(snapshot.token, wanted.step)
+        self._ledger.asked(snapshot.token, wanted.step, next(iter(wanted.references), None))
         clock.begins(save, writer.medium.info.kind.value)
         self._snapshots.begins(save)
         try:
@@ -200,7 +203,7 @@ class RunSaves:
                     path, snapshot.token, wanted.step, pool.model, part, last, asked
                 )
             self._fence.guard(save)
-        except (CorruptionError, MediumError, TransportError) as error:
+        except (CorruptionError, MediumError, StaleError, TransportError) as error:
             save.fail(error)
         return save
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from portus.errors import UsageError
 from portus.format.layout import MAGIC
 from portus.format.reference import SIZE_MAX
+from portus.format.text import is_text
 from portus.index.keep import checked_metrics
 from portus.spec import checked_step
 
@@ -46,7 +47,8 @@ class WantedSave:
 
 def check_model(model: str) -> None:
     """Raises ``UsageError`` for what is no name of a model."""
-    if not isinstance(model, str) or not model or len(model.encode()) > 200:
+    is_name = isinstance(model, str) and model and is_text(model)
+    if not is_name or len(model.encode()) > 200:
         raise UsageError(f"model: expected a name of 1 to 200 bytes, found {model!r}")
 
 

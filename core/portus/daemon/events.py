@@ -92,4 +92,9 @@ def log_to_stderr() -> None:
 def _note_end(ended: threading.ExceptHookArgs) -> None:
     name = "" if ended.thread is None else ended.thread.name
     why = ended.exc_value or ended.exc_type()
-    _log.critical("%s ended by a bug in portus: %r", name, why, exc_info=why)
+    _log.critical(
+        "%s ended by a bug in portus: %r; please report it with its traceback",
+        name,
+        why,
+        exc_info=why,
+    )

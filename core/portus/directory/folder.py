@@ -1,20 +1,20 @@
 """The hidden folder ``.portus`` of a directory: drafts, holds and spares, and who they belong to.
 
-Each save has a *record* in it, a small file that its process keeps locked: it names the target, and
-the files that are held. Whatever belongs to a record that nobody locks was left by a process that
-ended. Names are short and hidden, end in ``.portus``, and tell nothing of the visible name, because
-tools that look for checkpoints match hidden names too.
+Each save has a *record* in it, a small file that its process keeps locked: it names the target.
+Beside each held file a symbolic link leads to where that is a checkpoint. Whatever belongs to a
+record that nobody locks was left by a process that ended. Names are short and hidden, end in
+``.portus``, and tell nothing of the visible name, because tools that look for checkpoints match
+hidden names too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Generic
-
-import msgspec
 
 from portus.directory.system import File, System
 from portus.errors import MediumError
@@ -24,27 +24,13 @@ FOLDER: Final = ".portus"
 RECORD: Final = "save"
 DRAFT: Final = "draft"
 HOLD: Final = "hold"
+PATH: Final = "path"
 
-RECORD_MAX: Final = 1 << 20
-"""Bytes of a record that are read."""
+RECORD_MAX: Final = 4096
+"""Bytes of a record that are read: a name."""
 
 _SUFFIX: Final = ".portus"
 _TRIES: Final = 100
-
-
-class HeldFile(msgspec.Struct, frozen=True):
-    """A file that is held: the path at which it is a checkpoint, and its hidden name."""
-
-    path: bytes
-    name: str
-
-
-class SaveRecord(msgspec.Struct, frozen=True):
-    """What a save says of itself while it is in flight. ``target``: the name of its file, in the
-    directory that the folder is in."""
-
-    target: bytes
-    held: tuple[HeldFile, ...] = ()
 
 
 def hidden_name(token: str, kind: str, number: int = 0) -> str:
@@ -58,7 +44,12 @@ def token_of(name: str) -> str | None:
     if len(parts) != 4 or parts[0] or parts[3] != _SUFFIX[1:]:
         return None
     kind = parts[2].rstrip("0123456789")
-    return parts[1] if kind in (RECORD, DRAFT, HOLD) else None
+    return parts[1] if kind in (RECORD, DRAFT, HOLD, PATH) else None
+
+
+def path_name(hold: str) -> str:
+    """Return the name of what says at which path a held file is a checkpoint."""
+    return hold.replace(f".{HOLD}", f".{PATH}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +99,16 @@ class HiddenFolder(Generic[File]):
                     self.forget()
                     continue
                 raise
-            if self.system.lock(file) and self._is_at(hidden, name, file):
+            is_ours = False
+            try:
+                is_ours = self.system.lock(file) and self._is_at(hidden, name, file)
+            finally:
+                if not is_ours:  # a start of another process took it for a leftover
+                    with contextlib.suppress(MediumError):
+                        self.system.unlink(hidden, name)
+                    self.system.close(file)
+            if is_ours:
                 return LockedRecord(token, name, file)
-            self.system.unlink(hidden, name)  # a start of another process took it for a leftover
-            self.system.close(file)
         raise MediumError(None, f"{self.describe()}: no record of a save could be locked")
 
     def is_in_flight(self, name: str) -> bool:
@@ -127,17 +124,17 @@ class HiddenFolder(Generic[File]):
             if file is None:
                 continue
             try:
-                record = None if self.system.lock(file) else self._read(file)
+                is_held = not self.system.lock(file)
+                target = self.system.read(file, RECORD_MAX)
             finally:
                 self.system.close(file)
-            if record is not None and record.target == wanted:
+            if is_held and target == wanted:
                 return True
         return False
 
-    def abandoned(self) -> Iterator[tuple[SaveRecord | None, list[str]]]:
-        """Yield what each process that ended has left: the record of a save, if it can be read, and
-        the names of its files. They are locked while the caller has them, and the record is the
-        last one."""
+    def abandoned(self) -> Iterator[list[str]]:
+        """Yield the names of what each process that ended has left of a save. They are locked while
+        the caller has them, and the record is the last one."""
         hidden = self.hidden
         if hidden is None:
             return
@@ -149,11 +146,12 @@ class HiddenFolder(Generic[File]):
         for token, names in found.items():
             record = hidden_name(token, RECORD)
             names.sort(key=lambda name: (name == record, name))
-            files = self._locked(hidden, [record] if record in names else names)
+            locked = [record] if record in names else [name for name in names if PATH not in name]
+            files = self._locked(hidden, locked) if locked else []
             if files is None:
                 continue
             try:
-                yield (self._read(files[0]) if record in names else None), names
+                yield names
             finally:
                 for file in files:
                     self.system.close(file)
@@ -197,7 +195,8 @@ class HiddenFolder(Generic[File]):
         return self.system.path_of(self.directory) or "a deleted directory"
 
     def _locked(self, hidden: File, names: list[str]) -> list[File] | None:
-        """Open and lock all of some files; None if another process has one of them, or this one."""
+        """Open and lock all of some files; None if another process has one of them, or this one,
+        or all are gone."""
         files: list[File] = []
         for name in names:
             file = self.system.open(hidden, name, writable=False)
@@ -213,9 +212,3 @@ class HiddenFolder(Generic[File]):
     def _is_at(self, hidden: File, name: str, file: File) -> bool:
         there = self.system.look(hidden, name)
         return there is not None and there.identity == self.system.status(file).identity
-
-    def _read(self, file: File) -> SaveRecord | None:
-        try:
-            return msgspec.json.decode(self.system.read(file, RECORD_MAX), type=SaveRecord)
-        except msgspec.MsgspecError:
-            return None

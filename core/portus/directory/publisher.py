@@ -23,19 +23,18 @@ import logging
 import os
 import re
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Generic
 
-import msgspec
-
 from portus.directory.folder import (
     DRAFT,
+    FOLDER,
     HOLD,
-    HeldFile,
     HiddenFolder,
     LockedRecord,
-    SaveRecord,
     hidden_name,
+    path_name,
 )
 from portus.directory.recovery import Verify, recover, restore
 from portus.directory.system import File, FileState, System
@@ -46,8 +45,10 @@ _log: Final = logging.getLogger("portus")
 SERIES_MAX: Final = 16
 """Series whose newest file is remembered."""
 
-_NO_LINKS: Final = frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP})
-"""Why a file cannot be held: another file system, or one without hard links."""
+_NO_LINKS: Final = frozenset(
+    {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
+)
+"""Why a file cannot be held: another file system, or one without links."""
 
 _DIGITS: Final = re.compile(r"\d+")
 
@@ -112,7 +113,7 @@ class Publisher(Generic[File]):
             draft = UnpublishedFile(self, folder, folder.claim(), name)
             self._drafts.append(draft)
             try:
-                draft.holds = self._hold(folder, draft.record, name)
+                self._hold(draft)
                 self._open(draft)
             except BaseException:
                 self.abandon(draft)
@@ -156,29 +157,39 @@ class Publisher(Generic[File]):
             self._close_unused()
             return True
 
-    def publish(self, draft: UnpublishedFile[File]) -> None:
+    def publish(
+        self, draft: UnpublishedFile[File], turn: AbstractContextManager[None] | None = None
+    ) -> None:
         """Make a draft, which is durable, the file at its path. Raises ``MediumError``; then
-        nothing has changed, or the message says that it is uncertain."""
+        nothing has changed, or the message says that it is uncertain. turn: held while the name
+        changes; what it raises forbids that."""
         folder, system = draft.folder, self._system
         with self._lock:
             identity = system.status(draft.file).identity
-            system.rename((folder.make(), draft.hidden), (folder.directory, draft.name))
-            draft.is_published = True
+            with turn or contextlib.nullcontext():
+                system.rename((folder.make(), draft.hidden), (folder.directory, draft.name))
+                draft.is_published = True
             try:
                 system.sync(folder.directory)
                 system.sync(folder.make())
                 folder.sync_parent()
             except MediumError as error:
+                path = draft.path
                 self._end(draft)
                 raise MediumError(
                     error.errno,
-                    f"{draft.path}: the file is there, and whether it survives a power cut is "
+                    f"{path}: the file is there, and whether it survives a power cut is "
                     f"uncertain: its directory could not be synced ({error.strerror}). Check the "
                     "disk",
                 ) from error
             series = _series(draft.name)
+            committed = _Committed(folder, draft.name, identity)
             self._newest.pop(series, None)
-            self._newest[series] = _Committed(folder, draft.name, identity)
+            self._newest[series] = committed
+            for other in self._drafts:
+                if other is not draft and _series(other.name) == series:
+                    with contextlib.suppress(MediumError):  # this file is committed all the same
+                        self._hold_also(other, committed)
             while len(self._newest) > SERIES_MAX:
                 del self._newest[next(iter(self._newest))]
             self._written.add(identity)
@@ -233,25 +244,37 @@ class Publisher(Generic[File]):
 
     # Holds.
 
-    def _hold(
-        self, folder: HiddenFolder[File], record: LockedRecord[File], name: str
-    ) -> tuple[_Hold[File], ...]:
+    def _hold(self, draft: UnpublishedFile[File]) -> None:
         """Hold the newest file of each series that this process saves, and of the new file's."""
-        if _series(name) not in self._newest:
-            found = self._newest_in(folder, name)
+        folder, series = draft.folder, _series(draft.name)
+        if series not in self._newest:
+            found = self._newest_in(folder, draft.name)
             if found is not None:
-                self._newest[_series(name)] = found
-        holds, held = [], []
-        for number, committed in enumerate(self._newest.values()):
-            where = self._system.path_of(committed.folder.directory)
-            if where is not None:
-                hidden = hidden_name(record.token, HOLD, number)
-                path = os.path.join(where, committed.name)
-                holds.append(_Hold(hidden, committed))
-                held.append(HeldFile(os.fsencode(path), hidden))
-        written = SaveRecord(os.fsencode(name), tuple(held))
-        self._system.write(record.file, msgspec.json.encode(written))
-        return tuple(hold for hold in holds if self._link(folder, hold))
+                self._newest[series] = found
+        self._system.write(draft.record.file, os.fsencode(draft.name))
+        for committed in self._newest.values():
+            self._hold_also(draft, committed)
+
+    def _hold_also(self, draft: UnpublishedFile[File], committed: _Committed[File]) -> None:
+        """Have a draft hold a file too. It may be committed after the draft was begun."""
+        where = self._system.path_of(committed.folder.directory)
+        here = self._system.path_of(draft.folder.directory)
+        if where is None or here is None:
+            return
+        hidden = hidden_name(draft.record.token, HOLD, len(draft.holds))
+        path = os.path.relpath(os.path.join(where, committed.name), os.path.join(here, FOLDER))
+        hold = _Hold(hidden, committed)
+        draft.holds.append(hold)
+        try:
+            self._system.note(draft.folder.make(), path_name(hidden), os.fsencode(path))
+            is_held = self._link(draft.folder, hold)
+        except MediumError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            is_held = False
+        if not is_held:
+            draft.holds.pop()
+            self._system.unlink(draft.folder.make(), path_name(hidden))
 
     def _link(self, folder: HiddenFolder[File], hold: _Hold[File]) -> bool:
         """Make the hidden link of a hold; False if the file is not there any more, or cannot be
@@ -263,7 +286,7 @@ class Publisher(Generic[File]):
         try:
             self._system.link(there, (folder.make(), hold.name))
         except MediumError as error:
-            if error.errno in _NO_LINKS or error.errno == errno.ENOENT:
+            if error.errno == errno.ENOENT:
                 return False
             raise
         return True
@@ -292,11 +315,11 @@ class Publisher(Generic[File]):
             spare = self._as_spare(folder, hold)
         except MediumError:
             spare = None
-        if spare is None:
-            with contextlib.suppress(MediumError):
+        with contextlib.suppress(MediumError):
+            if spare is None:
                 self._system.unlink(folder.make(), hold.name)
-        else:
-            self._spare = spare
+            self._system.unlink(folder.make(), path_name(hold.name))
+        self._spare = spare or self._spare
 
     # Spares.
 
@@ -325,16 +348,19 @@ class Publisher(Generic[File]):
         """Open the file of a draft: the spare, if there is one that nobody reads, or a new one."""
         folder, system = draft.folder, self._system
         there = system.look(folder.directory, draft.name)
-        spare, self._spare = self._spare, None
+        spare = self._spare
         if spare is not None and self._is_free(spare, folder):
             # Its names are all hidden, so either of them may be there after a crash.
-            system.rename((spare.folder.make(), spare.name), (folder.make(), draft.hidden))
+            try:
+                system.rename((spare.folder.make(), spare.name), (folder.make(), draft.hidden))
+            except MediumError:
+                self.drop_spare()
+                raise
+            self._spare = None
             draft.opened(spare.file, is_spare=True)
             self._written.discard(spare.status.identity)
         else:
-            if spare is not None:
-                self._spare = spare
-                self.drop_spare()
+            self.drop_spare()
             draft.opened(system.create(folder.make(), draft.hidden), is_spare=False)
             system.lock(draft.file)
         if there is not None and there.is_regular:
@@ -393,7 +419,7 @@ class UnpublishedFile(Generic[File]):
         self.record: Final = record
         self.name: Final = name
         self.hidden: Final = hidden_name(record.token, DRAFT)
-        self.holds: tuple[_Hold[File], ...] = ()
+        self.holds: list[_Hold[File]] = []
         self.is_spare = False
         self.is_published = False
         self.is_over = False
@@ -420,9 +446,9 @@ class UnpublishedFile(Generic[File]):
         """Note the file."""
         self._file, self.is_spare = file, is_spare
 
-    def publish(self) -> None:
+    def publish(self, turn: AbstractContextManager[None] | None = None) -> None:
         """See ``Publisher.publish``."""
-        self._publisher.publish(self)
+        self._publisher.publish(self, turn)
 
     def abandon(self) -> None:
         """See ``Publisher.abandon``."""

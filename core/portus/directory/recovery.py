@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from portus.directory.folder import DRAFT, HiddenFolder
+from portus.directory.folder import DRAFT, FOLDER, HOLD, HiddenFolder, path_name
 from portus.directory.system import File, System
 from portus.errors import MediumError, printable
 
@@ -27,14 +27,15 @@ def recover(folder: HiddenFolder[File], verify: Verify[File]) -> None:
     """Put back what belongs at a path, and remove the rest of what processes that ended left.
     Raises ``MediumError``; what another user left stays."""
     system = folder.system
-    left = folder.abandoned()
-    for record, names in left:
+    for names in folder.abandoned():
         hidden = folder.make()
         is_unfinished = any(f".{DRAFT}" in name for name in names)
-        if record is not None and is_unfinished:
-            for held in record.held:
-                if held.name in names:
-                    restore(folder, held.name, os.fsdecode(held.path), verify)
+        for name in names if is_unfinished else ():
+            path = system.noted(hidden, path_name(name)) if f".{HOLD}" in name else None
+            here = system.path_of(folder.directory)
+            if path is not None and here is not None:
+                there = os.path.normpath(os.path.join(here, FOLDER, os.fsdecode(path)))
+                restore(folder, name, there, verify)
         for name in names:
             with contextlib.suppress(MediumError):
                 system.unlink(hidden, name)

@@ -86,6 +86,13 @@ class System(Protocol[File]):
     def link(self, source: tuple[File, str], target: tuple[File, str]) -> None:
         """Give a file a second name. ``MediumError`` (EEXIST) if that is taken."""
 
+    def note(self, directory: File, name: str, text: bytes) -> None:
+        """Create a symbolic link that says ``text``. Unlike the bytes of a file, a file system has
+        them in its journal, in order with changes of names."""
+
+    def noted(self, directory: File, name: str) -> bytes | None:
+        """Return what a symbolic link says; None if it is not there."""
+
     def rename(self, source: tuple[File, str], target: tuple[File, str]) -> None:
         """Rename a file, over what is at ``target``."""
 
@@ -186,6 +193,17 @@ class Linux:
                 dst_dir_fd=target[0].number,
                 follow_symlinks=False,
             )
+
+    def note(self, directory: Descriptor, name: str, text: bytes) -> None:
+        with _translated(_join(directory, name)):
+            os.symlink(text, name, dir_fd=directory.number)
+
+    def noted(self, directory: Descriptor, name: str) -> bytes | None:
+        with _translated(_join(directory, name)):
+            try:
+                return os.fsencode(os.readlink(name, dir_fd=directory.number))
+            except FileNotFoundError:
+                return None
 
     def rename(self, source: tuple[Descriptor, str], target: tuple[Descriptor, str]) -> None:
         with _translated(_join(*target)):

@@ -34,6 +34,7 @@ from portus.media.dax import is_device
 from portus.media.file import PlainFile
 from portus.media.local import LocalFiles
 from portus.media.lock import FileLocks
+from portus.media.names import hidden
 from portus.media.process import NUMBERS
 from portus.transport import native
 
@@ -213,7 +214,7 @@ def create_pool(
         return
     directory, name = os.path.split(path)
     maker = f"{os.getpid()}-{threading.get_ident()}"
-    fresh = os.path.join(directory, f".{name}.{maker}.new")
+    fresh = os.path.join(directory, hidden(name, f".{maker}.new"))
     _remove_unfinished(directory, name, files)
     _unfinished.add(fresh)
     try:
@@ -247,9 +248,9 @@ def format_device(path: str, files: FileSystem, *, force: bool = False) -> bool:
 def _remove_unfinished(directory: str, name: str, files: FileSystem) -> None:
     """What makers that were killed left behind; those of living processes stay."""
     for entry in files.entries(directory):
-        maker = entry.removeprefix(f".{name}.").removesuffix(".new")
+        maker = entry.removesuffix(".new").rpartition(".")[2]
         process, path = maker.partition("-")[0], os.path.join(directory, entry)
-        if entry != f".{name}.{maker}.new" or not process.isdigit() or path in _unfinished:
+        if entry != hidden(name, f".{maker}.new") or not process.isdigit() or path in _unfinished:
             continue
         if not _is_alive(int(process)):
             files.remove(path)

@@ -30,6 +30,7 @@ from portus.journal.lines import (
     SessionEnded,
     decoded,
 )
+from portus.media.names import fitting
 from portus.spec import PAGE
 
 _log: Final = logging.getLogger("portus")
@@ -114,7 +115,7 @@ def read(path: str) -> FoundJournal:
 
 def lines_path(directory: str, model: str) -> str:
     """The journal of a model."""
-    return os.path.join(directory, quoted(model)[-_NAME_MAX:] + LINES)
+    return os.path.join(directory, fitting(quoted(model), _NAME_MAX) + LINES)
 
 
 def pages(lines: str) -> list[str]:

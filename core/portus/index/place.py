@@ -18,6 +18,7 @@ from typing import Final, TypeAlias
 
 from portus.errors import UsageError, masked
 from portus.media.dax import is_device
+from portus.media.names import fitting
 from portus.protocol.address import Address, is_address, parse
 
 SUFFIX: Final = ".portus"
@@ -33,6 +34,10 @@ _USER: Final = re.compile(r"[^/@\s]+:[^/@]+@[^/@]+")
 
 PlaceName: TypeAlias = str | os.PathLike[str] | Sequence[str]
 """What a user may name a place by; several are addresses of storage hosts."""
+
+_PART: Final = re.compile(r"(.+)(/rank-[0-9]+-of-[0-9]+)", re.DOTALL)
+_QUOTED_MAX: Final = 220
+"""Bytes of the name of a model in that of a file, which is followed by others, up to 255."""
 
 _COMMA: Final = re.compile(r"\s*,\s*(?=portus(?:\+\w+)?:)")
 """Between two addresses; the path of a socket may have others."""
@@ -209,5 +214,9 @@ def _advice(scheme: str, text: str) -> str:
 
 
 def quoted(name: str) -> str:
-    """The name of a model, as it is in names of files."""
-    return urllib.parse.quote(name, safe="")
+    """The name of a model, as it is in names of files; that of a part of a sharded model begins
+    with that of the model. A very long one is cut, see ``names.fitting``."""
+    found = _PART.fullmatch(name)
+    model, part = (found[1], found[2]) if found else (name, "")
+    start = fitting(urllib.parse.quote(model, safe=""), _QUOTED_MAX)
+    return start + urllib.parse.quote(part, safe="")

@@ -623,7 +623,11 @@ class PoolWriter(PoolReader):
                 self._grow(wanted.pages + wanted.spare, contiguous=True)
                 extents = self._space.take(wanted)
         if extents is None and not self._cramped:
-            _log.warning("%s: no space for copies of records", self.medium.info.name)
+            _log.warning(
+                "%s: no space for copies of records, which survive a damaged page: make room for "
+                "the pool",
+                self.medium.info.name,
+            )
         self._cramped = extents is None
         return extents or []
 

@@ -76,7 +76,10 @@ class PoolReader:
         if self._searched is None or self._searched[0] != found.root:
             name = self.medium.info.name
             _log.warning(
-                "%s: root slot %d is damaged; searching for the commit that it led to", name, slot
+                "%s: root slot %d is damaged; searching for the commit that it led to. Look at the "
+                "disk",
+                name,
+                slot,
             )
             ahead = next_catalogue(self.medium, self.superblock.uuid, found)
             if ahead is not None:

@@ -123,8 +123,9 @@ def part_files(directory: str, model: str) -> dict[tuple[int, int], list[str]]:
     found: dict[tuple[int, int], list[str]] = {}
     for name in sorted(os.listdir(directory)):
         match = _POOL.fullmatch(name) if name.startswith(start) else None
-        part = part_of(urllib.parse.unquote(match[1])) if match else None
-        if part is not None and part[0] == model:
+        said = urllib.parse.unquote(match[1].removeprefix(quoted(model))) if match else ""
+        part = part_of(model + said)
+        if said and part is not None and part[0] == model:
             found.setdefault(part[1:], []).append(os.path.join(directory, name))
     return found
 

@@ -123,7 +123,7 @@ def settle_superblock(medium: Medium, block: Superblock) -> Superblock:
     damaged = [each for each in SUPERBLOCK_OFFSETS if whole_superblock(medium, each) is None]
     for offset in damaged:
         _log.error(
-            "%s: the superblock at byte %d is damaged; restored from its copy",
+            "%s: the superblock at byte %d is damaged; restored from its copy. Look at the disk",
             medium.info.name,
             offset,
         )

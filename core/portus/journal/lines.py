@@ -29,6 +29,9 @@ LINE_MAX: Final = 4096
 TEXT_MAX: Final = 240
 """Characters of a name or a reason that are kept."""
 
+FILE_MAX: Final = 1024
+"""Bytes of the path of a file; a longer one is left out."""
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -62,7 +65,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved", tag_field="k
     after its commit. ``step``: as the training calls it. ``steps``: of the optimizer, done in this
     session at the call; ``work_s``: what these take without saves. ``step_s``: a step without a
     save, of late; ``cost_s``: what the saves since the line before added to the time of training;
-    None if unknown. Other times and sizes as in ``portus.SaveStats``."""
+    None if unknown. ``file``: its first reference file, seen from the directory of the journal; ""
+    without one. Other times and sizes as in ``portus.SaveStats``."""
 
     session: str
     number: Count
@@ -72,6 +76,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved", tag_field="k
     at_s: Seconds
     token: str
     work_s: Seconds
+    file: str = ""
     step_s: Seconds | None = None
     cost_s: float | None = None
     blocked_s: Seconds = 0.0

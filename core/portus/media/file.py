@@ -406,7 +406,7 @@ class MappedFile(PlainFile):
         be filled; ``descriptor`` stays open."""
         try:
             size = os.fstat(descriptor.number).st_size
-            _fill_holes(descriptor.number, size, every_block_counts=file_system.volatile)
+            fill_holes(descriptor.number, size, every_block_counts=file_system.volatile)
         except OSError as error:
             raise file_error("fill holes of", descriptor.path, error) from error
         self._addresses: Final = AddressRange(descriptor.path, size)
@@ -497,7 +497,7 @@ def allocate(number: int, offset: int, length: int) -> None:
         _write_zeros(number, offset, length)
 
 
-def _fill_holes(number: int, size: int, *, every_block_counts: bool) -> None:
+def fill_holes(number: int, size: int, *, every_block_counts: bool) -> None:
     """Give every byte its block: a pool that was copied is sparse where it was never written to.
 
     every_block_counts: of tmpfs, whose count of blocks is exact, and whose fallocate is slow.

@@ -57,7 +57,9 @@ class LocalFiles:
         descriptor = _translate("create", path, lambda: Descriptor(path, flags))
         try:
             # Grown before it is mapped, so that addresses are set aside for its real size.
-            PlainFile(descriptor, _file_system(descriptor)[0], writable=True).grow(size)
+            PlainFile(
+                descriptor, file_system_of(descriptor.number, descriptor.path)[0], writable=True
+            ).grow(size)
             return self._medium(descriptor, writable=True)
         except MediumError:
             descriptor.close()
@@ -82,7 +84,9 @@ class LocalFiles:
             if stat.S_ISREG(os.stat(path).st_mode):
                 descriptor = Descriptor(path, os.O_RDONLY | os.O_DIRECT)
                 try:
-                    return UncachedFile(descriptor, _file_system(descriptor)[0])
+                    return UncachedFile(
+                        descriptor, file_system_of(descriptor.number, descriptor.path)[0]
+                    )
                 except OSError:
                     descriptor.close()
                     raise
@@ -162,7 +166,7 @@ class LocalFiles:
     def _medium(self, descriptor: Descriptor, *, writable: bool) -> PlainFile:
         """The best medium for the file of ``descriptor``, which is closed if there is none."""
         try:
-            file_system, in_place = _file_system(descriptor)
+            file_system, in_place = file_system_of(descriptor.number, descriptor.path)
             if writable and self._mapped and in_place:
                 mapped = self._mapped_medium(descriptor, file_system)
                 if mapped is not None:
@@ -188,15 +192,12 @@ class LocalFiles:
         return None
 
 
-def _file_system(descriptor: Descriptor) -> tuple[FileSystemTraits, bool]:
-    """What holds the file, and whether its blocks are overwritten in place."""
-    found = _translate(
-        "ask for the file system of",
-        descriptor.path,
-        lambda: linux.file_system_type(descriptor.number),
-    )
+def file_system_of(number: int, path: str) -> tuple[FileSystemTraits, bool]:
+    """What holds the open file ``number``, and whether its blocks are overwritten in place. Raises
+    ``MediumError``. path: for messages."""
+    found = _translate("ask for the file system of", path, lambda: linux.file_system_type(number))
     in_place = found in _IN_PLACE or (
-        found == linux.XFS_TYPE and not linux.may_share_blocks(descriptor.number)
+        found == linux.XFS_TYPE and not linux.may_share_blocks(number)
     )
     early = found in (linux.EXT_TYPE, linux.XFS_TYPE)
     return FileSystemTraits(volatile=found in _VOLATILE, early=early), in_place

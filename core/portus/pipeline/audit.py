@@ -319,7 +319,7 @@ class Auditor:
     def _say(self, since_s: float, price_s: float) -> None:
         if not self._said:
             self._said = True
-            _log.info(  # two checkpoints of one step are ordinary, and nothing has to be done
+            _log.debug(
                 "portus: saves %.2f s apart are audited with probes, because an exact audit "
                 "would take %.0f ms of each: probes may miss a write that no fence guards. "
                 "Save less often, or set guard='exact'. SaveStats.guard reports the way of "

@@ -1,7 +1,8 @@
 """One queue, one worker (V5): saves and removals happen in the order in which they were asked for.
 
-One save in flight and one queued; a third call waits. The worker thread is started by the first
-work and ends when there has been none for a while, so an idle program has no thread of ours.
+One save in flight and one queued, or more if they are small; the next call waits. The worker thread
+is started by the first work and ends when there has been none for a while, so an idle program has
+no thread of ours.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ class Chore:
 
 
 class Turn:
-    """A place for one save, of the thread that asks for it. Given back by the worker once its work
-    is over, or by ``dismiss``."""
+    """A place for one save of ``size`` bytes, of the thread that asks for it. Given back by the
+    worker once its work is over, or by ``dismiss``."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 0) -> None:
+        self.size: Final = size
         self.by: Final = threading.current_thread()
 
 
@@ -61,8 +63,10 @@ class Queue:
     entered by itself: ``with`` on a ``Condition`` may be left holding it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, bytes_max: int = 0) -> None:
+        """bytes_max: more than ``SAVES_MAX`` saves have places if they have no more bytes."""
         self._name: Final = name
+        self._bytes_max: Final = bytes_max
         self._lock: Final = threading.RLock()
         self._changed: Final = Changed(self._lock)
         self._waiting: deque[tuple[Work, Turn | None]] = deque()
@@ -78,15 +82,21 @@ class Queue:
         ``UsageError`` once it is closed."""
         with self._lock:
             self._check_open()
-            if len(self._turns) >= SAVES_MAX:
+            if not self._has_place(turn.size):
                 self._hurry(1)
             if not self._changed.wait_for(
-                lambda: self._closing or len(self._turns) < SAVES_MAX, timeout_s
+                lambda: self._closing or self._has_place(turn.size), timeout_s
             ):
                 return False
             self._check_open()
             self._turns.add(turn)
             return True
+
+    def _has_place(self, size: int) -> bool:
+        if len(self._turns) < SAVES_MAX:
+            return True
+        total = sum(turn.size for turn in self._turns) + size
+        return self._bytes_max > 0 and total <= self._bytes_max
 
     def dismiss(self, turn: Turn) -> bool:
         """Give the place back, if it was taken. False if work was put on it: that will run."""
@@ -175,7 +185,12 @@ class Queue:
 
     def _say_since(self, start: float) -> None:
         waited = time.monotonic() - start
-        _log.warning("%s: still finishing saves after %.0f s", self._name, waited)
+        _log.warning(
+            "%s: still finishing saves after %.0f s. If this goes on, look at the disk, or the "
+            "storage host, that they go to",
+            self._name,
+            waited,
+        )
 
     def _check_open(self) -> None:
         if self._closing:

@@ -270,6 +270,19 @@ class CrashFolder:
             raise MediumError(errno.EEXIST, f"{target[1]}: exists")
         self._change(f"link {target[1]}", (target[0].node, target[1], number))
 
+    def note(self, directory: _Open, name: str, text: bytes) -> None:
+        """See ``System``. Its bytes come and go with its name."""
+        if name in self._nodes[directory.node].names:
+            raise MediumError(errno.EEXIST, f"{name}: exists")
+        number = self._add(False)
+        self._nodes[number].data = self._nodes[number].stored = text
+        self._change(f"note {name}", (directory.node, name, number))
+
+    def noted(self, directory: _Open, name: str) -> bytes | None:
+        """See ``System``."""
+        number = self._nodes[directory.node].names.get(name)
+        return None if number is None else self._nodes[number].data
+
     def rename(self, source: tuple[_Open, str], target: tuple[_Open, str]) -> None:
         """See ``System``. Two names of one file stay as they are, as POSIX has it."""
         number = self._entry(source)

@@ -28,6 +28,9 @@ Digests = NDArray[np.uint8]
 """(units, 16) uint8: the units of all sources, one after another. A source has
 ``unit_count(length)`` rows, so an empty one has one row, the digest of nothing."""
 
+Crcs = NDArray[np.uint32]
+"""(units,) uint32: the CRC32 of each unit, as zip files have it."""
+
 
 class StoppedError(AbandonedError):
     """The ``Stop`` of a call was set before it was through. What it wrote so far is of no use."""

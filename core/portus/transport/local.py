@@ -15,12 +15,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeGuard
+from typing import Any, Final, Protocol, TypeGuard
 
 import numpy as np
 import xxhash
+from isal import isal_zlib
 from numpy.typing import NDArray
 
 from portus.errors import MediumError
@@ -30,6 +32,7 @@ from portus.transport import native
 from portus.transport.abreast import SharedIterator
 from portus.transport.base import (
     Column,
+    Crcs,
     Digests,
     Distant,
     Segments,
@@ -87,10 +90,19 @@ Buffer = NDArray[np.uint8]
 class Engine(Protocol):
     """The innermost loops."""
 
-    def move(self, segments: Segments, target: Column | None, digests: Digests, stop: Stop) -> None:
-        """Copy each of ``segments`` (whole units) to its address in ``target``, and note in
-        ``digests`` what is there then (None: only hash). Counts on ``stop``, and raises
-        ``StoppedError``."""
+    def move(
+        self,
+        segments: Segments,
+        target: Column | None,
+        digests: Digests,
+        stop: Stop,
+        crcs: Crcs | None = None,
+        file: int = -1,
+    ) -> None:
+        """Copy each of ``segments`` (whole units) to its address in ``target`` (None: only hash),
+        or, given an open ``file``, to that offset in it; and note in ``digests``, and in ``crcs``
+        if they are wanted, what is there then. Counts on ``stop``, and raises ``StoppedError``, and
+        ``OSError`` for a write that failed."""
 
     def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
         """True if each segment has the bytes at its address in ``target``.
@@ -102,13 +114,24 @@ class Engine(Protocol):
 class PurePython:
     """The engine that is always there."""
 
-    def move(self, segments: Segments, target: Column | None, digests: Digests, stop: Stop) -> None:
+    def move(
+        self,
+        segments: Segments,
+        target: Column | None,
+        digests: Digests,
+        stop: Stop,
+        crcs: Crcs | None = None,
+        file: int = -1,
+    ) -> None:
         """See ``Engine``."""
+        if file >= 0:
+            self._write(segments, target, digests, stop, crcs, file)
+            return
         places = segments.address if target is None else target
         columns = (segments.row, segments.address, places, segments.length)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for row, unit in itertools.groupby(rows, key=lambda row: row[0]):
-            hasher = xxhash.xxh3_128()
+            hasher, crc = xxhash.xxh3_128(), 0
             for _, source_start, target_start, length in unit:
                 for start in range(0, length, PIECE):
                     stop.check()
@@ -116,8 +139,46 @@ class PurePython:
                     if target is not None:
                         ctypes.memmove(target_start + start, source_start + start, step)
                     hasher.update(_view(target_start + start, step))
+                    if crcs is not None:
+                        crc = isal_zlib.crc32(_view(target_start + start, step), crc)
                     stop.add(step)
             digests[row] = np.frombuffer(hasher.digest(), np.uint8)
+            if crcs is not None:
+                crcs[row] = crc
+
+    def _write(
+        self,
+        segments: Segments,
+        target: Column | None,
+        digests: Digests,
+        stop: Stop,
+        crcs: Crcs | None,
+        file: int,
+    ) -> None:
+        """By pieces, from where they cannot change any more."""
+        assert target is not None
+        pieces = segments.pieces(PIECE)
+        count = -(-segments.length // PIECE)
+        row = np.repeat(segments.row, count)
+        start = pieces.offset - np.repeat(segments.offset, count) + np.repeat(target, count)
+        hashers: dict[int, tuple[Any, int]] = {}
+        buffer = memoryview(bytearray(PIECE))
+        for unit, address, offset, length in zip(
+            *(x.tolist() for x in (row, pieces.address, start, pieces.length)), strict=True
+        ):
+            stop.check()
+            part = buffer[:length]
+            part[:] = _view(address, length)
+            hasher, crc = hashers.get(unit) or (xxhash.xxh3_128(), 0)
+            hasher.update(part)
+            hashers = {unit: (hasher, isal_zlib.crc32(part, crc))}
+            digests[unit] = np.frombuffer(hasher.digest(), np.uint8)
+            if crcs is not None:
+                crcs[unit] = hashers[unit][1]
+            done = 0
+            while done < length:
+                done += os.pwrite(file, part[done:], offset + done)
+            stop.add(length)
 
     def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
         """See ``Engine``."""

@@ -18,6 +18,7 @@
 
    Beside that it closes descriptors in forked children, for which Python has no hook. */
 
+#include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
@@ -30,8 +31,9 @@
 #include <emmintrin.h>
 #endif
 
-#define ABI 7           /* grows with every change of a signature or a struct below */
+#define ABI 8           /* grows with every change of a signature or a struct below */
 #define LINE 64         /* bytes of a line of the cache */
+#define PAGE 4096       /* bytes; writes to a file end at multiples of it */
 #define STREAM_MIN 1024 /* bytes from which going around the cache pays */
 #define GRAIN (1 << 20) /* bytes that a thread takes at a time, or else one unit */
 #define PATIENT 10      /* niceness of the thread that works while nobody waits, likewise */
@@ -50,6 +52,7 @@ struct hash { /* in the order of native.py */
     int (*update)(void *state, const void *data, size_t length);
     hash128 (*digest)(const void *state);
     hash128 (*once)(const void *data, size_t length);
+    uint64_t (*crc)(uint64_t crc, const void *data, uint64_t length); /* null: there is none */
 };
 
 struct shared { /* the memory of a Stop */
@@ -128,15 +131,19 @@ static void fence(void) {}
 #endif
 
 /* A list of segments, and how far it is given out. Segments with the same row follow each other
-   and make one unit: one digest, at digests + 16 * row. `target` null: only hash. */
+   and make one unit: one digest, at digests + 16 * row. `target` null: only hash; `file` not
+   negative: offsets in it, to which the buffer is written, warm as it is. */
 struct list {
     const struct hash *hash;
     int64_t segments;
     const int64_t *source, *target, *length, *row;
     int64_t piece;
     uint8_t *digests;
+    uint32_t *crcs; /* of each row; null: not wanted */
+    int file;
     struct shared *shared;
-    int64_t next; /* the first segment that no thread has taken */
+    int64_t error; /* the errno of a write that failed; 0: none did */
+    int64_t next;  /* the first segment that no thread has taken */
 };
 
 /* Takes whole units from the list, to before *end. Returns the first segment of them. */
@@ -159,6 +166,7 @@ struct place {
     int64_t i, end;
     int64_t moved; /* bytes of segment i */
     void *state;   /* the hash of its unit so far */
+    uint32_t crc;  /* likewise */
     char *buffer;  /* of a piece */
 };
 
@@ -172,7 +180,7 @@ struct task {
 
 static int leaves(const struct task *task) {
     const struct shared *shared = task->list->shared;
-    return asked(shared) || (task->patient && awaited(shared));
+    return asked(shared) || __atomic_load_n(&task->list->error, __ATOMIC_RELAXED) || (task->patient && awaited(shared));
 }
 
 static int64_t now_ns(void) {
@@ -188,27 +196,48 @@ static void rest(struct task *task) {
     task->since_ns = now_ns();
 }
 
-/* Copies up to a piece. Returns where the bytes are that it copied; the source, if it does not. */
-static const char *move(const struct place *place, char *target, const char *source,
-                        size_t length) {
-    if (!target) return source;
-    copy(target, place->buffer, source, length);
+/* Copies up to a piece, to memory at `target` or to the file there. Returns where the bytes are that
+   it copied; the source, if it does not. */
+static const char *move(struct list *list, const struct place *place, char *target,
+                        const char *source, size_t length) {
+    if (!list->target) return source;
+    if (list->file < 0) {
+        copy(target, place->buffer, source, length);
+        return place->buffer;
+    }
+    memcpy(place->buffer, source, length);
+    for (size_t done = 0; done < length;) {
+        ssize_t count = pwrite(list->file, place->buffer + done, length - done,
+                               (off_t)((intptr_t)target + done));
+        if (count < 0 && errno != EINTR) {
+            __atomic_store_n(&list->error, errno, __ATOMIC_RELAXED);
+            break;
+        }
+        if (count > 0) done += (size_t)count;
+    }
     return place->buffer;
+}
+
+static void add_crc(const struct list *list, uint32_t *crc, const char *data, int64_t length) {
+    if (list->crcs) *crc = (uint32_t)list->hash->crc(*crc, data, (uint64_t)length);
 }
 
 /* The rest of one segment of a unit, by pieces. Returns 0 if the thread leaves before the end. */
 static int move_segment(struct task *task) {
-    const struct list *list = task->list;
+    struct list *list = task->list;
     struct place *place = task->place;
     const char *source = (const char *)(intptr_t)list->source[place->i];
     char *target = list->target ? (char *)(intptr_t)list->target[place->i] : NULL;
     int64_t length = list->length[place->i];
     while (place->moved < length) {
         if (leaves(task)) return 0;
-        int64_t step = length - place->moved < list->piece ? length - place->moved : list->piece;
-        const char *moved = move(place, target ? target + place->moved : NULL,
-                                 source + place->moved, (size_t)step);
+        int64_t step = list->piece;
+        if (list->file >= 0) step -= (int64_t)((intptr_t)(target + place->moved) % PAGE);
+        if (step > length - place->moved) step = length - place->moved;
+        const char *moved = move(list, place, target + place->moved, source + place->moved,
+                                 (size_t)step);
         list->hash->update(place->state, moved, (size_t)step);
+        add_crc(list, &place->crc, moved, step);
         place->moved += step;
         count(list->shared, step);
         rest(task);
@@ -218,12 +247,16 @@ static int move_segment(struct task *task) {
 }
 
 /* A unit that is one piece: no state is needed. */
-static void move_piece(const struct list *list, const struct place *place, int64_t i) {
+static void move_piece(struct list *list, const struct place *place, int64_t i) {
     const char *source = (const char *)(intptr_t)list->source[i];
     char *target = list->target ? (char *)(intptr_t)list->target[i] : NULL;
     size_t length = (size_t)list->length[i];
-    const char *moved = move(place, target, source, length);
+    const char *moved = move(list, place, target, source, length);
     put_canonical(list->digests + 16 * list->row[i], list->hash->once(moved, length));
+    if (list->crcs) {
+        list->crcs[list->row[i]] = 0;
+        add_crc(list, &list->crcs[list->row[i]], moved, list->length[i]);
+    }
     count(list->shared, list->length[i]);
 }
 
@@ -248,10 +281,15 @@ static int work(struct task *task, pthread_t *thread, struct task *second) {
             move_piece(list, place, i);
             rest(task);
         } else {
-            if (first && !place->moved) list->hash->reset(place->state);
+            if (first && !place->moved) {
+                list->hash->reset(place->state);
+                place->crc = 0;
+            }
             if (!move_segment(task)) break;
-            if (last) put_canonical(list->digests + 16 * list->row[i],
-                                    list->hash->digest(place->state));
+            if (last) {
+                put_canonical(list->digests + 16 * list->row[i], list->hash->digest(place->state));
+                if (list->crcs) list->crcs[list->row[i]] = place->crc;
+            }
         }
         place->i++;
     }
@@ -276,13 +314,17 @@ static int start(pthread_t *thread, struct task *task) {
     return !refused;
 }
 
-/* Hashes segments, and copies each to its address in `target` (null: does not). Returns 0; 1 if
-   asked to stop before the end; -1 without memory. `threads`: that it may use beside the caller's:
+/* Hashes segments, and copies each to its address in `target` (null: does not), or, if `file` is not
+   negative, to that offset of the file. Returns 0; 1 if asked to stop before the end; -1 without
+   memory; -1 - errno if a write failed. `crcs`: for the CRC32 of each unit; null: not
+   wanted. `threads`: that it may use beside the caller's:
    1, one in its place while nobody waits; 2, also a second one while somebody does. */
 int64_t portus_move(const struct hash *hash, int64_t segments, const int64_t *source,
                     const int64_t *target, const int64_t *length, const int64_t *row,
-                    int64_t piece, int64_t threads, uint8_t *digests, struct shared *shared) {
-    struct list list = {hash, segments, source, target, length, row, piece, digests, shared, 0};
+                    int64_t piece, int64_t threads, uint8_t *digests, uint32_t *crcs,
+                    int64_t file, struct shared *shared) {
+    struct list list = {hash,    segments, source, target,    length, row, piece,
+                        digests, crcs,     (int)file, shared, 0,      0};
     struct place own = {.state = hash->create(), .buffer = malloc(piece)},
                  other = {.state = hash->create(), .buffer = malloc(piece)};
     struct task patient = {&list, &own, 1, PATIENT, 0}, lead = {&list, &own, 0, 0, 0},
@@ -292,7 +334,7 @@ int64_t portus_move(const struct hash *hash, int64_t segments, const int64_t *so
         pthread_t thread;
         if (threads > 0 && !awaited(shared) && start(&thread, &patient)) pthread_join(thread, NULL);
         if (work(&lead, &thread, threads > 1 ? &second : NULL)) pthread_join(thread, NULL);
-        result = asked(shared);
+        result = list.error ? -1 - list.error : asked(shared);
     }
     if (own.state) hash->destroy(own.state);
     if (other.state) hash->destroy(other.state);

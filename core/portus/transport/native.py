@@ -1,9 +1,9 @@
 """The optional helper in C: one call for a whole list of segments, without Python's lock.
 
 ``native.c`` has no hash of its own. It calls the xxHash inside the ``xxhash`` extension module,
-whose functions are found by name in that file. A helper that is of another version, or computes
-anything else than ``xxhash`` does, is refused, which is said, and pure Python does the work; so it
-does where there is none.
+and the CRC32 inside the one of ``isal``, whose functions are found by name in those files. A helper
+that is of another version, or computes anything else than these do, is refused, which is said, and
+pure Python does the work; so it does where there is none.
 
 It also closes descriptors in children of the ``fork()`` of C, which pure Python cannot.
 """
@@ -15,23 +15,28 @@ import functools
 import logging
 import os
 import random
+import zlib
 from typing import Final
 
 import numpy as np
 import xxhash
+from isal import isal_zlib
 
 from portus.format.checksum import digest
-from portus.transport.base import Column, Digests, Segments, Stop
+from portus.transport.base import Column, Crcs, Digests, Segments, Stop
 
 _log: Final = logging.getLogger("portus")
 
 PATH: Final = os.path.join(os.path.dirname(__file__), "_native.so")
 
-ABI: Final = 7
+ABI: Final = 8
 """The same numbers as in ``native.c``."""
 
 PIECE: Final = 16 << 10
 """Bytes that are copied, and then hashed while the smallest cache still holds them."""
+
+WRITTEN: Final = 128 << 10
+"""Bytes that are copied, hashed, and then written to a file, while the next cache holds them."""
 
 PATIENT_THREAD_MIN: Final = 1 << 20
 """Bytes from which a thread of low priority is worth its start, while nobody waits."""
@@ -56,6 +61,9 @@ _FUNCTIONS: Final = (
     ("XXH3_128bits_dispatch", "XXH3_128bits"),
 )
 
+_CRC: Final = ("crc32_gzip_refl",)
+"""The last field: CRC32 as zip files have it, of Intel's ISA-L inside the ``isal`` module."""
+
 
 class _RefusedError(Exception):
     """Why there is no helper."""
@@ -68,8 +76,10 @@ class Helper:
         try:
             self._library = ctypes.CDLL(path)
             self._hash_library = ctypes.CDLL(_xxhash_path())
-            self._hash = (ctypes.c_void_p * len(_FUNCTIONS))(
-                *(_function(self._hash_library, names) for names in _FUNCTIONS)
+            self._crc_library = ctypes.CDLL(isal_zlib.__file__)
+            self._hash = (ctypes.c_void_p * (len(_FUNCTIONS) + 1))(
+                *(_function(self._hash_library, names) for names in _FUNCTIONS),
+                _function(self._crc_library, _CRC),
             )
             _declare(self._library)
         except (OSError, AttributeError) as error:
@@ -77,7 +87,15 @@ class Helper:
         if (found := self._library.portus_abi()) != ABI:
             raise _RefusedError(f"{path}: expected version {ABI}, found {found}")
 
-    def move(self, segments: Segments, target: Column | None, digests: Digests, stop: Stop) -> None:
+    def move(
+        self,
+        segments: Segments,
+        target: Column | None,
+        digests: Digests,
+        stop: Stop,
+        crcs: Crcs | None = None,
+        file: int = -1,
+    ) -> None:
         """See ``local.Engine``."""
         size = segments.size
         threads = int(size >= PATIENT_THREAD_MIN)
@@ -88,11 +106,15 @@ class Helper:
             len(segments),
             *(_pointer(column) for column in (segments.address, target)),
             *(_pointer(column) for column in (segments.length, segments.row)),
-            PIECE,
+            PIECE if file < 0 else WRITTEN,
             threads,
             digests.ctypes.data,
+            None if crcs is None else crcs.ctypes.data,
+            file,
             stop.shared,
         )
+        if result < -1:
+            raise OSError(-1 - result, os.strerror(-1 - result))
         if result < 0:
             raise MemoryError("no memory for the state of a hash")
         if result > 0:
@@ -124,7 +146,7 @@ def load(path: str) -> Helper | None:
     try:
         found = Helper(path)
         if not _agrees(found):
-            raise _RefusedError(f"{path}: expected the digests of xxhash, found others")
+            raise _RefusedError(f"{path}: expected the digests of xxhash and CRC32s, found others")
     except _RefusedError as error:
         _log.warning(
             "portus: the helper in C is not used, so saves take longer: %s. In a clone, "
@@ -161,7 +183,15 @@ def _function(library: ctypes.CDLL, names: tuple[str, ...]) -> int | None:
 def _declare(library: ctypes.CDLL) -> None:
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     library.portus_abi.argtypes = []
-    library.portus_move.argtypes = [pointer, number, *[pointer] * 4, *[number] * 2, *[pointer] * 2]
+    library.portus_move.argtypes = [
+        pointer,
+        number,
+        *[pointer] * 4,
+        *[number] * 2,
+        *[pointer] * 2,
+        number,
+        pointer,
+    ]
     library.portus_same.argtypes = [number, *[pointer] * 4]
     library.portus_close_in_children.argtypes = [pointer, number]
     for name in ("abi", "move", "same", "close_in_children"):
@@ -194,10 +224,12 @@ def _agrees(engine: Helper) -> bool:
         row=np.array([0, 1, 1, 2], np.int64),
     )
     target = copied.ctypes.data + starts
-    digests = np.zeros((3, 16), np.uint8)
-    engine.move(segments, target, digests, Stop())
-    expected = [digest(data.data[start:end]) for start, end in ((0, 3), (3, 220), (220, length))]
-    if digests.tobytes() != b"".join(expected) or not np.array_equal(data, copied):
+    digests, crcs = np.zeros((3, 16), np.uint8), np.zeros(3, np.uint32)
+    engine.move(segments, target, digests, Stop(), crcs)
+    units = [data.data[start:end] for start, end in ((0, 3), (3, 220), (220, length))]
+    if digests.tobytes() != b"".join(map(digest, units)) or not np.array_equal(data, copied):
+        return False
+    if crcs.tolist() != [zlib.crc32(unit) for unit in units]:
         return False
     equal = engine.same(segments, target, Stop())
     copied[-1] ^= 1

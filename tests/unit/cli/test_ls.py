@@ -74,6 +74,30 @@ def test_no_pool_is_an_error_that_says_what_to_do(
     assert document["error"]["exit_code"] == 2
 
 
+def test_a_training_that_ended_is_said_with_where_its_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer(tmp_path / ".portus", "run") as checkpointer:
+        checkpointer.prepare(1000)
+        checkpointer.save({"x": torch.zeros(3)}, 1, reference=tmp_path / "last.ckpt").wait()
+    assert portus("materialize", "last.ckpt").code == 0
+    for pool in (tmp_path / ".portus").glob("*.portus"):
+        pool.unlink()
+    said = portus("ls")
+    assert said.code == 0
+    expected = "run: no pool is left; its files are real now, and need no pool: last.ckpt"
+    assert said.out.startswith(expected)
+    document = portus_json("ls")
+    assert document["pools"] == []
+    assert document["ended"] == [{"run": "run", "files": [str(tmp_path / "last.ckpt")]}]
+
+
+def test_a_place_where_nothing_was_saved_yet_is_said_to_have_no_pools_yet(tmp_path: Path) -> None:
+    said = portus("ls", tmp_path)
+    assert (said.code, said.out) == (0, f"{tmp_path}: no pools yet; the first save makes one\n")
+
+
 def test_a_damaged_pool_does_not_hide_the_others(run: Run) -> None:
     run.net.write_bytes(b"x" * 40_000)
     said = portus("ls")
@@ -220,15 +244,3 @@ def test_it_tells_what_is_kept_what_gc_gives_back_and_what_saves_can_use(run: Ru
     after = portus_json("ls", run.net)["pools"][0]
     assert after["free"] > between["free"] + 2 * size - (64 << 10), "but for records"
     assert after["reclaimable"] < 256 << 10
-
-
-def test_after_a_training_has_ended_it_says_so_and_where_the_files_are(tmp_path: Path) -> None:
-    place = tmp_path / "runs" / ".portus"
-    place.mkdir(parents=True)
-    assert "no pools" in portus("ls", place).out
-    (place / "net.journal").mkdir()
-    (place / "net.journal" / "1.lines").write_bytes(b"")
-    said = portus("ls", place)
-    assert said.code == 0
-    assert "training has ended" in said.out
-    assert str(tmp_path / "runs") in said.out.split("under")[1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from portus.cli.output import Output
+from portus.cli.report import sparks
+from portus.cli.training import training_of
 from portus.client.checkpointer import Checkpointer
 from portus.journal.lines import Head, encoded
 from tests.bench.journal import example
@@ -76,6 +81,97 @@ def test_what_cannot_be_reported_is_said_with_what_to_do(tmp_path: Path) -> None
     whole = portus("report", "b", "--pool", tmp_path / ".portus")
     assert (whole.code, "skipped" in whole.err) == (0, True)
     assert portus("report", "b", "--pool", tmp_path / ".portus", "--html", tmp_path).code == 74
+
+
+def by_project(root: Path, *names: str) -> None:
+    """Runs whose names are the directories of their checkpoints, as adapters name them."""
+    for name in names:
+        checkpoints = root / name / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Checkpointer(root / ".portus", name, keep=None) as checkpointer:
+            checkpointer.prepare(1000)
+            optimizer.step()
+            state = {"model": model.state_dict()}
+            checkpointer.save(state, 1, reference=checkpoints / "last.ckpt").wait()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("is_real", [False, True], ids=["references", "real"])
+def test_every_run_is_found_by_the_name_that_is_printed_and_by_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, is_real: bool
+) -> None:
+    names = [f"lightning_logs/version {number}" for number in range(count)]
+    by_project(tmp_path, *names)
+    monkeypatch.chdir(tmp_path)
+    if is_real:
+        assert portus("materialize", "lightning_logs").code == 0
+    asked = portus("report").err
+    assert all(repr(name) in asked for name in names)
+    command = shlex.split(asked[asked.index("portus report") :])
+    assert portus_json(*command[1:])["run"] == names[0]
+    for name in names:
+        for said in (name, f"{name}/checkpoints", f"{name}/checkpoints/last.ckpt"):
+            found = portus_json("report", said)
+            assert (found["run"], found["title"]) == (name, f"{tmp_path.name}/{name}")
+            assert portus_json("report", said, "--pool", ".portus")["run"] == name
+        assert portus("show", name).code == 0
+    monkeypatch.chdir(tmp_path / "lightning_logs")
+    assert portus_json("report", names[-1])["run"] == names[-1]
+
+
+def test_runs_by_hand_in_one_directory_are_told_apart_by_their_real_files(tmp_path: Path) -> None:
+    trained(tmp_path, "a")
+    trained(tmp_path, "b")
+    assert portus("materialize", tmp_path).code == 0
+    for name in "ab":
+        found = portus_json("report", tmp_path / f"{name}-6.ckpt")
+        assert (found["run"], found["title"]) == (name, name)
+
+
+def test_a_run_that_saves_to_the_projects_checkpoints_is_titled_by_the_project(
+    tmp_path: Path,
+) -> None:
+    """As Accelerate does with ``project_dir`` and automatic names."""
+    (tmp_path / "checkpoints").mkdir()
+    assert portus_json("report", trained(tmp_path, "checkpoints"))["title"] == tmp_path.name
+
+
+def polylines(page: str, title: str) -> list[list[float]]:
+    """The moments, in thousandths of the width, of each line of the chart with this title."""
+    section = page[page.index(f"<h2>{title}</h2>") :].split("</section>", 1)[0]
+    return [
+        [float(point.split(",")[0]) for point in line.split()]
+        for line in re.findall('points="([^"]*)"', section)
+    ]
+
+
+def test_nothing_is_drawn_where_nothing_ran(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    place = example(tmp_path)
+    assert portus("report", place, "--html", page).code == 0
+    seen = training_of(str(place), None, Output(as_json=True)).account
+    scale = 1000 / seen.wall_s
+    gaps = [
+        (before.end_s * scale, after.begin_s * scale)
+        for before, after in itertools.pairwise(seen.spells)
+    ]
+    assert all(end - begin > 1 for begin, end in gaps)
+    for title in (
+        "Steps over time, and what restarts lost", "What a save took",
+        "Steps from one save to the next",
+    ):  # fmt: skip
+        lines = polylines(page.read_text(), title)
+        assert len(lines) >= len(seen.spells)
+        for begin, end in gaps:
+            middle = (begin + end) / 2
+            assert not any(min(line) < middle < max(line) for line in lines), title
+
+
+def test_bars_of_a_session_are_apart_from_the_next_ones() -> None:
+    assert sparks([[1, 2], [4]]) == "▂▄ █"
+    assert " " not in sparks([[1.0]] * 40)
 
 
 def test_the_document_has_all_that_the_journal_says(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import argparse
 import collections
 import copy
 import dataclasses
+import errno
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import pytest
@@ -27,12 +28,22 @@ from portus.client.fence.snapshot import SnapshotMode, Snapshots
 from portus.client.fence.writers import _Cover
 from portus.client.files.keeper import Keeper
 from portus.client.loading.view import PoolView
-from portus.errors import AbandonedError, BusyError, CorruptionError, MediumError, UsageError
+from portus.errors import (
+    AbandonedError,
+    BusyError,
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
 from portus.format.reference import Reference
 from portus.index.directory import WRITERS, make_directory, open_reader, open_writer, remove_pool
 from portus.index.pool import PoolWriter
 from portus.media.local import LocalFiles
 from portus.pipeline.audit import Guard
+from portus.pipeline.draft import PoolDraft
 from portus.protocol.address import Address, Scheme
 from portus.spec import VersionInfo
 from tests.adapters.torn import slow_down
@@ -1109,3 +1120,23 @@ def test_a_pool_directory_is_checked_file_by_file(tmp_path: Path) -> None:
         f"{damaged}: {each.where}" for each in portus.check(damaged)
     ]
     assert findings
+
+
+@pytest.mark.parametrize("kind", [CorruptionError, MediumError, StaleError, TransportError])
+def test_what_the_place_refuses_in_the_call_fails_the_save_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[PortusError]
+) -> None:
+    """Such as a storage host that learns in that moment that it does not lead any more."""
+
+    def refuse(*arguments: object) -> NoReturn:
+        raise kind(errno.EIO, "no") if kind is MediumError else kind("no")
+
+    with portus.Checkpointer(tmp_path / "run.portus", "net") as checkpointer:
+        checkpointer.save({"w": torch.zeros(1000)}, 1).wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(PoolDraft, "copy", refuse)
+            handle = checkpointer.save({"w": torch.ones(1000)}, 2)
+        with pytest.raises(kind, match="no"):
+            handle.wait()
+        checkpointer.save({"w": torch.ones(1000)}, 3).wait()
+        assert checkpointer.steps() == [1, 3]

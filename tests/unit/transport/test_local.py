@@ -643,11 +643,13 @@ class Watching:
         target: NDArray[np.int64] | None,
         digests: Buffer,
         stop: Stop,
+        crcs: NDArray[np.uint32] | None = None,
+        file: int = -1,
     ) -> None:
         self.calls += 1
         self.rows += np.unique(segments.row).tolist()
         self.most = max(self.most, segments.size)
-        self._engine.move(segments, target, digests, stop)
+        self._engine.move(segments, target, digests, stop, crcs, file)
 
     def same(self, segments: Segments, target: NDArray[np.int64], stop: Stop) -> bool:
         return self._engine.same(segments, target, stop)

@@ -38,8 +38,11 @@ MUTANTS = {
     "halves swapped": ("target[8 + i]", "target[15 - i]"),
     "bytes that are not hashed": ("list->hash->update(place->state, moved, (size_t)step);", ""),
     "units not kept apart": ("if (first && !place->moved)", "if (!i && !place->moved)"),
-    "nothing copied": ("if (!target) return source;", "if (1) return source;"),
-    "pieces of one place": ("target ? target + place->moved : NULL", "target"),
+    "nothing copied": ("if (!list->target) return source;", "if (1) return source;"),
+    "pieces of one place": (
+        "move(list, place, target + place->moved,",
+        "move(list, place, target,",
+    ),
     "the head not copied": ("copy_twice(target, buffer, source, head);", ""),
     "lines in the wrong order": ("(__m128i *)target + 1, b", "(__m128i *)target + 1, c"),
     "everything equal": ("if (memcmp(", "if (0 && memcmp("),

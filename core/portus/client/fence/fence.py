@@ -121,7 +121,9 @@ class Fence:
         except Exception:
             # A writer of the user's program is waiting in our hook: a fault of ours must not end
             # its training (V8). The audit and the handle are left to tell.
-            _log.exception("portus: waiting for a save failed; this is a bug in portus")
+            _log.exception(
+                "portus: waiting for a save failed; this is a bug in portus: please report it"
+            )
         self._drop(save)
 
     def _drop(self, save: FencedSave) -> None:

@@ -7,9 +7,11 @@ import functools
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import torch
 
 from portus.client.fence.clock import Saving
 from portus.client.fence.device import CopyChoice, WhereItFits, feeds_of
@@ -18,7 +20,7 @@ from portus.client.fence.writers import classify, with_kin
 from portus.client.state.state import FlatState, Flattener
 from portus.index.records import encode_layout
 from portus.media import written
-from portus.pipeline.plan import Column, Flags, Snapshot
+from portus.pipeline.plan import Column, Feed, Flags, Snapshot
 from portus.spec import TensorSpec
 
 
@@ -54,6 +56,46 @@ class Suspects:
         with self._lock:
             self._saves += 1
             return frozenset(a for a, until in self._until.items() if until >= self._saves)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOrder:
+    """What of some storages is copied late, and what at once: columns of ``Snapshot``."""
+
+    address: Column
+    length: Column
+    late: Flags
+    guarded: frozenset[int]
+    exposed: Column
+
+
+def copy_order(
+    storages: Sequence[torch.UntypedStorage],
+    owned: Collection[int],
+    feeds: Mapping[int, Feed],
+    suspects: frozenset[int] | None,
+) -> CopyOrder:
+    """The order for ``storages``. owned, feeds: indices of those that are private copies, or are
+    fed. suspects: data pointers that are not copied late; None: nothing is."""
+    late = np.zeros(len(storages), np.bool_)
+    if suspects is not None:
+        late = np.frombuffer(classify(storages, owned, with_kin(suspects)), np.bool_)
+    pointers = np.array([storage.data_ptr() for storage in storages], np.int64)
+    length = np.array([storage.nbytes() for storage in storages], np.int64)
+    here = np.ones(len(pointers), np.bool_)
+    here[list(feeds)] = False
+    address = np.where(here & (length > 0), pointers, 0)
+    exposed = written.exposed(address, length)
+    late = late & ~exposed
+    guarded = late.copy()
+    guarded[list(owned)] = False
+    return CopyOrder(
+        address=address,
+        length=length,
+        late=late,
+        guarded=frozenset(pointers[guarded].tolist()) - {0},
+        exposed=np.flatnonzero(exposed),
+    )
 
 
 class Snapshots:
@@ -94,35 +136,24 @@ class Snapshots:
         choice = None if synchronous else self._choice()
         feeds, copies = feeds_of(flat.storages, choice) if has_devices else ({}, set())
         owned = flat.owned | copies
-        guilty = with_kin(self.suspects.turn())
-        late = np.zeros(len(flat.storages), np.bool_)
-        if not synchronous:
-            late = np.frombuffer(classify(flat.storages, owned, guilty), np.bool_)
-        pointers = np.array([storage.data_ptr() for storage in flat.storages], np.int64)
-        length = np.array([storage.nbytes() for storage in flat.storages], np.int64)
-        here = np.ones(len(pointers), np.bool_)
-        here[list(feeds)] = False
-        address = np.where(here & (length > 0), pointers, 0)
-        exposed = written.exposed(address, length)
-        late &= ~exposed
-        guarded = late.copy()
-        guarded[list(owned)] = False
+        suspects = None if synchronous else self.suspects.turn()
+        order = copy_order(flat.storages, owned, feeds, suspects)
         return Snapshot(
             model=self._model,
             step=step,
             token=token or os.urandom(16),
             tree=flat.tree,
             layout=layout,
-            address=address,
-            length=length,
-            late=late,
-            steady=self._hint(late, unchanged),
-            guarded=frozenset(pointers[guarded].tolist()) - {0},
+            address=order.address,
+            length=order.length,
+            late=order.late,
+            steady=self._hint(order.late, unchanged),
+            guarded=order.guarded,
             feeds=feeds,
             changes=functools.partial(_changes, flat),
             alive=(flat.storages, feeds),
             owners=flat.storages,
-            exposed=np.flatnonzero(exposed),
+            exposed=order.exposed,
             metrics=metrics or {},
         )
 

@@ -37,11 +37,12 @@ from portus.index.directory import (
     remove_journals,
     remove_pool,
 )
-from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind, local_path
+from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind, local_path, quoted
 from portus.index.pool import PoolWriter
 from portus.index.reader import PoolReader
 from portus.index.roots import successor_uuid
 from portus.media.local import LocalFiles
+from portus.media.names import fitting
 from portus.pipeline.draft import Draft, PoolDraft
 from portus.pipeline.plan import Snapshot
 
@@ -198,7 +199,7 @@ class FileHome:
         self._writer = None
         _log.error(
             "portus: %s accepts no more writes. Saves continue in %s. Earlier versions stay "
-            "where they are, and load from there as long as they can be read",
+            "where they are, and load from there as long as they can be read: look at the disk",
             before,
             self.path,
         )
@@ -216,7 +217,11 @@ class FileHome:
             try:
                 writer = WRITERS.open(path, timeout_s=0, mapped=False)
             except PortusError as error:
-                _log.warning("%s is no longer needed, but cannot be removed: %s", path, error)
+                _log.warning(
+                    "%s is no longer needed, but cannot be removed; remove it yourself: %s",
+                    path,
+                    error,
+                )
                 return
 
         def take_away() -> None:
@@ -291,7 +296,8 @@ class HostHome:
         self._durable: Final = durable
         self.path: Final = place.path
         self.allowed: Final = place
-        name = _quoted(f"{model}@{self.path}") + SUFFIX
+        of_host = _of_host(self.path)
+        name = fitting(quoted(model), _NAME_MAX - len(of_host)) + of_host + SUFFIX
         self._links_path: Final = os.path.join(_links_at(links), name)
         self._pool: HostPool | None = None
 
@@ -334,8 +340,12 @@ class HostHome:
             pool.close()
 
 
-def _quoted(name: str) -> str:
-    return urllib.parse.quote(name, safe="@")[-200:]
+_NAME_MAX: Final = 200
+
+
+def _of_host(address: str) -> str:
+    """How the names end of what is on this machine of the models on a host."""
+    return "@" + fitting(urllib.parse.quote(address, safe="@"), _NAME_MAX * 3 // 4)
 
 
 def _links_at(links: str | None) -> str:
@@ -358,7 +368,7 @@ def host_journals(host: Place, links: str | None) -> list[str]:
 def _beside_host(host: Place, links: str | None, of_pool: Callable[[str], str]) -> list[str]:
     """What is in ``links`` of all models on the host. of_pool: what it would be of a pool file."""
     inside = _links_at(links)
-    end = os.path.basename(of_pool(_quoted(f"@{host}") + SUFFIX))
+    end = os.path.basename(of_pool(_of_host(str(host)) + SUFFIX))
     names = sorted(os.listdir(inside)) if os.path.isdir(inside) else []
     return [os.path.join(inside, name) for name in names if name.endswith(end)]
 

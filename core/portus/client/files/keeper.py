@@ -409,7 +409,7 @@ class Keeper:
         except PortusError as error:
             _log.warning(
                 "portus: %s, whose save failed, could not be removed, and does not lead to "
-                "its own step: %s",
+                "its own step; remove it yourself: %s",
                 path,
                 error,
             )
@@ -424,7 +424,8 @@ class Keeper:
                     self._take_away(path, reference, None)
                 except PortusError as error:
                     _log.warning(
-                        "portus: %s leads to no checkpoint, and could not be removed: %s",
+                        "portus: %s leads to no checkpoint, and could not be removed; remove it "
+                        "yourself: %s",
                         path,
                         error,
                     )
@@ -524,7 +525,13 @@ class Keeper:
         with contextlib.suppress(OSError):  # the working directory may be gone
             homes.append(os.getcwd())
         if not any(os.path.commonpath([place, home]) == home for home in homes):
-            _log.warning("portus: %s is outside of the run, and is not restored", place)
+            _log.warning(
+                "portus: %s is outside of the run, and is not restored: portus export makes a file "
+                "of %s@%d",
+                place,
+                info.model,
+                info.step,
+            )
         elif not os.path.lexists(place):
             self.replace(place, info, part)
 

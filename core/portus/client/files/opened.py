@@ -186,7 +186,11 @@ class RunPool:
             layout = bytes(writer.payload(record.layout, RecordKind.LAYOUT))
             tree = bytes(writer.payload(record.tree, RecordKind.TREE))
         except PortusError as error:
-            _log.warning("%s: the newest version is damaged: %s", self.home.path, error)
+            _log.warning(
+                "%s: the newest version is damaged; portus verify tells the extent: %s",
+                self.home.path,
+                error,
+            )
             return None
         if record.log is not None:
             raise UsageError(

@@ -47,6 +47,7 @@ from portus.client.files import order
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.reference import SIZE_MAX, Reference, decode, encode
 from portus.media.base import Birth, FileSystem
+from portus.media.names import hidden
 from portus.media.process import Descriptor
 from portus.spec import Extent
 
@@ -219,7 +220,7 @@ def replace_link(link: str, target: str) -> None:
     """Make ``link`` a symbolic link to ``target``, in place of the link or file that may be there,
     in one step: whoever dies meanwhile leaves the one or the other. Raises ``OSError``."""
     directory, name = os.path.split(link)
-    second = os.path.join(directory, f".{name}{NEW}")
+    second = os.path.join(directory, hidden(name, NEW))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(second)
     os.symlink(os.path.relpath(target, directory), second)

@@ -124,7 +124,8 @@ class Removals:
         for each in self._waiting:
             if self._is_outlived(each, keeper):
                 _log.warning(
-                    "portus: %s is removed before its replacement is saved, to free space",
+                    "portus: %s is removed before its replacement is saved, to free space. "
+                    "Give the pool more room",
                     each.path,
                 )
                 self._freed_for = save
@@ -139,7 +140,8 @@ class Removals:
         paths = [each.path for each in self._waiting]
         more = f" and {len(paths) - _NAMED_MAX} more" if len(paths) > _NAMED_MAX else ""
         _log.warning(
-            "portus: not removed, since no later save was committed: %s%s",
+            "portus: not removed, since no later save was committed: %s%s. If they are not "
+            "needed, remove them",
             ", ".join(paths[:_NAMED_MAX]),
             more,
         )
@@ -170,7 +172,7 @@ class Removals:
             else:
                 keeper.remove(removal.path, asked=removal.asked)
         except PortusError as error:
-            _log.warning("portus: %s was not removed: %s", removal.path, error)
+            _log.warning("portus: %s was not removed; remove it yourself: %s", removal.path, error)
         finally:
             self._asked.remove(removal)
 

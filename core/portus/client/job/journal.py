@@ -50,6 +50,7 @@ from portus.index.journals import (
 )
 from portus.journal import heartbeat
 from portus.journal.lines import (
+    FILE_MAX,
     FORMAT,
     TEXT_MAX,
     Asked,
@@ -92,6 +93,7 @@ class _Asking:
     asked: Asked
     at_s: float
     work_s: float
+    file: str | None
 
 
 class Journal:
@@ -172,8 +174,9 @@ class Journal:
             with contextlib.suppress(ValueError):  # closed meanwhile
                 heartbeat.beat(page, steps, at_ns, self._work_ns)
 
-    def asked(self, token: bytes, step: int) -> None:
-        """A save of this step is asked for, and about to begin."""
+    def asked(self, token: bytes, step: int, file: str | None) -> None:
+        """A save of this step is asked for, and about to begin. ``file``: where its reference is to
+        be, an absolute path."""
         costs = self._clock.take()
         if costs is not None:
             self._step_s = costs.step_s
@@ -181,7 +184,9 @@ class Journal:
         self._number += 1
         asked = Asked(token=token.hex(), step=step, steps=self._steps)
         self._is_touched = True
-        self._asked[asked.token] = _Asking(self._number, asked, now_ns() / 1e9, self._work_ns / 1e9)
+        self._asked[asked.token] = _Asking(
+            self._number, asked, now_ns() / 1e9, self._work_ns / 1e9, file
+        )
         page = self._page
         if page is not None:
             with contextlib.suppress(ValueError):
@@ -258,6 +263,7 @@ class Journal:
             at_s=now_ns() / 1e9,
             token=asked.token,
             work_s=found.work_s,
+            file=self._seen_from_here(found.file),
             step_s=self._clock.step_s or self._step_s,
         )
         line = _priced(line, stats, None)
@@ -324,6 +330,13 @@ class Journal:
     def _path(self) -> str:
         assert self._directory is not None
         return lines_path(self._directory, self._model)
+
+    def _seen_from_here(self, file: str | None) -> str:
+        if file is None or self._directory is None:
+            return ""
+        seen = os.path.relpath(file, self._directory)
+        data = seen.encode("utf-8", "replace")
+        return seen if data == os.fsencode(seen) and len(data) <= FILE_MAX else ""
 
     def _settled(self) -> Iterator[Line]:
         """The newest version's line again, if more is known of what it cost; and what waits."""
@@ -422,7 +435,12 @@ class Journal:
         except (OSError, PortusError) as error:
             if not self._said:
                 self._said = True
-                _log.warning("portus: cannot write the journal of %s: %s", self._model, error)
+                _log.warning(
+                    "portus: cannot write the journal of %s (saves go on; portus report lacks them "
+                    "until it can be written): %s",
+                    self._model,
+                    error,
+                )
 
 
 _open: tuple[Journal, ...] = ()

@@ -32,10 +32,10 @@ class Ledger:
         if self.journal is not None:
             self.journal.on_first_step(_asks(weakref.ref(self._pool)))
 
-    def asked(self, token: bytes, step: int) -> None:
-        """A save was asked for, and begins."""
+    def asked(self, token: bytes, step: int, file: str | None = None) -> None:
+        """A save was asked for, and begins. ``file``: where its reference is to be."""
         if self.journal is not None:
-            self.journal.asked(token, step)
+            self.journal.asked(token, step, file)
 
     def failed(self, save: Save | RefusedSave, step: int) -> None:
         """A save was not committed."""

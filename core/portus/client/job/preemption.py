@@ -128,7 +128,8 @@ class Preemption:
         """Hear this signal too."""
         if threading.current_thread() is not threading.main_thread():
             _log.warning(
-                "Portus: %s is not handled, because handlers can be set in the main thread only",
+                "Portus: %s is not handled, because handlers can be set in the main thread only: "
+                "start the training there",
                 number.name,
             )
         elif number not in self._before:

@@ -8,10 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from portus.client.fence.snapshot import name_of
 from portus.client.job.settings import OnError
 from portus.errors import AbandonedError, PortusError
-from portus.spec import TensorSpec
 
 _log: Final = logging.getLogger("portus")
 
@@ -85,15 +83,17 @@ class Reports:
             self._given_up = None
             raise given_up
 
-    def inexact(self, step: int, tensors: Sequence[TensorSpec], changed: Sequence[int]) -> None:
-        """Warn, once, that another process wrote these storages while they were copied."""
+    def inexact(self, step: int, name: Callable[[int], str], changed: Sequence[int]) -> None:
+        """Warn, once, that another process wrote these storages while they were copied. name: of
+        each."""
         if not self._said_inexact:
             self._said_inexact = True
             _log.warning(
                 "portus: step %d: another process wrote to %s%s while it was copied. The "
                 "copied bytes are saved, and the version is marked inexact. This warning is "
-                "given once; SaveStats.inexact_bytes reports it for each save",
+                "given once; SaveStats.inexact_bytes reports it for each save. Have that process "
+                "write at other times",
                 step,
-                name_of(tensors, changed[0]),
+                name(changed[0]),
                 f" and {len(changed) - 1} more" if len(changed) > 1 else "",
             )

@@ -105,13 +105,11 @@ class _Matcher:
         self._seen[name] = None
         return bool(found)
 
-    def complain(self, info: VersionInfo) -> None:
+    def complain(self, where: str) -> None:
         """Raise ``UsageError`` if a pattern matched nothing of what was asked about so far."""
         for pattern in self._patterns:
             if pattern in self._unmet:
-                raise UsageError(
-                    f"{_where(info)}: no key path matches {pattern!r}; {self._near(pattern)}"
-                )
+                raise UsageError(f"{where}: no key path matches {pattern!r}; {self._near(pattern)}")
 
     def _near(self, pattern: str) -> str:
         """What may have been meant: paths, and what they lie below, as deep as the pattern."""
@@ -194,7 +192,7 @@ def load(
     keep = matcher(names)
     state = _load(pool, entry, keep, verify)
     if keep is not None:
-        keep.complain(entry.info)
+        keep.complain(named(entry.info))
     note_loaded(entry.info)
     return state
 
@@ -228,7 +226,7 @@ class Outline:
 
     def name(self, index: int) -> str:
         """What errors call a storage."""
-        return f"{_where(self.record.info)}: {_names(self.tensors, index)}"
+        return f"{named(self.record.info)}: {_names(self.tensors, index)}"
 
 
 @contextlib.contextmanager
@@ -381,7 +379,7 @@ def restore_into(
         _check(opened, wanted[wanted >= 0])
         leaves = _leaves(opened, pairs.arrays, apart, keep)
         if asked is not None:
-            asked.complain(current.info)
+            asked.complain(named(current.info))
         _check_shared(opened, pairs.found)
         _fill(opened, pairs.found)
     Merge(complete=complete).merged(state, leaves)
@@ -401,7 +399,7 @@ def _check_shared(opened: _Opened, pairs: list[tuple[TensorSpec, torch.Tensor]])
         one, other = found
         what = f"{one} and {other} share" if one != other else f"elements of {one} share"
         raise UsageError(
-            f"{_where(opened.record.info)} does not fit the state, which is untouched: {what} "
+            f"{named(opened.record.info)} does not fit the state, which is untouched: {what} "
             "memory in the state, and the version has different values for them; restore into "
             "tensors of their own, such as clone() makes, and tie them afterwards"
         )
@@ -462,7 +460,7 @@ class _Pairs:
             self.found.append((spec, _shown(target, flat.storages[target.storage])))
         names = [spec.name for spec in flat.tensors if here.get(spec.name) not in both]
         self.missing = [name for name in names if name not in seen and (keep is None or keep(name))]
-        self._where = _where(opened.record.info)
+        self._where = named(opened.record.info)
 
     def refuse_elsewhere(self, keep: Callable[[str], bool] | None, rename: Rename) -> None:
         """Raise ``UsageError`` if what is asked for, or its place in the state, is a table in
@@ -558,7 +556,7 @@ def _assembled(
     try:
         return unflatten(opened.tree, opened.tensors, storages, keep, stand_ins=stand_ins)
     except CorruptionError as error:
-        raise CorruptionError(f"{_where(opened.record.info)}: {error}") from error
+        raise CorruptionError(f"{named(opened.record.info)}: {error}") from error
 
 
 def _within(part: str | None) -> Callable[[str], bool] | None:
@@ -572,7 +570,7 @@ def _part(state: object, info: VersionInfo, part: str | None) -> object:
     if part is None:
         return state
     if not isinstance(state, dict) or part not in state:
-        raise CorruptionError(f"{_where(info)}: its state has no part {part!r}")
+        raise CorruptionError(f"{named(info)}: its state has no part {part!r}")
     return state[part]
 
 
@@ -660,7 +658,7 @@ def _units_in_place(opened: _Opened, index: int) -> Iterator[memoryview]:
     try:
         yield from opened.in_place.units(index)
     except CorruptionError as error:
-        where = f"{_where(opened.record.info)}: {_names(opened.tensors, index)}"
+        where = f"{named(opened.record.info)}: {_names(opened.tensors, index)}"
         raise CorruptionError(f"{where}: {error}") from error
 
 
@@ -674,7 +672,7 @@ def _compare(opened: _Opened, wanted: Column, found: Digests, expected: Digests)
     offset = int(bad[0] - (np.cumsum(units) - units)[position]) * UNIT
     index = int(wanted[position])
     raise CorruptionError(
-        f"{_where(opened.record.info)}: {_names(opened.tensors, index)} is damaged within 16 MiB "
+        f"{named(opened.record.info)}: {_names(opened.tensors, index)} is damaged within 16 MiB "
         f"from byte {offset} of its storage: expected digest {expected[bad[0]].tobytes().hex()}, "
         f"found {found[bad[0]].tobytes().hex()}"
     )
@@ -788,5 +786,6 @@ def _names(tensors: Sequence[TensorSpec], index: int) -> str:
     return " = ".join(spec.name for spec in tensors if spec.storage == index) or "an array"
 
 
-def _where(info: VersionInfo) -> str:
+def named(info: VersionInfo) -> str:
+    """What errors call a version."""
     return f"model {info.model!r}, step {info.step} (version {info.id})"

@@ -27,7 +27,6 @@ from portus.journal.account import Account, account
 from portus.journal.lines import Decided, Head, Saved, encoded
 from portus.media import local
 from portus.media.file import FileSystemTraits
-from portus.media.process import Descriptor
 from tests.moments import at
 
 
@@ -291,13 +290,13 @@ def test_where_no_page_can_be_mapped_it_lies_in_memory(
 ) -> None:
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("there is no file system in memory at /dev/shm")
-    real = local._file_system
+    real = local.file_system_of
 
-    def as_over_a_network(descriptor: Descriptor) -> tuple[FileSystemTraits, bool]:
-        found, in_place = real(descriptor)
-        return found, in_place and descriptor.path.startswith("/dev/shm")
+    def as_over_a_network(number: int, path: str) -> tuple[FileSystemTraits, bool]:
+        found, in_place = real(number, path)
+        return found, in_place and path.startswith("/dev/shm")
 
-    monkeypatch.setattr(local, "_file_system", as_over_a_network)
+    monkeypatch.setattr(local, "file_system_of", as_over_a_network)
     training = Training(tmp_path)
     training.go(4)
     (path,) = journals_in(str(folder(tmp_path)))

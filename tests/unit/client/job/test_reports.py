@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
+from portus.client.fence.snapshot import name_of
 from portus.client.job.reports import Reports
 from portus.errors import AbandonedError, MediumError, PortusError
 from portus.pipeline.handle import RefusedSave, SaveStats
@@ -129,8 +131,8 @@ def test_of_writes_by_another_process_a_run_is_warned_once(
     ]
     reports = Reports("warn")
     with caplog.at_level(logging.WARNING, "portus"):
-        reports.inexact(3, specs, [1, 0])
-        reports.inexact(4, specs, [0])
+        reports.inexact(3, partial(name_of, specs), [1, 0])
+        reports.inexact(4, partial(name_of, specs), [0])
     assert len(caplog.records) == 1
     assert "step 3" in caplog.text
     assert "model.b" in caplog.text

@@ -1,0 +1,1 @@
+"""Saves to paths, and loads from them: real files."""

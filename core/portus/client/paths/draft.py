@@ -1,0 +1,103 @@
+"""``FileDraft``: one save into the file of an image, which is published at the commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.directory.publisher import UnpublishedFile
+from portus.media.process import Descriptor
+from portus.pipeline.draft import Labels
+from portus.pipeline.plan import Before, Column, Feed
+from portus.spec import VersionInfo
+from portus.transport.base import Digests, Stop
+from portus.writer.image_file import ImageFile
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedFile:
+    """A file that was published. ``info.model`` is its path; ``info.id`` is 0."""
+
+    info: VersionInfo
+
+
+class FileDraft:
+    """See ``pipeline.draft.Draft``. Publishes ``draft`` or abandons it, and closes ``file``.
+
+    turn: entered while the file gets its name. Raises what forbids that.
+    """
+
+    def __init__(
+        self,
+        draft: UnpublishedFile[Descriptor],
+        file: ImageFile,
+        size: int,
+        turn: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """size: bytes of all storages."""
+        self._size: Final = size
+        self._draft: Final = draft
+        self._file: Final = file
+        self._turn: Final = turn
+
+    @property
+    def name(self) -> str:
+        return self._draft.path
+
+    @property
+    def bounced_bytes(self) -> int:
+        """None: nothing goes through a socket."""
+        return 0
+
+    def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
+        return self._file.copy(indices, address, stop)
+
+    def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
+        return np.concatenate(
+            [
+                self._file.copy_units(index, _units(feed), stop)
+                for index, feed in zip(indices.tolist(), feeds, strict=True)
+            ]
+        )
+
+    def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
+        """False: two files share no bytes."""
+        return False
+
+    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        return self._file.stored(storage, offset, length)
+
+    def commit(
+        self, labels: Labels, before: Before | None, retire: Collection[int]
+    ) -> CommittedFile:
+        self._file.finish()
+        self._draft.publish(self._turn())
+        return CommittedFile(
+            VersionInfo(
+                model=labels.model,
+                id=0,
+                commit=0,
+                step=labels.step,
+                token=labels.token,
+                time_ns=time.time_ns(),
+                size=self._size,
+                inexact=labels.inexact,
+                metrics=labels.metrics,
+            )
+        )
+
+    def release(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._draft.abandon)
+            self._file.close()
+
+
+def _units(feed: Feed) -> Iterator[tuple[int, int]]:
+    with feed.units() as units:
+        yield from units

@@ -1,0 +1,136 @@
+"""``portus.save`` and ``portus.load``: real files, by their paths."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+from typing import Any, Final
+
+from portus.client.files.pending import PENDING
+from portus.client.job.settings import Settings
+from portus.client.loading import mirrored
+from portus.client.loading.restore import Patterns
+from portus.client.loading.torch_file import load_file
+from portus.client.paths.saver import FileSaver, recover
+from portus.directory.folder import FOLDER
+from portus.directory.waiting import wait_for_drafts
+from portus.errors import MediumError, PortusError, UsageError
+from portus.mirror.address import is_store
+from portus.pipeline.handle import SaveHandle
+
+_log: Final = logging.getLogger("portus")
+
+BLOCKING: Final = "PORTUS_BLOCKING"
+"""A variable; set to something other than 0, it makes each ``save`` return when the file is there.
+"""
+
+_SHARE: Final = 4
+"""One in so many bytes of the machine's memory may be staged."""
+
+
+def save(obj: object, path: str | os.PathLike[str], *, wait: bool = False) -> SaveHandle:
+    """Save ``obj`` to ``path`` in the background, as ``torch.save`` would, and return at once.
+
+    Everything that ``torch.save`` accepts is accepted, and the file is the one that it writes, with
+    a record of digests besides. It appears at ``path`` when it is whole and durable; until then
+    there is what was there before. Tensors stay the caller's. Those that only an optimizer's step
+    writes are copied after this returns, and that step waits for the copy; all others are copied
+    before. Saves become visible in the order of the calls.
+
+    path: of a file in an existing directory. Links are followed; the mode of a file that is there
+        is kept. While the save is in flight, Python code of this process that lists, opens, copies
+        or removes the file waits for it; so do ``portus.load`` in any process, and subprocesses.
+    wait: return when the file is there; raise what kept it from there. ``$PORTUS_BLOCKING=1``
+        makes that the default of a process.
+
+    Returns a handle: ``handle.wait()`` blocks until the file is durable, and raises the error of a
+    save that failed. A failure that nobody waited for is logged by the next call, or raised while
+    no save of this process has succeeded.
+
+    Raises ``UsageError`` for what cannot be pickled or written, with its place in ``obj``, and
+    ``MediumError`` if the file cannot be begun. At the exit of the process saves in flight are
+    finished. In a signal handler that interrupted a call of Portus the file is written at once.
+    """
+    handle = _saver().save(obj, path)
+    if wait or os.environ.get(BLOCKING, "0") not in ("", "0"):
+        handle.wait()
+    return handle
+
+
+def load(path: str | os.PathLike[str], names: Patterns = None, **settings: Any) -> Any:
+    """Load what is at ``path``, verified, and return it.
+
+    As ``torch.load``, with its rules, and each byte is compared with the digests in the file. A
+    file of stock ``torch.save`` loads too, unverified. Waits for a save to ``path`` that is in
+    flight, in this process or another.
+
+    path: of a file; or the address of a version in a mirror: ``s3://bucket/prefix/model@step``, or
+        without ``@step`` for the newest version; also ``gs://``, ``az://``, ``file:///``. If the
+        mirror is sealed with a key, set ``$PORTUS_MIRROR_KEY``.
+    names: shell patterns of key paths (``"model.*"``): read only that part of the state.
+    settings: those of ``torch.load``: ``map_location``, ``weights_only``, ``mmap`` and others.
+
+    Raises ``CorruptionError``, which names the tensor and its place in the file; ``UsageError`` if
+    nothing matches a pattern; ``MediumError``; ``TransportError`` if a store does not answer; and
+    what ``torch.load`` raises.
+    """
+    if isinstance(path, str) and is_store(path):
+        return mirrored.load(path, names)
+    where = os.path.realpath(os.fspath(path))
+    PENDING.wait_for(where)
+    with PENDING.exempt():
+        wait_for_drafts(where)
+        if not os.path.lexists(where):
+            _recover(os.path.dirname(where))
+        return load_file(where, names, **settings)
+
+
+_making = threading.RLock()
+_savers: Final[list[FileSaver]] = []
+"""The one of this process, once it saved."""
+
+
+def _saver() -> FileSaver:
+    if sys.platform != "linux":
+        raise UsageError(
+            f"portus.save: files are written on Linux only; on {sys.platform} use torch.save"
+        )
+    if not _savers:
+        with _making:
+            if not _savers:
+                memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+                _savers.append(FileSaver(memory // _SHARE, Settings()))
+                atexit.register(_finish)
+    return _savers[0]
+
+
+def _recover(directory: str) -> None:
+    """Put back what a process that was killed had removed too early, if there was one."""
+    if os.path.isdir(os.path.join(directory, FOLDER)):
+        with contextlib.suppress(MediumError):  # it cannot be put back; what is missing is told
+            recover(directory)
+
+
+def _finish() -> None:
+    """At the exit: finish what is in flight."""
+    while _savers:
+        try:
+            with PENDING.exempt():
+                _savers.pop().close()
+        except PortusError as error:
+            _log.error("portus: a save failed: %s", error)
+
+
+def _forget_in_child() -> None:
+    """The saves in flight are those of the parent, and so is whoever holds the lock."""
+    global _making
+    _making = threading.RLock()
+    _savers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

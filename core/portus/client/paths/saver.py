@@ -1,0 +1,313 @@
+"""``FileSaver``: the saves of this process to paths, one after another, in order of the calls."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from portus.client.fence.device import feeds_of
+from portus.client.fence.fence import Fence
+from portus.client.fence.snapshot import Suspects, copy_order
+from portus.client.files import order
+from portus.client.files.pending import PENDING, Ticket
+from portus.client.job.reports import Reports
+from portus.client.job.settings import Settings
+from portus.client.leaving import nested
+from portus.client.loading.torch_file import is_whole
+from portus.client.paths.draft import FileDraft
+from portus.client.state.pickling import PickledState, path_in, pickle_state
+from portus.directory.publisher import Publisher
+from portus.directory.system import Linux, System
+from portus.errors import (
+    AbandonedError,
+    MediumError,
+    PortusError,
+    TransportError,
+    UsageError,
+    printable,
+)
+from portus.media import calls
+from portus.media.process import Descriptor
+from portus.pipeline.audit import Auditor
+from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
+from portus.pipeline.plan import Snapshot
+from portus.pipeline.queue import Queue, Turn
+from portus.pipeline.run import Policy, Save
+from portus.writer.image_file import ImageFile
+from portus.writer.ring import StagingRing
+
+_WRONG_PATH: Final = frozenset(
+    {
+        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
+        *(errno.ENAMETOOLONG, errno.ELOOP),
+    }
+)
+"""What a call is told at once, since another path is what helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileTarget:
+    """A path as the caller said it, and where that leads."""
+
+    said: str
+    real: str
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> FileTarget:
+        """Links are followed. Raises ``UsageError`` for what no file can be put at."""
+        said = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+        if not isinstance(said, str) or not said or "\0" in said:
+            raise UsageError(
+                f"path: expected the path of a file, as text, found {path!r:.200}. torch.save "
+                "writes to file objects"
+            )
+        real = os.path.realpath(said)
+        directory = os.path.dirname(real)
+        if not os.path.isdir(directory):
+            raise UsageError(
+                f"{printable(said)}: there is no directory {printable(directory)}; create it first"
+            )
+        try:
+            mode = os.stat(real).st_mode
+        except OSError:
+            return cls(said, real)  # nothing is there; what else is wrong shows where it is opened
+        if not stat.S_ISREG(mode):
+            kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+            raise UsageError(
+                f"{printable(said)}: expected the path of a file to write, found {kind}; name "
+                "another path"
+            )
+        return cls(said, real)
+
+
+class FileSaver:
+    """Saves of this process to paths. Threads may share it; a forked child makes its own.
+
+    staging: bytes of saves that may be unfinished before a call waits, and of the buffers that
+        they share.
+    """
+
+    def __init__(self, staging: int, settings: Settings) -> None:
+        self._queue: Final = Queue("portus-files", staging)
+        self._fence: Final = Fence(settings.fence_timeout)
+        self._fence_timeout: Final = settings.fence_timeout
+        self._suspects: Final = Suspects()
+        self._auditor: Final = Auditor(settings.guard)
+        self._reports: Final = Reports(settings.on_error)
+        self._publisher: Final = Publisher(Linux(), _is_whole)
+        self._ring: Final = StagingRing(staging)
+        self._is_synchronous: Final = settings.snapshot == "sync"
+
+    def _save_nested(
+        self, state: object, path: str | os.PathLike[str], step: int = 0
+    ) -> SaveHandle:
+        target = FileTarget.of(path)
+        return SaveHandle(nested.WrittenSave(target.said, step, state, {target.real: None}))
+
+    @calls.entry_or(_save_nested)
+    def save(self, state: object, path: str | os.PathLike[str], step: int = 0) -> SaveHandle:
+        """Begin to save ``state`` to ``path``. See ``portus.save``."""
+        start = time.perf_counter()
+        self._reports.tell(self._first_may_commit, is_save=True, is_heard_of=False)
+        target, pickled = FileTarget.of(path), pickle_state(state)
+        turn = Turn(int(pickled.lengths.sum()))
+        if not self._queue.admit(turn, self._fence_timeout):
+            waited_s = time.perf_counter() - start
+            return self._refuse(_too_late(target, waited_s), waited_s)
+        job = None
+        try:
+            with PENDING.exempt():
+                job = self._begin(target, pickled, step)
+                job.save.asked_at(start)
+                if job.save.over:
+                    self._queue.dismiss(turn)
+                    job.end()
+                else:
+                    self._queue.put(job, turn)
+        except BaseException as error:  # Ctrl-C too: what nobody runs, nobody may wait for
+            if self._queue.dismiss(turn) and job is not None:
+                job.fail(error)
+            if isinstance(error, MediumError) and self._goes_on_after(error):
+                return self._refuse(error, time.perf_counter() - start)
+            raise
+        job.save.stats.call_s = time.perf_counter() - start
+        return SaveHandle(job.save)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all saves so far are over; False if time ran out. Failures are reported."""
+        over = self._queue.catch_up(timeout_s)
+        self._reports.tell(self._first_may_commit, is_save=False, is_heard_of=False)
+        return over
+
+    def close(self) -> None:
+        """Finish the saves in flight, and remove what is hidden. Failures that nobody heard of are
+        reported."""
+        self._queue.close()
+        self._fence.close()
+        self._publisher.close()
+        self._ring.close()
+        self._reports.tell(self._first_may_commit, is_save=False, is_heard_of=False)
+
+    def _goes_on_after(self, error: MediumError) -> bool:
+        """True if a save that could not be begun is told as one that failed later is: a training
+        that has saved before does not end because its disk failed once."""
+        return self._reports.has_committed and error.errno not in _WRONG_PATH
+
+    def _refuse(self, error: PortusError, waited_s: float) -> SaveHandle:
+        refused = RefusedSave(error, SaveStats(call_s=waited_s, queue_s=waited_s))
+        self._reports.failed(refused)
+        return SaveHandle(refused)
+
+    def _first_may_commit(self) -> None:
+        if not self._queue.on_worker():
+            self._queue.catch_up(self._fence_timeout)
+
+    def _begin(self, target: FileTarget, pickled: PickledState, step: int) -> FileJob:
+        """Open the draft, and copy what may not wait. Raises what opening raises."""
+        asked, image = order.asked(), pickled.image(target.said)
+        snapshot = self._snapshot(target, pickled, step)
+        unpublished = self._publisher.begin(target.real)
+        try:
+            file = ImageFile(
+                unpublished.file.number,
+                unpublished.path,
+                image,
+                is_spare=unpublished.is_spare,
+                ring=self._ring,
+            )
+            name = partial(path_in, pickled.pickle)
+            draft = FileDraft(
+                unpublished, file, int(image.length.sum()), partial(_unless_newer, target, asked)
+            )
+            policy = Policy(
+                describe=name,
+                audit=self._auditor.begin,
+                guilty=self._suspects.accuse,
+                changed=lambda indices: self._reports.inexact(step, name, indices),
+            )
+            save = Save(snapshot, draft, _nothing_before, policy)
+        except BaseException:
+            self._publisher.abandon(unpublished)
+            raise
+        job = FileJob(save, PENDING.add(target.real, save.join), self._after)
+        try:
+            save.copy_now()
+            self._fence.guard(save)
+        except (MediumError, TransportError) as error:  # it is on the handle
+            save.fail(error)
+        except BaseException as error:
+            job.fail(error)
+            raise
+        return job
+
+    def _snapshot(self, target: FileTarget, pickled: PickledState, step: int) -> Snapshot:
+        storages = tuple(pickled.storages)
+        feeds, copies = feeds_of(storages, None)
+        suspects = None if self._is_synchronous else self._suspects.turn()
+        planned = copy_order(storages, copies, feeds, suspects)
+        return Snapshot(
+            model=target.said,
+            step=step,
+            token=os.urandom(16),
+            tree=b"",
+            layout=b"",
+            address=planned.address,
+            length=planned.length,
+            late=planned.late,
+            steady=np.zeros(len(storages), np.bool_),
+            guarded=planned.guarded,
+            feeds=feeds,
+            changes=pickled.changes,
+            alive=(storages, feeds),
+            owners=storages,
+            exposed=planned.exposed,
+        )
+
+    # On the worker.
+
+    def _after(self, save: Save) -> None:
+        if save.error is None:
+            self._reports.committed()
+            self._auditor.use_huge_pages(lambda: not self._queue.has_more())
+            return
+        self._reports.failed(save)
+        if isinstance(save.error, MediumError) and save.error.errno == errno.ENOSPC:
+            self._publisher.drop_spare()
+
+
+def recover(directory: str) -> None:
+    """Put back what a process that was killed had removed from ``directory`` before the file that
+    was to replace it was there. Raises ``MediumError``."""
+    files = Publisher(Linux(), _is_whole)
+    try:
+        files.recover(directory)
+    finally:
+        files.close()
+
+
+class FileJob:
+    """One save in the queue of its ``FileSaver``. ``ticket``: of its path among the pending ones.
+
+    after: called on the worker, after the save is over.
+    """
+
+    def __init__(self, save: Save, ticket: Ticket, after: Callable[[Save], None]) -> None:
+        self.save: Final = save
+        self._ticket: Final = ticket
+        self._after: Final = after
+
+    def run(self) -> None:
+        with PENDING.exempt():
+            self.save.run()
+            time.sleep(0)  # whoever waited for it goes on first
+            self.end()
+
+    def end(self) -> None:
+        """The save is over."""
+        PENDING.remove(self._ticket)
+        self._after(self.save)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.save.over:
+            self.save.fail(error)
+            self.end()
+
+    def hurry(self) -> None:
+        self.save.hurry()
+
+
+@contextlib.contextmanager
+def _unless_newer(target: FileTarget, asked: int) -> Iterator[None]:
+    """Held while a file gets its name. Raises ``AbandonedError`` if a signal handler wrote a newer
+    one there."""
+    with order.turn:
+        if order.is_newer(target.real, asked):
+            raise AbandonedError(
+                f"{printable(target.said)}: save given up: a signal handler wrote this file after "
+                "the save was called, so what is there is newer"
+            )
+        yield
+
+
+def _too_late(target: FileTarget, waited_s: float) -> AbandonedError:
+    return AbandonedError(
+        f"{printable(target.said)}: save given up: earlier saves were not finished after "
+        f"{waited_s:.1f} s. Save less often, or check the disk"
+    )
+
+
+def _nothing_before() -> None:
+    """Files share nothing."""
+
+
+def _is_whole(system: System[Descriptor], file: Descriptor, name: str) -> bool:
+    return is_whole(file.number, name)

@@ -1,0 +1,114 @@
+"""Which keys lead to each storage, read from a pickle of torch without running any of it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from typing import Any, Final, NamedTuple
+
+
+class _Made:
+    """Stands for whatever a pickle makes: keeps what it was made of."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> _Made:
+        made = super().__new__(cls)
+        made.parts = [*args, *kwargs.values()]
+        return made
+
+    parts: list[Any]
+
+    def __setstate__(self, state: object) -> None:
+        self.parts.append(state)
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.parts.append({key: value})
+
+    def append(self, value: object) -> None:
+        self.parts.append(value)
+
+    def extend(self, values: list[Any]) -> None:
+        self.parts.extend(values)
+
+    def add(self, value: object) -> None:
+        self.parts.append(value)
+
+
+_PLAIN: Final = frozenset({"_rebuild_tensor_v2", "_rebuild_parameter"})
+"""What rebuilds ordinary tensors."""
+
+
+class _Storage:
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        return type(name, (_Made,), {})
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _Storage(str(pid[2]))
+
+
+class StoragePlace(NamedTuple):
+    """Keys that lead to a storage. ``is_plain``: through an ordinary tensor, of which the bytes of
+    a storage are all that loading it needs."""
+
+    keys: tuple[Any, ...]
+    storage: str
+    is_plain: bool
+
+    @property
+    def subscript(self) -> str:
+        """As in Python: ``['model']['layer.weight']``."""
+        return "".join(f"[{key!r}]" for key in self.keys) or "the state itself"
+
+    @property
+    def dotted(self) -> str:
+        """As patterns have it: ``model.layer.weight``."""
+        return ".".join(map(str, self.keys))
+
+
+def storage_places(data: bytes) -> list[StoragePlace]:
+    """All places at which storages are, in order.
+
+    ``data`` is a pickle of torch that was verified. What cannot be followed has no place.
+    """
+    found: list[StoragePlace] = []
+    try:
+        state = _Unpickler(io.BytesIO(data)).load()
+    except Exception:
+        return found  # a message with the number of a storage is better than none
+    seen: set[int] = set()
+    waiting: list[tuple[Any, tuple[Any, ...], bool]] = [(state, (), True)]
+    while waiting:
+        value, keys, is_plain = waiting.pop()
+        if isinstance(value, _Storage):
+            found.append(StoragePlace(keys, value.key, is_plain))
+            continue
+        if id(value) in seen:
+            continue
+        children: list[tuple[Any, tuple[Any, ...], bool]] = []
+        if isinstance(value, dict):
+            pairs = [(key, each) for key, each in value.items() if _plain(key)]
+            children = [(each, (*keys, key), is_plain) for key, each in pairs]
+        elif isinstance(value, (list, tuple)):
+            children = [(each, (*keys, index), is_plain) for index, each in enumerate(value)]
+        elif isinstance(value, _Made):
+            is_plain = is_plain and type(value).__name__ in _PLAIN
+            children = [
+                (each, keys, is_plain)
+                for part in value.parts
+                for each in (part if isinstance(part, (list, tuple)) else (part,))
+            ]
+        if children and type(value).__name__ not in _PLAIN:  # a tensor may be at two places
+            seen.add(id(value))
+        waiting += reversed(children)
+    return found
+
+
+def _plain(key: object) -> bool:
+    return isinstance(key, (str, int, float, bytes, tuple))

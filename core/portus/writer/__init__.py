@@ -1,0 +1,1 @@
+"""Images, written to files: copied and hashed in one pass, through memory or past it."""

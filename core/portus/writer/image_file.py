@@ -1,0 +1,201 @@
+"""``ImageFile``: the file of an image while it is written.
+
+Each byte of a storage is loaded once, and copied, hashed and summed in one pass. There are two
+ways to the medium (``cached``, ``staged``); which one depends on the file system, and on whether
+the space is fresh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.errors import MediumError
+from portus.format.checksum import UNIT
+from portus.image.image import Image, Literal
+from portus.media import linux
+from portus.media.file import advice
+from portus.media.local import file_system_of
+from portus.transport.base import Column, Crcs, Digests, Sources, Stop, cut, unit_counts
+from portus.transport.local import best_engine
+from portus.writer import crc
+from portus.writer.cached import CachedWay
+from portus.writer.ring import StagingRing
+from portus.writer.staged import StagedWay, set_direct
+
+
+class ImageFile:
+    """See the module. One thread at a time; ``close`` by any.
+
+    Nothing is allocated before the first call. All raise ``MediumError`` with the path and what to
+    do, and a write that failed is told by a later call, ``finish`` at the latest.
+    """
+
+    def __init__(
+        self, fd: int, path: str, image: Image, *, is_spare: bool, ring: StagingRing
+    ) -> None:
+        """fd: of an open file, readable and writable, the caller's. path: for messages. is_spare:
+        the file has old bytes, and blocks."""
+        self._fd: Final = fd
+        self._path: Final = path
+        self._image: Final = image
+        self._is_spare: Final = is_spare
+        self._ring: Final = ring
+        self._way: CachedWay | StagedWay | None = None
+        units = unit_counts(image.length)
+        self._first: Final = np.cumsum(units) - units
+        self._units: Final = units
+        self._digests: Final = np.zeros((int(units.sum()), 16), np.uint8)
+        self._crcs: Final = np.zeros(int(units.sum()), np.uint32)
+
+    def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
+        """Copy storages from their addresses; the digests of what was stored. Returns when the
+        sources are not needed any more. Raises ``StoppedError``."""
+        with self._translated():
+            way = self._opened()
+            length, offset = self._image.length[indices], self._image.offset[indices]
+            count = self._units[indices]
+            owner = np.repeat(np.arange(len(indices)), count)
+            rank = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
+            begin = offset[owner] + rank * UNIT
+            size = np.minimum(UNIT, length[owner] - rank * UNIT)
+            filled = size > 0
+            places, lengths = way.cut(begin[filled], size[filled])
+            segments, digests = cut(
+                Sources(
+                    address=np.ascontiguousarray(address, np.int64),
+                    length=np.ascontiguousarray(length, np.int64),
+                    extent_offset=places,
+                    extent_length=lengths,
+                )
+            )
+            crcs = np.zeros(len(digests), np.uint32)
+            way.move(best_engine(), segments, digests, crcs, stop)
+            self._note(indices, digests, crcs)
+            return digests
+
+    def copy_units(self, index: int, units: Iterable[tuple[int, int]], stop: Stop) -> Digests:
+        """Copy a storage that comes as the addresses and lengths of its units, each valid until
+        the next one is asked for."""
+        with self._translated():
+            way = self._opened()
+            offset, digests, crcs = int(self._image.offset[index]), [], []
+            for address, length in units:
+                start = np.array([offset], np.int64)
+                places, lengths = way.cut(start, np.array([length], np.int64))
+                segments, digest = cut(
+                    Sources(
+                        address=np.array([address], np.int64),
+                        length=np.array([length], np.int64),
+                        extent_offset=places,
+                        extent_length=lengths,
+                    )
+                )
+                summed = np.zeros(len(digest), np.uint32)
+                way.move(best_engine(), segments, digest, summed, stop)
+                digests.append(digest)
+                crcs.append(summed)
+                offset += length
+            found = np.concatenate(digests)
+            self._note(np.array([index]), found, np.concatenate(crcs))
+            return found
+
+    def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        """Short pieces of what was stored, end to end; None if they are out of sight."""
+        with self._translated():
+            at = self._image.offset[storage] + offset
+            return self._opened().bytes_at(storage, at, offset, length)
+
+    def finish(self) -> None:
+        """Write the rest of the image; return when all of it is on the medium."""
+        ends = self._first + self._units
+        crcs = [
+            crc.joined(zip(self._crcs[first:end].tolist(), _unit_lengths(length), strict=True))
+            for first, end, length in zip(
+                self._first.tolist(), ends.tolist(), self._image.length.tolist(), strict=True
+            )
+        ]
+        tail = self._image.tail(self._digests, np.array(crcs, np.uint32))
+        with self._translated():
+            way = self._opened()
+            for literal in [*self._image.literals, *tail, *self._zeros(tail)]:
+                way.put(literal)
+            way.finish()
+
+    def close(self) -> None:
+        """Give back what it has of the ring, and of addresses; the file stays open. Returns when
+        no write is in flight. A second call does nothing."""
+        way, self._way = self._way, None
+        if way is not None:
+            way.close()
+
+    def _note(self, indices: Column, digests: Digests, crcs: Crcs) -> None:
+        count = self._units[indices]
+        row = np.repeat(self._first[indices], count) + (
+            np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        )
+        self._digests[row] = digests
+        self._crcs[row] = crcs
+
+    def _opened(self) -> CachedWay | StagedWay:
+        if self._way is None:
+            self._way = self._chosen()
+        return self._way
+
+    def _chosen(self) -> CachedWay | StagedWay:
+        """The way for this file."""
+        traits, _ = file_system_of(self._fd, self._path)
+        if not self._is_spare:
+            self._allocate()
+            if not traits.volatile and set_direct(self._fd, on=True):
+                return StagedWay(self._fd, self._image, self._ring)
+        return CachedWay(self._fd, self._image, volatile=traits.volatile)
+
+    def _allocate(self) -> None:
+        """Have its blocks now: a disk that is full is told before anything is copied."""
+        try:
+            linux.allocate(self._fd, 0, self._image.size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+
+    def _zeros(self, tail: Iterable[Literal]) -> Iterator[Literal]:
+        """What nothing covers, where a spare has old bytes."""
+        if not self._is_spare:
+            return
+        image = self._image
+        begins = [image.offset, np.array([x.offset for x in [*image.literals, *tail]], np.int64)]
+        ends = [
+            image.offset + image.length,
+            np.array([x.end for x in [*image.literals, *tail]], np.int64),
+        ]
+        begin, end = np.concatenate(begins), np.concatenate(ends)
+        order = np.argsort(begin, kind="stable")
+        reached = 0
+        for start, stop in zip(begin[order].tolist(), end[order].tolist(), strict=True):
+            if start > reached:
+                yield Literal(reached, bytes(start - reached))
+            reached = max(reached, stop)
+        if reached < image.size:
+            yield Literal(reached, bytes(image.size - reached))
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, MediumError):
+                raise
+            raise MediumError(
+                error.errno,
+                f"{self._path}: cannot be written: {error.strerror or error}; {advice(error)}",
+            ) from error
+
+
+def _unit_lengths(length: int) -> list[int]:
+    return [min(UNIT, length - begin) for begin in range(0, max(1, length), UNIT)]

@@ -1,0 +1,130 @@
+"""Rows about files of images: until the sources are free, and until the file is durable."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from portus.client.state.pickling import pickle_state
+from portus.transport.base import Stop
+from portus.writer.image_file import ImageFile
+from portus.writer.ring import StagingRing
+from tests.bench.measure import Row, Run, timed
+from tests.bench.saving import MIB, memcpy_of, torch_save_of
+from tests.bench.states import tensors
+
+_COUNT = 64
+
+
+def writer_rows(memory: Path, disk: Path, rounds: int) -> Iterator[Row]:
+    """A spare and a fresh file on a disk, and a spare on tmpfs."""
+    for size in (288 * MIB, 1024 * MIB):
+        yield from _disk_rows(disk, tensors(_COUNT, size), f"{size // MIB} MiB", rounds)
+    state = tensors(_COUNT, 288 * MIB)
+    written = _Written(memory / "spare", state)
+    contenders: dict[str, Run] = {
+        "memcpy": memcpy_of(state),
+        "portus": functools.partial(written.run, "whole", is_spare=True),
+        "copy": functools.partial(written.run, "copy", is_spare=True),
+    }
+    row = Row(name="writer: spare, tmpfs, 288 MiB", bar=1.2, that="memcpy")
+    yield row.run(contenders, rounds, warmups=2)
+
+
+def _disk_rows(disk: Path, state: dict[str, torch.Tensor], name: str, rounds: int) -> Iterator[Row]:
+    spare, fresh = _Written(disk / "spare", state), _Written(disk / "fresh", state)
+    torch_save = torch_save_of(disk / "bench.pt", state, sync=True)
+
+    def saved_anew() -> float:
+        (disk / "bench.pt").unlink(missing_ok=True)
+        return torch_save()
+
+    contenders: dict[str, Run] = {
+        "memcpy": memcpy_of(state),
+        "copy": functools.partial(spare.run, "copy", is_spare=True),
+        "portus, spare": functools.partial(spare.run, "whole", is_spare=True),
+        "rewrite + fdatasync": _rewrite_of(disk / "raw", state),
+        "portus, fresh": functools.partial(fresh.run, "whole", is_spare=False),
+        "torch.save + fsync": saved_anew,
+        "memcpy + xxh3, processor": _memcpy_and_hash_of(state),
+        "portus, fresh, processor": functools.partial(fresh.run, "processor", is_spare=False),
+    }
+    opens = Row(name=f"writer: sources free, spare, {name}", bar=1.1, this="copy", that="memcpy")
+    opens.run(contenders, rounds, warmups=2)
+    figures = opens.figures
+    yield opens
+    for title, bar, at_most, this, that in (
+        ("durable spare over a rewrite", 1.1, True, "portus, spare", "rewrite + fdatasync"),
+        ("torch.save + fsync over a fresh file", 1.2 if len(name) == 7 else 1.9, False,
+         "torch.save + fsync", "portus, fresh"),
+        ("processor time, fresh", 3.5, True, "portus, fresh, processor",
+         "memcpy + xxh3, processor"),
+    ):  # fmt: skip
+        yield Row(name=f"writer: {title}, {name}", bar=bar, at_most=at_most, this=this, that=that,
+                  figures=figures)  # fmt: skip
+    for left in ("spare", "fresh", "raw", "bench.pt"):
+        (disk / left).unlink(missing_ok=True)
+
+
+class _Written:
+    """One state, written again and again."""
+
+    def __init__(self, path: Path, state: dict[str, torch.Tensor]) -> None:
+        self._path = path
+        self._state = state
+        self._ring = StagingRing(64 * MIB)
+        self._image = pickle_state(state).image(str(path))
+        self._address = np.array([each.data_ptr() for each in state.values()], np.int64)
+
+    def run(self, what: str, *, is_spare: bool) -> float:
+        """Seconds until the sources are free (``copy``), until the file is durable (``whole``), or
+        of the processor until then."""
+        if not is_spare:
+            self._path.unlink(missing_ok=True)
+        number = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.fsync(number)
+        start, used = time.perf_counter(), time.process_time()
+        file = ImageFile(number, str(self._path), self._image, is_spare=is_spare, ring=self._ring)
+        file.copy(np.arange(len(self._address)), self._address, Stop())
+        copied = time.perf_counter() - start
+        file.finish()
+        whole, used = time.perf_counter() - start, time.process_time() - used
+        file.close()
+        os.close(number)
+        return {"copy": copied, "whole": whole, "processor": used}[what]
+
+
+def _rewrite_of(path: Path, state: dict[str, torch.Tensor]) -> Run:
+    """The same bytes over a warm file, which is made durable."""
+    data = [each.view(torch.uint8).numpy().data for each in state.values()]
+
+    def rewrite() -> None:
+        number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        for each in data:
+            os.write(number, each)
+        os.fdatasync(number)
+        os.close(number)
+
+    return timed(rewrite)
+
+
+def _memcpy_and_hash_of(state: dict[str, torch.Tensor]) -> Run:
+    """Seconds of a processor for one copy and one digest."""
+    copy = memcpy_of(state)
+    data = [each.view(torch.uint8).numpy().data for each in state.values()]
+
+    def run() -> float:
+        start = time.process_time()
+        copy()
+        for each in data:
+            xxhash.xxh3_128_digest(each)
+        return time.process_time() - start
+
+    return run

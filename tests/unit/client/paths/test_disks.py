@@ -1,0 +1,98 @@
+"""Saves to paths on other file systems, and on full ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from portus.client.paths import face
+from portus.client.paths.face import load, save
+from portus.errors import MediumError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
+
+KINDS = ("tmpfs", "overlay", "ext2", "ext4", "xfs", "xfs with reflink", "btrfs")
+SIZE = 700_000
+"""Numbers of a state: 2.7 MiB, of a disk of 16."""
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(face, "_savers", [])
+    yield
+    face._finish()
+
+
+def check(path: Path, step: int) -> None:
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    found = load(path)
+    assert found["step"] == step
+    assert (found["w"] == step).all()
+
+
+def state(step: int) -> dict[str, object]:
+    return {"w": torch.full((SIZE,), float(step)), "step": step}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_file_system_has_fresh_files_and_spares(
+    mount: Callable[[str], Path], kind: str
+) -> None:
+    place = mount(kind)
+    for step in range(4):
+        save(state(step), place / f"{step % 2}.pt")
+        save(state(step), place / "last.pt").wait()
+        check(place / "last.pt", step)
+        check(place / f"{step % 2}.pt", step)
+    face._finish()
+    assert sorted(set(os.listdir(place)) - {"lost+found"}) == ["0.pt", "1.pt", "last.pt"]
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_a_full_disk_fails_saves_and_harms_no_file(mount: Callable[[str], Path], kind: str) -> None:
+    place = mount(kind)
+    committed: list[int] = []
+    failed: list[MediumError] = []
+    for step in range(12):
+        try:
+            save(state(step), place / f"{step}.pt").wait()
+        except MediumError as error:
+            failed.append(error)
+        else:
+            committed.append(step)
+        for each in committed:
+            check(place / f"{each}.pt", each)
+    assert 3 <= len(committed) < 8
+    assert {error.errno for error in failed} == {errno.ENOSPC}
+    assert all(str(place) in str(error) for error in failed)
+    visible = sorted(set(os.listdir(place)) - {"lost+found", ".portus"})
+    assert visible == sorted(f"{each}.pt" for each in committed)
+    os.remove(place / f"{committed[0]}.pt")
+    save(state(50), place / "50.pt").wait()
+    check(place / "50.pt", 50)
+    face._finish()
+    assert not (place / ".portus").exists()
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_one_path_is_saved_to_for_ever_on_a_disk_that_has_room_for_two(
+    mount: Callable[[str], Path], kind: str
+) -> None:
+    """The file, the one in flight, and the spare would be three: the spare goes."""
+    place = mount(kind)
+    with open(place / "ballast", "wb") as ballast:
+        ballast.write(bytes(7 << 20))
+    for step in range(8):
+        save(state(step), place / "last.pt").join()
+        if (place / "last.pt").exists():
+            found = load(place / "last.pt")
+            assert (found["w"] == found["step"]).all()
+    assert load(place / "last.pt")["step"] >= 6

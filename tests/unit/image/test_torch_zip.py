@@ -1,0 +1,131 @@
+"""Layouts that are too large to write, and files that no reader may trust."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from portus.client.state.pickling import pickle_state, torch_format
+from portus.errors import CorruptionError, UsageError
+from portus.image.digests import unit_counts
+from portus.image.image import Image, Literal
+from portus.image.torch_reader import read_torch
+from portus.image.torch_zip import archive_name, torch_image
+
+
+def large() -> Image:
+    """A storage that exceeds 4 GiB, and storages behind it."""
+    lengths = np.array([12, (1 << 32) + 100, 20, 0, 8], np.int64)
+    state = [torch.empty(int(each), dtype=torch.uint8, device="cpu") for each in lengths]
+    pickled = pickle_state(state)
+    assert pickled.lengths.tolist() == lengths.tolist()
+    return pickled.image("big.pt")
+
+
+def tail(image: Image) -> list[Literal]:
+    """For storages of zeros, with digests that are not theirs."""
+    units = int(unit_counts(image.length).sum())
+    crcs = np.zeros(len(image.length), np.uint32)
+    return list(image.tail(np.zeros((units, 16), np.uint8), crcs))
+
+
+def test_a_file_beyond_4_gib_has_the_headers_of_torch(tmp_path: Path) -> None:
+    image = large()
+    path = tmp_path / "big.pt"
+    sizes = image.length.tolist()
+    with torch.serialization.skip_data():  # leaves holes
+        torch.save([torch.empty(each, dtype=torch.uint8) for each in sizes], path)
+
+    with path.open("rb") as stock:
+        for literal in image.literals[:-1]:
+            stock.seek(literal.offset)
+            assert stock.read(len(literal.data)) == literal.data
+        # The last descriptors: with 64 bits behind the large one. torch noted no CRC32 here.
+        for literal in tail(image)[:-1]:
+            stock.seek(literal.offset)
+            assert stock.read(len(literal.data)) == literal.data
+
+
+def test_python_and_torch_and_we_read_the_directory_of_a_file_beyond_4_gib(tmp_path: Path) -> None:
+    image = large()
+    path = tmp_path / "big.pt"
+    with path.open("wb") as file:
+        file.truncate(image.size)
+        for literal in (*image.literals, *tail(image)):
+            file.seek(literal.offset)
+            file.write(literal.data)
+
+    with zipfile.ZipFile(path) as archive:
+        sizes = [archive.getinfo(f"big/data/{each}").file_size for each in range(5)]
+    loaded = torch.load(path, mmap=True)
+    with path.open("rb") as written:
+
+        def read(offset: int, length: int) -> bytes:
+            written.seek(offset)
+            return written.read(length)
+
+        found = read_torch(read, image.size, "big.pt")
+
+    assert sizes == image.length.tolist() == [len(each) for each in loaded]
+    assert found.offset.tolist() == image.offset.tolist()
+    assert found.length.tolist() == sizes
+    assert found.keys == ("0", "1", "2", "3", "4")
+
+
+def test_storages_are_aligned_and_the_tail_fills_every_gap() -> None:
+    pickled = pickle_state([torch.full((3,), float(each)) for each in range(30)])
+    image = pickled.image("a.pt")
+    assert not (image.offset % 64).any()
+    ends = tail(image)
+    pieces = [(each.offset, each.end) for each in (*image.literals, *ends)]
+    spans = zip(image.offset.tolist(), image.length.tolist(), strict=True)
+    pieces += [(at, at + length) for at, length in spans]
+    end = 0
+    for begin, until in sorted(pieces):
+        assert begin == end
+        end = until
+    assert end == image.size
+
+
+def test_torch_2_6_has_its_storages_in_the_order_of_their_keys_as_text() -> None:
+    old = torch_format()
+    old = type(old)(
+        records=(("byteorder", b"little"),), sorted_as_text=True, alignment=64, version=b"3\n"
+    )
+    lengths = np.full(12, 4, np.int64)
+    image = torch_image(archive="a", pickle=b".", lengths=lengths, torch_format=old)
+    assert np.argsort(image.offset).tolist() == [0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
+    data = bytearray(image.size)
+    for literal in (*image.literals, *tail(image)):
+        data[literal.offset : literal.end] = literal.data
+
+    found = read_torch(lambda offset, length: bytes(data[offset : offset + length]), len(data), "a")
+
+    assert found.offset.tolist() == image.offset.tolist()
+
+
+def test_a_hidden_name_without_a_stem_is_accepted_although_torch_refuses_it() -> None:
+    assert archive_name("/x/.hidden") == "archive"
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_zip_file_that_is_not_one_of_torch_is_refused(method: int) -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        archive.writestr("a/other", b"x" * 100)
+    data = file.getvalue()
+    with pytest.raises(CorruptionError, match=r"data\.pkl|compressed"):
+        read_torch(lambda offset, length: data[offset : offset + length], len(data), "a.pt")
+
+
+def test_digests_of_the_wrong_number_are_refused() -> None:
+    image = pickle_state([torch.ones(3)]).image("a.pt")
+    with pytest.raises(UsageError, match="expected 1 units"):
+        image.tail(np.zeros((2, 16), np.uint8), np.zeros(1, np.uint32))
+    with pytest.raises(UsageError, match="expected 1, found 2"):
+        image.tail(np.zeros((1, 16), np.uint8), np.zeros(2, np.uint32))
