@@ -21,6 +21,7 @@ from portus.client.paths.face import load, save
 from portus.directory.system import Linux, System
 from portus.errors import MediumError
 from portus.media import linux
+from portus.media.file import write_all
 from portus.writer import staged
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
@@ -96,7 +97,7 @@ def train(monkeypatch: pytest.MonkeyPatch, injector: Injector) -> dict[str, int]
     with monkeypatch.context() as patched:
         patched.setattr(saver, "Linux", lambda: Failing(injector))
         patched.setattr(linux, "allocate", injector.around(linux.allocate, "allocate"))
-        patched.setattr(staged, "_write_all", injector.around(staged._write_all, "write"))
+        patched.setattr(staged, "write_all", injector.around(write_all, "write"))
         for name in ("fdatasync", "ftruncate"):
             patched.setattr(os, name, injector.around(getattr(os, name), name))
         for step in range(1, STEPS + 1):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
 from portus.errors import MediumError, printable
+from portus.media.file import write_all
 from portus.media.process import Descriptor
 
 File = TypeVar("File")
@@ -150,10 +151,8 @@ class Linux:
             return os.pread(file.number, length, 0)
 
     def write(self, file: Descriptor, data: bytes) -> None:
-        done = 0
         with _translated(file.path):
-            while done < len(data):
-                done += os.pwrite(file.number, data[done:], done)
+            write_all(file.number, memoryview(data), 0)
 
     def sync(self, file: Descriptor) -> None:
         with _translated(file.path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 UNIT: Final = 16 << 20
 """Bytes of a storage under one checksum; the last unit of a storage may be shorter."""
@@ -21,6 +23,12 @@ def digest(data: bytes | bytearray | memoryview) -> bytes:
 def unit_count(length: int) -> int:
     """Units of a storage of ``length`` bytes. An empty storage has one, the digest of nothing."""
     return max(1, -(-length // UNIT))
+
+
+def unit_counts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``unit_count`` of each of these lengths."""
+    counts: NDArray[np.int64] = np.maximum(1, -(-lengths // UNIT))
+    return counts
 
 
 def storage_digest(units: Sequence[bytes]) -> bytes:

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from portus.errors import CorruptionError, UsageError
-from portus.format.checksum import DIGEST_SIZE, UNIT, digest
+from portus.format.checksum import DIGEST_SIZE, digest, unit_counts
 from portus.format.record import Field, Record
 from portus.image.image import Column, Digests
 
@@ -34,11 +34,6 @@ HEAD: Final = Record(
         Field("rest", "16s", "xxh3_128 of everything else"),
     ),
 )
-
-
-def unit_counts(lengths: Column) -> Column:
-    """Units of each storage. An empty storage has one, the digest of nothing."""
-    return np.maximum(1, -(-lengths // UNIT))
 
 
 def record_length(lengths: Column) -> int:

@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 
 from portus.errors import CorruptionError, printable
-from portus.format.checksum import UNIT, digest
-from portus.image.digests import unit_counts, unpacked
+from portus.format.checksum import UNIT, digest, unit_counts
+from portus.image.digests import unpacked
 from portus.image.image import Column, Digests
 from portus.image.torch_zip import (
     CENTRAL,

@@ -168,7 +168,7 @@ class PlainFile:
             return
         self._check_length(offset + view.nbytes)
         try:
-            _write_all(self._descriptor.number, view.cast("B"), offset)
+            write_all(self._descriptor.number, view.cast("B"), offset)
         except OSError as error:
             raise file_error(
                 "store", self.path, error, f"{view.nbytes} bytes at {offset}"
@@ -516,11 +516,12 @@ def _write_zeros(number: int, offset: int, length: int) -> None:
     end = offset + length
     while offset < end:
         piece = memoryview(_ZEROS)[: end - offset]
-        _write_all(number, piece, offset)
+        write_all(number, piece, offset)
         offset += len(piece)
 
 
-def _write_all(number: int, data: memoryview, offset: int) -> None:
+def write_all(number: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset`` of an open file. Raises ``OSError``."""
     done = 0
     while done < len(data):
         done += os.pwrite(number, data[done:], offset + done)

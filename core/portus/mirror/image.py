@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from portus.errors import CorruptionError, MediumError, UsageError
-from portus.format.checksum import DIGEST_SIZE, UNIT, digest
+from portus.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
 from portus.format.layout import DATA_START, EXTENT, SUPERBLOCK_OFFSETS, RecordKind
 from portus.index.reader import PoolReader
 from portus.index.records import (
@@ -37,7 +37,7 @@ from portus.mirror.units import Mirrored, unit_lengths
 from portus.pipeline.parts import StorageRows, rows_of
 from portus.spec import PAGE, VersionInfo
 from portus.transport.abreast import in_any_order
-from portus.transport.base import Column, Digests, Segments, Sources, Stop, cut, memory, unit_counts
+from portus.transport.base import Column, Digests, Segments, Sources, Stop, cut, memory
 from portus.transport.local import best_engine
 from portus.transport.rooms import Rooms
 

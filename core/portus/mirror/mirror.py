@@ -48,10 +48,10 @@ from portus.mirror.requests import (
 from portus.mirror.store import ListedObject, MissingError, Store
 from portus.mirror.units import Key, Mirrored, Pack
 from portus.mirror.writer import GRACE_S, Freed, Version, Writer, read_manifest
-from portus.pipeline.parts import ranges, shared, sources
+from portus.pipeline.parts import shared, sources
 from portus.pipeline.transfer import unchanging
 from portus.transport.abreast import abreast, in_any_order
-from portus.transport.base import Sources, Stop, cut
+from portus.transport.base import Sources, Stop, cut, ranges
 from portus.transport.local import fetch
 from portus.transport.rooms import Room, Rooms
 

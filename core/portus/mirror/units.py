@@ -16,9 +16,9 @@ from typing import Final
 import numpy as np
 
 from portus.errors import CorruptionError
-from portus.format.checksum import DIGEST_SIZE, UNIT, digest
+from portus.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
 from portus.mirror.objects import Manifest, content_length, content_name
-from portus.transport.base import Column, Digests, owners, unit_counts
+from portus.transport.base import Column, Digests, owners
 
 ALONE: Final = 4 << 20
 """Bytes. Smaller units share packs, of up to ``UNIT`` bytes."""

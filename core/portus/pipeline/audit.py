@@ -27,13 +27,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from portus.format.checksum import UNIT
+from portus.format.checksum import UNIT, unit_counts
 from portus.format.layout import EXTENT
 from portus.index.records import Rows
 from portus.media import written
-from portus.pipeline.parts import equal_storages, ranges, sources
+from portus.pipeline.parts import equal_storages, sources
 from portus.pipeline.plan import Column, Flags
-from portus.transport.base import Digests, Stop, bytes_at, memory, unit_counts
+from portus.transport.base import PROBE, PROBE_EACH, Digests, Stop, bytes_at, memory, ranges
 from portus.transport.local import hash_sources
 
 _log: Final = logging.getLogger("portus")
@@ -51,11 +51,6 @@ HUGE_PAGES_S: Final = 0.1
 
 WATCHED_MIN: Final = 1 << 20
 """Bytes of a storage from which the kernel is asked about it."""
-
-PROBE: Final = 64
-"""Bytes of a probe. Probes lie at multiples of it, so none lies in two extents."""
-
-PROBE_EACH: Final = 64 << 10
 
 _UNKNOWN_S_PER_BYTE: Final = 1e-10
 """What watching costs until it was timed: as with pages of 4 KiB."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from portus.format.checksum import storage_digest
+from portus.format.checksum import storage_digest, unit_counts
 from portus.format.layout import EXTENT, STORAGE, UNIT_DIGEST
 from portus.index.records import Rows, VersionRecord
 from portus.pipeline.plan import Column
 from portus.spec import Extent
-from portus.transport.base import Digests, Sources, owners, unit_counts
+from portus.transport.base import Digests, Sources, owners, ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +150,6 @@ def _in_order(indices: Column, counts: Column, rows: list[Rows], dtype: np.dtype
         return rows[0]
     order = np.argsort(np.repeat(indices, counts), kind="stable")
     return np.concatenate([np.empty(0, dtype), *rows])[order]
-
-
-def ranges(first: Column, counts: Column) -> Column:
-    """first[0], first[0] + 1, ... (counts[0] of them), first[1], ..."""
-    before = np.cumsum(counts) - counts
-    ranges: Column = np.repeat(first - before, counts) + np.arange(int(counts.sum()))
-    return ranges
 
 
 def _as_rows(digests: Digests) -> Rows:

@@ -25,15 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.errors import AbandonedError, PortusError
+from portus.format.checksum import unit_counts
 from portus.index.pool import REFRESH_COMMITS
 from portus.pipeline.audit import NO_EXTENTS, Audit, Late, no_changes
 from portus.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.pipeline.handle import SaveStats
-from portus.pipeline.parts import equal_storages, ranges, shared, sources, unit_digests
+from portus.pipeline.parts import equal_storages, shared, sources, unit_digests
 from portus.pipeline.plan import Before, Column, Flags, Snapshot
 from portus.pipeline.waiting import Changed
 from portus.spec import VersionInfo
-from portus.transport.base import Digests, Stop, unit_counts
+from portus.transport.base import Digests, Stop, ranges
 from portus.transport.local import hash_sources
 
 _LEAVE_S: Final = 1.0

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.errors import AbandonedError, UsageError
-from portus.format.checksum import DIGEST_SIZE, UNIT, digest
+from portus.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
 from portus.spec import PAGE, Extent
 
 Column = NDArray[np.int64]
@@ -30,6 +30,13 @@ Digests = NDArray[np.uint8]
 
 Crcs = NDArray[np.uint32]
 """(units,) uint32: the CRC32 of each unit, as zip files have it."""
+
+PROBE: Final = 64
+"""Bytes of a source that an audit compares. They lie at multiples of it from its start, so none
+lies in two extents."""
+
+PROBE_EACH: Final = 64 << 10
+"""Bytes of a source from one of them to the next; besides, there is one at its end."""
 
 
 class StoppedError(AbandonedError):
@@ -274,16 +281,25 @@ class Segments:
         ]
 
 
-def unit_counts(lengths: Column) -> Column:
-    """Units of sources of these lengths, in bytes."""
-    counts: Column = np.maximum(1, -(-lengths // UNIT))
-    return counts
-
-
 def owners(lengths: Column) -> Column:
     """The source of each unit of sources of these lengths."""
     counts = unit_counts(lengths)
     return np.repeat(np.arange(len(counts)), counts)
+
+
+def unit_spans(offset: Column, length: Column) -> tuple[Column, Column]:
+    """The offset and the length of each unit of runs of bytes, in order."""
+    counts = unit_counts(length)
+    rank = ranges(np.zeros_like(counts), counts)
+    begin = np.repeat(offset, counts) + rank * UNIT
+    return begin, np.minimum(UNIT, np.repeat(length, counts) - rank * UNIT)
+
+
+def ranges(first: Column, counts: Column) -> Column:
+    """first[0], first[0] + 1, ... (counts[0] of them), first[1], ..."""
+    before = np.cumsum(counts) - counts
+    ranges: Column = np.repeat(first - before, counts) + np.arange(int(counts.sum()))
+    return ranges
 
 
 def cut(sources: Sources) -> tuple[Segments, Digests]:

@@ -18,7 +18,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeGuard
+from typing import Final, Protocol, TypeGuard
 
 import numpy as np
 import xxhash
@@ -124,61 +124,32 @@ class PurePython:
         file: int = -1,
     ) -> None:
         """See ``Engine``."""
-        if file >= 0:
-            self._write(segments, target, digests, stop, crcs, file)
-            return
         places = segments.address if target is None else target
         columns = (segments.row, segments.address, places, segments.length)
         rows = zip(*(column.tolist() for column in columns), strict=True)
+        buffer = memoryview(bytearray(PIECE if file >= 0 else 0))
         for row, unit in itertools.groupby(rows, key=lambda row: row[0]):
             hasher, crc = xxhash.xxh3_128(), 0
             for _, source_start, target_start, length in unit:
                 for start in range(0, length, PIECE):
                     stop.check()
                     step = min(PIECE, length - start)
-                    if target is not None:
-                        ctypes.memmove(target_start + start, source_start + start, step)
-                    hasher.update(_view(target_start + start, step))
+                    if file >= 0:
+                        moved = buffer[:step]  # where it cannot change any more
+                        moved[:] = _view(source_start + start, step)
+                    else:
+                        moved = _view(target_start + start, step)
+                        if target is not None:
+                            ctypes.memmove(target_start + start, source_start + start, step)
+                    hasher.update(moved)
                     if crcs is not None:
-                        crc = isal_zlib.crc32(_view(target_start + start, step), crc)
+                        crc = isal_zlib.crc32(moved, crc)
+                    if file >= 0:
+                        _write_all(file, moved, target_start + start)
                     stop.add(step)
             digests[row] = np.frombuffer(hasher.digest(), np.uint8)
             if crcs is not None:
                 crcs[row] = crc
-
-    def _write(
-        self,
-        segments: Segments,
-        target: Column | None,
-        digests: Digests,
-        stop: Stop,
-        crcs: Crcs | None,
-        file: int,
-    ) -> None:
-        """By pieces, from where they cannot change any more."""
-        assert target is not None
-        pieces = segments.pieces(PIECE)
-        count = -(-segments.length // PIECE)
-        row = np.repeat(segments.row, count)
-        start = pieces.offset - np.repeat(segments.offset, count) + np.repeat(target, count)
-        hashers: dict[int, tuple[Any, int]] = {}
-        buffer = memoryview(bytearray(PIECE))
-        for unit, address, offset, length in zip(
-            *(x.tolist() for x in (row, pieces.address, start, pieces.length)), strict=True
-        ):
-            stop.check()
-            part = buffer[:length]
-            part[:] = _view(address, length)
-            hasher, crc = hashers.get(unit) or (xxhash.xxh3_128(), 0)
-            hasher.update(part)
-            hashers = {unit: (hasher, isal_zlib.crc32(part, crc))}
-            digests[unit] = np.frombuffer(hasher.digest(), np.uint8)
-            if crcs is not None:
-                crcs[unit] = hashers[unit][1]
-            done = 0
-            while done < length:
-                done += os.pwrite(file, part[done:], offset + done)
-            stop.add(length)
 
     def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
         """See ``Engine``."""
@@ -327,6 +298,12 @@ def check(
 def best_engine() -> Engine:
     """The helper if it can be used, else pure Python."""
     return native.helper() or PurePython()
+
+
+def _write_all(file: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], offset + done)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ struct hash { /* in the order of native.py */
     int (*update)(void *state, const void *data, size_t length);
     hash128 (*digest)(const void *state);
     hash128 (*once)(const void *data, size_t length);
-    uint64_t (*crc)(uint64_t crc, const void *data, uint64_t length); /* null: there is none */
+    uint64_t (*crc)(uint64_t crc, const void *data, uint64_t length); /* 32 bits of it count */
 };
 
 struct shared { /* the memory of a Stop */
@@ -180,7 +180,8 @@ struct task {
 
 static int leaves(const struct task *task) {
     const struct shared *shared = task->list->shared;
-    return asked(shared) || __atomic_load_n(&task->list->error, __ATOMIC_RELAXED) || (task->patient && awaited(shared));
+    int failed = __atomic_load_n(&task->list->error, __ATOMIC_RELAXED) != 0;
+    return failed || asked(shared) || (task->patient && awaited(shared));
 }
 
 static int64_t now_ns(void) {
@@ -234,8 +235,8 @@ static int move_segment(struct task *task) {
         int64_t step = list->piece;
         if (list->file >= 0) step -= (int64_t)((intptr_t)(target + place->moved) % PAGE);
         if (step > length - place->moved) step = length - place->moved;
-        const char *moved = move(list, place, target + place->moved, source + place->moved,
-                                 (size_t)step);
+        char *there = list->target ? target + place->moved : NULL;
+        const char *moved = move(list, place, there, source + place->moved, (size_t)step);
         list->hash->update(place->state, moved, (size_t)step);
         add_crc(list, &place->crc, moved, step);
         place->moved += step;

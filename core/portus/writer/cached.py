@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from portus.image.image import Image, Literal
 from portus.media import linux
+from portus.media.file import write_all
 from portus.transport.base import Column, Crcs, Digests, Segments, Stop
 from portus.transport.local import BATCH, Engine
 
 
 class CachedWay:
-    """Into the open file ``number``. volatile: it is in memory alone."""
+    """The way into the open file ``number``. volatile: it is in memory alone."""
 
     def __init__(self, number: int, image: Image, *, volatile: bool) -> None:
         self._number: Final = number
@@ -40,19 +41,15 @@ class CachedWay:
                 box = batch.box()
                 linux.start_writeback(self._number, box.offset, box.length)
 
-    def bytes_at(
-        self, storage: Column, at: Column, offset: Column, length: Column
-    ) -> NDArray[np.uint8] | None:
-        """Bytes that were stored, at offsets ``at`` of the file."""
-        pieces = zip(length.tolist(), at.tolist(), strict=True)
+    def bytes_at(self, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        """Bytes that were stored, at offsets of the file."""
+        pieces = zip(length.tolist(), offset.tolist(), strict=True)
         found = b"".join([os.pread(self._number, size, place) for size, place in pieces])
         return np.frombuffer(found, np.uint8)
 
     def put(self, literal: Literal) -> None:
         """Write bytes."""
-        data, done = memoryview(literal.data), 0
-        while done < len(data):
-            done += os.pwrite(self._number, data[done:], literal.offset + done)
+        write_all(self._number, memoryview(literal.data), literal.offset)
 
     def finish(self) -> None:
         """Return when all of it is on the medium."""

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.errors import MediumError
-from portus.format.checksum import UNIT
+from portus.format.checksum import DIGEST_SIZE, unit_counts
 from portus.image.image import Image, Literal
 from portus.media import linux
 from portus.media.file import advice
 from portus.media.local import file_system_of
-from portus.transport.base import Column, Crcs, Digests, Sources, Stop, cut, unit_counts
+from portus.transport.base import Column, Crcs, Digests, Sources, Stop, cut, ranges, unit_spans
 from portus.transport.local import best_engine
 from portus.writer import crc
 from portus.writer.cached import CachedWay
@@ -50,32 +50,15 @@ class ImageFile:
         units = unit_counts(image.length)
         self._first: Final = np.cumsum(units) - units
         self._units: Final = units
-        self._digests: Final = np.zeros((int(units.sum()), 16), np.uint8)
+        self._digests: Final = np.zeros((int(units.sum()), DIGEST_SIZE), np.uint8)
         self._crcs: Final = np.zeros(int(units.sum()), np.uint32)
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
         """Copy storages from their addresses; the digests of what was stored. Returns when the
         sources are not needed any more. Raises ``StoppedError``."""
         with self._translated():
-            way = self._opened()
             length, offset = self._image.length[indices], self._image.offset[indices]
-            count = self._units[indices]
-            owner = np.repeat(np.arange(len(indices)), count)
-            rank = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
-            begin = offset[owner] + rank * UNIT
-            size = np.minimum(UNIT, length[owner] - rank * UNIT)
-            filled = size > 0
-            places, lengths = way.cut(begin[filled], size[filled])
-            segments, digests = cut(
-                Sources(
-                    address=np.ascontiguousarray(address, np.int64),
-                    length=np.ascontiguousarray(length, np.int64),
-                    extent_offset=places,
-                    extent_length=lengths,
-                )
-            )
-            crcs = np.zeros(len(digests), np.uint32)
-            way.move(best_engine(), segments, digests, crcs, stop)
+            digests, crcs = self._moved(np.ascontiguousarray(address), length, offset, stop)
             self._note(indices, digests, crcs)
             return digests
 
@@ -83,42 +66,28 @@ class ImageFile:
         """Copy a storage that comes as the addresses and lengths of its units, each valid until
         the next one is asked for."""
         with self._translated():
-            way = self._opened()
-            offset, digests, crcs = int(self._image.offset[index]), [], []
+            offset, parts = int(self._image.offset[index]), []
             for address, length in units:
-                start = np.array([offset], np.int64)
-                places, lengths = way.cut(start, np.array([length], np.int64))
-                segments, digest = cut(
-                    Sources(
-                        address=np.array([address], np.int64),
-                        length=np.array([length], np.int64),
-                        extent_offset=places,
-                        extent_length=lengths,
-                    )
-                )
-                summed = np.zeros(len(digest), np.uint32)
-                way.move(best_engine(), segments, digest, summed, stop)
-                digests.append(digest)
-                crcs.append(summed)
+                source, size, place = np.array([[address], [length], [offset]], np.int64)
+                parts.append(self._moved(source, size, place, stop))
                 offset += length
-            found = np.concatenate(digests)
-            self._note(np.array([index]), found, np.concatenate(crcs))
-            return found
+            digests, crcs = (np.concatenate(column) for column in zip(*parts, strict=True))
+            self._note(np.array([index]), digests, crcs)
+            return digests
 
     def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
         """Short pieces of what was stored, end to end; None if they are out of sight."""
         with self._translated():
-            at = self._image.offset[storage] + offset
-            return self._opened().bytes_at(storage, at, offset, length)
+            return self._opened().bytes_at(self._image.offset[storage] + offset, length)
 
     def finish(self) -> None:
         """Write the rest of the image; return when all of it is on the medium."""
+        _, lengths = unit_spans(self._image.offset, self._image.length)
+        units = list(zip(self._crcs.tolist(), lengths.tolist(), strict=True))
         ends = self._first + self._units
         crcs = [
-            crc.joined(zip(self._crcs[first:end].tolist(), _unit_lengths(length), strict=True))
-            for first, end, length in zip(
-                self._first.tolist(), ends.tolist(), self._image.length.tolist(), strict=True
-            )
+            crc.joined(units[first:end])
+            for first, end in zip(self._first.tolist(), ends.tolist(), strict=True)
         ]
         tail = self._image.tail(self._digests, np.array(crcs, np.uint32))
         with self._translated():
@@ -134,11 +103,21 @@ class ImageFile:
         if way is not None:
             way.close()
 
-    def _note(self, indices: Column, digests: Digests, crcs: Crcs) -> None:
-        count = self._units[indices]
-        row = np.repeat(self._first[indices], count) + (
-            np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    def _moved(
+        self, address: Column, length: Column, offset: Column, stop: Stop
+    ) -> tuple[Digests, Crcs]:
+        """Copy storages to their offsets; the digests and the CRCs of their units."""
+        way, (begin, size) = self._opened(), unit_spans(offset, length)
+        places, lengths = way.cut(begin[size > 0], size[size > 0])
+        segments, digests = cut(
+            Sources(address=address, length=length, extent_offset=places, extent_length=lengths)
         )
+        crcs = np.zeros(len(digests), np.uint32)
+        way.move(best_engine(), segments, digests, crcs, stop)
+        return digests, crcs
+
+    def _note(self, indices: Column, digests: Digests, crcs: Crcs) -> None:
+        row = ranges(self._first[indices], self._units[indices])
         self._digests[row] = digests
         self._crcs[row] = crcs
 
@@ -169,15 +148,10 @@ class ImageFile:
         if not self._is_spare:
             return
         image = self._image
-        begins = [image.offset, np.array([x.offset for x in [*image.literals, *tail]], np.int64)]
-        ends = [
-            image.offset + image.length,
-            np.array([x.end for x in [*image.literals, *tail]], np.int64),
-        ]
-        begin, end = np.concatenate(begins), np.concatenate(ends)
-        order = np.argsort(begin, kind="stable")
+        spans = [(each.offset, each.end) for each in (*image.literals, *tail)]
+        spans += zip(image.offset.tolist(), (image.offset + image.length).tolist(), strict=True)
         reached = 0
-        for start, stop in zip(begin[order].tolist(), end[order].tolist(), strict=True):
+        for start, stop in sorted(spans):
             if start > reached:
                 yield Literal(reached, bytes(start - reached))
             reached = max(reached, stop)
@@ -195,7 +169,3 @@ class ImageFile:
                 error.errno,
                 f"{self._path}: cannot be written: {error.strerror or error}; {advice(error)}",
             ) from error
-
-
-def _unit_lengths(length: int) -> list[int]:
-    return [min(UNIT, length - begin) for begin in range(0, max(1, length), UNIT)]

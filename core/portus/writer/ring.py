@@ -38,7 +38,7 @@ class Slot:
 
 
 class StagingRing:
-    """Of a process; threads share it.
+    """The buffers of a process; threads share them.
 
     staging: bytes of buffers at most, ``FEW`` of them in any case.
     """
@@ -87,10 +87,10 @@ class StagingRing:
     def run(self, work: Callable[[], None]) -> None:
         """Do ``work``, which raises nothing, on a thread; at most ``FEW`` at a time."""
         self._work.put(work)
-        thread = Beside(self._write, "portus-write")
         with self._changed:
             if len(self._threads) == FEW:
                 return
+            thread = Beside(self._write, "portus-write")
             self._threads.add(thread)
         try:
             thread.start()

@@ -17,21 +17,26 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.format.checksum import UNIT
 from portus.image.image import Image, Literal
-from portus.transport.base import Column, Crcs, Digests, Segments, Stop, bytes_at
+from portus.media.file import write_all
+from portus.spec import PAGE
+from portus.transport.base import (
+    PROBE,
+    PROBE_EACH,
+    Column,
+    Crcs,
+    Digests,
+    Segments,
+    Stop,
+    bytes_at,
+    ranges,
+    unit_spans,
+)
 from portus.transport.local import Engine
 from portus.writer.ring import SLOT, Slot, StagingRing
 
-BLOCK: Final = 4096
-"""Bytes; offset, length and memory of each direct write are multiples of it."""
-
 _WHOLE_MIN: Final = 64 << 10
 """Bytes of whole blocks of a unit from which they are written by themselves."""
-
-_PROBE: Final = 64
-_PROBE_EACH: Final = 64 << 10
-"""Of what passes, the bytes that an audit may ask for: see ``pipeline.audit``."""
 
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
@@ -50,7 +55,10 @@ def set_direct(number: int, *, on: bool) -> bool:
 
 
 class StagedWay:
-    """Into the open file ``number``, for which ``set_direct`` was done, through ``ring``."""
+    """The way into the open file ``number``, for which ``set_direct`` was done, through ``ring``.
+
+    Offset, length and memory of each direct write are multiples of a page.
+    """
 
     def __init__(self, number: int, image: Image, ring: StagingRing) -> None:
         self._number: Final = number
@@ -67,10 +75,13 @@ class StagedWay:
         self._changed: Final = threading.Condition()
         self._in_flight = 0
         self._failure: OSError | None = None
-        self._probes: Final[list[tuple[Column, Column, NDArray[np.uint8]]]] = []
-        self._lengths: Final = image.length
-        self._offsets: Final = image.offset
-        self._is_probed: Final = not bool((image.offset % _PROBE).any())
+        self._probes: Final[list[tuple[Column, NDArray[np.uint8]]]] = []
+        """Offsets in the file, and the bytes there, of what an audit may ask for."""
+        filled = np.flatnonzero(image.length)
+        filled = filled[np.argsort(image.offset[filled], kind="stable")]
+        self._starts: Final = image.offset[filled]
+        self._lengths: Final = image.length[filled]
+        self._is_probed: Final = not bool((self._starts % PROBE).any())
 
     def cut(self, offset: Column, length: Column) -> tuple[Column, Column]:
         """Runs of the file for bytes at ``offset``, cut where whole blocks begin and end."""
@@ -121,21 +132,17 @@ class StagedWay:
                 self._in_flight += 1
             self._ring.run(partial(self._write, slot, runs))
 
-    def bytes_at(
-        self, storage: Column, at: Column, offset: Column, length: Column
-    ) -> NDArray[np.uint8] | None:
-        """Bytes that passed, of ``storage`` at ``offset``; None if they were not noted."""
-        if not self._is_probed or not self._probes:
+    def bytes_at(self, offset: Column, length: Column) -> NDArray[np.uint8] | None:
+        """Bytes that passed, at offsets of the file; None if they were not noted."""
+        if not self._probes:
             return None
-        keys = [_key(owner, start) for owner, start, _ in self._probes]
-        noted, data = np.concatenate(keys), np.concatenate([each for _, _, each in self._probes])
+        noted, data = (np.concatenate(column) for column in zip(*self._probes, strict=True))
         order = np.argsort(noted, kind="stable")
-        wanted = _key(storage, offset)
-        place = np.minimum(np.searchsorted(noted[order], wanted), len(noted) - 1)
-        if not np.array_equal(noted[order][place], wanted) or int(length.max(initial=0)) > _PROBE:
+        place = np.minimum(np.searchsorted(noted[order], offset), len(noted) - 1)
+        if not np.array_equal(noted[order][place], offset) or int(length.max(initial=0)) > PROBE:
             return None
         rows = data[order[place]]
-        return rows[np.arange(_PROBE) < length[:, None]]
+        return rows[np.arange(PROBE) < length[:, None]]
 
     def put(self, literal: Literal) -> None:
         """Keep bytes for the end. No literal lies in whole blocks of a storage."""
@@ -154,7 +161,7 @@ class StagedWay:
             self._rest_length.tolist(),
             strict=True,
         ):
-            _write_all(self._number, self._rest[at : at + length].data, offset)
+            write_all(self._number, self._rest[at : at + length].data, offset)
         os.ftruncate(self._number, self._size)
         os.fdatasync(self._number)
 
@@ -174,23 +181,21 @@ class StagedWay:
         """Note what an audit may ask for of what was just copied."""
         if not self._is_probed:
             return
-        order = np.argsort(self._offsets, kind="stable")
-        filled = order[self._lengths[order] > 0]
-        owner = filled[np.searchsorted(self._offsets[filled], batch.offset, "right") - 1]
-        begin = batch.offset - self._offsets[owner]
-        first = -(-begin // _PROBE_EACH) * _PROBE_EACH
-        count = np.maximum(0, -(-(begin + batch.length - first) // _PROBE_EACH))
+        owner = np.searchsorted(self._starts, batch.offset, "right") - 1
+        begin = batch.offset - self._starts[owner]
+        first = -(-begin // PROBE_EACH) * PROBE_EACH
+        count = np.maximum(0, -(-(begin + batch.length - first) // PROBE_EACH))
         row = np.repeat(np.arange(len(batch)), count)
-        each = first[row] + (np.arange(len(row)) - (np.cumsum(count) - count)[row]) * _PROBE_EACH
-        last = (self._lengths[owner] - 1) // _PROBE * _PROBE
+        each = first[row] + ranges(np.zeros_like(count), count) * PROBE_EACH
+        last = (self._lengths[owner] - 1) // PROBE * PROBE
         has_last = np.flatnonzero((begin <= last) & (last < begin + batch.length))
         row, start = np.concatenate([row, has_last]), np.concatenate([each, last[has_last]])
-        length = np.minimum(_PROBE, self._lengths[owner[row]] - start)
-        data = np.zeros((len(row), _PROBE), np.uint8)
+        length = np.minimum(PROBE, self._lengths[owner[row]] - start)
+        data = np.zeros((len(row), PROBE), np.uint8)
         by_length = np.argsort(length, kind="stable")
         found = bytes_at((target[row] + start - begin[row])[by_length], length[by_length])
-        data[by_length[:, None], np.arange(_PROBE)] = _rows(found, length[by_length])
-        self._probes.append((owner[row], start, data))
+        data[by_length[:, None], np.arange(PROBE)] = _rows(found, length[by_length])
+        self._probes.append((self._starts[owner[row]] + start, data))
 
     def _write(self, slot: Slot, runs: list[tuple[int, int, int]]) -> None:
         """On a thread of the ring."""
@@ -209,12 +214,12 @@ class StagedWay:
 
     def _write_run(self, data: memoryview, offset: int) -> None:
         try:
-            _write_all(self._number, data, offset)
+            write_all(self._number, data, offset)
         except OSError as error:
             if error.errno != errno.EINVAL or not self._is_direct:
                 raise
             self._end_direct()  # this file system takes the flag, and refuses the write
-            _write_all(self._number, data, offset)
+            write_all(self._number, data, offset)
 
     def _end_direct(self) -> None:
         if self._is_direct:
@@ -232,29 +237,15 @@ class StagedWay:
 
 def _whole(image: Image) -> tuple[Column, Column]:
     """Where runs of whole blocks of units begin and end, in order."""
-    counts = np.maximum(1, -(-image.length // UNIT))
-    owner = np.repeat(np.arange(len(counts)), counts)
-    rank = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
-    start = image.offset[owner] + rank * UNIT
-    end = np.minimum(start + UNIT, (image.offset + image.length)[owner])
-    low, high = -(-start // BLOCK) * BLOCK, end // BLOCK * BLOCK
+    start, length = unit_spans(image.offset, image.length)
+    low, high = -(-start // PAGE) * PAGE, (start + length) // PAGE * PAGE
     kept = high - low >= _WHOLE_MIN
     order = np.argsort(low[kept], kind="stable")
     return low[kept][order], high[kept][order]
 
 
-def _key(storage: Column, offset: Column) -> Column:
-    return (storage << 42) + offset
-
-
 def _rows(found: NDArray[np.uint8], length: Column) -> NDArray[np.uint8]:
-    """Pieces of bytes as rows of ``_PROBE``, with zeros behind shorter ones."""
-    rows = np.zeros((len(length), _PROBE), np.uint8)
-    rows[np.arange(_PROBE) < length[:, None]] = found
+    """Pieces of bytes as rows of ``PROBE``, with zeros behind shorter ones."""
+    rows = np.zeros((len(length), PROBE), np.uint8)
+    rows[np.arange(PROBE) < length[:, None]] = found
     return rows
-
-
-def _write_all(number: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(number, data[done:], offset + done)

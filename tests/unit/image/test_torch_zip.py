@@ -12,7 +12,7 @@ import torch
 
 from portus.client.state.pickling import pickle_state, torch_format
 from portus.errors import CorruptionError, UsageError
-from portus.image.digests import unit_counts
+from portus.format.checksum import unit_counts
 from portus.image.image import Image, Literal
 from portus.image.torch_reader import read_torch
 from portus.image.torch_zip import archive_name, torch_image

@@ -23,6 +23,7 @@ from portus.client.state.pickling import PickledState, pickle_state
 from portus.errors import MediumError
 from portus.format.checksum import UNIT, digest
 from portus.image.torch_reader import read_torch
+from portus.media.file import write_all
 from portus.transport import local
 from portus.transport.base import Stop, StoppedError
 from portus.writer import crc, image_file, staged
@@ -65,7 +66,7 @@ def content(of: PickledState, index: int) -> bytes:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Past the cache, into a spare, and where the file system takes the flag and no write."""
     if request.param == "refused":
-        real = staged._write_all
+        real = write_all
 
         def refuse(number: int, data: memoryview, offset: int) -> None:
             import fcntl
@@ -74,7 +75,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
                 raise OSError(errno.EINVAL, "no")
             real(number, data, offset)
 
-        monkeypatch.setattr(staged, "_write_all", refuse)
+        monkeypatch.setattr(staged, "write_all", refuse)
     return str(request.param)
 
 
@@ -229,6 +230,33 @@ def test_a_write_that_fails_is_an_error_with_the_path_and_the_ring_is_whole(
     assert len(ring._free) * SLOT == ring.size
 
 
+@pytest.mark.parametrize("end", ["finish", "close"])
+def test_nobody_goes_on_while_a_write_is_in_flight(
+    tmp_path: Path, ring: StagingRing, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, here = state((UNIT,)), threading.current_thread()
+    released, written = threading.Event(), threading.Event()
+
+    def late(number: int, data: memoryview, offset: int) -> None:
+        if threading.current_thread() is not here:
+            assert released.wait(30)
+        write_all(number, data, offset)
+        written.set()
+
+    monkeypatch.setattr(staged, "write_all", late)
+    number, file = opened(tmp_path / "file", "fresh", of, ring)
+    if not isinstance(file._opened(), StagedWay):
+        pytest.skip("no direct writes here")
+    file.copy(np.array([0]), addresses(of), Stop())
+    assert not written.is_set()
+    threading.Timer(0.3, released.set).start()
+    getattr(file, end)()
+    assert released.is_set()
+    assert written.is_set()
+    file.close()
+    os.close(number)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_write_in_flight_that_fails_is_told_by_the_next_call(
     tmp_path: Path, ring: StagingRing, number: int, monkeypatch: pytest.MonkeyPatch
@@ -236,7 +264,7 @@ def test_a_write_in_flight_that_fails_is_told_by_the_next_call(
     def fail(file: int, data: memoryview, offset: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(staged, "_write_all", fail)
+    monkeypatch.setattr(staged, "write_all", fail)
     of = state((UNIT,))
     descriptor, file = opened(tmp_path / "file", "fresh", of, ring)
     if not isinstance(file._opened(), StagedWay):

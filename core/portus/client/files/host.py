@@ -21,7 +21,7 @@ from portus.errors import (
     TransportError,
     UsageError,
 )
-from portus.format.checksum import DIGEST_SIZE
+from portus.format.checksum import DIGEST_SIZE, unit_counts
 from portus.format.layout import RecordKind
 from portus.format.reference import Reference, decode, encode
 from portus.index.catalogue import Catalogue, newest_catalogue
@@ -32,7 +32,7 @@ from portus.index.roots import Superblock, read_superblock
 from portus.mirror.leading import REPLICA
 from portus.mirror.objects import LOG, prefix_of
 from portus.pipeline.draft import Labels
-from portus.pipeline.parts import ranges, shared
+from portus.pipeline.parts import shared
 from portus.pipeline.plan import Before, Column, Feed, Flags, Snapshot
 from portus.protocol import messages as said
 from portus.protocol.address import parse
@@ -46,7 +46,7 @@ from portus.protocol.messages import (
 )
 from portus.protocol.vocabulary import Phase
 from portus.spec import Extent, VersionInfo
-from portus.transport.base import Digests, Sources, Stop, cut, owners, unit_counts
+from portus.transport.base import Digests, Sources, Stop, cut, owners, ranges
 from portus.transport.dial import Credentials, raised
 from portus.transport.host import ROOM_S, HostLocks, HostMedium, Links, patience_s
 from portus.transport.local import best_engine

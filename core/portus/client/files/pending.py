@@ -101,9 +101,9 @@ Touched = Callable[[tuple[Ticket, ...], tuple[Any, ...]], list[Ticket]]
 """The saves in flight that an event, with its arguments, has to wait for."""
 
 
-def _real(path: Any, directory: Any = -1) -> str | None:
-    """Where ``path`` leads, from ``directory``, a descriptor, if it is relative; None for an open
-    file, which is there."""
+def _real(path: Any, directory: Any = None) -> str:
+    """Return where ``path``, or an open file, is: from ``directory``, a descriptor, if there is one
+    (an event says -1 or None for none) and the path is relative."""
     if isinstance(path, int):
         return os.readlink(f"/proc/self/fd/{path}")
     text = os.fsdecode(path)
@@ -136,42 +136,40 @@ def _listed(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Tic
 
 
 def _changed(*places: tuple[int, int | None]) -> Touched:
-    """Of a call that changes, or copies, all of what is at some paths. places: of each path the
-    number of its argument, and of that of its directory."""
+    """Return what a call waits for that changes, or copies, all of what is at some paths. places:
+    of each path the number of its argument, and of that of its directory."""
 
     def touched(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
         found = []
         for at, directory in places:
             if at >= len(arguments) or arguments[at] is None:
                 continue
-            there = arguments[directory] if directory is not None else -1
-            real = _real(arguments[at], -1 if there is None else there)
-            own = _named(arguments[at], there)
+            there = None if directory is None else arguments[directory]
+            ways = {_real(arguments[at], there), _named(arguments[at], there)}
             found += [
                 ticket
                 for ticket in tickets
-                if ticket not in found and any(_is_within(ticket.path, x) for x in (real, own) if x)
+                if ticket not in found and any(_is_within(ticket.path, way) for way in ways)
             ]
         return found
 
     return touched
 
 
-def _named(path: Any, directory: Any) -> str | None:
-    """The name itself, of which the last part may be a link."""
+def _named(path: Any, directory: Any) -> str:
+    """Return the path of the name itself, which may be a link."""
     if isinstance(path, int):
-        return None
+        return _real(path)
     where, name = os.path.split(os.fsdecode(path))
-    parent = _real(where or ".", -1 if directory is None else directory)
-    return None if parent is None else os.path.join(parent, name)
+    return os.path.join(_real(where or ".", directory), name)
 
 
 def _linked(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
     """A symbolic link waits for what it leads to, so that it never leads nowhere."""
     source, target, directory = arguments
-    where = os.path.dirname(_named(target, directory) or "")
-    leads = os.path.realpath(os.path.join(where, os.fsdecode(source)))
-    ways = {leads, _named(target, directory)}
+    own = _named(target, directory)
+    leads = os.path.realpath(os.path.join(os.path.dirname(own), os.fsdecode(source)))
+    ways = {leads, own}
     return [ticket for ticket in tickets if ticket.path in ways]
 
 

@@ -36,7 +36,7 @@ from portus.client.state.tree import (
     tensor_index,
 )
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.format.checksum import UNIT
+from portus.format.checksum import UNIT, unit_counts
 from portus.format.layout import RecordKind
 from portus.index.in_place import InPlace
 from portus.index.log import NOT_LOGGED, Logged, logged
@@ -45,7 +45,7 @@ from portus.index.records import VersionEntry, VersionRecord, decode_layout
 from portus.pipeline.parts import shared, sources
 from portus.pipeline.plan import Column
 from portus.spec import TensorSpec, VersionInfo
-from portus.transport.base import Digests, Stop, memory, unit_counts
+from portus.transport.base import Digests, Stop, memory
 from portus.transport.local import check, fetch
 
 _log: Final = logging.getLogger("portus")

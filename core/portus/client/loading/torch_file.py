@@ -8,6 +8,7 @@ changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any, Final
@@ -17,14 +18,13 @@ import torch
 
 from portus.client.loading.restore import Patterns, matcher
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError, printable
-from portus.image.digests import unit_counts
+from portus.format.checksum import unit_counts
 from portus.image.key_paths import storage_places
 from portus.image.torch_reader import Read, TorchFile, read_torch
 from portus.media.file import FileSystemTraits, PlainFile
 from portus.media.process import Descriptor
-from portus.pipeline.parts import ranges
 from portus.spec import Extent
-from portus.transport.base import Source, Stop
+from portus.transport.base import Column, Digests, Source, Stop, ranges
 from portus.transport.local import check, fetch
 
 _ZIP: Final = b"PK\x03\x04"
@@ -58,8 +58,7 @@ def load_file(
         raise  # as torch.load
     except OSError as error:
         raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error
-    file = PlainFile(descriptor, _TRAITS, writable=False)
-    try:
+    with contextlib.closing(PlainFile(descriptor, _TRAITS, writable=False)) as file:
         keep, found = matcher(names), _read(file, where)
         if found is None:
             if keep is not None:
@@ -81,8 +80,6 @@ def load_file(
         part = _part(state, keep, ())
         keep.complain(printable(where))
         return part
-    finally:
-        file.close()
 
 
 def verify_file(path: str | os.PathLike[str]) -> int:
@@ -94,16 +91,13 @@ def verify_file(path: str | os.PathLike[str]) -> int:
         descriptor = Descriptor(where, os.O_RDONLY)
     except OSError as error:
         raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error
-    file = PlainFile(descriptor, _TRAITS, writable=False)
-    try:
+    with contextlib.closing(PlainFile(descriptor, _TRAITS, writable=False)) as file:
         found = read_torch(_reads(file), file.size, printable(where))
         if found.digests is None:
             found.verify(_reads(file))
         else:
             _Verified(file, found, None).check_all()
         return found.size
-    finally:
-        file.close()
 
 
 def is_whole(number: int, name: str) -> bool:
@@ -242,14 +236,7 @@ class _Verified:
         if self._found.digests is None:
             return
         sources = [self._source(int(index), 0) for index in self._order]
-        stored = check(self._file, sources, Stop())
-        expected = self._found.digests[ranges(self._first[self._order], self._units[self._order])]
-        wrong = np.flatnonzero((stored != expected).any(axis=1))
-        if len(wrong):
-            ends = np.cumsum(self._units[self._order])
-            at = int(np.searchsorted(ends, wrong[0], "right"))
-            index = int(self._order[at])
-            raise self._damaged(index, int(wrong[0] - (ends[at] - self._units[index])))
+        self._compare(self._order, check(self._file, sources, Stop()))
 
     def _fill(self, offset: int, view: memoryview) -> None:
         begin = int(np.searchsorted(self._ends, offset, "right"))
@@ -283,13 +270,17 @@ class _Verified:
         return Source(address, length, (Extent(int(self._found.offset[index]), length),))
 
     def _fetch(self, index: int, address: int) -> None:
-        assert self._found.digests is not None
         stored = fetch(self._file, [self._source(index, address)], Stop())
-        first = int(self._first[index])
-        expected = self._found.digests[first : first + int(self._units[index])]
-        wrong = np.flatnonzero((stored != expected).any(axis=1))
+        self._compare(np.array([index]), stored)
+
+    def _compare(self, indices: Column, stored: Digests) -> None:
+        """Raise ``CorruptionError`` if the units of some storages are not those that were saved."""
+        assert self._found.digests is not None
+        rows = ranges(self._first[indices], self._units[indices])
+        wrong = rows[(stored != self._found.digests[rows]).any(axis=1)]
         if len(wrong):
-            raise self._damaged(index, int(wrong[0]))
+            index = int(np.searchsorted(self._first, wrong[0], "right")) - 1
+            raise self._damaged(index, int(wrong[0] - self._first[index]))
 
     def _damaged(self, index: int, unit: int) -> CorruptionError:
         found, key = self._found, self._found.keys[index]

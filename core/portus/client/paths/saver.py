@@ -54,6 +54,10 @@ _WRONG_PATH: Final = frozenset(
 """What a call is told at once, since another path is what helps."""
 
 
+_STEP: Final = 0
+"""A file has a name, and no step."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileTarget:
     """A path as the caller said it, and where that leads."""
@@ -107,14 +111,12 @@ class FileSaver:
         self._ring: Final = StagingRing(staging)
         self._is_synchronous: Final = settings.snapshot == "sync"
 
-    def _save_nested(
-        self, state: object, path: str | os.PathLike[str], step: int = 0
-    ) -> SaveHandle:
+    def _save_nested(self, state: object, path: str | os.PathLike[str]) -> SaveHandle:
         target = FileTarget.of(path)
-        return SaveHandle(nested.WrittenSave(target.said, step, state, {target.real: None}))
+        return SaveHandle(nested.WrittenSave(target.said, _STEP, state, {target.real: None}))
 
     @calls.entry_or(_save_nested)
-    def save(self, state: object, path: str | os.PathLike[str], step: int = 0) -> SaveHandle:
+    def save(self, state: object, path: str | os.PathLike[str]) -> SaveHandle:
         """Begin to save ``state`` to ``path``. See ``portus.save``."""
         start = time.perf_counter()
         self._reports.tell(self._first_may_commit, is_save=True, is_heard_of=False)
@@ -126,7 +128,7 @@ class FileSaver:
         job = None
         try:
             with PENDING.exempt():
-                job = self._begin(target, pickled, step)
+                job = self._begin(target, pickled)
                 job.save.asked_at(start)
                 if job.save.over:
                     self._queue.dismiss(turn)
@@ -141,12 +143,6 @@ class FileSaver:
             raise
         job.save.stats.call_s = time.perf_counter() - start
         return SaveHandle(job.save)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until all saves so far are over; False if time ran out. Failures are reported."""
-        over = self._queue.catch_up(timeout_s)
-        self._reports.tell(self._first_may_commit, is_save=False, is_heard_of=False)
-        return over
 
     def close(self) -> None:
         """Finish the saves in flight, and remove what is hidden. Failures that nobody heard of are
@@ -171,10 +167,10 @@ class FileSaver:
         if not self._queue.on_worker():
             self._queue.catch_up(self._fence_timeout)
 
-    def _begin(self, target: FileTarget, pickled: PickledState, step: int) -> FileJob:
+    def _begin(self, target: FileTarget, pickled: PickledState) -> FileJob:
         """Open the draft, and copy what may not wait. Raises what opening raises."""
         asked, image = order.asked(), pickled.image(target.said)
-        snapshot = self._snapshot(target, pickled, step)
+        snapshot = self._snapshot(target, pickled)
         unpublished = self._publisher.begin(target.real)
         try:
             file = ImageFile(
@@ -192,7 +188,7 @@ class FileSaver:
                 describe=name,
                 audit=self._auditor.begin,
                 guilty=self._suspects.accuse,
-                changed=lambda indices: self._reports.inexact(step, name, indices),
+                changed=lambda indices: self._reports.inexact(_STEP, name, indices),
             )
             save = Save(snapshot, draft, _nothing_before, policy)
         except BaseException:
@@ -209,14 +205,14 @@ class FileSaver:
             raise
         return job
 
-    def _snapshot(self, target: FileTarget, pickled: PickledState, step: int) -> Snapshot:
+    def _snapshot(self, target: FileTarget, pickled: PickledState) -> Snapshot:
         storages = tuple(pickled.storages)
         feeds, copies = feeds_of(storages, None)
         suspects = None if self._is_synchronous else self._suspects.turn()
         planned = copy_order(storages, copies, feeds, suspects)
         return Snapshot(
             model=target.said,
-            step=step,
+            step=_STEP,
             token=os.urandom(16),
             tree=b"",
             layout=b"",
