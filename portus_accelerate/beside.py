@@ -34,7 +34,7 @@ def gathered(directory: str, but: Collection[str]) -> dict[str, torch.Tensor]:
     return found
 
 
-def put_back(checkpointer: portus.Checkpointer, output: str) -> None:
+def put_back(checkpointer: portus.PoolCheckpointer, output: str) -> None:
     """Write the files of the checkpoints in ``output`` that have their references, and lack these.
     Raises as ``Checkpointer.load_version``, and ``OSError``."""
     for name in os.listdir(output) if os.path.isdir(output) else ():
@@ -51,7 +51,7 @@ def _token(entry: os.DirEntry[str]) -> bytes | None:
     return None if reference is None else bytes.fromhex(reference.token)
 
 
-def _files(checkpointer: portus.Checkpointer, token: bytes) -> dict[str, Any]:
+def _files(checkpointer: portus.PoolCheckpointer, token: bytes) -> dict[str, Any]:
     try:
         found: Any = checkpointer.load_version(token, KEY)
     except (portus.StaleError, portus.UsageError):  # it was saved without a mirror

@@ -45,7 +45,7 @@ NEWEST: Final = (1, 15)
 
 _SAVER: Final = "_portus_saver"
 
-_NEEDED: Final = ("Checkpointer", "is_reference", "materialize", "mend", "pack")
+_NEEDED: Final = ("PoolCheckpointer", "is_reference", "materialize", "mend", "pack")
 """Of Portus: loaded before anything is changed, so that a package that it lacks is missed then."""
 
 

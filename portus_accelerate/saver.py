@@ -89,7 +89,7 @@ class Saver:
         self._stats: Final[deque[portus.SaveStats]] = deque(maxlen=_STATS_MAX)
         self._metrics: dict[str, float] = {}
         self._over = False
-        self._watch: portus.Checkpointer | None = None
+        self._watch: portus.PoolCheckpointer | None = None
         self._shards: PortusStorageWriter | None = None
         self._cadence: portus.Cadence | None = None
         self._preemption: portus.Preemption | None = None
@@ -101,7 +101,7 @@ class Saver:
                 # Never saves, so it makes no file: while one is open, Portus learns which
                 # optimizer steps what, and the first save too is copied in the background.
                 nowhere = os.path.join(tempfile.gettempdir(), ".portus")
-                self._watch = portus.Checkpointer(
+                self._watch = portus.PoolCheckpointer(
                     nowhere, f"watch-{os.urandom(8).hex()}", mirror="none"
                 )
 
@@ -558,7 +558,7 @@ class Saver:
     # The pool.
 
     @property
-    def _checkpointer(self) -> portus.Checkpointer | None:
+    def _checkpointer(self) -> portus.PoolCheckpointer | None:
         return None if self._run is None else self._run.checkpointer
 
     def _ready(self, directory: str) -> None:

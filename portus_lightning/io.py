@@ -437,7 +437,7 @@ class PortusIO(CheckpointIO):
         step = self._step_of(checkpoint)
         now = self._over or self.materialize == "all" or _is_last_chance(path)
 
-        def save(checkpointer: portus.Checkpointer) -> portus.SaveHandle | None:
+        def save(checkpointer: portus.PoolCheckpointer) -> portus.SaveHandle | None:
             try:
                 return checkpointer.save(
                     checkpoint, step, reference=path, synchronous=now, metrics=self.metrics()
@@ -458,7 +458,7 @@ class PortusIO(CheckpointIO):
 
     def _save_stock(
         self,
-        checkpointer: portus.Checkpointer,
+        checkpointer: portus.PoolCheckpointer,
         checkpoint: dict[str, Any],
         path: str,
         error: portus.UsageError,
@@ -468,7 +468,7 @@ class PortusIO(CheckpointIO):
         stock.torch_io().save_checkpoint(checkpoint, path)
 
     @property
-    def _checkpointer(self) -> portus.Checkpointer | None:
+    def _checkpointer(self) -> portus.PoolCheckpointer | None:
         return self._runs[-1][0].checkpointer if self._runs else None
 
     def _opened(self, directory: str) -> portus.Run:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from portus.client.mend import mend as mend
     from portus.client.paths.face import load as load
     from portus.client.paths.face import save as save
+    from portus.client.pool_checkpointer import PoolCheckpointer as PoolCheckpointer
     from portus.client.run import Run as Run
     from portus.client.run import expected_bytes as expected_bytes
     from portus.client.state.codecs import decode_stand_ins as decode_stand_ins
@@ -92,6 +93,7 @@ _MODULE_OF: Final = {
     "Keep": "portus.index.keep",
     "MediumError": "portus.errors",
     "Place": "portus.index.place",
+    "PoolCheckpointer": "portus.client.pool_checkpointer",
     "PoolView": "portus.client.loading.view",
     "PortusError": "portus.errors",
     "RANDOMNESS_BYTES": "portus.client.state.randomness",

@@ -96,7 +96,7 @@ def test_a_reference_tells_that_it_is_whole_if_it_was_put_there_after_the_note(
     home, directory = tmp_path / ".portus", tmp_path / "step_1"
 
     def save() -> None:
-        with portus.Checkpointer(tmp_path / "pools") as checkpointer:
+        with portus.PoolCheckpointer(tmp_path / "pools") as checkpointer:
             checkpointer.save({"x": 1}, 1, reference=tmp_path / "reference").wait()
 
     if before:

@@ -89,7 +89,7 @@ def test_a_resumed_run_makes_real_what_it_saved_before_and_leaves_alone_what_oth
     tmp_path: Path,
 ) -> None:
     trained(tmp_path, 1, 2, materialize="none").end_training()
-    with portus.Checkpointer(tmp_path / "other", "other") as other:
+    with portus.PoolCheckpointer(tmp_path / "other", "other") as other:
         other.save({"x": 1}, 1, reference=tmp_path / "ckpt" / "theirs" / "x.ckpt")
     trained(tmp_path, 3, 4).end_training()
     assert references(tmp_path) == ["theirs"]

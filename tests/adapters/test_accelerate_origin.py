@@ -12,7 +12,7 @@ def test_what_several_processes_saved_at_once_is_one_checkpoint(tmp_path: Path) 
     home = tmp_path / "step_5"
     home.mkdir()
     for number, model in enumerate(("net", "net~2", "net~2/rank-1-of-2")):
-        with portus.Checkpointer(tmp_path / "pools", model) as checkpointer:
+        with portus.PoolCheckpointer(tmp_path / "pools", model) as checkpointer:
             checkpointer.save({}, 5, reference=home / str(number)).wait()
     assert origin_of(str(home)) == Origin(str(home), "net", 5)
 

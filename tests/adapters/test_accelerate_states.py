@@ -105,9 +105,9 @@ class Scene:
         self.counter.count += 1
 
     @property
-    def checkpointer(self) -> portus.Checkpointer:
+    def checkpointer(self) -> portus.PoolCheckpointer:
         found = self.accelerator._portus_saver._checkpointer
-        assert isinstance(found, portus.Checkpointer)
+        assert isinstance(found, portus.PoolCheckpointer)
         return found
 
     def facts(self) -> list[torch.Tensor]:
@@ -831,8 +831,8 @@ def test_a_version_that_is_not_known_is_left_alone_and_that_is_said(
 def test_what_portus_lacks_is_missed_before_accelerate_is_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr(portus, "Checkpointer")  # it is looked up anew
-    monkeypatch.setitem(sys.modules, "portus.client.checkpointer", None)  # as with no msgspec
+    monkeypatch.delattr(portus, "PoolCheckpointer")  # it is looked up anew
+    monkeypatch.setitem(sys.modules, "portus.client.pool_checkpointer", None)  # as with no msgspec
     with pytest.raises(ImportError, match="checkpointer"):
         patch.install()
 

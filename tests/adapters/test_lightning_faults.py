@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.errors import BusyError, CorruptionError, MediumError, PortusError
 from portus.index import directory, roots
 from portus.index.directory import create_pool
@@ -282,7 +282,7 @@ def test_a_file_system_that_is_read_only_is_said_before_training(
 def saved(tmp_path: Path) -> Path:
     """A pool file with one version, and a reference file beside its directory."""
     path = tmp_path / "pool" / "run.portus"
-    with Checkpointer(path) as checkpointer:
+    with PoolCheckpointer(path) as checkpointer:
         state = {"weight": torch.arange(300_000.0)}
         checkpointer.save(state, 1, reference=tmp_path / "old.ckpt").wait()
     return path
@@ -351,7 +351,7 @@ def held_by_another(pool: Path) -> Iterator[int]:
     """The pool file is open for saving in another process; its pid."""
     program = f"""
 import sys, portus, torch
-with portus.Checkpointer({str(pool)!r}) as checkpointer:
+with portus.PoolCheckpointer({str(pool)!r}) as checkpointer:
     checkpointer.save({{"x": torch.zeros(3)}}, 1).wait()
     print("open", flush=True)
     sys.stdin.read()

@@ -13,9 +13,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from portus.client.checkpointer import Checkpointer
 from portus.client.fence.fence import Fence
 from portus.client.fence.writers import Stability
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.client.state.state import flatten
 from portus.errors import AbandonedError, PortusError
 from portus.pipeline.audit import Audit, Auditor, Late, Probed, Stored
@@ -54,7 +54,7 @@ def _sleep() -> None:
 
 
 def slow_down(
-    checkpointer: Checkpointer,
+    checkpointer: PoolCheckpointer,
     pause: Callable[[], object] = _sleep,
     awaited: threading.Event | None = None,
 ) -> None:
@@ -96,7 +96,7 @@ class SlowSaves:
         audited: bool = True,
         pause: Callable[[], object] = _sleep,
     ) -> None:
-        self.checkpointer = Checkpointer(folder, keep=None, fence_timeout=FENCE_S_MAX)
+        self.checkpointer = PoolCheckpointer(folder, keep=None, fence_timeout=FENCE_S_MAX)
         if not audited:
             self.checkpointer._saves._auditor = Unaudited()  # type: ignore[misc]
         self.saves: list[SaveHandle] = []

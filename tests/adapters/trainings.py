@@ -58,7 +58,7 @@ class ByHand:
         pool = order.pool or links
         portus.mend(pool, uncommitted=True, links=links)
         weight, optimizer = started()
-        with portus.Checkpointer(pool, "net", keep=1, links=links) as checkpointer:
+        with portus.PoolCheckpointer(pool, "net", keep=1, links=links) as checkpointer:
             state: dict[str, Any] = {"weight": weight.data, "step": 0}
             found = newest(run / "ckpt")
             if found is not None:

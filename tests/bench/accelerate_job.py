@@ -86,7 +86,7 @@ def ours(training: Training) -> tuple[float, float]:
     portus_accelerate.wait(training.accelerator)
     accelerator: Any = training.accelerator
     checkpointer = accelerator._portus_saver._checkpointer
-    assert isinstance(checkpointer, portus.Checkpointer)
+    assert isinstance(checkpointer, portus.PoolCheckpointer)
     stats = checkpointer.last_stats
     assert stats is not None
     start = time.perf_counter()

@@ -32,7 +32,7 @@ def save_for(
     torch.set_num_threads(1)
     state = {"x": torch.full((size // 4,), float(number))}
     took: list[float] = []
-    with portus.Checkpointer(url, f"client-{number}", keep=1, on_error="raise") as checkpointer:
+    with portus.PoolCheckpointer(url, f"client-{number}", keep=1, on_error="raise") as checkpointer:
         for step in range(WARMUPS):
             checkpointer.save(state, step).wait()
         start.wait()

@@ -34,8 +34,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import portus.client.dcp
 import portus.dcp
-from portus.client.checkpointer import Checkpointer
 from portus.client.job.exchange import Tally
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.client.shards.cuts import FORMAT_KEY
 from portus.client.shards.grouped import shard_name
 from portus.dcp import PortusStorageReader, PortusStorageWriter
@@ -120,7 +120,9 @@ def _measure(root: Path, ranks: int) -> dict[str, Counts]:
     ids = [saved(writer, step) for step in (1, 2)]
     writer.close()
     for rank in range(1, ranks):
-        with Checkpointer(pools, part_model("run", rank, ranks), keep=None, links=links) as part:
+        with PoolCheckpointer(
+            pools, part_model("run", rank, ranks), keep=None, links=links
+        ) as part:
             shard = {str(directory / shard_name(rank, ranks)): FORMAT_KEY}
             for group, references in zip(ids, (None, shard), strict=True):
                 token, step = part_token(group, rank), 1 if references is None else 2
@@ -189,8 +191,10 @@ def on_a_host(ranks: int) -> tuple[float, float]:
         with serving(Path(root, "host")) as server:
             address, links = url(server), f"{root}/links"
 
-            def part(rank: int) -> Checkpointer:
-                return Checkpointer(address, part_model("run", rank, ranks), keep=1, links=links)
+            def part(rank: int) -> PoolCheckpointer:
+                return PoolCheckpointer(
+                    address, part_model("run", rank, ranks), keep=1, links=links
+                )
 
             with part(0) as own:
                 own.save({"t": torch.zeros(64)}, 0).wait()

@@ -84,7 +84,7 @@ def wire_rows(memory: Path, rounds: int) -> Iterator[Row]:
         contenders = {"portus file": _pulled(stack.enter_context(pool_at(memory / "pool")), state)}
         for way, url in watched.urls.items():
             checkpointer = stack.enter_context(
-                contextlib.closing(portus.Checkpointer(url, way, keep=1, on_error="raise"))
+                contextlib.closing(portus.PoolCheckpointer(url, way, keep=1, on_error="raise"))
             )
             contenders[f"plain {way}"] = _plain(stack, memory, way, state)
             contenders[f"unhashed {way}"] = _unhashed(stack, memory, way, state)
@@ -122,7 +122,7 @@ def share_rows(memory: Path, disk: Path, rounds: int) -> Iterator[Row]:
                 )
             with Watched(place / "hosted") as watched:
                 for way, url in watched.urls.items():
-                    checkpointer = portus.Checkpointer(url, way, keep=1, on_error="raise")
+                    checkpointer = portus.PoolCheckpointer(url, way, keep=1, on_error="raise")
                     with contextlib.closing(checkpointer):
                         parts = _hosted_parts(watched, checkpointer, state)
                         yield shares_row(f"BERT-large, {way}, {name}", parts, rounds)
@@ -153,7 +153,7 @@ def shares_row(name: str, parts: Parts, rounds: int, warmups: int = 3) -> Row:
     )
 
 
-def _local_parts(checkpointer: portus.Checkpointer, state: dict[str, torch.Tensor]) -> Parts:
+def _local_parts(checkpointer: portus.PoolCheckpointer, state: dict[str, torch.Tensor]) -> Parts:
     """Copy and hash are one pass: ``hash`` is what hashing alone takes, ``copy`` the rest."""
     sources = [Source(each.data_ptr(), each.nbytes) for each in state.values()]
     step = 0
@@ -178,7 +178,7 @@ def _local_parts(checkpointer: portus.Checkpointer, state: dict[str, torch.Tenso
 
 
 def _hosted_parts(
-    watched: Watched, checkpointer: portus.Checkpointer, state: dict[str, torch.Tensor]
+    watched: Watched, checkpointer: portus.PoolCheckpointer, state: dict[str, torch.Tensor]
 ) -> Parts:
     """As the host tells. What the client hashes on the way out is in ``wire``: it goes on while
     the host receives. ``copy`` is nothing: bytes are received where they stay."""
@@ -203,7 +203,7 @@ def _with_rest(parts: dict[str, float], total_s: float) -> dict[str, float]:
     return {**parts, "total": total_s}
 
 
-def _pulled(checkpointer: portus.Checkpointer, state: dict[str, torch.Tensor]) -> Run:
+def _pulled(checkpointer: portus.PoolCheckpointer, state: dict[str, torch.Tensor]) -> Run:
     """Seconds until all bytes are in the pool, hashed, of a save of which every byte changed."""
     steps = iter(range(1 << 30))
 

@@ -231,7 +231,9 @@ def frozen_row(memory: Path) -> Row:
         mirror = Path(folder) / "mirror"
         for step in range(2):
             changing["head"] += 1
-            with portus.Checkpointer(f"{folder}/pool", keep=None, mirror=mirror.as_uri()) as saver:
+            with portus.PoolCheckpointer(
+                f"{folder}/pool", keep=None, mirror=mirror.as_uri()
+            ) as saver:
                 saver.save(frozen | changing, step).wait()
             sizes.append(sum(each.stat().st_size for each in mirror.rglob("*") if each.is_file()))
     share = 100 * (sizes[1] - sizes[0]) / sizes[0]
@@ -298,8 +300,8 @@ def _mirrored(folder: str, url: str) -> Told:
     """From the commit on, less what the end of a run without a mirror takes. What claims the mirror
     is in it."""
     state = tensors(64, SIZE)
-    unmirrored = portus.Checkpointer(f"{folder}/other", keep=1, mirror="none", on_error="raise")
-    saver = portus.Checkpointer(f"{folder}/pool", keep=1, mirror=url, on_error="raise")
+    unmirrored = portus.PoolCheckpointer(f"{folder}/other", keep=1, mirror="none", on_error="raise")
+    saver = portus.PoolCheckpointer(f"{folder}/pool", keep=1, mirror=url, on_error="raise")
     unmirrored.save(state, 1).wait()
     end = _told(unmirrored.close)
     _touch()
@@ -310,12 +312,12 @@ def _mirrored(folder: str, url: str) -> Told:
 
 def _fresh(folder: str, url: str) -> Told:
     """Until the state is in memory, and in the pool."""
-    portus.Checkpointer(f"{folder}/other", mirror="none").close()  # what it imports late
+    portus.PoolCheckpointer(f"{folder}/other", mirror="none").close()  # what it imports late
     _touch()
-    savers: list[portus.Checkpointer] = []
+    savers: list[portus.PoolCheckpointer] = []
 
     def load() -> None:
-        savers.append(portus.Checkpointer(f"{folder}/pool", keep=1, mirror=url))
+        savers.append(portus.PoolCheckpointer(f"{folder}/pool", keep=1, mirror=url))
         savers[0].load()
 
     told = _told(load)
@@ -334,7 +336,9 @@ def _training(folder: str, mirror: str | None, *, every: int = EVERY) -> Told:
             highest = max(highest, anonymous())
 
     watcher = threading.Thread(target=watch)
-    with portus.Checkpointer(f"{folder}/pool", keep=2, mirror=mirror, on_error="raise") as saver:
+    with portus.PoolCheckpointer(
+        f"{folder}/pool", keep=2, mirror=mirror, on_error="raise"
+    ) as saver:
         saver.save(trained.state(), 0).wait()
         watcher.start()
         handles = []

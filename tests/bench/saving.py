@@ -26,10 +26,10 @@ SHORT = 256 * MIB
 
 
 @contextmanager
-def pool_at(place: Path, *, guard: Guard = "auto") -> Iterator[portus.Checkpointer]:
+def pool_at(place: Path, *, guard: Guard = "auto") -> Iterator[portus.PoolCheckpointer]:
     """A fresh pool, removed afterwards."""
     shutil.rmtree(place, ignore_errors=True)
-    checkpointer = portus.Checkpointer(place, keep=1, on_error="raise", guard=guard)
+    checkpointer = portus.PoolCheckpointer(place, keep=1, on_error="raise", guard=guard)
     try:
         yield checkpointer
     finally:
@@ -52,7 +52,7 @@ def memcpy_of(state: dict[str, torch.Tensor]) -> Run:
     return timed(copy)
 
 
-def commit_of(checkpointer: portus.Checkpointer, state: dict[str, torch.Tensor]) -> Run:
+def commit_of(checkpointer: portus.PoolCheckpointer, state: dict[str, torch.Tensor]) -> Run:
     """Seconds from the call of save to the commit, of a state whose every byte changed."""
     steps = iter(range(1 << 30))
 
@@ -224,7 +224,7 @@ def guard_row(memory: Path, rounds: int) -> Row:
     guards: tuple[Guard, ...] = ("exact", "probe")
     ways: dict[str, str] = {}
 
-    def saved_beside_a_step(guard: Guard, checkpointer: portus.Checkpointer) -> Run:
+    def saved_beside_a_step(guard: Guard, checkpointer: portus.PoolCheckpointer) -> Run:
         trained = Trained(22, 1024)
 
         def run() -> float:

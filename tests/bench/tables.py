@@ -356,7 +356,7 @@ def _written() -> int:
 
 @contextlib.contextmanager
 def _saved(place: Path, training: Training) -> Iterator[Callable[[], None]]:
-    with portus.Checkpointer(place, keep=1, journal=False) as run:
+    with portus.PoolCheckpointer(place, keep=1, journal=False) as run:
 
         def step() -> None:
             training.step()

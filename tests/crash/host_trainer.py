@@ -18,7 +18,7 @@ SIZES = (512, 256, 64, 1)
 
 def warm_up() -> None:
     """Import what a child needs."""
-    _ = portus.Checkpointer
+    _ = portus.PoolCheckpointer
     model, optimizer = training()
     step_once(model, optimizer, 0)
 
@@ -58,7 +58,7 @@ def save_directories(say: Say, url: str, root: str) -> None:
     logging.disable()
     model, optimizer = training()
     links = os.path.join(root, "links")
-    with portus.Checkpointer(url, "run", links=links) as checkpointer:
+    with portus.PoolCheckpointer(url, "run", links=links) as checkpointer:
         for step in range(1, 5):
             while step == 4 and not os.path.exists(os.path.join(root, "go")):
                 time.sleep(0.001)
@@ -78,7 +78,7 @@ def train_for_ever(say: Say, url: str, secret_path: str | None = None, pause_s: 
         os.environ["PORTUS_SECRET_FILE"] = secret_path
     model, optimizer = training()
     step = 0
-    with portus.Checkpointer(url, fence_timeout=20) as checkpointer:
+    with portus.PoolCheckpointer(url, fence_timeout=20) as checkpointer:
         if checkpointer.steps():
             state = checkpointer.load()
             assert isinstance(state, dict)

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.testing.nursery import Say, pause_for_ever
 from portus_lightning import PortusIO
 from tests.crash.lightning_saver import Net, loader_of, trainer_in
@@ -27,7 +27,7 @@ def advance(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def train_for_ever(say: Say, root: str, every: int) -> None:
     """Resume, then train; each step and each version is told, the version before the step."""
-    with Checkpointer(f"{root}/.portus", "run", keep=2) as checkpointer:
+    with PoolCheckpointer(f"{root}/.portus", "run", keep=2) as checkpointer:
         checkpointer.prepare(20_000)  # else there is no pool before the first save, and no journal
         model, optimizer = training()
         step = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.testing.nursery import Say
 from tests.crash.saver import Training
 from tests.unit.client.same import assert_same
@@ -12,7 +12,9 @@ KEEP = 2
 
 def train_for_ever(say: Say, run: str, mirror: str) -> None:
     """Save each step under ``run``, with a reference file, and tell of it."""
-    with Checkpointer(f"{run}/.portus", "net", mirror=mirror, keep=KEEP, mirror_wait=0) as saver:
+    with PoolCheckpointer(
+        f"{run}/.portus", "net", mirror=mirror, keep=KEEP, mirror_wait=0
+    ) as saver:
         steps = saver.steps()
         training = Training(max(steps, default=0))
         if steps:

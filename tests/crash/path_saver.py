@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
+from portus.client.checkpointer import Checkpointer
 from portus.client.paths.face import load, save
 from portus.testing.nursery import Say
 from tests.crash.saver import Training
@@ -78,12 +79,32 @@ def several(say: Say, directory: str) -> None:
             say(f"saved {training.step}")
 
 
+def numbered(keep: int | None) -> Callable[[Say, str], None]:
+    def train(say: Say, directory: str) -> None:
+        """A ``Checkpointer``, which finds the newest and removes the others by itself."""
+        checkpointer = Checkpointer(directory, keep=keep)
+        training = Training(0)
+        if checkpointer.steps():
+            training = Training(checkpointer.load(weights_only=False)["step"])
+        say(f"resumed {training.step}")
+        while True:
+            training.advance()
+            handle = checkpointer.save(training.state(), training.step)
+            if training.step % 2:
+                handle.wait()
+                say(f"saved {training.step}")
+
+    return train
+
+
 WAYS: Final[dict[str, Callable[[Say, str], None]]] = {
     "keep 1": keep(1),
     "keep 2": keep(2),
     "keep all": keep(None),
     "overwrite": overwrite,
     "several": several,
+    "Checkpointer, keep=1": numbered(1),
+    "Checkpointer, keep=2": numbered(2),
 }
 
 

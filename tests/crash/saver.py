@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from portus.client.checkpointer import Checkpointer
 from portus.client.loading.view import PoolView
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.errors import BusyError, UsageError
 from portus.index.directory import WRITERS
 from portus.pipeline.handle import SaveHandle
@@ -68,7 +68,7 @@ class Training:
         }
 
 
-def resumed(checkpointer: Checkpointer) -> Training:
+def resumed(checkpointer: PoolCheckpointer) -> Training:
     """The newest version, or the beginning."""
     if not checkpointer.steps():
         return Training()
@@ -83,7 +83,7 @@ def save_for_ever(say: Say, pool: str, ahead: int) -> None:
     """Resume, and save every step. A step is told once its save was reported, ``ahead`` saves
     after it was asked for."""
     say("begin")
-    checkpointer = Checkpointer(pool, keep=KEEP)
+    checkpointer = PoolCheckpointer(pool, keep=KEEP)
     training = resumed(checkpointer)
     say(f"resumed {training.step}")
     asked: deque[tuple[int, SaveHandle]] = deque()
@@ -100,7 +100,7 @@ def save_with_files_for_ever(say: Say, pool: str, folder: str) -> None:
     """As Lightning's top-k: each step has a file of its own, the one before is removed, and
     "last" is replaced every time."""
     say("begin")
-    checkpointer = Checkpointer(pool, keep=1)
+    checkpointer = PoolCheckpointer(pool, keep=1)
     training = resumed(checkpointer)
     say(f"resumed {training.step}")
     for before in itertools.count(training.step):
@@ -117,7 +117,7 @@ def save_with_files_for_ever(say: Say, pool: str, folder: str) -> None:
 def save_until_told(say: Say, pool: str) -> None:
     """Save every step until SIGTERM, which this program takes for a wish to end."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-    checkpointer = Checkpointer(pool, keep=KEEP)
+    checkpointer = PoolCheckpointer(pool, keep=KEEP)
     training = resumed(checkpointer)
     while True:
         training.advance()
@@ -127,7 +127,7 @@ def save_until_told(say: Say, pool: str) -> None:
 
 def end_while_a_thread_saves(say: Say, pool: str) -> None:
     """The program ends, and a thread that nobody waits for saves on, copying in the call."""
-    checkpointer = Checkpointer(pool, keep=KEEP, snapshot="sync")
+    checkpointer = PoolCheckpointer(pool, keep=KEEP, snapshot="sync")
     state = {"x": torch.zeros(1 << 20)}
 
     def save() -> None:
@@ -147,7 +147,7 @@ def end_while_a_thread_saves(say: Say, pool: str) -> None:
 
 def save_beside_a_child(say: Say, pool: str, method: str) -> None:
     """Save for ever, with a child that was forked (by C too) or spawned while the pool was open."""
-    checkpointer = Checkpointer(pool, keep=KEEP)
+    checkpointer = PoolCheckpointer(pool, keep=KEEP)
     checkpointer.save(Training(1).state(), 1).wait()
     if method == "fork of C":
         say(f"child {_forked_by_c()}")
@@ -170,7 +170,7 @@ def _forked_by_c() -> int:
 
 def fork_while_saving(say: Say, pool: str, own: str) -> None:
     """Fork right after each of some saves; each child says what it can and cannot do."""
-    checkpointer = Checkpointer(pool, keep=KEEP)
+    checkpointer = PoolCheckpointer(pool, keep=KEEP)
     training = Training()
     for number in range(5):
         training.advance()
@@ -188,7 +188,7 @@ def fork_while_saving(say: Say, pool: str, own: str) -> None:
     checkpointer.close()
 
 
-def _in_fork(checkpointer: Checkpointer, training: Training, own: str) -> None:
+def _in_fork(checkpointer: PoolCheckpointer, training: Training, own: str) -> None:
     for call in (
         lambda: checkpointer.save({}, 1),
         checkpointer.load,
@@ -202,7 +202,7 @@ def _in_fork(checkpointer: Checkpointer, training: Training, own: str) -> None:
         WRITERS.open(checkpointer.path, timeout_s=0)
     with PoolView(checkpointer.path) as view:
         assert len(view.steps()) <= KEEP + 1
-    with Checkpointer(own) as mine:
+    with PoolCheckpointer(own) as mine:
         mine.save(training.state(), training.step)
         training.advance()
         assert_same(mine.load(), Training(training.step - 1).state())

@@ -100,7 +100,7 @@ def test_a_host_that_is_cut_off_is_left_once_and_leads_no_more(
     random_, told = random.Random(seed), Told(tmp_path)
     pools = [each.house.pools.of("default") for each in (far.first, far.second)]
     for round_ in range(CUTS):
-        with portus.Checkpointer(far.both, "net", keep=KEEP, durable=2) as saver:
+        with portus.PoolCheckpointer(far.both, "net", keep=KEEP, durable=2) as saver:
             for _ in range(random_.randint(1, 3)):
                 told.until_saved(saver)
             assert far.log().terms[-1].pool == pools[0].writer.superblock.uuid
@@ -130,7 +130,7 @@ def test_a_host_that_is_cut_off_is_left_once_and_leads_no_more(
             told.check(saver)
             assert told.newest > newest
             assert far.log().term == term, "the first host took no term"
-        with portus.Checkpointer(url(far.second), "net", durable=2) as resumed:
+        with portus.PoolCheckpointer(url(far.second), "net", durable=2) as resumed:
             assert_same(resumed.load(), state(told.newest))
         if round_ + 1 < CUTS:  # as an operator would, so that the first one leads again
             with contextlib.closing(HostPool(url(far.first))) as pool:
@@ -141,7 +141,7 @@ def is_refused(first: str) -> bool:
     """True if the first host says that the model went on elsewhere; False if it says nothing in
     time: the claim of the connection that was cut off may have to end first."""
     try:
-        portus.Checkpointer(first, "net", durable=2).close()
+        portus.PoolCheckpointer(first, "net", durable=2).close()
     except (BusyError, StaleError) as error:
         return re.search("went on elsewhere|goes on there", str(error)) is not None
     except TransportError:

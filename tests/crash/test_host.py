@@ -86,7 +86,7 @@ def test_a_host_may_be_killed_at_any_word_of_a_save(
     with (
         Host(tmp_path / "pools") as host,
         LossyLink("127.0.0.1", host.port) as link,
-        portus.Checkpointer(f"portus://127.0.0.1:{link.port}", keep=2) as checkpointer,
+        portus.PoolCheckpointer(f"portus://127.0.0.1:{link.port}", keep=2) as checkpointer,
     ):
         checkpointer.save(numbered(0), 0).wait()
         before = link.relayed

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import portus
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.index.check import check
 from portus.index.findings import Severity
 from portus.testing.nursery import Child, nursery
@@ -61,10 +61,13 @@ def killed(child: Child, random_: random.Random) -> tuple[int, int]:
 @contextlib.contextmanager
 def opened_at_once(
     path: Path, keep: int, caplog: pytest.LogCaptureFixture
-) -> Iterator[Checkpointer]:
+) -> Iterator[PoolCheckpointer]:
     """The pool, for writing; nobody holds it, and nothing in it is damaged."""
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "portus"), Checkpointer(path, keep=keep) as checkpointer:
+    with (
+        caplog.at_level(logging.WARNING, "portus"),
+        PoolCheckpointer(path, keep=keep) as checkpointer,
+    ):
         assert not caplog.messages, "no lock is left, and no root is damaged"
         yield checkpointer
     errors = [each for each in check(path) if each.severity is Severity.ERROR]

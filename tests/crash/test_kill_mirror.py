@@ -93,7 +93,7 @@ def lose_each(folder: Path, address: str, mirror: Mirror, seed: int) -> None:
         lost += 1
         shutil.rmtree(run)
     run = folder / "the last"
-    with portus.Checkpointer(run / ".portus", "net", mirror=address, keep=KEEP) as saver:
+    with portus.PoolCheckpointer(run / ".portus", "net", mirror=address, keep=KEEP) as saver:
         if counted:
             assert_same(saver.load(), Training(counted).state())
             assert_same(

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.paths import face
+from portus.client.paths import process
+from portus.client.paths.face import load
 from portus.testing.nursery import nursery
 from tests.crash.path_saver import WAYS
 from tests.crash.saver import Training
@@ -78,13 +79,13 @@ def test_whatever_is_visible_after_a_kill_is_whole_for_stock_torch(
                 time.sleep(random_.uniform(0, DELAY_S_MAX))
                 lines += child.kill()
             told = max(int(line.rpartition(" ")[2]) for line in lines)
-            face._recover(str(folder))  # as the first save or load of the next program does
+            process.recover_left(str(folder))  # as the first save or load of the next program does
             found = []
             for name in visible(folder):
                 stock.stdin.write(json.dumps(str(folder / name)) + "\n")
                 stock.stdin.flush()
                 step = json.loads(stock.stdout.readline())
-                state = face.load(folder / name, weights_only=False)
+                state = load(folder / name, weights_only=False)
                 assert state["step"] == step
                 assert_same(state, Training(step).state())
                 if way != "several" or name.startswith("part-2-"):

@@ -46,7 +46,7 @@ class Told:
         self.newest = 0
         self._folder = folder
 
-    def save(self, saver: portus.Checkpointer) -> portus.SaveHandle:
+    def save(self, saver: portus.PoolCheckpointer) -> portus.SaveHandle:
         """Ask for the next step, with a reference file of its own for every other one."""
         self.step += 1
         path = self._folder / f"{self.step % 4}.ckpt" if self.step % 2 else None
@@ -61,7 +61,7 @@ class Told:
         self.newest = info.step
         return True
 
-    def until_saved(self, saver: portus.Checkpointer) -> None:
+    def until_saved(self, saver: portus.PoolCheckpointer) -> None:
         """Save, until a save is told."""
         for _ in range(TRIES):
             if self.hear(self.save(saver)):
@@ -69,7 +69,7 @@ class Told:
             time.sleep(0.05)
         raise AssertionError("no save was told")
 
-    def check(self, saver: portus.Checkpointer) -> None:
+    def check(self, saver: portus.PoolCheckpointer) -> None:
         """What is loaded is a state that was saved, and none that is older than what was told."""
         for _ in range(TRIES):
             with contextlib.suppress(PortusError):
@@ -99,7 +99,7 @@ def test_what_both_hosts_had_outlives_either(
     ):
         both = f"{first.url}+127.0.0.1:{second.port}"
         while kills < KILLS:
-            with portus.Checkpointer(both, "net", keep=KEEP, durable=2) as saver:
+            with portus.PoolCheckpointer(both, "net", keep=KEEP, durable=2) as saver:
                 for _ in range(random_.randint(1, 3)):
                     told.until_saved(saver)
                 doomed = [first, *random_.choice([[], [second]])]
@@ -137,10 +137,10 @@ def test_a_host_that_hangs_is_left_and_learns_of_it_when_it_goes_on(
         Host(tmp_path / "first", "--replica", second.url) as first,
     ):
         both = f"{first.url}+127.0.0.1:{second.port}"
-        with portus.Checkpointer(first.url, "net", keep=KEEP, durable=2) as other:
+        with portus.PoolCheckpointer(first.url, "net", keep=KEEP, durable=2) as other:
             told.until_saved(other)
             first.pause()
-            with portus.Checkpointer(both, "net", keep=KEEP, durable=2) as saver:
+            with portus.PoolCheckpointer(both, "net", keep=KEEP, durable=2) as saver:
                 told.check(saver)
                 told.until_saved(saver)
                 first.resume()
@@ -150,5 +150,5 @@ def test_a_host_that_hangs_is_left_and_learns_of_it_when_it_goes_on(
                 told.newest = newest
                 told.until_saved(saver)
                 assert_same(saver.load(), state(told.newest))
-        with portus.Checkpointer(both, "net", durable=2) as saver:
+        with portus.PoolCheckpointer(both, "net", durable=2) as saver:
             assert_same(saver.load(), state(told.newest))

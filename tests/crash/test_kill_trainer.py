@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.index.check import check
 from portus.index.findings import Severity
 from portus.testing.nursery import nursery
@@ -82,11 +82,11 @@ def killed(root: Path, step: int, random_: random.Random) -> tuple[int, list[int
 
 
 @contextlib.contextmanager
-def opened_at_once(root: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Checkpointer]:
+def opened_at_once(root: Path, caplog: pytest.LogCaptureFixture) -> Iterator[PoolCheckpointer]:
     """The one pool of all the runs, for writing; nobody holds it, and it is whole."""
     (path,) = (root / ".portus").glob("*.portus")
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "portus"), Checkpointer(path) as checkpointer:
+    with caplog.at_level(logging.WARNING, "portus"), PoolCheckpointer(path) as checkpointer:
         others = [each for each in caplog.messages if not each.endswith(".uncommitted now")]
         assert not others, "no lock is left, and no root is damaged"
         yield checkpointer

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import portus
-from portus.client.checkpointer import Checkpointer
 from portus.client.loading.view import PoolView
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.errors import CorruptionError, MediumError, PortusError
 from portus.format.layout import SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS
 from portus.index.directory import open_reader
@@ -76,7 +76,7 @@ class Rotten:
     def __init__(self, folder: Path) -> None:
         self.path = folder / ".portus" / "run.portus"
         self.files = {step: folder / f"{step}.ckpt" for step in STEPS}
-        with Checkpointer(self.path, keep=None) as checkpointer:
+        with PoolCheckpointer(self.path, keep=None) as checkpointer:
             for step in STEPS:
                 checkpointer.save(STATES[step], step, reference=self.files[step]).wait()
         reader = open_reader(str(self.path))
@@ -212,7 +212,7 @@ def test_a_damaged_pool_can_be_written_and_loses_no_more(rotten: Rotten, seed: i
                 there = whole_steps(rotten, loud)
                 with (
                     contextlib.suppress(PortusError),
-                    Checkpointer(rotten.path, keep=None) as opened,
+                    PoolCheckpointer(rotten.path, keep=None) as opened,
                 ):
                     opened.save(STATES[coming], coming).wait()
                     there.add(coming)
@@ -227,7 +227,7 @@ def test_a_rotten_layout_loses_no_version_of_a_run(rotten: Rotten) -> None:
     [layout, *_] = rotten.places["layouts"]
     descriptor = os.open(rotten.path, os.O_RDWR)
     with listening() as loud:
-        with Checkpointer(rotten.path, keep=None) as opened:
+        with PoolCheckpointer(rotten.path, keep=None) as opened:
             opened.save(STATES[4], 4).wait()
             byte = os.pread(descriptor, 1, layout.offset + 100)
             os.pwrite(descriptor, bytes([byte[0] ^ 1]), layout.offset + 100)
@@ -263,9 +263,9 @@ def replaced(path: Path, other: bytes) -> None:
 def test_a_pool_that_others_change_under_a_trainer_is_noticed_at_the_next_save(
     deed: Callable[[Path, bytes], None], rotten: Rotten, tmp_path: Path
 ) -> None:
-    with Checkpointer(tmp_path / "other.portus") as other:
+    with PoolCheckpointer(tmp_path / "other.portus") as other:
         other.save(STATES[1], 1).wait()
-    with Checkpointer(rotten.path, keep=None) as opened:
+    with PoolCheckpointer(rotten.path, keep=None) as opened:
         opened.save(STATES[4], 4).wait()
         opened.wait()  # who makes room for the next save in the background notices it as well
         deed(rotten.path, (tmp_path / "other.portus").read_bytes())

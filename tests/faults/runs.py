@@ -25,7 +25,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.pipeline.handle import SaveHandle
 from portus.testing.nursery import Say
 from portus_lightning.companion_of_lightning import PortusCompanion
@@ -84,14 +84,14 @@ class Told(logging.Handler):
         for name in ("portus", "portus_lightning", "portus_accelerate"):
             logging.getLogger(name).addHandler(self)
             logging.getLogger(name).propagate = False
-        stock = Checkpointer.save
+        stock = PoolCheckpointer.save
 
-        def save(own: Checkpointer, state: object, step: int, **named: Any) -> SaveHandle:
+        def save(own: PoolCheckpointer, state: object, step: int, **named: Any) -> SaveHandle:
             handle = stock(own, state, step, **named)
             self.handles.append((step, handle))
             return handle
 
-        setattr(Checkpointer, "save", save)  # noqa: B010 - it only listens
+        setattr(PoolCheckpointer, "save", save)  # noqa: B010 - it only listens
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
@@ -105,7 +105,7 @@ def checkpointer(root: Path) -> None:
     folder = root / "ckpt"
     weight = torch.nn.Parameter(torch.zeros(3000))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    with Checkpointer(root / ".portus" / "run.portus", keep=2) as saver:
+    with PoolCheckpointer(root / ".portus" / "run.portus", keep=2) as saver:
         for step in range(1, STEPS + 1):
             weight.grad = torch.ones_like(weight)
             optimizer.step()

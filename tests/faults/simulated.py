@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import portus
-from portus.client.checkpointer import Checkpointer
 from portus.client.files import fate, reference
 from portus.client.files.fate import Fate, FileLink
 from portus.client.files.keeper import Keeper
 from portus.client.files.removals import Removal, Removals
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.format.reference import Reference
 from portus.index.catalogue import Catalogue
 from portus.pipeline.run import Save, Stage
@@ -72,7 +72,7 @@ def _train(say: Say, root: Path, steps: int) -> None:
         folder.mkdir(exist_ok=True)
     training = _resumed(say, folder)
     handles: list[tuple[str, int, Any]] = []
-    with Checkpointer(root / ".portus", "run", keep=1) as checkpointer:
+    with PoolCheckpointer(root / ".portus", "run", keep=1) as checkpointer:
         for _ in range(steps):
             training.advance()
             step, old = training.step, training.step - KEEP

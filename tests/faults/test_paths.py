@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from portus.client.paths import face, saver
+from portus.client.paths import process, saver
 from portus.client.paths.face import load, save
 from portus.directory.system import Linux, System
 from portus.errors import MediumError
@@ -82,12 +82,13 @@ class Failing(Linux):
 @pytest.fixture(autouse=True)
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(face, "_savers", [])
+    monkeypatch.setattr(process, "_savers", [])
+    monkeypatch.setattr(process, "_writers", [])
     level = logging.getLogger("portus").level
     logging.getLogger("portus").setLevel(logging.CRITICAL)
     yield
     logging.getLogger("portus").setLevel(level)
-    face._finish()
+    process._finish()
 
 
 def train(monkeypatch: pytest.MonkeyPatch, injector: Injector) -> dict[str, int]:
@@ -112,7 +113,7 @@ def train(monkeypatch: pytest.MonkeyPatch, injector: Injector) -> dict[str, int]
             with contextlib.suppress(FileNotFoundError):
                 if f"step-{step}.pt" in told:
                     os.remove(f"step-{step - 2}.pt")
-        face._finish()
+        process._finish()
     return told
 
 
@@ -162,7 +163,7 @@ def test_a_call_that_fails_costs_one_save_and_nothing_else(
         hit = f"call {at}: {injector.hit}: {errno.errorcode[number]}"
         check_all(told, hit)
         save({"step": 99}, "next.pt").wait()
-        face._finish()
+        process._finish()
         assert load("next.pt") == {"step": 99}
         assert not os.path.exists(".portus") or injector.hit in ("unlink", "remove_folder"), (
             hit,

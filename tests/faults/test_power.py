@@ -18,8 +18,9 @@ from typing import Final
 import pytest
 
 import portus
-from portus.client.checkpointer import Checkpointer
-from portus.client.paths import face
+from portus.client.paths import process
+from portus.client.paths.face import load
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.index.check import check
 from portus.index.findings import Severity
 from portus.testing.nursery import nursery
@@ -47,7 +48,7 @@ def verify(root: Path, told: int) -> bool:
     if not path.exists():
         assert not told, f"step {told} was told, and there is no pool"
         return False
-    with Checkpointer(path, keep=1) as checkpointer:
+    with PoolCheckpointer(path, keep=1) as checkpointer:
         newest = max(checkpointer.steps(), default=0)
         assert newest >= told, f"step {told} was told; there are {checkpointer.steps()}"
         if newest:
@@ -78,12 +79,12 @@ def verify(root: Path, told: int) -> bool:
 def verify_paths(root: Path, told: int) -> bool:
     """All that was told up to step ``told`` is there, in files that are whole; whether there are
     any."""
-    face._recover(str(root / "ckpt"))  # as the first save or load of the next program does
+    process.recover_left(str(root / "ckpt"))  # as the first save or load of the next program does
     files = sorted((root / "ckpt").glob("*.pt"))
     steps = []
     for file in files:
         assert zipfile.ZipFile(file).testzip() is None, file.name
-        state = face.load(file, weights_only=False)
+        state = load(file, weights_only=False)
         assert_same(state, Training(state["step"]).state())
         steps.append(state["step"])
         assert file.name in ("last.pt", f"step-{state['step']:08}.pt"), file.name

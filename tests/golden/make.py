@@ -33,8 +33,8 @@ import numpy as np
 import pytest
 import torch
 
-from portus.client.checkpointer import Checkpointer
 from portus.client.loading.view import PoolView
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.embedding import protect
 from portus.format.checksum import UNIT
 from portus.format.layout import FORMAT_VERSION
@@ -175,7 +175,7 @@ class Making:
 
     def save(
         self,
-        run: Checkpointer,
+        run: PoolCheckpointer,
         step: int,
         state: object,
         metrics: dict[str, float] | None = None,
@@ -184,16 +184,16 @@ class Making:
         self.states[info.token.hex()] = Describer().describe(state)
 
     def fill(self) -> None:
-        with Checkpointer(self.path, "all", keep=None) as run:
+        with PoolCheckpointer(self.path, "all", keep=None) as run:
             for step in (1, 2, 3):  # a storage is shared once it was seen not to change
                 self.save(run, step, {**tensors(step), **containers(), **leaves()})
             self.save(run, -4, torch.arange(3))
-        with Checkpointer(self.path, "units ä", keep=1) as run:
+        with PoolCheckpointer(self.path, "units ä", keep=1) as run:
             marked = torch.zeros(UNIT + PAGE, dtype=torch.uint8)
             marked[0], marked[-1] = 1, 2
             self.save(run, 7, [marked, "seven"])
             self.save(run, 7, [marked, "seven again"])
-        with Checkpointer(self.path, "extents", keep=None) as run:
+        with PoolCheckpointer(self.path, "extents", keep=None) as run:
             self.save(run, 1, {"a": torch.arange(40_000) % 5})
             with scattered(self.path):
                 self.save(run, 2, {"a": torch.arange(40_000) % 6})
@@ -201,9 +201,9 @@ class Making:
     def fill_copies(self) -> None:
         """Models that share commits, one that stays as it is, and records of several commits."""
         frozen = torch.arange(3000) % 7
-        with Checkpointer(self.path, "idle", keep=None) as run:
+        with PoolCheckpointer(self.path, "idle", keep=None) as run:
             self.save(run, 1, {"a": torch.arange(5), "note": "idle"})
-        with Checkpointer(self.path, "busy", keep=None) as run:
+        with PoolCheckpointer(self.path, "busy", keep=None) as run:
             for step in (1, 2, 3):
                 self.save(run, step, {"frozen": frozen, "step": torch.tensor(step)})
             self.save(run, 4, {"frozen": frozen, "step": torch.tensor(4), "more": [step]})
@@ -211,7 +211,7 @@ class Making:
     def fill_marks(self) -> None:
         """A version that is marked inexact, and one after it that is not."""
         shared = torch.arange(3000).share_memory_()
-        with Checkpointer(self.path, "replay", keep=None) as run:
+        with PoolCheckpointer(self.path, "replay", keep=None) as run:
             with at("return", Save._copy_from_here, lambda: shared.add_(1)):
                 info = run.save({"shared": shared}, 1).wait()
             self.states[info.token.hex()] = Describer().describe(run.load(1))
@@ -224,14 +224,14 @@ class Making:
         vars(stream)["name"] = "x"
         rows = torch.arange(40)
         inner = kinds.Replay([1, "two"], None)
-        with Checkpointer(self.path, "objects", keep=None) as run:
+        with PoolCheckpointer(self.path, "objects", keep=None) as run:
             outer = kinds.Replay(rows, {"inner": inner})
             self.save(run, 1, {"streams": [stream, long], "outer": outer, "tied": rows})
             self.save(run, 2, kinds.Replay(torch.ones(2), stream))
 
     def fill_metrics(self) -> None:
         """A version with metrics, and one without."""
-        with Checkpointer(self.path, "scored", keep=None) as run:
+        with PoolCheckpointer(self.path, "scored", keep=None) as run:
             self.save(run, 1, torch.tensor(1), {"val_loss": 0.1, "ä": -1e-300})
             self.save(run, 2, torch.tensor(2))
 

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.index.directory import open_reader
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import FORMAT_VERSION, STRIDE, Referred, Removed, Unreferred
@@ -61,7 +61,7 @@ def make() -> None:
     """Write the file."""
     with tempfile.TemporaryDirectory() as directory:
         pool = Path(directory) / "golden.portus"
-        with Checkpointer(pool, model=MODEL, keep=None) as saver:
+        with PoolCheckpointer(pool, model=MODEL, keep=None) as saver:
             for step in range(1, STEPS + 1):
                 saver.save(state_of(step), step=step, metrics={"loss": 1.0 / step}).wait()
         buckets = {"plain": mirrored(pool, None), "keyed": mirrored(pool, KEY)}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.daemon.server import Server
 from portus.errors import UsageError
 from portus.index.check import check
@@ -174,7 +174,7 @@ def test_a_training_saves_to_a_host_in_the_older_version(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("portus.transport.dial.VERSION", OLDER)
-    with Checkpointer(url(server)) as checkpointer:
+    with PoolCheckpointer(url(server)) as checkpointer:
         for step in range(3):
             checkpointer.save({"x": torch.full((1000,), float(step)), "lr": 0.125}, step).wait()
     with portus.open(url(server)) as pool:

@@ -53,14 +53,14 @@ def test_a_run_saves_to_a_device_and_its_references_lead_there(
     weights = torch.arange(300_000.0)
     state = {"w": weights, "step": 3}
     assert not has_pool(DEVDAX)
-    with portus.Checkpointer(DEVDAX, keep=1) as checkpointer:
+    with portus.PoolCheckpointer(DEVDAX, keep=1) as checkpointer:
         assert checkpointer.path == DEVDAX
         assert not has_pool(DEVDAX), "nothing is made before the first save"
         checkpointer.save(state, 3, reference=path).wait()
         checkpointer.save(state, 4).wait()
         with pytest.raises(BusyError):
             format_device(DEVDAX, LocalFiles(), force=True)
-    with portus.Checkpointer(DEVDAX, keep=1) as checkpointer:
+    with portus.PoolCheckpointer(DEVDAX, keep=1) as checkpointer:
         for step in (5, 6, 7):
             checkpointer.save({"w": torch.zeros(300_000), "step": step}, step).wait()
         assert checkpointer.steps() == [3, 7], "the reference file holds step 3"
@@ -70,7 +70,7 @@ def test_a_run_saves_to_a_device_and_its_references_lead_there(
     assert loaded["step"] == 3
     assert torch.equal(loaded["w"], weights)
     with pytest.raises(UsageError, match="max_bytes applies to files"):
-        portus.Checkpointer(DEVDAX, max_bytes=1 << 20)
+        portus.PoolCheckpointer(DEVDAX, max_bytes=1 << 20)
     with portus.open(DEVDAX) as view:
         assert view.steps() == [3, 7]
     assert not [each for each in portus.check(DEVDAX) if each.severity.value == "error"]
@@ -101,7 +101,7 @@ def test_a_training_saves_to_a_host_by_verbs_and_is_restored_in_place(
 
     step()
     keys = []
-    with serving(DEVDAX) as server, portus.Checkpointer(url(server)) as checkpointer:
+    with serving(DEVDAX) as server, portus.PoolCheckpointer(url(server)) as checkpointer:
         for number in range(1, 5):
             handle = checkpointer.save(state(), number)
             weight = model.weight.detach().clone()

@@ -66,7 +66,7 @@ def train(url: str) -> None:
     update()
     connected(url).close()
     lost = after = 0
-    with portus.Checkpointer(url, MODEL, fence_timeout=FENCE_S) as checkpointer:
+    with portus.PoolCheckpointer(url, MODEL, fence_timeout=FENCE_S) as checkpointer:
         for step in itertools.count(1):
             digest = digest_of(each.numpy().reshape(-1).view(np.uint8) for each in tensors())
             print(f"saving {step} {digest}", flush=True)

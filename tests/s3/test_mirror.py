@@ -63,7 +63,7 @@ def state_of(step: int, size: int = 200_000) -> dict[str, object]:
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolReader]:
     """A pool of three versions."""
     path = tmp_path_factory.mktemp("pool") / "run.portus"
-    with portus.Checkpointer(path, model=MODEL, keep=None) as saver:
+    with portus.PoolCheckpointer(path, model=MODEL, keep=None) as saver:
         for step in STEPS:
             saver.save(state_of(step), step=step).wait()
     with contextlib.closing(open_reader(str(path))) as reader:

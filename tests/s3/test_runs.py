@@ -32,8 +32,8 @@ FAULTS = {
 }
 
 
-def started(run: Path, url: str) -> portus.Checkpointer:
-    return portus.Checkpointer(run / ".portus", "net", mirror=url, mirror_wait=60)
+def started(run: Path, url: str) -> portus.PoolCheckpointer:
+    return portus.PoolCheckpointer(run / ".portus", "net", mirror=url, mirror_wait=60)
 
 
 def train(run: Path, url: str, steps: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import portus
-from portus.client.paths import face
+from portus.client.paths import process
 from portus.format import layout, reference
 from portus.journal import lines
 from portus.pipeline.handle import SaveStats
@@ -236,8 +236,9 @@ def test_the_code_of_a_page_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(face, "_savers", [])
+    monkeypatch.setattr(process, "_savers", [])
+    monkeypatch.setattr(process, "_writers", [])
     try:
         read(STORIES[name], tmp_path)
     finally:
-        face._finish()  # as at the exit of the program
+        process._finish()  # as at the exit of the program

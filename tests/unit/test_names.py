@@ -96,7 +96,7 @@ def test_commands_print_any_name_and_their_json_is_json(tmp_path: Path, name: st
 def test_a_pool_directory_has_files_for_the_longest_names(tmp_path: Path, model: str) -> None:
     other = model[:-1]
     for each in (model, other, f"{other[:40]}/rank-1-of-4"):
-        with portus.Checkpointer(tmp_path / "pool", each) as to:
+        with portus.PoolCheckpointer(tmp_path / "pool", each) as to:
             to.save({"w": torch.ones(3)}, 1).wait()
             assert [info.model for info in to.versions()] == [each]
     assert len(pools_at(Place.named(tmp_path / "pool"))) == 3
@@ -112,7 +112,7 @@ def test_the_parts_of_the_longest_name_are_found(tmp_path: Path) -> None:
 
 def test_a_model_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="1 to 200 bytes"):
-        portus.Checkpointer(tmp_path / "pool", os.fsdecode(b"\xff"))
+        portus.PoolCheckpointer(tmp_path / "pool", os.fsdecode(b"\xff"))
 
 
 @each_name

@@ -81,9 +81,9 @@ def _accelerate(**named: Any) -> None:
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
-    "Checkpointer": lambda it: portus.Checkpointer(it, "m"),
-    "Checkpointer, a list": lambda it: portus.Checkpointer(cast(str, [it, it]), "m"),
-    "Checkpointer, mirror": lambda it: portus.Checkpointer("p", "m", mirror=it),
+    "Checkpointer": lambda it: portus.PoolCheckpointer(it, "m"),
+    "Checkpointer, a list": lambda it: portus.PoolCheckpointer(cast(str, [it, it]), "m"),
+    "Checkpointer, mirror": lambda it: portus.PoolCheckpointer("p", "m", mirror=it),
     "Settings": lambda it: repr(portus.Settings(mirror=it)),
     "open": lambda it: portus.open(it),
     "load": lambda it: portus.load(it),
@@ -189,7 +189,7 @@ def test_no_variable_is_said_with_its_secret(name: str, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, address)
         said = ""
         try:
-            with portus.Checkpointer("p" if name == "PORTUS_MIRROR" else None, "m"):
+            with portus.PoolCheckpointer("p" if name == "PORTUS_MIRROR" else None, "m"):
                 pass
         except PortusError as error:
             said = f"{error!r} {error}"

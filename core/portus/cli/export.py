@@ -439,7 +439,8 @@ def _in_place(out: str) -> Iterator[str]:
 def _write_torch(found: FoundVersion, options: ExportOptions, temporary: str) -> ExportResult:
     """The state, as ``torch.save`` writes it. What of it is no tensor is in memory."""
     from portus.client.leaving import torch_file
-    from portus.client.loading.restore import matcher, named
+    from portus.client.loading.patterns import matcher
+    from portus.client.loading.restore import named
 
     if options.strip:
         raise UsageError("--strip is for .safetensors files")

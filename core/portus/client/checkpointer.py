@@ -1,195 +1,120 @@
-"""``Checkpointer``: the whole of Portus for a training loop."""
+"""``Checkpointer``: the whole of Portus for a training loop, whatever it saves to."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import importlib
 import logging
 import os
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from portus.client.fence.fence import Fence
-from portus.client.files.headroom import Headroom
-from portus.client.files.home import FileHome, Home, home_of
-from portus.client.files.opened import RunPool
-from portus.client.files.run_mirror import Mirroring
-from portus.client.job.ledger import Ledger
-from portus.client.job.settings import Settings, SettingsDict, mirror_of, say_unmirrored
-from portus.client.loading.resolve import POOLS
-from portus.client.loading.restore import Patterns, Rename, Restored
-from portus.client.loading.run_versions import RunVersions
-from portus.client.saves import RunSaves
-from portus.client.shards.rank_part import RankPart
-from portus.client.wanted import WantedSave, check_model
-from portus.errors import PortusError, UsageError
-from portus.index.groups import part_of
+from portus.client.job.settings import SettingsDict
+from portus.client.loading.over import Rename
+from portus.client.loading.patterns import Patterns
+from portus.client.loading.restored import Restored
+from portus.errors import PortusError, UsageError, printable
+from portus.format.layout import MAGIC
 from portus.index.keep import Keep
-from portus.index.place import Place
-from portus.media import calls
+from portus.index.place import SUFFIX, Place, PlaceKind
 from portus.pipeline.handle import SaveHandle, SaveStats
-from portus.pipeline.queue import Queue
 from portus.spec import VersionInfo
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
+
+Own = TypeVar("Own", bound="Checkpointer")
 
 _log: Final = logging.getLogger("portus")
 
+DEFAULT: Final = "checkpoints"
+"""The directory where nobody names one."""
+
 
 class Checkpointer:
-    """Saves the state of a training run to a pool, and loads it back.
+    """Saves the state of a training run in the background, and loads it back.
+
+    In a directory each checkpoint is a real torch file, ``step-00000100.pt``, which plain
+    ``torch.load`` reads. It appears under its name when it is whole and durable. On a device or a
+    storage host a checkpoint is a version in a pool.
 
     ``save`` returns at once. A thread then copies the bytes straight from the tensors while
     training continues, and an optimizer's step waits until the tensors that it writes have been
-    copied. One save can be in flight and one queued; a third call blocks. Use it as a context
-    manager, or close it.
+    copied. Use it as a context manager, or close it.
 
-    pool: a pool file; a pool directory (one file for each model in it, made at the first save); a
-        DAX device (``/dev/dax0.0``; a blank one becomes a pool at the first save); or the address
-        of a storage host (``portus://host:7117``, ``portus+tls://...``,
-        ``portus+unix:///path.sock``). None: ``$PORTUS_POOL``, else ``.portus`` in the current
-        directory.
-    model: a name for the run (or for this rank's part of it).
-    keep: which versions to keep: a number (the newest ones), or a ``portus.Keep``; None keeps all.
-        A commit retires the others. A version that a reference file leads to is also kept, until
-        that file is removed, and longer if ``every``, ``within`` or ``best`` want it.
-    links: with a storage host, a local directory with a hard link to each reference file, which
-        shows whether the file was deleted; None: ``.portus`` in the current directory.
+    directory: of the checkpoints, made at the first save. Or a DAX device (``/dev/dax0.0``), a pool
+        file (``/mnt/pmem/gpt.portus``), or the address of a storage host (``portus://host:7117``,
+        ``portus+tls://...``, ``portus+unix:///path.sock``). None: ``$PORTUS_POOL``, else
+        ``checkpoints`` in the current directory.
+    model: a name for the run in a pool; a directory has one run, and takes none.
+    keep: which checkpoints to keep: a number (the newest ones), or a ``portus.Keep``; None keeps
+        all. The commit of a newer one removes the others.
+    links: with a storage host, a local directory with a hard link to each reference file; None:
+        ``.portus`` in the current directory.
     settings: how to save, and what to do about failures: see ``portus.Settings``.
 
-    A pool file has one writer process: the constructor locks an existing one. It raises
-    ``BusyError``, which names the holder, ``MediumError``, ``CorruptionError``, ``UsageError``.
-    Threads may share a ``Checkpointer``; a forked child may not use it.
-
-    In a signal handler that interrupted a call of Portus, ``save`` writes a real torch file at
-    ``reference``, which is durable when it returns. Loads see what is committed by then, removals
-    are queued, and calls that would have to wait raise ``UsageError``.
+    Raises ``UsageError``, and ``BusyError``, ``MediumError`` or ``CorruptionError`` if a pool
+    cannot be opened. Threads may share a ``Checkpointer``; a forked child may not use it.
     """
 
-    @calls.entry
-    def __init__(
-        self,
-        pool: str | os.PathLike[str] | None = None,
+    def __new__(
+        cls: type[Own],
+        directory: str | os.PathLike[str] | None = None,
         model: str = "default",
         *,
         keep: int | Keep | None = 2,
         links: str | None = None,
         **settings: Unpack[SettingsDict],
-    ) -> None:
-        check_model(model)
-        keeping = Keep.of(keep)
-        self.settings: Final = Settings(**settings)
-        """How it saves and loads."""
-        self.model: Final = model
-        max_bytes, durable = self.settings.max_bytes, self.settings.durable
-        home = home_of(Place.named(pool), model, max_bytes, links, durable)
-        self._queue: Final = Queue(f"portus-{model}")
-        self._pool: Final = RunPool(
-            home,
-            model,
-            keeping,
-            _mirroring(self.settings, model, keeping, home),
-            _registers(weakref.ref(self)),
-        )
-        self._headroom: Final = Headroom(self._pool, self._queue)
-        self.part: Final = RankPart(self._pool, self._headroom)
-        """What other ranks have a say about, where this saves a part of their groups."""
-        self._versions: Final = RunVersions(self._pool, self._queue, verify=self.settings.verify)
-        self._fence: Final = Fence(self.settings.fence_timeout)
-        self._ledger: Final = Ledger(self._pool, self._queue, self.settings)
-        self._saves: Final = RunSaves(
-            self._pool,
-            self._queue,
-            self._fence,
-            self._ledger,
-            self._headroom,
-            self.part,
-            self.settings,
-        )
-        self._ended = False
-        POOLS.allow(home.allowed)
-        if self._pool.mirroring is not None:
-            POOLS.allow_mirror(self._pool.mirroring.place)
-        try:
-            if home.exists():
-                self._pool.open_if_there()
-            else:
-                self._pool.begin_with_mirror()
-        except BaseException:
-            self._fence.close()
-            if self._pool.mirroring is not None:
-                self._pool.mirroring.close()
-            self._ledger.close()
-            raise
-        self._ledger.count_steps()
-        _OPEN.add(self)
+    ) -> Own:
+        """Return one that saves to ``directory``, whatever kind of place that is."""
+        if cls is not Checkpointer:
+            return super().__new__(cls)
+        is_directory = place_of(directory).kind is PlaceKind.DIRECTORY
+        module, name = _OF_DIRECTORIES if is_directory else _OF_POOLS
+        kind: type[Own] = getattr(importlib.import_module(module), name)
+        return super().__new__(kind)
 
     def save(
         self,
         state: object,
         step: int,
         *,
-        reference: str | os.PathLike[str] | Mapping[str, str] | None = None,
         synchronous: bool = False,
-        token: bytes | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
-        """Save ``state`` as it is now: nested dicts and lists of tensors and plain values.
+        """Save ``state`` as it is now, and return at once.
 
-        Tensors of any shape and any dtype that torch stores densely, on CPU or CUDA. They stay the
-        caller's: Portus holds references to them until the copy has ended. Tensors that only an
-        optimizer's step writes are copied after this returns; do not write them by hand before
-        ``fence()`` or the next step. All others are copied before it returns.
+        Tensors stay the caller's. Those that only an optimizer's step writes are copied after this
+        returns; do not write them by hand before ``fence()`` or the next step. All others are
+        copied before it returns. In a directory everything that ``torch.save`` accepts is
+        accepted; in a pool, nested dicts and lists of tensors and plain values.
 
-        step: the training step of this state, an integer of 64 bits.
-        reference: a path, at which to put a small file that ``torch.load`` follows into the pool.
-            On a new path it exists when this returns; a file that exists already is replaced at
-            the commit. A dict from paths to keys of ``state`` puts a file at each path, which
-            leads to the value of that key.
-        token: 16 bytes, never used before, that name the version for ever; None draws them.
-        synchronous: copy everything, and return when the version is durable, or has failed.
-        metrics: named numbers of this version, stored with it, for ``Keep(best=)``.
+        step: the training step of this state, from 0 on. A checkpoint of the same step is replaced.
+        synchronous: return when the checkpoint is durable, or has failed.
+        metrics: named numbers, stored with it, for ``Keep(best=)``.
 
-        Blocks while two earlier saves are unfinished, for at most ``fence_timeout`` seconds. Raises
-        ``UsageError`` for a value that cannot be saved, with its key path. Later failures are on
-        the handle, and reported at the next call (see ``on_error``).
+        Blocks while earlier saves are unfinished, for at most ``fence_timeout`` seconds. Raises
+        ``UsageError`` for what cannot be saved, with its key path. Later failures are on the
+        handle, and reported at the next call (see ``on_error``).
         """
-        self._pool.check_usable()
-        wanted = WantedSave.of(
-            state, step,
-            reference=reference, synchronous=synchronous, token=token, metrics=metrics,
-        )  # fmt: skip
-        return self._saves.save(state, wanted)
+        raise NotImplementedError
 
-    @calls.entry
-    def prepare(self, size: int) -> None:
-        """Create the pool now, and room in it for states of ``size`` bytes in the background.
+    def load(self, step: int | None = None, names: Patterns = None, **settings: Any) -> Any:
+        """Load a step, or the newest checkpoint, and return its verified state.
 
-        The first save is then as fast as later ones. If nothing is ever saved, ``close`` removes
-        the new pool. Raises the errors of the constructor; the save reports a lack of space.
-        """
-        self._headroom.prepare(size)
-
-    def load(self, step: int | None = None, names: Patterns = None) -> object:
-        """Load a step, or the newest version, and return its verified state, on the CPU.
-
-        The tensors are new, with the saved shapes, dtypes and strides, and belong to the caller.
-
-        step: which one; None loads the newest.
+        step: which one; None loads the newest. If that does not verify, the newest one that does is
+            taken, with an error in the log.
         names: shell patterns of key paths (``"model.*"``): load only that part of the state.
+        settings: with a directory, those of ``torch.load``: ``map_location``, ``weights_only`` and
+            others. A pool takes none, and loads to the CPU.
 
-        Blocks until the saves in flight are over. If the newest version does not verify, it returns
-        the newest one that does, and logs an error. It takes a version that is damaged here, or a
-        ``step`` that no longer exists here, from the mirror, and logs an error. Raises
-        ``UsageError`` if there is no such version or nothing in it matches a pattern,
-        ``CorruptionError`` if none verifies, ``MediumError``.
+        Blocks until the saves in flight are over. Raises ``UsageError`` if there is no such
+        checkpoint or nothing in it matches a pattern, ``CorruptionError`` if it does not verify, or
+        none does, ``MediumError``, and what ``torch.load`` raises.
         """
-        return self._versions.load(step, names)
+        raise NotImplementedError
 
-    @calls.entry
     def restore_into(
         self,
         state: object,
@@ -198,8 +123,9 @@ class Checkpointer:
         strict: bool = True,
         names: Patterns = None,
         rename: Rename = None,
+        weights_only: bool | None = None,
     ) -> Restored:
-        """Copy a version into the tensors of ``state``, in place, and set its other leaves.
+        """Copy a checkpoint into the tensors of ``state``, in place, and set its other leaves.
 
         Shapes must match the saved ones. Values of another dtype are converted, and rounded at
         most: no fraction, imaginary part or high byte is dropped. The tensors stay the caller's, on
@@ -208,9 +134,10 @@ class Checkpointer:
         step: which one; None restores the newest.
         strict: raise ``UsageError``, which lists them, if tensors are missing or unexpected.
         names: restore only key paths that match these shell patterns.
-        rename: a dict or function from key paths of the version to those of ``state``.
+        rename: a dict or function from key paths of the checkpoint to those of ``state``.
+        weights_only: with a directory, as for ``torch.load``.
 
-        Values other than tensors that ``state`` lacks are added only if the whole version is
+        Values other than tensors that ``state`` lacks are added only if the whole checkpoint is
         requested: ``strict``, no ``names``, no ``rename``. Everything is verified before anything
         is copied, so after an error ``state`` is untouched. Blocks and raises as ``load`` does.
 
@@ -218,110 +145,49 @@ class Checkpointer:
         raises ``UsageError`` if one is in what is requested, or in its place in ``state``. Call
         ``load``, and ``load_state_dict``; or leave the tables out with ``names``.
         """
-        return self._versions.restore_into(state, step, strict=strict, names=names, rename=rename)
-
-    def load_version(self, token: bytes, part: str | None = None) -> object:
-        """The verified state of the version that reference files name ``token``, or the value of
-        its key ``part``. If the version is not there, this waits for the saves in flight and looks
-        again."""
-        return self._versions.load_version(token, part)
+        raise NotImplementedError
 
     def steps(self) -> list[int]:
-        """Steps of the committed versions, oldest commit first. A step may come twice."""
+        """Steps of the committed checkpoints, oldest commit first."""
         return [info.step for info in self.versions()]
 
     def versions(self) -> list[VersionInfo]:
-        """The committed versions of this model, oldest commit first."""
-        return self._versions.infos()
+        """The committed checkpoints, oldest commit first."""
+        raise NotImplementedError
 
-    def remove(self, path: str | os.PathLike[str], *, after: SaveHandle | None = None) -> None:
-        """Remove a reference file, or a directory with its contents, and then the versions that
-        only those files led to. Returns at once.
-
-        The removal waits until the newest save requested before it, or a later one, is committed
-        (V5). If none is, the file stays, and ``close`` says so. If saves fail for lack of space,
-        the removal that has waited longest happens anyway, provided that a newer version with a
-        file remains. A file that is no reference is removed too. Errors are logged. A save that is
-        requested later and goes to the same path, or below it, puts its file there at its commit.
-
-        after: remove it only if this save is committed.
-        """
-        self._saves.remove(path, after)
-
-    @calls.entry
     def fence(self) -> None:
         """Block until no save in flight reads the caller's tensors, for at most ``fence_timeout``
         seconds: then those saves are given up. Raises nothing."""
-        self._fence.wait()
+        raise NotImplementedError
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until every save so far is over; failures are reported as ``on_error`` says.
 
-        timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out. In a signal
-        handler that interrupted Portus, where ``save`` writes files, only the newest save counts.
+        timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out.
         """
-        self._saves.wait(timeout)
+        raise NotImplementedError
 
-    @calls.entry
     def close(self) -> None:
-        """Finish the saves in flight, wait up to ``mirror_wait`` seconds for the mirror, and
-        release the pool. A second call does nothing. Failures that were not reported yet are
-        reported as ``on_error`` says."""
-        self._close()
-
-    def _close(self) -> None:
-        if self._pool.is_inherited:
-            return
-        try:
-            with self._pool.opening:
-                if self._pool.closed:
-                    return
-                self._pool.closed = True
-            _OPEN.discard(self)
-            self._queue.close()
-            self._fence.close()
-            self._saves.removals.say_left()
-            self._ledger.close()
-            if self._pool.mirroring is not None:
-                self._pool.mirroring.close()
-            if self._pool.writer is not None:
-                self._versions.closed()
-                self._pool.home.close(made=self._pool.created)
-            self._pool.closed = self._ended = True
-        except BaseException:  # Ctrl-C: the copier may still write to the pool; close again
-            self._pool.closed = self._ended
-            _OPEN.add(self)
-            raise
-        self._ledger.tell()
+        """Finish the saves in flight, and let go of everything. A second call does nothing.
+        Failures that were not reported yet are reported as ``on_error`` says."""
+        raise NotImplementedError
 
     @property
     def path(self) -> str:
-        """The path of the pool file, which the first save creates, or the address of the storage
-        host. If a pool file accepts no more writes, the path of its successor."""
-        return self._pool.home.path
+        """The directory, the pool file, or the address of the storage host."""
+        raise NotImplementedError
 
     @property
     def last_stats(self) -> SaveStats | None:
         """The cost of the newest save so far; None before the first one."""
-        return self._saves.last.stats if self._saves.last else None
-
-    @property
-    def uuid(self) -> bytes:
-        """The pool's identity, 16 bytes; empty before the first save of a new pool."""
-        return self._versions.uuid
+        raise NotImplementedError
 
     @property
     def has_committed(self) -> bool:
         """True once a save of this object was committed."""
-        return self._ledger.reports.has_committed
+        raise NotImplementedError
 
-    def __del__(self) -> None:
-        if not hasattr(self, "_ended") or self._pool.closed:  # or it was never made
-            return
-        with contextlib.suppress(PortusError):
-            self._close()  # it has no pool, or POOLS would hold it
-
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -338,48 +204,20 @@ class Checkpointer:
             _log.error("portus: a save failed: %s", late)  # what ended the block matters more
 
 
-_OPEN: Final[weakref.WeakSet[Checkpointer]] = weakref.WeakSet()
+_OF_DIRECTORIES: Final = ("portus.client.paths.numbered", "DirectoryCheckpointer")
+_OF_POOLS: Final = ("portus.client.pool_checkpointer", "PoolCheckpointer")
 
 
-@atexit.register
-def _close_all() -> None:
-    """Finish the saves of a program that ends without closing."""
-    for checkpointer in list(_OPEN):
-        try:
-            checkpointer.close()
-        except PortusError as error:  # nobody is left to catch it, and others are still to close
-            _log.error("portus: %s: a save failed: %s", checkpointer.path, error)
-
-
-def _registers(known: weakref.ref[Checkpointer]) -> Callable[[], None]:
-    """Has loads in this process find the pool that is open now. Holds nobody: a ``Checkpointer``
-    that nobody holds is closed."""
-
-    def register() -> None:
-        owner = known()
-        if owner is not None:
-            owner._versions.opened(owner)
-
-    return register
-
-
-def _mirroring(settings: Settings, model: str, keep: Keep | None, home: Home) -> Mirroring | None:
-    """What copies this run to the mirror of its settings, if it has one."""
-    address = mirror_of(settings)
-    if address is None:
-        return None
-    part = part_of(model)
-    if part is not None:  # of a part alone nothing could be gone on from
-        name, rank, _ = part
-        if rank == 0:
-            say_unmirrored(
-                name, "it is a part that was saved on its own; portus.dcp mirrors whole groups"
-            )
-        return None
-    if not isinstance(home, FileHome):
-        why = f"it is on a storage host ({home.path}), whose mirror is that of the host"
-        if settings.mirror is not None:
-            raise UsageError(f"mirror: model {model!r}: {why}")
-        say_unmirrored(model, why)  # the variable is for all runs of this machine
-        return None
-    return Mirroring(address, model, keep, wait_s=settings.mirror_wait)
+def place_of(directory: str | os.PathLike[str] | None) -> Place:
+    """Return the place that a user names. Raises ``UsageError``."""
+    if directory is None:
+        return Place.by_variable() or Place.named(os.path.abspath(DEFAULT))
+    place = Place.named(directory, "directory")
+    if place.kind is PlaceKind.FILE and not place.path.endswith(SUFFIX):
+        with contextlib.suppress(OSError), open(place.path, "rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise UsageError(
+                    f"{printable(place.path)}: expected a directory for checkpoints, found a file; "
+                    "name a directory"
+                )
+    return place

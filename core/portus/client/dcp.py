@@ -40,7 +40,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from portus.client.checkpointer import Checkpointer
 from portus.client.job.exchange import (
     UNNAMED,
     Heard,
@@ -64,6 +63,7 @@ from portus.client.job.settings import (
 )
 from portus.client.loading.resolve import POOLS
 from portus.client.loading.view import PoolFile, Sign
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.client.retention import Retention
 from portus.client.run import Run
 from portus.client.shards.beginning import Beginning, beginning, put_back
@@ -190,7 +190,7 @@ class PortusStorageWriter(StorageWriter):
         self._is_start = True
         """False once all ranks could begin."""
         self._mirroring: PartMirroring | None = None
-        self._checkpointer: Checkpointer | None = None
+        self._checkpointer: PoolCheckpointer | None = None
         self._step = 0
         self._checkpoint_id: str | None = None
         self._metrics: dict[str, float] = {}
@@ -566,11 +566,11 @@ class PortusStorageWriter(StorageWriter):
         parts.update({name: name for name in self._wanted.files})
         return {os.path.join(self._wanted.directory, name): part for name, part in parts.items()}
 
-    def _open(self) -> Checkpointer:
+    def _open(self) -> PoolCheckpointer:
         self._begin_with_mirror()
         return self._open_part()
 
-    def _open_part(self) -> Checkpointer:
+    def _open_part(self) -> PoolCheckpointer:
         if self._checkpointer is None:
             name = part_model(self.model, self._rank, self._count)
             spared = None if self._keep is None or self._keep.is_last_alone else self._keep
@@ -592,7 +592,7 @@ class PortusStorageWriter(StorageWriter):
             return
         self._retention.committed(group, is_last=self._tally.is_last(group, self._count))
 
-    def _surplus(self, checkpointer: Checkpointer, own: Sequence[VersionInfo]) -> list[int]:
+    def _surplus(self, checkpointer: PoolCheckpointer, own: Sequence[VersionInfo]) -> list[int]:
         """On the worker, before a commit: what this rank may let go of."""
         never, going = self._retention.going(own)
         self._sweep(checkpointer)
@@ -731,7 +731,7 @@ class PortusStorageWriter(StorageWriter):
     def _condemn(self, paths: Sequence[str]) -> None:
         self._condemned.extend((path, self._group) for path in paths)
 
-    def _sweep(self, checkpointer: Checkpointer) -> None:
+    def _sweep(self, checkpointer: PoolCheckpointer) -> None:
         """Remove those whose successor, or a group after it, is complete. Without a lock: the
         worker does it too, and the thread that saves may stand still in a signal handler."""
         for _ in range(len(self._condemned)):
@@ -745,7 +745,7 @@ class PortusStorageWriter(StorageWriter):
             with contextlib.suppress(UsageError):  # it is closing; the directory stays
                 checkpointer.remove(path)
 
-    def _sweep_at_end(self, checkpointer: Checkpointer) -> None:
+    def _sweep_at_end(self, checkpointer: PoolCheckpointer) -> None:
         end = time.monotonic() + _PEERS_S
         while self._condemned:
             self._retention.look_again()

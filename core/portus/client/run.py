@@ -16,10 +16,10 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from portus.client.checkpointer import Checkpointer
 from portus.client.files.run_mirror import Mirroring
 from portus.client.job.settings import UNMIRRORED, Settings, as_arguments
 from portus.client.leaving.materialize import give_back
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.errors import BusyError, MediumError
 from portus.index.directory import generations
 from portus.index.keep import Keep
@@ -66,7 +66,7 @@ class Run:
         self._may_be_next: Final = not is_named and place.is_for_many
         self._number = 1
         self._guard: Final = threading.RLock()
-        self._opened: Final[dict[int, Checkpointer]] = {}
+        self._opened: Final[dict[int, PoolCheckpointer]] = {}
         """What is open, by the process that opened it: one at most, in which this is."""
 
     @classmethod
@@ -111,11 +111,11 @@ class Run:
         return self._name if self._number == 1 else f"{self._name}~{self._number}"
 
     @property
-    def checkpointer(self) -> Checkpointer | None:
+    def checkpointer(self) -> PoolCheckpointer | None:
         """What is open in this process, if it is."""
         return self._opened.get(os.getpid())
 
-    def use(self, act: Callable[[Checkpointer], Result]) -> Result:
+    def use(self, act: Callable[[PoolCheckpointer], Result]) -> Result:
         """What ``act`` gives for the ``Checkpointer`` of the run; for that of the next pool file,
         where it raises ``BusyError``. Raises what ``act`` raises, and what opening does."""
         while True:
@@ -133,14 +133,14 @@ class Run:
         place: Place,
         keep: Keep | None = None,
         mirroring: Mirroring | None = None,
-    ) -> Checkpointer:
+    ) -> PoolCheckpointer:
         """A ``Checkpointer`` of its own for a part of the run, such as a rank's, with the same
         settings; at the run's place, or one of its hosts. The caller closes it, and says what its
         commits retire (``part.surplus``), or it keeps all versions, or what ``keep`` says.
         mirroring: what copies it, which it closes; by itself it has no mirror."""
         settings = as_arguments(self.settings)
         settings["mirror"] = UNMIRRORED
-        checkpointer = Checkpointer(place, name, keep=keep, links=self.links, **settings)
+        checkpointer = PoolCheckpointer(place, name, keep=keep, links=self.links, **settings)
         if mirroring is not None:
             try:
                 checkpointer.part.mirror_by(mirroring)
@@ -168,7 +168,7 @@ class Run:
             if is_file and list(generations(pool.path)) == [1]:
                 give_back(pool.path)
 
-    def _open(self) -> Checkpointer:
+    def _open(self) -> PoolCheckpointer:
         with self._guard:
             checkpointer = self.checkpointer
             if checkpointer is None:
@@ -179,9 +179,9 @@ class Run:
                     made.close()
             return checkpointer
 
-    def _made(self, name: str, place: Place, keep: Keep | None) -> Checkpointer:
+    def _made(self, name: str, place: Place, keep: Keep | None) -> PoolCheckpointer:
         settings = as_arguments(self.settings)
-        return Checkpointer(place, name, keep=keep, links=self.links, **settings)
+        return PoolCheckpointer(place, name, keep=keep, links=self.links, **settings)
 
 
 def expected_bytes(modules: Iterable[torch.nn.Module], optimizers: Iterable[Any]) -> int:

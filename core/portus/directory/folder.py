@@ -111,14 +111,13 @@ class HiddenFolder(Generic[File]):
                 return LockedRecord(token, name, file)
         raise MediumError(None, f"{self.describe()}: no record of a save could be locked")
 
-    def is_in_flight(self, name: str) -> bool:
-        """True while a save of any process is to make the file ``name`` in this directory."""
-        hidden = self.hidden
-        if hidden is None:
-            return False
-        wanted = os.fsencode(name)
-        for each in self.system.names(hidden):
-            if each != hidden_name(token_of(each) or "", RECORD):
+    def in_flight(self) -> dict[str, bytes]:
+        """Return the saves to this directory that any process has in flight: the name of the file
+        that each is to make, by its token."""
+        hidden, found = self.hidden, {}
+        for each in () if hidden is None else self.system.names(hidden):
+            token = token_of(each) or ""
+            if hidden is None or each != hidden_name(token, RECORD):
                 continue
             file = self.system.open(hidden, each, writable=False)
             if file is None:
@@ -128,9 +127,9 @@ class HiddenFolder(Generic[File]):
                 target = self.system.read(file, RECORD_MAX)
             finally:
                 self.system.close(file)
-            if is_held and target == wanted:
-                return True
-        return False
+            if is_held:
+                found[token] = target
+        return found
 
     def abandoned(self) -> Iterator[list[str]]:
         """Yield the names of what each process that ended has left of a save. They are locked while

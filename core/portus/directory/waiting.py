@@ -1,4 +1,4 @@
-"""Waiting for the saves of other processes to a path."""
+"""Waiting for the saves of other processes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ _PAUSE_MIN_S: Final = 0.001
 _PAUSE_MAX_S: Final = 0.05
 
 
-def wait_for_drafts(path: str, timeout_s: float | None = None) -> bool:
-    """Wait until no process has a save to ``path`` in flight; False if time ran out.
+def wait_for_drafts(
+    directory: str, name: str | None = None, timeout_s: float | None = None
+) -> bool:
+    """Wait until the saves to ``directory`` that any process has in flight now are over; False if
+    time ran out.
 
     A process that was killed has none. Changes nothing; where the hidden folder may not be read
-    there is nothing to wait for. path: absolute, without links. timeout_s: None waits for ever.
+    there is nothing to wait for. directory: absolute, without links. name: of the one file to wait
+    for; None waits for all. timeout_s: None waits for ever.
     """
-    directory, name = os.path.split(path)
     if not os.path.isdir(os.path.join(directory, FOLDER)):
         return True
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -30,11 +33,15 @@ def wait_for_drafts(path: str, timeout_s: float | None = None) -> bool:
     except MediumError:
         return True
     try:
-        while folder.is_in_flight(name):
+        wanted = None if name is None else os.fsencode(name)
+        found = folder.in_flight().items()
+        awaited = {token for token, target in found if wanted in (None, target)}
+        while awaited:
             if until_s is not None and time.monotonic() >= until_s:
                 return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+            awaited &= folder.in_flight().keys()
     except MediumError:
         return True
     finally:

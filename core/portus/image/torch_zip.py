@@ -23,6 +23,8 @@ from portus.image.image import Column, Crcs, Digests, Image, Literal
 PICKLE: Final = "data.pkl"
 STORAGES: Final = "data/"
 DIGESTS: Final = ".portus/digests"
+NOTE: Final = ".portus/note"
+"""What whoever saved it noted: for a ``Checkpointer``, the step, the time and the metrics."""
 VERSION: Final = "version"
 SERIALIZATION_ID: Final = ".data/serialization_id"
 
@@ -96,11 +98,12 @@ def archive_name(path: str) -> str:
 
 
 def torch_image(
-    *, archive: str, pickle: bytes, lengths: Column, torch_format: TorchFormat
+    *, archive: str, pickle: bytes, lengths: Column, torch_format: TorchFormat, note: bytes = b""
 ) -> Image:
     """The image of a file of ``torch.save``: ``pickle`` and storages of ``lengths`` bytes.
 
-    Storage i has the key "i" in the pickle.
+    Storage i has the key "i" in the pickle. note: the bytes of a record behind the
+    storages, if any.
     """
     layout = _Zip(archive, torch_format.alignment)
     start = [layout.record(PICKLE, pickle)]
@@ -116,7 +119,9 @@ def torch_image(
         layout.skip()
     # The bytes from here on depend on what is stored; their places do not.
     length = record_length(lengths)
-    literals.append(Literal(layout.end, layout.header(DIGESTS, length)))
+    noted_at = layout.end
+    noted = layout.record(NOTE, note) if note else b""
+    literals.append(Literal(noted_at, noted + layout.header(DIGESTS, length)))
     payload_at = layout.end
     layout.skip()
     entries, behind = tuple(layout.entries), layout.end
@@ -127,12 +132,14 @@ def torch_image(
     def tail(digests: Digests, crcs: Crcs) -> Sequence[Literal]:
         if len(crcs) != len(sizes):
             raise UsageError(f"CRCs of an image: expected {len(sizes)}, found {len(crcs)}")
-        noted: list[int] = crcs.tolist()
+        found: list[int] = crcs.tolist()
+        last = first + len(sizes)
         stored = [
-            entry._replace(crc=noted[index])
-            for entry, index in zip(entries[first:-1], order, strict=True)
+            entry._replace(crc=found[index])
+            for entry, index in zip(entries[first:last], order, strict=True)
         ]
-        ends = _Zip(archive, torch_format.alignment, behind, [*entries[:first], *stored])
+        known = [*entries[:first], *stored, *entries[last:-1]]
+        ends = _Zip(archive, torch_format.alignment, behind, known)
         record_at = ends.length_of_entries()
         ends.entries.append(entries[-1])
         block = bytearray(entries[-1].descriptor())

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from portus.cli.app import app
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Run:
             run.save(self.states[10], 10).wait()  # Step 20 shares with it.
             run.save(self.states[20], 20, reference=self.last)
             run.wait()
-        with Checkpointer(self.pool, "other") as run:
+        with PoolCheckpointer(self.pool, "other") as run:
             run.save({"x": torch.zeros(3), "n": [1, None, "a"]}, -1).wait()
 
-    def trainer(self) -> Checkpointer:
-        return Checkpointer(self.pool, "net", keep=None, on_error="raise")
+    def trainer(self) -> PoolCheckpointer:
+        return PoolCheckpointer(self.pool, "net", keep=None, on_error="raise")
 
     def damage(self, step: int, name: str) -> None:
         """Flip a bit of the tensor ``name`` of model net."""

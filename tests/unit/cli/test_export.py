@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from portus.cli.output import size_text
-from portus.client.checkpointer import Checkpointer
 from portus.client.leaving.safetensors import DTYPES
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.format.checksum import UNIT
 from portus.shelf import Shelf
 from tests.golden.make import scattered
@@ -31,7 +31,7 @@ def metadata(path: Path) -> dict[str, str]:
 
 
 def saved(run: Run, state: Any, model: str = "x") -> None:
-    with Checkpointer(run.pool, model, on_error="raise") as trainer:
+    with PoolCheckpointer(run.pool, model, on_error="raise") as trainer:
         trainer.save(state, 1).wait()
 
 
@@ -160,7 +160,7 @@ def test_tensors_of_many_units_and_extents_come_back(run: Run) -> None:
 
 
 def test_a_storage_in_many_extents_comes_back(run: Run) -> None:
-    with Checkpointer(run.pool, "x", keep=None) as trainer:
+    with PoolCheckpointer(run.pool, "x", keep=None) as trainer:
         trainer.save({"x": torch.zeros(100_000)}, 1).wait()
         with scattered(trainer.path):
             trainer.save({"x": torch.arange(100_000.0)}, 2).wait()
@@ -270,7 +270,7 @@ def test_no_room_is_said_before_anything_is_written(run: Run) -> None:
 
 
 def test_the_newest_of_several_pool_files_is_meant(run: Run) -> None:
-    with Checkpointer(run.pool / "a.portus", "net") as trainer:
+    with PoolCheckpointer(run.pool / "a.portus", "net") as trainer:
         trainer.save({"new": torch.ones(1)}, 5).wait()
     assert portus_json("export", "net", "out.safetensors")["step"] == 5
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.daemon.events import Lines, tell
 from portus.errors import PortusError, UsageError, printable
 from portus.protocol import messages as said
@@ -42,7 +42,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A pool with names that nobody wants to see at a terminal, one version of which is rotten."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / f"pool{EVIL.replace('/', '')}.portus"
-    with Checkpointer(path, EVIL, keep=None) as run:
+    with PoolCheckpointer(path, EVIL, keep=None) as run:
         for step in (1, 2):
             state = {EVIL: torch.full((1000,), float(step))}
             run.save(state, step, reference=tmp_path / f"{EVIL}{step}.ckpt")
@@ -110,7 +110,7 @@ def speaking(answer: Said) -> Iterator[str]:
 def test_what_refuses_a_greeting_has_proved_nothing_and_is_not_let_at_the_terminal() -> None:
     with speaking(said.Refused(Fault.USAGE, 0, EVIL)) as address:
         with pytest.raises(UsageError) as raised:
-            Checkpointer(address)
+            PoolCheckpointer(address)
         assert SEEN in str(raised.value)
         assert is_harmless(str(raised.value))
         done = portus("ls", address)
@@ -120,7 +120,7 @@ def test_what_refuses_a_greeting_has_proved_nothing_and_is_not_let_at_the_termin
 
 def test_names_of_a_hosts_pool_and_its_notes_are_harmless_too(tmp_path: Path) -> None:
     with serving(tmp_path / "host") as server:
-        with Checkpointer(url(server), EVIL, keep=None) as run:
+        with PoolCheckpointer(url(server), EVIL, keep=None) as run:
             run.save({EVIL: torch.zeros(9)}, 1).wait()
             run._pool.writer.note_failure(f"{EVIL} failed")  # type: ignore[union-attr]
         done = portus("ls", url(server))

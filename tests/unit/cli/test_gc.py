@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from portus.cli.output import size_text
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.index.directory import on_disk, open_reader
 from tests.unit.cli.scene import Run, portus, portus_json
 
@@ -115,7 +115,7 @@ def test_it_gives_space_back_to_the_file_system_and_none_that_is_read(
     monkeypatch.chdir(tmp_path)
     size = 4 << 20
     path = tmp_path / ".portus" / "default.portus"
-    with Checkpointer(keep=None) as run:
+    with PoolCheckpointer(keep=None) as run:
         for step in range(1, 7):
             run.save({"x": torch.full((size // 4,), float(step))}, step).wait()
     with contextlib.closing(open_reader(str(path))) as reader:
@@ -133,7 +133,7 @@ def test_it_gives_space_back_to_the_file_system_and_none_that_is_read(
     assert document["freed"] == before - on_disk(str(path)) >= size
     assert portus_json("ls")["pools"][0]["on_disk"] == on_disk(str(path))
     assert portus("verify").code == 0
-    with Checkpointer(keep=None) as run:
+    with PoolCheckpointer(keep=None) as run:
         assert run.steps() == [5, 6]
         for step in range(7, 10):  # where there are holes
             run.save({"x": torch.full((size // 4,), float(step))}, step).wait()
@@ -145,7 +145,7 @@ def test_a_dry_run_tells_about_how_much_space_would_be_given_back(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     size = 1 << 20
-    with Checkpointer(keep=2) as run:
+    with PoolCheckpointer(keep=2) as run:
         for step in range(5):
             file = tmp_path / "last.ckpt" if step == 4 else None
             state = {"x": torch.full((size // 4,), float(step))}
@@ -172,14 +172,14 @@ def test_a_dry_run_tells_about_how_much_space_would_be_given_back(
 
 def test_the_end_of_a_run_gives_space_back(tmp_path: Path) -> None:
     size = 4 << 20
-    with Checkpointer(tmp_path / "pool", keep=1) as run:
+    with PoolCheckpointer(tmp_path / "pool", keep=1) as run:
         for step in range(5):
             run.save({"x": torch.full((size // 4,), float(step))}, step).wait()
         run.wait()
         path = run.path
         assert on_disk(path) > 2 * size
     assert on_disk(path) < size + (1 << 20)
-    with Checkpointer(tmp_path / "pool", keep=1) as run:
+    with PoolCheckpointer(tmp_path / "pool", keep=1) as run:
         loaded = run.load()
     assert isinstance(loaded, dict)
     assert torch.equal(loaded["x"], torch.full((size // 4,), 4.0))
@@ -189,7 +189,7 @@ def test_a_pool_that_is_emptied_and_removed_at_once_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with Checkpointer(model="run") as run:
+    with PoolCheckpointer(model="run") as run:
         for step in (1, 2):
             run.save({"x": torch.zeros(4)}, step, reference=tmp_path / f"{step}.ckpt").wait()
     for step in (1, 2):

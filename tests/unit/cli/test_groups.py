@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from portus.cli import consolidate
 from portus.cli.boxes import Target, runs, write_box
-from portus.client.checkpointer import Checkpointer
 from portus.client.leaving import safetensors as files
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.client.shards.cuts import ItemLocation, encode
 from portus.errors import CorruptionError, MediumError
 from portus.index.directory import Writers
@@ -61,7 +61,7 @@ def save_group(
         if rank == 0:
             content["metadata"] = encode(Metadata(entries, {}, placed), placed)
         part = part_model("run", rank, count)
-        with Checkpointer(place, part, keep=None, on_error="raise") as trainer:
+        with PoolCheckpointer(place, part, keep=None, on_error="raise") as trainer:
             trainer.save(content, step, token=part_token(group, rank)).wait()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from portus.cli import gc
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.index.directory import on_disk
 from tests.hosts import serving, url
 from tests.unit.cli.scene import portus, portus_json, state
@@ -19,7 +19,7 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A storage host with three versions of one model."""
     monkeypatch.chdir(tmp_path)
     with serving(tmp_path / "host") as server:
-        with Checkpointer(url(server), model="run", keep=None) as checkpointer:
+        with PoolCheckpointer(url(server), model="run", keep=None) as checkpointer:
             for step in (1, 2, 3):
                 checkpointer.save(state(step), step)
         yield url(server)
@@ -87,7 +87,7 @@ def steps(address: str) -> list[int]:
 def referenced(address: str, tmp_path: Path) -> Path:
     """The directory of a trainer with two more versions, both with reference files."""
     root = tmp_path / "trainer"
-    with Checkpointer(address, model="more", keep=None, links=str(root / ".portus")) as saver:
+    with PoolCheckpointer(address, model="more", keep=None, links=str(root / ".portus")) as saver:
         for step in (4, 5):
             saver.save(state(step), step, reference=root / f"{step}.ckpt")
     return root
@@ -114,7 +114,7 @@ def test_a_dry_run_of_gc_tells_about_how_much_a_host_would_give_back(
 ) -> None:
     monkeypatch.setattr(gc, "YOUNG_S", 0)
     size = 1 << 20
-    with Checkpointer(address, model="big", keep=None) as trainer:
+    with PoolCheckpointer(address, model="big", keep=None) as trainer:
         for step in (1, 2):
             held = torch.full((size // 4,), float(step))
             trainer.save({"x": held}, step, reference=tmp_path / f"{step}.ckpt").wait()
@@ -153,7 +153,7 @@ def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
 SIZE = 1 << 20
 
 
-def save(saver: Checkpointer, *steps: int) -> None:
+def save(saver: PoolCheckpointer, *steps: int) -> None:
     for step in steps:
         saver.save({"x": torch.full((SIZE // 4,), float(step))}, step).wait()
 
@@ -162,7 +162,7 @@ def test_rm_and_gc_have_a_host_give_space_back_while_others_save(
     address: str, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "host" / "default.portus")
-    with Checkpointer(address, model="mine", keep=None) as saver:
+    with PoolCheckpointer(address, model="mine", keep=None) as saver:
         save(saver, 1, 2, 3, 4)
         saver.wait()
         before, (listed,) = on_disk(path), portus_json("ls", address)["pools"]
@@ -185,8 +185,8 @@ def test_rm_and_gc_have_a_host_give_space_back_while_others_save(
 
 def test_a_host_gives_space_back_when_the_last_trainer_ends(address: str, tmp_path: Path) -> None:
     path = str(tmp_path / "host" / "default.portus")
-    with Checkpointer(address, model="second", keep=1) as second:
-        with Checkpointer(address, model="first", keep=1) as first:
+    with PoolCheckpointer(address, model="second", keep=1) as second:
+        with PoolCheckpointer(address, model="first", keep=1) as first:
             save(first, 1, 2, 3)
         save(second, 1, 2, 3)
         second.wait()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from portus.cli.output import size_text
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.spec import VersionInfo
 from tests.unit.cli.scene import Run, portus, portus_json, state
 
@@ -78,7 +78,7 @@ def test_a_training_that_ended_is_said_with_where_its_files_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with Checkpointer(tmp_path / ".portus", "run") as checkpointer:
+    with PoolCheckpointer(tmp_path / ".portus", "run") as checkpointer:
         checkpointer.prepare(1000)
         checkpointer.save({"x": torch.zeros(3)}, 1, reference=tmp_path / "last.ckpt").wait()
     assert portus("materialize", "last.ckpt").code == 0
@@ -192,7 +192,7 @@ def test_it_works_while_a_trainer_writes(run: Run) -> None:
 
 
 def test_odd_names_are_shown_as_they_are(run: Run) -> None:
-    with Checkpointer(run.pool, "[bold]a/b c[/] ä") as trainer:
+    with PoolCheckpointer(run.pool, "[bold]a/b c[/] ä") as trainer:
         trainer.save([1], 5).wait()
     assert "[bold]a/b c[/] ä" in portus("ls").out
     assert portus("show", "[bold]a/b c[/] ä@5").code == 0
@@ -201,7 +201,7 @@ def test_odd_names_are_shown_as_they_are(run: Run) -> None:
 @pytest.mark.parametrize("why", ["no space", "poisoned"])
 def test_it_tells_which_save_failed_last_and_why(run: Run, why: str) -> None:
     assert portus_json("ls", run.net)["pools"][0]["failure"] is None
-    with Checkpointer(run.pool, "net", keep=None, max_bytes=8 << 20) as trainer:
+    with PoolCheckpointer(run.pool, "net", keep=None, max_bytes=8 << 20) as trainer:
         trainer.save(state(30), 30).wait()
 
         def poison(infos: Sequence[VersionInfo]) -> list[int]:

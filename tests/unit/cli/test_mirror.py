@@ -15,9 +15,9 @@ import torch
 
 import portus as face
 from portus.cli import mirrored
-from portus.client.checkpointer import Checkpointer
 from portus.client.dcp import PortusStorageWriter, groups
 from portus.client.loading.resolve import load_reference
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.dcp import PortusStorageReader
 from portus.dcp import load as dcp_load
 from portus.errors import CorruptionError, TransportError, UsageError
@@ -44,8 +44,8 @@ class Scene:
     def pool(self) -> Path:
         return self.run / ".portus"
 
-    def trainer(self, **more: Any) -> Checkpointer:
-        return Checkpointer(self.pool, "net", mirror=self.url, **({"keep": None} | more))
+    def trainer(self, **more: Any) -> PoolCheckpointer:
+        return PoolCheckpointer(self.pool, "net", mirror=self.url, **({"keep": None} | more))
 
     def state(self) -> State:
         return Mirror(open_store(parse(self.url)), "net").read()
@@ -158,7 +158,7 @@ def test_a_model_whose_name_has_slashes_is_found_behind_a_prefix_that_has_some(
 ) -> None:
     url = f"file://{tmp_path}/a/b"
     for model in ("c/d", "e"):
-        with Checkpointer(tmp_path / "pool", model, mirror=url) as run:
+        with PoolCheckpointer(tmp_path / "pool", model, mirror=url) as run:
             run.save({"n": model}, 1).wait()
     assert face.load(f"{url}/c/d@1") == {"n": "c/d"}
     assert face.load(f"{url}/e") == {"n": "e"}
@@ -383,7 +383,7 @@ def test_pull_makes_the_pool_and_the_files_of_a_fresh_node(scene: Scene, tmp_pat
     assert document["pool"] == str(other / ".portus" / "net.portus")
     assert [each["step"] for each in document["versions"]] == [20, 30, 40]
     assert sorted(document["references"]) == ["best.ckpt", "ckpt/last.ckpt"]
-    with Checkpointer(other / ".portus", "net", keep=None) as run:
+    with PoolCheckpointer(other / ".portus", "net", keep=None) as run:
         run.save(state(50), 50).wait()
     said = portus("pull", scene.url, other)
     assert said.code == 2
@@ -417,7 +417,7 @@ def test_a_pull_that_fails_leaves_nothing_and_one_that_was_cut_off_goes_on(scene
 
 def test_status_says_what_of_the_pool_is_not_mirrored(scene: Scene) -> None:
     assert "everything is mirrored" in portus("mirror", "status", scene.url).out
-    with Checkpointer(scene.pool, "net", keep=None) as run:
+    with PoolCheckpointer(scene.pool, "net", keep=None) as run:
         run.save(state(40), 40).wait()
     said = portus("mirror", "status", scene.url)
     assert "1 version not mirrored, the newest of step 40" in said.out
@@ -456,7 +456,7 @@ def test_every_command_needs_the_key_that_a_mirror_was_made_with(
 ) -> None:
     url = f"file://{tmp_path}/keyed"
     monkeypatch.setenv("PORTUS_MIRROR_KEY", "a secret of some length")
-    with Checkpointer(scene.pool, "net", mirror=url, keep=None) as run:
+    with PoolCheckpointer(scene.pool, "net", mirror=url, keep=None) as run:
         assert run.steps() == [10, 20, 30]
     assert same(face.load(f"{url}/net"), state(30))
     commands = (
@@ -478,7 +478,7 @@ def test_every_command_needs_the_key_that_a_mirror_was_made_with(
         with pytest.raises(UsageError, match="PORTUS_MIRROR_KEY"):
             face.load(f"{url}/net")
         with pytest.raises(UsageError, match="PORTUS_MIRROR_KEY"):
-            Checkpointer(scene.pool, "net", mirror=url)
+            PoolCheckpointer(scene.pool, "net", mirror=url)
         monkeypatch.setenv("PORTUS_MIRROR_KEY", "")
     assert all(path.read_bytes() == data for path, data in objects.items())
     monkeypatch.setenv("PORTUS_MIRROR_KEY", "a secret of some length")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import portus as face
-from portus.client.checkpointer import Checkpointer
 from portus.client.files.pins import pin
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.daemon.mirrors import TenantMirrors
 from portus.dcp import PortusStorageWriter
 from portus.errors import StaleError
@@ -35,7 +35,7 @@ def steps(place: str | Path, model: str = "net") -> list[int]:
 
 
 def train(place: str | Path, numbers: Sequence[int], model: str = "net") -> None:
-    with Checkpointer(place, model, keep=1) as trainer:
+    with PoolCheckpointer(place, model, keep=1) as trainer:
         for step in numbers:
             trainer.save({"step": torch.tensor(step)}, step).wait()
 
@@ -58,7 +58,7 @@ def test_a_pinned_version_stays_over_restarts_and_until_it_is_unpinned(run: Run)
 
 @pytest.mark.long
 def test_a_trainer_that_is_at_work_heeds_a_pin_and_its_end(run: Run) -> None:
-    with Checkpointer(run.pool, "net", keep=1) as trainer:
+    with PoolCheckpointer(run.pool, "net", keep=1) as trainer:
         trainer.save({"step": 30}, 30).wait()
         assert portus("pin", "net@30").code == 0
         for step in (40, 50):
@@ -200,7 +200,7 @@ def test_a_host_keeps_what_is_pinned_whoever_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with serving(tmp_path / "pools") as server, Checkpointer(url(server), keep=1) as trainer:
+    with serving(tmp_path / "pools") as server, PoolCheckpointer(url(server), keep=1) as trainer:
         for step in (1, 2):
             trainer.save({"step": step}, step).wait()
         assert portus("pin", "default@2", "--pool", url(server)).code == 0

@@ -16,7 +16,7 @@ import torch
 from portus.cli.output import Output
 from portus.cli.report import sparks
 from portus.cli.training import training_of
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.journal.lines import Head, encoded
 from tests.bench.journal import example
 from tests.unit.cli.scene import portus, portus_json
@@ -29,7 +29,7 @@ def trained(root: Path, name: str = "run", steps: int = 7) -> Path:
     """A run that saved at steps 3 and 6, with a reference at each, and ended."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Checkpointer(root / ".portus", name, keep=None) as checkpointer:
+    with PoolCheckpointer(root / ".portus", name, keep=None) as checkpointer:
         checkpointer.prepare(1000)
         for step in range(1, steps + 1):
             optimizer.step()
@@ -90,7 +90,7 @@ def by_project(root: Path, *names: str) -> None:
         checkpoints.mkdir(parents=True)
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Checkpointer(root / ".portus", name, keep=None) as checkpointer:
+        with PoolCheckpointer(root / ".portus", name, keep=None) as checkpointer:
             checkpointer.prepare(1000)
             optimizer.step()
             state = {"model": model.state_dict()}

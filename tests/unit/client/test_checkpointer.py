@@ -23,11 +23,11 @@ import pytest
 import torch
 
 import portus
-from portus.client.checkpointer import Checkpointer, _close_all
 from portus.client.fence.snapshot import SnapshotMode, Snapshots
 from portus.client.fence.writers import _Cover
 from portus.client.files.keeper import Keeper
 from portus.client.loading.view import PoolView
+from portus.client.pool_checkpointer import PoolCheckpointer, _close_all
 from portus.errors import (
     AbandonedError,
     BusyError,
@@ -107,10 +107,10 @@ def pool(tmp_path: Path) -> Path:
 @pytest.fixture(params=["file", "tcp", "unix"])
 def checkpointer(
     pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[Checkpointer]:
+) -> Iterator[PoolCheckpointer]:
     """One of this machine, or on a storage host: for a training loop they are the same."""
     if request.param == "file":
-        with Checkpointer(pool) as opened:
+        with PoolCheckpointer(pool) as opened:
             yield opened
         return
     monkeypatch.chdir(tmp_path)
@@ -118,13 +118,13 @@ def checkpointer(
         unix = Address(Scheme.UNIX, path=f"{folder}/portus.sock")
         with (
             serving(pool, address=unix if request.param == "unix" else None) as server,
-            Checkpointer(url(server)) as opened,
+            PoolCheckpointer(url(server)) as opened,
         ):
             yield opened
 
 
 def test_every_version_holds_the_state_at_its_call(
-    checkpointer: Checkpointer, training: Training
+    checkpointer: PoolCheckpointer, training: Training
 ) -> None:
     states = {}
     for step in range(6):
@@ -139,7 +139,7 @@ def test_every_version_holds_the_state_at_its_call(
 
 
 def test_a_load_right_after_a_save_waits_for_it(
-    checkpointer: Checkpointer, training: Training
+    checkpointer: PoolCheckpointer, training: Training
 ) -> None:
     training.step()
     checkpointer.save(training.state(7), 7)
@@ -147,7 +147,7 @@ def test_a_load_right_after_a_save_waits_for_it(
 
 
 def test_restore_into_fills_the_same_tensors_and_sets_the_rest(
-    checkpointer: Checkpointer, training: Training
+    checkpointer: PoolCheckpointer, training: Training
 ) -> None:
     training.step()
     checkpointer.save(training.state(3), 3)
@@ -176,7 +176,7 @@ class Bounds(NamedTuple):
 
 
 def test_restore_into_keeps_the_tensors_in_containers_of_any_kind(
-    checkpointer: Checkpointer,
+    checkpointer: PoolCheckpointer,
 ) -> None:
     def state(fill: float, number: int) -> dict[str, Any]:
         return {
@@ -211,7 +211,7 @@ def test_restore_into_keeps_the_tensors_in_containers_of_any_kind(
 
 
 def test_restore_into_gives_lists_their_length_and_dicts_their_values_again(
-    checkpointer: Checkpointer,
+    checkpointer: PoolCheckpointer,
 ) -> None:
     saved = {
         "x": torch.ones(1),
@@ -238,7 +238,7 @@ def test_restore_into_gives_lists_their_length_and_dicts_their_values_again(
 
 
 def test_restore_into_by_names_leaves_the_rest_alone(
-    checkpointer: Checkpointer, training: Training
+    checkpointer: PoolCheckpointer, training: Training
 ) -> None:
     training.step()
     checkpointer.save(training.state(3), 3)
@@ -252,7 +252,9 @@ def test_restore_into_by_names_leaves_the_rest_alone(
     assert target["step"] == 4
 
 
-def test_restore_into_what_has_lazy_bits_reads_back_as_saved(checkpointer: Checkpointer) -> None:
+def test_restore_into_what_has_lazy_bits_reads_back_as_saved(
+    checkpointer: PoolCheckpointer,
+) -> None:
     saved = torch.randn(4, 3, dtype=torch.complex64)
     names = ("plain", "conjugate", "negative", "both")
     for source in (saved, saved.conj(), torch._neg_view(saved)):
@@ -272,7 +274,7 @@ def test_restore_into_what_has_lazy_bits_reads_back_as_saved(checkpointer: Check
 
 
 def test_restore_into_an_expanded_tensor_is_refused_before_anything_is_written(
-    checkpointer: Checkpointer,
+    checkpointer: PoolCheckpointer,
 ) -> None:
     checkpointer.save({"a": torch.ones(3), "b": torch.arange(6.0).view(2, 3)}, 1, synchronous=True)
     target = {"a": torch.zeros(3), "b": torch.zeros(3).expand(2, 3)}
@@ -286,7 +288,7 @@ def test_restore_into_an_expanded_tensor_is_refused_before_anything_is_written(
     assert torch.equal(target["a"], torch.ones(3))
 
 
-def test_restore_into_renames(checkpointer: Checkpointer) -> None:
+def test_restore_into_renames(checkpointer: PoolCheckpointer) -> None:
     checkpointer.save({"old": torch.arange(4)}, 0)
     target = {"new": torch.zeros(4, dtype=torch.int64)}
     checkpointer.restore_into(target, rename={"old": "new"})
@@ -294,7 +296,7 @@ def test_restore_into_renames(checkpointer: Checkpointer) -> None:
 
 
 def test_restore_into_what_does_not_fit_lists_it_and_touches_nothing(
-    checkpointer: Checkpointer,
+    checkpointer: PoolCheckpointer,
 ) -> None:
     checkpointer.save({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(4)}, 0)
     target = {"a": torch.zeros(2), "b": torch.zeros(5), "d": torch.zeros(4)}
@@ -309,7 +311,7 @@ def test_restore_into_what_does_not_fit_lists_it_and_touches_nothing(
     assert target["a"].tolist() == [1, 1]
 
 
-def test_restore_into_casts_views_and_ties(checkpointer: Checkpointer) -> None:
+def test_restore_into_casts_views_and_ties(checkpointer: PoolCheckpointer) -> None:
     base = torch.arange(20.0)
     state = {"tied": base, "view": base[5:9], "transposed": torch.arange(6.0).reshape(2, 3).t()}
     checkpointer.save(state, 0)
@@ -324,7 +326,7 @@ def test_restore_into_casts_views_and_ties(checkpointer: Checkpointer) -> None:
     assert torch.equal(target["transposed"], state["transposed"])
 
 
-def test_a_part_is_loaded_by_pattern(checkpointer: Checkpointer, training: Training) -> None:
+def test_a_part_is_loaded_by_pattern(checkpointer: PoolCheckpointer, training: Training) -> None:
     training.step()
     checkpointer.save(training.state(), 0)
     part = checkpointer.load(names=["model.0.*", "step"])
@@ -334,7 +336,7 @@ def test_a_part_is_loaded_by_pattern(checkpointer: Checkpointer, training: Train
 
 
 def test_the_newest_that_verifies_is_loaded_when_the_newest_is_damaged(
-    checkpointer: Checkpointer, pool: Path, training: Training, caplog: pytest.LogCaptureFixture
+    checkpointer: PoolCheckpointer, pool: Path, training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
     states = {}
     for step in (1, 2):
@@ -350,7 +352,7 @@ def test_the_newest_that_verifies_is_loaded_when_the_newest_is_damaged(
 
 
 def test_restore_into_is_untouched_when_nothing_verifies(
-    checkpointer: Checkpointer, pool: Path, training: Training
+    checkpointer: PoolCheckpointer, pool: Path, training: Training
 ) -> None:
     training.step()
     checkpointer.save(training.state(1), 1).wait()
@@ -363,7 +365,7 @@ def test_restore_into_is_untouched_when_nothing_verifies(
     assert same(target, before)
 
 
-def test_frozen_weights_are_written_once(checkpointer: Checkpointer) -> None:
+def test_frozen_weights_are_written_once(checkpointer: PoolCheckpointer) -> None:
     frozen = torch.nn.Linear(512, 512).requires_grad_(False)
     head = torch.nn.Linear(512, 8)
     optimizer = torch.optim.AdamW(head.parameters())
@@ -396,7 +398,7 @@ class Stepped:
 @pytest.mark.parametrize("guard", ["exact", "probe"])
 def test_a_guard_may_be_chosen_and_is_told_of_in_the_statistics(pool: Path, guard: Guard) -> None:
     run = Stepped(2, 1 << 10)
-    with Checkpointer(pool, guard=guard) as checkpointer:
+    with PoolCheckpointer(pool, guard=guard) as checkpointer:
         ways = []
         for step in range(2):
             checkpointer.save({"weights": run.weights}, step).wait()
@@ -411,7 +413,7 @@ def test_a_writer_costs_a_version_now_and_then_and_never_ends_overlap_for_good(p
     saves, and then late again."""
     run, other = Stepped(3, 1 << 10), Stepped(1, 1 << 10)
     lost, late = [], []
-    with Checkpointer(pool, keep=None) as checkpointer:
+    with PoolCheckpointer(pool, keep=None) as checkpointer:
         for step in range(12):
             run.step()
             other.step()
@@ -429,7 +431,9 @@ def test_a_writer_costs_a_version_now_and_then_and_never_ends_overlap_for_good(p
     assert late == [4 if step in lost else 1 for step in range(12)]
 
 
-def test_two_saves_of_one_step_copy_once(checkpointer: Checkpointer, training: Training) -> None:
+def test_two_saves_of_one_step_copy_once(
+    checkpointer: PoolCheckpointer, training: Training
+) -> None:
     for _ in range(3):
         training.step()
         first = checkpointer.save(training.state(1), 1)
@@ -439,7 +443,9 @@ def test_two_saves_of_one_step_copy_once(checkpointer: Checkpointer, training: T
     assert same(checkpointer.load(), {**training.state(1), "note": "last"})
 
 
-def test_steps_may_come_twice_and_the_later_commit_is_newest(checkpointer: Checkpointer) -> None:
+def test_steps_may_come_twice_and_the_later_commit_is_newest(
+    checkpointer: PoolCheckpointer,
+) -> None:
     for value in (1, 2):
         checkpointer.save({"x": torch.tensor([value])}, 5)
     loaded = checkpointer.load(5)
@@ -447,7 +453,7 @@ def test_steps_may_come_twice_and_the_later_commit_is_newest(checkpointer: Check
     assert int(loaded["x"]) == 2
 
 
-def test_what_cannot_be_saved_is_named_and_nothing_is_left(checkpointer: Checkpointer) -> None:
+def test_what_cannot_be_saved_is_named_and_nothing_is_left(checkpointer: PoolCheckpointer) -> None:
     with pytest.raises(UsageError, match=r"model.*state_dict"):
         checkpointer.save({"model": torch.nn.Linear(2, 2)}, 0)
     checkpointer.save({"x": torch.ones(1)}, 1).wait()
@@ -455,15 +461,15 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_left(checkpointer: Checkpo
 
 
 def test_nothing_is_made_before_the_first_save(pool: Path) -> None:
-    with Checkpointer(pool):
+    with PoolCheckpointer(pool):
         assert not pool.exists()
-    with Checkpointer(pool) as checkpointer:
+    with PoolCheckpointer(pool) as checkpointer:
         checkpointer.prepare(1 << 20)
     assert not pool.exists(), "prepared but never used: taken away again"
 
 
 def test_a_prepared_pool_takes_the_first_save_without_growing(pool: Path) -> None:
-    with Checkpointer(pool, keep=1) as checkpointer:
+    with PoolCheckpointer(pool, keep=1) as checkpointer:
         checkpointer.prepare(8 << 20)
         checkpointer.wait()
         size = os.path.getsize(checkpointer.path)
@@ -475,7 +481,7 @@ def test_a_prepared_pool_takes_the_first_save_without_growing(pool: Path) -> Non
 
 def test_a_pool_that_was_never_used_goes_while_nobody_else_can_open_it(pool: Path) -> None:
     """Whoever waits for it, another process perhaps, would save into a file without a name."""
-    unused = Checkpointer(pool)
+    unused = PoolCheckpointer(pool)
     unused.prepare(1 << 20)
 
     def open_as_another() -> None:
@@ -489,20 +495,20 @@ def test_a_pool_that_was_never_used_goes_while_nobody_else_can_open_it(pool: Pat
 
 def test_a_pool_of_which_all_was_removed_goes_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "1.ckpt"
-    with Checkpointer(tmp_path / ".portus", keep=1, on_error="raise") as checkpointer:
+    with PoolCheckpointer(tmp_path / ".portus", keep=1, on_error="raise") as checkpointer:
         checkpointer.save({"x": torch.zeros(4)}, 1, reference=path).wait()
         checkpointer.remove(path)
     assert os.listdir(tmp_path) == [".portus"]
     assert not list((tmp_path / ".portus").glob("*.portus")), "what is left is the journal"
-    with Checkpointer(tmp_path / ".portus", keep=1, on_error="raise") as checkpointer:
+    with PoolCheckpointer(tmp_path / ".portus", keep=1, on_error="raise") as checkpointer:
         checkpointer.save({"x": torch.zeros(4)}, 2, reference=path).wait()
     assert torch.load(path)["x"].tolist() == [0.0] * 4
 
 
 def test_a_pool_that_another_used_stays(pool: Path) -> None:
-    first = Checkpointer(pool / "one.portus", "first")
+    first = PoolCheckpointer(pool / "one.portus", "first")
     first.prepare(1 << 20)
-    second = Checkpointer(pool / "one.portus", "second")
+    second = PoolCheckpointer(pool / "one.portus", "second")
 
     def save_and_close() -> None:
         second.save({"step": 1}, 1).wait()
@@ -514,10 +520,10 @@ def test_a_pool_that_another_used_stays(pool: Path) -> None:
 
 
 def test_a_pool_that_goes_while_it_is_opened_is_made_anew(pool: Path) -> None:
-    unused = Checkpointer(pool)
+    unused = PoolCheckpointer(pool)
     unused.prepare(1 << 20)
     with at("call", WRITERS.open, elsewhere(unused.close)):
-        second = Checkpointer(pool)
+        second = PoolCheckpointer(pool)
     with second, at("return", make_directory, lambda: shutil.rmtree(pool)):
         second.save({"step": 1}, 1).wait()
         assert second.load() == {"step": 1}
@@ -527,7 +533,7 @@ def test_a_pool_directory_is_marked_for_git_and_backups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with Checkpointer() as checkpointer:
+    with PoolCheckpointer() as checkpointer:
         checkpointer.save({}, 0).wait()
     assert (tmp_path / ".portus" / ".gitignore").read_text() == "*\n"
     assert (tmp_path / ".portus" / "CACHEDIR.TAG").exists()
@@ -536,8 +542,8 @@ def test_a_pool_directory_is_marked_for_git_and_backups(
 
 def test_the_same_process_shares_the_writer(pool: Path) -> None:
     with (
-        Checkpointer(pool, model="a") as first,
-        Checkpointer(pool / "a.portus", model="b") as second,
+        PoolCheckpointer(pool, model="a") as first,
+        PoolCheckpointer(pool / "a.portus", model="b") as second,
     ):
         first.save({"x": torch.ones(1)}, 1).wait()
         second.save({"x": torch.ones(2)}, 2).wait()
@@ -548,11 +554,11 @@ def test_the_same_process_shares_the_writer(pool: Path) -> None:
 def test_another_process_is_refused_and_told_how_to_read(
     pool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Checkpointer(pool) as checkpointer:
+    with PoolCheckpointer(pool) as checkpointer:
         _refuse_others(checkpointer)
 
 
-def _refuse_others(checkpointer: Checkpointer) -> None:
+def _refuse_others(checkpointer: PoolCheckpointer) -> None:
     checkpointer.save({"x": torch.ones(3)}, 1).wait()
     script = (
         "import sys, portus\n"
@@ -576,7 +582,7 @@ def _refuse_others(checkpointer: Checkpointer) -> None:
     assert "read: [1.0, 1.0, 1.0]" in result.stdout
 
 
-def test_a_forked_child_may_not_use_it(checkpointer: Checkpointer) -> None:
+def test_a_forked_child_may_not_use_it(checkpointer: PoolCheckpointer) -> None:
     checkpointer.save({"x": torch.ones(3)}, 1).wait()
     read, write = os.pipe()
     child = os.fork()
@@ -597,7 +603,7 @@ def test_a_forked_child_may_not_use_it(checkpointer: Checkpointer) -> None:
 def test_a_failed_save_is_reported_once_and_older_versions_load(
     pool: Path, on_error: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Checkpointer(pool, on_error=on_error, max_bytes=8 << 20) as checkpointer:
+    with PoolCheckpointer(pool, on_error=on_error, max_bytes=8 << 20) as checkpointer:
         checkpointer.save({"x": torch.ones(1000)}, 1).wait()
         handle = checkpointer.save({"x": torch.ones(16 << 20)}, 2)
         assert handle.done
@@ -615,7 +621,7 @@ def test_a_failed_save_is_reported_once_and_older_versions_load(
 def test_until_a_save_is_committed_a_failure_is_raised_at_the_next_call(
     pool: Path, call: str
 ) -> None:
-    run = Checkpointer(pool, max_bytes=8 << 20)
+    run = PoolCheckpointer(pool, max_bytes=8 << 20)
     run.save({"x": torch.ones(16 << 20)}, 1)
     calls: dict[str, Callable[[], object]] = {
         "save": lambda: run.save({"x": torch.ones(10)}, 2),
@@ -630,10 +636,10 @@ def test_until_a_save_is_committed_a_failure_is_raised_at_the_next_call(
 def test_a_first_save_that_was_given_up_ends_no_training_that_saves_later(
     pool: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Checkpointer(pool) as before:
+    with PoolCheckpointer(pool) as before:
         before.save({"x": 0}, 0).wait()
     for is_last in (True, False):
-        run = Checkpointer(pool)
+        run = PoolCheckpointer(pool)
         run.part.surplus = _give_up
         run.save({"x": 1}, 1).join()
         if is_last:
@@ -654,7 +660,7 @@ def _give_up(infos: Sequence[VersionInfo]) -> list[int]:
 
 
 def test_an_error_told_by_the_handle_is_not_told_again(pool: Path) -> None:
-    with Checkpointer(pool, on_error="raise", max_bytes=8 << 20) as checkpointer:
+    with PoolCheckpointer(pool, on_error="raise", max_bytes=8 << 20) as checkpointer:
         with pytest.raises(MediumError):
             checkpointer.save({"x": torch.ones(16 << 20)}, 2).wait()
         checkpointer.save({"x": torch.ones(10)}, 3).wait()
@@ -667,7 +673,7 @@ def test_of_several_saves_that_failed_each_is_raised_once(pool: Path) -> None:
         assert go.wait(60)
         raise MediumError(5, "no")
 
-    with Checkpointer(pool, on_error="raise") as run:
+    with PoolCheckpointer(pool, on_error="raise") as run:
         run.save({"step": 1}, 1).wait()
         run.part.surplus = fail
         for step in (2, 3):
@@ -680,7 +686,7 @@ def test_of_several_saves_that_failed_each_is_raised_once(pool: Path) -> None:
 
 
 def test_a_version_with_a_reference_file_is_not_retired_by_keep(
-    checkpointer: Checkpointer, tmp_path: Path
+    checkpointer: PoolCheckpointer, tmp_path: Path
 ) -> None:
     checkpointer.save({"x": torch.tensor([0])}, 0, reference=tmp_path / "best.ckpt").wait()
     for step in range(1, 6):
@@ -695,11 +701,11 @@ def test_a_version_with_a_reference_file_is_not_retired_by_keep(
 def test_what_keep_wants_stays_over_a_restart_and_the_rest_goes(pool: Path) -> None:
     keep = portus.Keep(last=2, every=10, best=("loss", "min", 1))
     for steps in (range(1, 16), range(16, 28)):
-        with Checkpointer(pool, keep=keep) as run:
+        with PoolCheckpointer(pool, keep=keep) as run:
             for step in steps:
                 loss = abs(step - 7.0) if step % 2 else float("nan")
                 run.save({"x": torch.tensor([step])}, step, metrics={"loss": loss}).wait()
-    with Checkpointer(pool) as run:
+    with PoolCheckpointer(pool) as run:
         assert run.steps() == [7, 10, 20, 26, 27]
         assert [dict(info.metrics) for info in run.versions()[:2]] == [{"loss": 0.0}, {}]
     assert portus.check(pool / "default.portus") == []
@@ -708,7 +714,7 @@ def test_what_keep_wants_stays_over_a_restart_and_the_rest_goes(pool: Path) -> N
 @pytest.mark.long
 def test_a_version_that_keep_wants_does_not_go_with_its_file(pool: Path, tmp_path: Path) -> None:
     last = tmp_path / "last.ckpt"
-    with Checkpointer(pool, keep=portus.Keep(last=1, every=3)) as run:
+    with PoolCheckpointer(pool, keep=portus.Keep(last=1, every=3)) as run:
         for step in range(1, 8):
             run.save({"step": step}, step, reference=last).wait()
         assert run.steps() == [3, 6, 7]
@@ -724,7 +730,7 @@ def test_a_version_that_keep_wants_does_not_go_with_its_file(pool: Path, tmp_pat
 
 
 def test_a_reference_is_there_at_once_and_leads_to_what_was_saved(
-    checkpointer: Checkpointer, tmp_path: Path
+    checkpointer: PoolCheckpointer, tmp_path: Path
 ) -> None:
     portus.register_reference_loader()
     path = tmp_path / "last.ckpt"
@@ -755,7 +761,7 @@ def test_a_file_falls_back_to_the_save_in_flight_when_it_was_asked_for(
         return [info.id for info in infos]
 
     file = tmp_path / "3.ckpt"
-    with Checkpointer(pool, on_error="warn") as run:
+    with PoolCheckpointer(pool, on_error="warn") as run:
         run.save({"step": 1}, 1).wait()
         writer, keeper = run._pool.open_or_create()
         run.part.surplus = surplus
@@ -788,7 +794,7 @@ def test_a_file_falls_back_to_what_another_of_the_same_model_is_about_to_commit(
         raise MediumError(5, "cut off")
 
     file = tmp_path / "3.ckpt"
-    with Checkpointer(pool) as one, Checkpointer(pool) as other:
+    with PoolCheckpointer(pool) as one, PoolCheckpointer(pool) as other:
         one.save({"step": 1}, 1).wait()
         one.part.surplus, other.part.surplus = hold, fail
         second = one.save({"step": 2}, 2)
@@ -803,7 +809,7 @@ def test_a_file_falls_back_to_what_another_of_the_same_model_is_about_to_commit(
 
 
 def test_a_file_does_not_fall_back_to_what_is_being_removed(pool: Path, tmp_path: Path) -> None:
-    with Checkpointer(pool) as run:
+    with PoolCheckpointer(pool) as run:
         run.save({"step": 1}, 1).wait()
         run.save({"step": 2}, 2, reference=tmp_path / "2.ckpt").wait()
         _, keeper = run._pool.open_or_create()
@@ -822,7 +828,7 @@ def test_a_file_does_not_fall_back_to_what_is_being_removed(pool: Path, tmp_path
 def test_a_file_does_not_fall_back_to_what_was_removed_while_it_was_placed(
     pool: Path, tmp_path: Path
 ) -> None:
-    with Checkpointer(pool) as run:
+    with PoolCheckpointer(pool) as run:
         run.save({"step": 1}, 1).wait()
         run.save({"step": 2}, 2, reference=tmp_path / "2.ckpt").wait()
         _, keeper = run._pool.open_or_create()
@@ -842,7 +848,7 @@ def test_what_is_saved_after_a_removal_is_not_removed_with_it(
         return []
 
     file = tmp_path / "run" / "2.ckpt"
-    with Checkpointer(pool) as run:
+    with PoolCheckpointer(pool) as run:
         run.prepare(0)
         run.part.surplus = hold
         run.save({"step": 1}, 1, reference=tmp_path / "run" / "1.ckpt")
@@ -862,7 +868,7 @@ def test_a_version_that_is_there_is_loaded_while_another_is_saved(pool: Path) ->
         in_time.append(go.wait(30))
         return [info.id for info in infos]
 
-    with Checkpointer(pool) as run:
+    with PoolCheckpointer(pool) as run:
         first = run.save({"step": 1}, 1).wait()
         run.part.surplus = hold
         run.save({"step": 2}, 2)
@@ -873,7 +879,7 @@ def test_a_version_that_is_there_is_loaded_while_another_is_saved(pool: Path) ->
 
 def test_a_reader_in_this_process_sees_all_files_of_a_directory(pool: Path) -> None:
     for model in ("one", "two"):
-        with Checkpointer(pool, model=model) as checkpointer:
+        with PoolCheckpointer(pool, model=model) as checkpointer:
             checkpointer.save({"name": model}, 1).wait()
     with PoolView(pool) as view:
         assert view.models() == ["one", "two"]
@@ -884,9 +890,9 @@ def test_a_reader_in_this_process_sees_all_files_of_a_directory(pool: Path) -> N
 
 def test_the_pool_is_found_again_after_a_restart_and_shares_what_is_frozen(pool: Path) -> None:
     frozen = torch.randn(100_000)
-    with Checkpointer(pool) as checkpointer:
+    with PoolCheckpointer(pool) as checkpointer:
         checkpointer.save({"frozen": frozen, "x": torch.ones(1)}, 1).wait()
-    with Checkpointer(pool) as checkpointer:
+    with PoolCheckpointer(pool) as checkpointer:
         assert checkpointer.steps() == [1]
         handle = checkpointer.save({"frozen": frozen, "x": torch.zeros(1)}, 2)
         handle.wait()
@@ -894,7 +900,7 @@ def test_the_pool_is_found_again_after_a_restart_and_shares_what_is_frozen(pool:
 
 
 def test_saves_from_several_threads_are_all_kept(pool: Path) -> None:
-    with Checkpointer(pool, keep=None) as checkpointer:
+    with PoolCheckpointer(pool, keep=None) as checkpointer:
         threads = [
             threading.Thread(
                 target=lambda n=n: [
@@ -916,7 +922,7 @@ def test_states_that_threads_save_at_once_keep_their_own_layouts(pool: Path) -> 
     (moment,) = [
         each for each in Snapshots._layout_of.__code__.co_consts if isinstance(each, CodeType)
     ]
-    with Checkpointer(pool, keep=None) as run:
+    with PoolCheckpointer(pool, keep=None) as run:
         other = threading.Thread(target=lambda: run.save({"b": torch.zeros(2)}, 2).wait())
 
         def save_another() -> None:
@@ -945,18 +951,18 @@ def test_an_audit_may_find_a_change_while_the_next_state_is_looked_at() -> None:
 )
 def test_senseless_arguments_are_refused(pool: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"expected|valid SnapshotMode"):
-        Checkpointer(pool, **arguments)
+        PoolCheckpointer(pool, **arguments)
 
 
 def test_a_file_that_is_no_pool_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(100_000))
     with pytest.raises(CorruptionError, match="not a Portus pool"):
-        Checkpointer(path)
+        PoolCheckpointer(path)
     assert path.read_bytes() == bytes(100_000)
 
 
-def test_a_step_that_is_no_integer_is_refused(checkpointer: Checkpointer) -> None:
+def test_a_step_that_is_no_integer_is_refused(checkpointer: PoolCheckpointer) -> None:
     with pytest.raises(UsageError, match="step"):
         checkpointer.save({}, "one")  # type: ignore[arg-type]
     checkpointer.save({}, np.int64(3)).wait()
@@ -967,7 +973,7 @@ def test_a_step_that_is_no_integer_is_refused(checkpointer: Checkpointer) -> Non
 def test_a_program_that_never_closes_still_gets_its_last_save(tmp_path: Path) -> None:
     script = (
         "import sys, torch, portus\n"
-        "c = portus.Checkpointer(sys.argv[1])\n"
+        "c = portus.PoolCheckpointer(sys.argv[1])\n"
         "c.save({'x': torch.ones(1 << 20)}, 1)\n"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=True)
@@ -990,7 +996,7 @@ def _damage(path: Path, step: int) -> None:
 
 
 def test_nothing_of_the_state_is_kept_alive_by_a_save_that_is_over(
-    checkpointer: Checkpointer, training: Training
+    checkpointer: PoolCheckpointer, training: Training
 ) -> None:
     training.step()
     for step in range(3):
@@ -1014,7 +1020,7 @@ def test_a_wrong_setting_is_named_before_anything_is_opened(
     tmp_path: Path, wrong: dict[str, Any]
 ) -> None:
     with pytest.raises(UsageError, match=f"^{next(iter(wrong))}: expected .*found"):
-        Checkpointer(tmp_path / "pool", **wrong)
+        PoolCheckpointer(tmp_path / "pool", **wrong)
     assert not (tmp_path / "pool").exists()
 
 
@@ -1022,7 +1028,9 @@ def test_at_the_end_of_a_program_a_failed_save_keeps_no_other_from_being_finishe
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = [
-        Checkpointer(tmp_path, f"run-{each}", on_error="raise", max_bytes=1 << 20 if each else None)
+        PoolCheckpointer(
+            tmp_path, f"run-{each}", on_error="raise", max_bytes=1 << 20 if each else None
+        )
         for each in (1, 0, 1)
     ]
     large = {"x": torch.zeros(1 << 20)}
@@ -1039,7 +1047,7 @@ def test_what_ends_the_block_is_not_hidden_by_a_save_that_failed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def save(and_raise: Exception | None) -> None:
-        with Checkpointer(tmp_path, on_error="raise", max_bytes=1 << 20) as checkpointer:
+        with PoolCheckpointer(tmp_path, on_error="raise", max_bytes=1 << 20) as checkpointer:
             checkpointer.save({"x": torch.zeros(1 << 20)}, 1)
             if and_raise is not None:
                 raise and_raise
@@ -1056,7 +1064,7 @@ def test_a_pool_may_be_in_the_home_directory_and_must_have_a_name(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    with Checkpointer("~/pools", "run") as checkpointer:
+    with PoolCheckpointer("~/pools", "run") as checkpointer:
         checkpointer.save({"a": 1}, 1).wait()
     assert checkpointer.path == str(tmp_path / "home/pools/run.portus")
     monkeypatch.setenv("PORTUS_POOL", "~/pools")
@@ -1067,7 +1075,7 @@ def test_a_pool_may_be_in_the_home_directory_and_must_have_a_name(
     assert portus.mend("~/pools") == []
     assert os.listdir(tmp_path) == ["home"], "no directory that is called ~"
     calls: list[Callable[[str], object]] = [
-        *(Checkpointer, portus.open, portus.check, portus.mend, portus.allow)
+        *(PoolCheckpointer, portus.open, portus.check, portus.mend, portus.allow)
     ]
     for refuses in calls:
         with pytest.raises(UsageError, match=r"pool: expected a path .* found ''"):
@@ -1086,7 +1094,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_what_is_near(
     tmp_path: Path, names: str | list[str], near: str
 ) -> None:
     state = {"model": {"weight": torch.ones(3), "bias": torch.ones(2)}, "number": 7, "none": {}}
-    with Checkpointer(tmp_path / "a.portus") as checkpointer:
+    with PoolCheckpointer(tmp_path / "a.portus") as checkpointer:
         checkpointer.save(state, 1).wait()
         found: Any = checkpointer.load(names=["number", "none", "model.b*"])
         assert (found["number"], found["none"], list(found["model"])) == (7, {}, ["bias"])
@@ -1108,7 +1116,7 @@ def test_a_pool_directory_is_checked_file_by_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="portus verify --pool portus://there"):
         portus.check("portus://there")
     for model in ("one", "two"):
-        with Checkpointer(tmp_path, model) as checkpointer:
+        with PoolCheckpointer(tmp_path, model) as checkpointer:
             checkpointer.save({"x": torch.arange(5000)}, 1).wait()
     assert portus.check(tmp_path) == []
     damaged = tmp_path / "two.portus"
@@ -1131,7 +1139,7 @@ def test_what_the_place_refuses_in_the_call_fails_the_save_and_not_the_training(
     def refuse(*arguments: object) -> NoReturn:
         raise kind(errno.EIO, "no") if kind is MediumError else kind("no")
 
-    with portus.Checkpointer(tmp_path / "run.portus", "net") as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "run.portus", "net") as checkpointer:
         checkpointer.save({"w": torch.zeros(1000)}, 1).wait()
         with monkeypatch.context() as patched:
             patched.setattr(PoolDraft, "copy", refuse)

@@ -30,11 +30,11 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((5000,), float(step))}
 
 
-def opened(run: Path, *, keep: int = 1, pool: Path | None = None) -> portus.Checkpointer:
-    return portus.Checkpointer(pool or run / ".portus", "net", keep=keep)
+def opened(run: Path, *, keep: int = 1, pool: Path | None = None) -> portus.PoolCheckpointer:
+    return portus.PoolCheckpointer(pool or run / ".portus", "net", keep=keep)
 
 
-def save(to: portus.Checkpointer, run: Path, step: int, name: str | None = None) -> None:
+def save(to: portus.PoolCheckpointer, run: Path, step: int, name: str | None = None) -> None:
     to.save(state(step), step, reference=run / "ckpt" / (name or f"{step}.ckpt")).wait()
 
 
@@ -386,7 +386,7 @@ def test_what_is_held_for_files_that_nobody_finds_is_said_where_space_is_short(
     assert "3 versions, 58.6 KiB, held for files that are not where they were" in said
     assert f"at {run / 'ckpt/3.ckpt'}" in said
     settings: dict[str, Any] = {"keep": 1, "on_error": "raise", "max_bytes": 1 << 20}
-    with portus.Checkpointer(run / ".portus", "net", **settings) as trainer:
+    with portus.PoolCheckpointer(run / ".portus", "net", **settings) as trainer:
         handle = trainer.save({"w": torch.zeros(1 << 18)}, 4, reference=run / "ckpt/4.ckpt")
         with pytest.raises(portus.MediumError, match="60000 bytes are 3 versions whose files"):
             handle.wait()
@@ -404,7 +404,7 @@ def test_a_copy_that_cannot_be_linked_holds_its_version_all_the_same(
     def full(*_: object) -> None:
         raise portus.MediumError(errno.ENOSPC, "no room for a name")
 
-    with portus.Checkpointer(tmp_path / ".portus", "run", keep=1) as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / ".portus", "run", keep=1) as checkpointer:
         checkpointer.save({"step": 1}, 1, reference=first).wait()
         shutil.copy(first, copy)
         checkpointer.save({"step": 2}, 2, reference=tmp_path / "2.ckpt").wait()

@@ -28,11 +28,11 @@ from typer.testing import CliRunner
 
 import portus
 from portus.cli.app import app
-from portus.client.checkpointer import Checkpointer
 from portus.client.fence.fence import Fence
 from portus.client.job.exchange import Heard
 from portus.client.job.settings import Settings
 from portus.client.leaving import materialize_shards
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.client.retention import Retention
 from portus.client.run import Run
 from portus.client.shards import grouped
@@ -805,7 +805,7 @@ def test_what_this_process_saves_to_a_directory_is_waited_for_however_long_it_ta
 def test_ranks_that_are_about_to_commit_are_waited_for(tmp_path: Path) -> None:
     pools, place, group = tmp_path / "pools", tmp_path / "place", new_id()
     place.mkdir()
-    zero, one = (Checkpointer(pools, part_model("run", rank, 2)) for rank in range(2))
+    zero, one = (PoolCheckpointer(pools, part_model("run", rank, 2)) for rank in range(2))
     with zero, one:
         one.save({}, 0).wait()  # so that its pool is open
         shard = {str(place / "rank-0-of-2.shard"): "format"}
@@ -951,7 +951,7 @@ def save_as(place: str, links: Path, count: int, step: int, directory: Path | No
     for rank in range(count):
         name = part_model("run", rank, count)
         shard = {str(directory / f"rank-{rank}-of-{count}.shard"): "format"} if directory else None
-        with Checkpointer(place, name, keep=None, links=str(links)) as checkpointer:
+        with PoolCheckpointer(place, name, keep=None, links=str(links)) as checkpointer:
             content = {"format": FORMAT, "t": torch.full((4000,), float(step))}
             token = part_token(group, rank)
             checkpointer.save(content, step, token=token, reference=shard).wait()
@@ -1142,7 +1142,7 @@ def save_parts(root: Path, content: dict[str, Any]) -> Path:
     place.mkdir()
     for rank in range(2):
         shard = {str(place / f"rank-{rank}-of-2.shard"): "format"}
-        with Checkpointer(root / "pools", part_model("run", rank, 2)) as checkpointer:
+        with PoolCheckpointer(root / "pools", part_model("run", rank, 2)) as checkpointer:
             token = part_token(group, rank)
             checkpointer.save(content, 1, token=token, reference=shard).wait()
     return place
@@ -1180,7 +1180,7 @@ def test_a_directory_that_nothing_replaces_is_removed_at_once(tmp_path: Path) ->
 
 def test_ranks_that_saved_each_for_itself_are_no_group_and_named(tmp_path: Path) -> None:
     for rank in range(2):
-        with Checkpointer(tmp_path, part_model("run", rank, 2)) as checkpointer:
+        with PoolCheckpointer(tmp_path, part_model("run", rank, 2)) as checkpointer:
             checkpointer.save({"t": torch.zeros(4)}, 5).wait()
     what = r"no group of model 'run'; nothing .*'run/rank-0-of-2' has steps \[5\], 'run/rank-1-of"
     with pytest.raises(portus.UsageError, match=what):

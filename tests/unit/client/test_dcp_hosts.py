@@ -111,7 +111,7 @@ def test_several_storage_hosts_are_one_place(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(UsageError, match=r"expected|several pools are on storage hosts"):
             Place.named(wrong)
     with pytest.raises(UsageError, match="saved to one pool; expected one storage host, found 2"):
-        portus.Checkpointer(named, "run")
+        portus.PoolCheckpointer(named, "run")
 
 
 @pytest.mark.long

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import portus
-from portus.client.checkpointer import Checkpointer
 from portus.client.fence.snapshot import SnapshotMode, Snapshots
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.index.check import check
 from portus.media import linux, written
 from portus.pipeline.run import Save
@@ -57,7 +57,7 @@ def replay(tmp_path: Path) -> Iterator[torch.Tensor]:
 
 
 def save_while_others_write(
-    run: Checkpointer, shared: torch.Tensor, step: int
+    run: PoolCheckpointer, shared: torch.Tensor, step: int
 ) -> portus.VersionInfo:
     """A save of ``shared``, which is written once it was copied. What is committed."""
     copied = shared.add_(1).clone()
@@ -76,7 +76,7 @@ def test_every_version_of_what_another_process_writes_all_the_time_loads(
     place: str, replay: torch.Tensor, tmp_path: Path
 ) -> None:
     wrote = replay.clone()
-    with Checkpointer(place, links=str(tmp_path)) as run:
+    with PoolCheckpointer(place, links=str(tmp_path)) as run:
         for step in range(20):
             run.save({"replay": replay}, step).wait()
             assert run.load(step) is not None
@@ -91,7 +91,7 @@ def test_the_mark_of_an_inexact_version_stays_and_is_shown(
     pool = tmp_path / "run.portus"
     shared = torch.zeros(5000).share_memory_()
     for first in (1, 11):  # another process finds the mark, and writes the index anew
-        with Checkpointer(pool, keep=None) as run:
+        with PoolCheckpointer(pool, keep=None) as run:
             assert save_while_others_write(run, shared, first).inexact
             assert save_while_others_write(run, shared, first + 1).inexact
             assert not run.save({"shared": shared}, first + 2).wait().inexact
@@ -113,7 +113,7 @@ def test_a_storage_host_keeps_the_mark(tmp_path: Path) -> None:
     shared = torch.zeros(5000).share_memory_()
     with (
         serving(tmp_path / "pools") as server,
-        Checkpointer(url(server), keep=None, links=str(tmp_path)) as run,
+        PoolCheckpointer(url(server), keep=None, links=str(tmp_path)) as run,
     ):
         assert save_while_others_write(run, shared, 1).inexact
         assert not run.save({"shared": shared}, 2).wait().inexact
@@ -171,7 +171,7 @@ def test_a_call_and_text_tell_the_same_of_memory_that_is_shared(
 def test_shared_memory_of_ones_own_optimizer_is_copied_before_save_returns(
     kind: Callable[[int], torch.Tensor], tmp_path: Path
 ) -> None:
-    with Checkpointer(tmp_path):  # it sees the steps
+    with PoolCheckpointer(tmp_path):  # it sees the steps
         weight = torch.nn.Parameter(kind(4 << 20))
         optimizer = torch.optim.SGD([weight], lr=0.1)
         weight.grad = torch.ones_like(weight)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import portus
-from portus.client.checkpointer import Checkpointer
 from portus.client.files.host import HostPool
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.daemon.house import ClientTimeouts
 from portus.daemon.server import Server
 from portus.errors import CorruptionError, PortusError
@@ -75,13 +75,13 @@ class Scene:
         self.link = link
         self.step = 1
         for model, step in (*OTHERS.items(), ("run", 0)):
-            with Checkpointer(self.direct, model=model) as checkpointer:
+            with PoolCheckpointer(self.direct, model=model) as checkpointer:
                 checkpointer.save(meant(step), step).wait()
 
     def save(self) -> bool:
         """One more version of the run, the only one that is kept; True if it is told."""
         self.step += 1
-        with Checkpointer(self.address, model="run", keep=1) as checkpointer:
+        with PoolCheckpointer(self.address, model="run", keep=1) as checkpointer:
             checkpointer.save(meant(self.step), self.step).wait(20)
         assert self.steps() == [self.step], "told, and not there"
         return True
@@ -92,7 +92,7 @@ class Scene:
         with contextlib.closing(HostPool(self.address)) as pool:
             pool.retire(ids)
         assert self.steps() == [], "told, and still there"
-        with Checkpointer(self.direct, model="run") as checkpointer:
+        with PoolCheckpointer(self.direct, model="run") as checkpointer:
             checkpointer.save(meant(self.step), self.step).wait()
         return True
 
@@ -249,7 +249,10 @@ def test_what_a_host_committed_otherwise_than_it_was_meant_does_not_count(
         return commit(draft, rows, labels, layout, tree, retire)
 
     state = {"lr": 0.125, "w": torch.ones(30)}
-    with serving(tmp_path / "pools") as server, Checkpointer(url(server), on_error="warn") as saves:
+    with (
+        serving(tmp_path / "pools") as server,
+        PoolCheckpointer(url(server), on_error="warn") as saves,
+    ):
         saves.save(state, 1).wait()
         with monkeypatch.context() as patch:
             patch.setattr(PoolDraft, "commit_rows", changed)

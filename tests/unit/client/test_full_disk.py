@@ -61,7 +61,7 @@ def opened(path: Path, *, mapped: bool = True) -> PoolWriter:
 
 def test_a_run_goes_on_beside_others_who_take_all_space(small: Path) -> None:
     run = small / "run"
-    with portus.Checkpointer(run / ".portus", keep=1, on_error="raise") as checkpointer:
+    with portus.PoolCheckpointer(run / ".portus", keep=1, on_error="raise") as checkpointer:
         for step in range(12):
             if step >= 2:
                 checkpointer.wait()
@@ -144,7 +144,7 @@ def test_free_space_in_small_pieces_becomes_room_for_records(small: Path) -> Non
 def ended(small: Path) -> Path:
     """A pool with two versions of a run that ended; then another user took all space."""
     path = small / ".portus" / "run.portus"
-    with portus.Checkpointer(small / ".portus", "run", keep=2) as checkpointer:
+    with portus.PoolCheckpointer(small / ".portus", "run", keep=2) as checkpointer:
         for step in range(4):
             checkpointer.save(state(step), step).wait()
     fill(small)
@@ -170,7 +170,7 @@ def test_tidying_takes_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A file that is mapped must have all of its blocks, so these do not map it."""
     monkeypatch.chdir(tmp_path)
     path = str(tmp_path / ".portus" / "run.portus")
-    with portus.Checkpointer(model="run", keep=4) as checkpointer:
+    with portus.PoolCheckpointer(model="run", keep=4) as checkpointer:
         for step in range(8):
             checkpointer.save(state(step), step).wait()
     before = on_disk(path)
@@ -198,7 +198,7 @@ def test_no_space_says_how_much_is_held_for_files_that_nobody_finds(
         elif limit == "max_bytes":
             most = SMALL_BYTES
         checkpointer = stack.enter_context(
-            portus.Checkpointer(
+            portus.PoolCheckpointer(
                 pool, keep=1, max_bytes=most, links=str(home / "run" / ".portus"), on_error="raise"
             )
         )

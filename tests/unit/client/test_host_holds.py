@@ -26,7 +26,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
 
 
 def by_checkpointer(place: str, run: Path, step: int) -> None:
-    with portus.Checkpointer(place, "run", keep=1) as trainer:
+    with portus.PoolCheckpointer(place, "run", keep=1) as trainer:
         trainer.save(state(step), step, reference=run / f"{step}.ckpt")
 
 
@@ -88,7 +88,7 @@ def test_what_is_removed_from_another_directory_goes_on_the_host_too(
             start(tmp_path, number, monkeypatch)
             by_checkpointer(url(server), tmp_path / "run", number)
         start(tmp_path, 4, monkeypatch)
-        with portus.Checkpointer(url(server), "run", keep=1) as trainer:
+        with portus.PoolCheckpointer(url(server), "run", keep=1) as trainer:
             trainer.remove(tmp_path / "run/1.ckpt")
             trainer.save(state(4), 4, reference=tmp_path / "run/2.ckpt").wait()
             trainer.wait()
@@ -142,7 +142,7 @@ def test_a_file_whose_version_was_retired_by_hand_elsewhere_keeps_its_name(
         assert steps(server) == ([0] if by == "rm" else [])
         for _ in range(2):
             monkeypatch.chdir(tmp_path / "start 1")
-            with portus.Checkpointer(url(server), "run", keep=1) as trainer:
+            with portus.PoolCheckpointer(url(server), "run", keep=1) as trainer:
                 trainer.save(state(9), 9).wait()
             names = ["0.ckpt", "1.ckpt", "2.ckpt.uncommitted"]
             assert sorted(path.name for path in run.iterdir()) == names
@@ -154,7 +154,7 @@ def test_of_what_was_retired_by_hand_not_too_much_is_on_record(
     monkeypatch.setattr("portus.client.files.host._RENOUNCED_MAX", 2)
     monkeypatch.chdir(tmp_path)
     with serving(tmp_path / "pools") as server:
-        with portus.Checkpointer(url(server), "run", keep=None) as trainer:
+        with portus.PoolCheckpointer(url(server), "run", keep=None) as trainer:
             for step in range(5):
                 trainer.save(state(step), step, reference=tmp_path / f"{step}.ckpt").wait()
         for step in range(4):

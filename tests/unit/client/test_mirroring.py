@@ -23,11 +23,11 @@ import torch
 import portus
 from portus.cli import rm
 from portus.cli.output import Output
-from portus.client.checkpointer import Checkpointer
 from portus.client.dcp import PortusStorageWriter
 from portus.client.files import run_mirror
 from portus.client.files.keeper import Keeper
 from portus.client.files.run_mirror import Mirroring
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
 from portus.index.groups import part_model
 from portus.mirror import copier, opening
@@ -53,9 +53,9 @@ class Node:
         self.run = root / "run"
         self.run.mkdir()
 
-    def start(self, **changes: Any) -> Checkpointer:
+    def start(self, **changes: Any) -> PoolCheckpointer:
         settings: dict[str, Any] = {"mirror": self.mirror, "keep": 2, "mirror_wait": 60}
-        return Checkpointer(self.run / ".portus", "net", **(settings | changes))
+        return PoolCheckpointer(self.run / ".portus", "net", **(settings | changes))
 
     def lose(self) -> None:
         shutil.rmtree(self.run)
@@ -207,7 +207,7 @@ def daily(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copier, "_COLLECT_S", 0.0)
 
 
-def collecting(run: Checkpointer) -> bool:
+def collecting(run: PoolCheckpointer) -> bool:
     """False once the copier has nothing more to do, and collected if that was due."""
     assert run._pool.mirroring is not None
     return run._pool.mirroring._collected_s is None
@@ -308,8 +308,8 @@ def test_a_pool_whose_history_went_on_elsewhere_is_named(node: Node, tmp_path: P
         run.save(state(3), 3).wait()
         run.save(state(4), 4).wait()
     with pytest.raises(UsageError, match=r"went on elsewhere: the newest .* is step 4, .* step 1"):
-        Checkpointer(tmp_path / "left behind" / ".portus", "net", mirror=node.mirror)
-    with Checkpointer(tmp_path / "left behind" / ".portus", "net", mirror="none") as run:
+        PoolCheckpointer(tmp_path / "left behind" / ".portus", "net", mirror=node.mirror)
+    with PoolCheckpointer(tmp_path / "left behind" / ".portus", "net", mirror="none") as run:
         assert run.steps() == [1]
 
 
@@ -411,7 +411,9 @@ def test_who_was_left_behind_takes_nothing_from_the_mirror_though_it_was_away_at
             run.save(state(step), step).wait()
     expected = node.state()
     before.append(away)
-    behind = Checkpointer(tmp_path / "left behind" / ".portus", "net", mirror=node.mirror, keep=1)
+    behind = PoolCheckpointer(
+        tmp_path / "left behind" / ".portus", "net", mirror=node.mirror, keep=1
+    )
     before.pop()
     with caplog.at_level(logging.ERROR, "portus"), behind as run:
         run.save(state(9), 9).wait()
@@ -586,17 +588,17 @@ def test_what_is_not_mirrored_though_the_environment_asks_for_it_is_said_once(
     monkeypatch.setenv("PORTUS_MIRROR", node.mirror)
     with caplog.at_level(logging.WARNING, "portus"):
         for _ in range(2):
-            Checkpointer(node.run / "pool", part_model("shards", 0, 2)).close()
+            PoolCheckpointer(node.run / "pool", part_model("shards", 0, 2)).close()
         with serving(node.run / "host") as server:
-            Checkpointer(url(server), "remote").close()
+            PoolCheckpointer(url(server), "remote").close()
             with pytest.raises(UsageError, match="whose mirror is that of the host"):
-                Checkpointer(url(server), "remote", mirror=node.mirror)
+                PoolCheckpointer(url(server), "remote", mirror=node.mirror)
     assert caplog.text.count("$PORTUS_MIRROR is set, and model 'shards' is NOT mirrored") == 1
     assert caplog.text.count("$PORTUS_MIRROR is set, and model 'remote' is NOT mirrored") == 1
     caplog.clear()
     with caplog.at_level(logging.WARNING, "portus"):
         PortusStorageWriter(node.run / "pool", "meant", mirror="none")
-        Checkpointer(node.run / "pool", part_model("of another rank", 1, 2)).close()
+        PoolCheckpointer(node.run / "pool", part_model("of another rank", 1, 2)).close()
     assert "NOT mirrored" not in caplog.text
 
 
@@ -750,12 +752,12 @@ def test_another_run_of_the_same_name_takes_no_mirror_from_one_that_is_here(
         run.save(state(1), 1).wait()
     expected, other = node.state(), tmp_path / "other"
     with pytest.raises(UsageError, match=r"two runs of one name.*or mirror='none'"):
-        Checkpointer(other, "net", mirror=node.mirror)
+        PoolCheckpointer(other, "net", mirror=node.mirror)
     assert node.state() == expected
-    with Checkpointer(other, "other", mirror=node.mirror) as run:
+    with PoolCheckpointer(other, "other", mirror=node.mirror) as run:
         run.save(state(2), 2).wait()
     shutil.move(node.run / ".portus", tmp_path / "put away")
-    with Checkpointer(tmp_path / "fresh", "net", mirror=node.mirror) as run:
+    with PoolCheckpointer(tmp_path / "fresh", "net", mirror=node.mirror) as run:
         assert run.steps() == [1]
 
 
@@ -914,7 +916,7 @@ def test_who_began_before_a_run_went_on_elsewhere_claims_anew(
 ) -> None:
     """Between the start of a run and its first save another machine saved the same run."""
     with node.start(mirror="s3://bucket/runs") as run:
-        with Checkpointer(tmp_path / "other", "net", mirror="s3://bucket/runs") as other:
+        with PoolCheckpointer(tmp_path / "other", "net", mirror="s3://bucket/runs") as other:
             other.save(state(7), 7).wait()
         shutil.rmtree(tmp_path / "other")
         run.save(state(8), 8).wait()

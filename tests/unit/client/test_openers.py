@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.dcp import groups
 from portus.errors import PortusError
 from portus.spec import PAGE
@@ -38,7 +38,7 @@ OPENERS: dict[str, Callable[[Path], object]] = {
     "open": lambda place: portus.open(place / "run.portus").close(),
     "open a directory": lambda place: portus.open(place).close(),
     "check": lambda place: portus.check(place / "run.portus"),
-    "save": lambda place: Checkpointer(place / "run.portus").close(),
+    "save": lambda place: PoolCheckpointer(place / "run.portus").close(),
     "load": lambda place: portus.load_reference(place / "run.ckpt"),
     "mend": lambda place: portus.mend(place, uncommitted=True),
     "groups": groups,
@@ -48,7 +48,7 @@ OPENERS: dict[str, Callable[[Path], object]] = {
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("whole")
-    with Checkpointer(place / "run.portus") as checkpointer:
+    with PoolCheckpointer(place / "run.portus") as checkpointer:
         checkpointer.save({"a": torch.zeros(10)}, 1, reference=place / "run.ckpt")
     return place
 

@@ -39,7 +39,7 @@ def state(step: int) -> State:
     }
 
 
-def save(to: portus.Checkpointer, home: Path, step: int) -> portus.SaveHandle:
+def save(to: portus.PoolCheckpointer, home: Path, step: int) -> portus.SaveHandle:
     parts = state(step)
     return to.save(parts, step, reference={str(home / name): name for name in parts})
 
@@ -60,7 +60,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_each_file_leads_to_its_part_alone(run: Path) -> None:
-    with portus.Checkpointer(run / ".portus", "run") as trainer:
+    with portus.PoolCheckpointer(run / ".portus", "run") as trainer:
         save(trainer, run / "one", 1)
         assert torch.load(run / "one" / "moments.bin") == {"state": {}, "step": 1}
         assert torch.load(run / "one" / "weights.bin").keys() == {"w", "empty"}
@@ -70,7 +70,7 @@ def test_each_file_leads_to_its_part_alone(run: Path) -> None:
 
 
 def test_a_save_into_the_same_directory_replaces_all_and_lets_go_of_the_old(run: Path) -> None:
-    with portus.Checkpointer(run / ".portus", "run", keep=1) as trainer:
+    with portus.PoolCheckpointer(run / ".portus", "run", keep=1) as trainer:
         for step in (1, 2, 3):
             save(trainer, run / "last", step).wait()
         trainer.wait()
@@ -79,7 +79,7 @@ def test_a_save_into_the_same_directory_replaces_all_and_lets_go_of_the_old(run:
 
 
 def test_a_version_stays_until_the_last_of_its_files_is_gone(run: Path) -> None:
-    with portus.Checkpointer(run / ".portus", "run", keep=1) as trainer:
+    with portus.PoolCheckpointer(run / ".portus", "run", keep=1) as trainer:
         save(trainer, run / "one", 1)
         for name in ("weights.bin", "moments.bin"):
             trainer.remove(run / "one" / name)
@@ -93,7 +93,7 @@ def test_a_version_stays_until_the_last_of_its_files_is_gone(run: Path) -> None:
 
 def test_a_key_that_the_state_has_not_is_refused(run: Path) -> None:
     with (
-        portus.Checkpointer(run / ".portus", "run") as trainer,
+        portus.PoolCheckpointer(run / ".portus", "run") as trainer,
         pytest.raises(portus.UsageError, match=r"x\.bin should lead to 'other'"),
     ):
         trainer.save({"a": 1}, 1, reference={str(run / "x.bin"): "other"})
@@ -101,7 +101,7 @@ def test_a_key_that_the_state_has_not_is_refused(run: Path) -> None:
 
 
 def test_a_directory_goes_only_once_what_replaces_it_is_committed(run: Path) -> None:
-    with portus.Checkpointer(run / ".portus", "run", keep=1, max_bytes=8 << 20) as trainer:
+    with portus.PoolCheckpointer(run / ".portus", "run", keep=1, max_bytes=8 << 20) as trainer:
         save(trainer, run / "one", 1)
         (run / "one" / "notes.txt").write_text("the user's")
         huge = trainer.save({"w": torch.zeros(32 << 20)}, 2)
@@ -117,7 +117,7 @@ def test_a_directory_goes_only_once_what_replaces_it_is_committed(run: Path) -> 
 
 def test_a_directory_removed_behind_our_back_gives_its_space_back(run: Path) -> None:
     big = {"w.bin": torch.rand(1 << 20)}
-    with portus.Checkpointer(run / ".portus", "run", keep=1) as trainer:
+    with portus.PoolCheckpointer(run / ".portus", "run", keep=1) as trainer:
         for step in range(12):
             home = run / f"step_{step}"
             big["w.bin"].add_(1)
@@ -130,7 +130,7 @@ def test_a_directory_removed_behind_our_back_gives_its_space_back(run: Path) -> 
 
 
 def test_materialised_files_hold_their_parts(run: Path) -> None:
-    with portus.Checkpointer(run / ".portus", "run") as trainer:
+    with portus.PoolCheckpointer(run / ".portus", "run") as trainer:
         save(trainer, run / "one", 1)
         trainer.wait()
     assert len(portus.materialize(run / "one")) == 3
@@ -153,7 +153,7 @@ def place(
 
 def cut_off_while_replacing(run: Path, place: str) -> None:
     """Step 2 was committed; of the three files in ``last`` one leads to it."""
-    with portus.Checkpointer(place, "run", keep=2) as trainer:
+    with portus.PoolCheckpointer(place, "run", keep=2) as trainer:
         save(trainer, run / "last", 1).wait()
         trainer.save(state(2), 2).wait()
         _, keeper = trainer._pool.open_or_create()
@@ -168,7 +168,7 @@ def test_files_of_two_versions_in_one_directory_are_mended(run: Path, place: str
 
 
 def test_files_that_were_never_committed_are_removed_only_when_asked(run: Path, place: str) -> None:
-    with portus.Checkpointer(place, "run") as trainer:
+    with portus.PoolCheckpointer(place, "run") as trainer:
         save(trainer, run / "one", 1).wait()
         _, keeper = trainer._pool.open_or_create()
         keeper.place(str(run / "two.bin"), bytes(16), 2, "run", "number")
@@ -185,7 +185,7 @@ def test_files_on_a_host_are_left_alone_while_another_process_saves_that_model(r
     links = str(run / "links")
     with serving(run / "host", patience=ClientTimeouts(claim_s=0.1)) as server:
         for model in ("one", "two"):
-            with portus.Checkpointer(url(server), model, links=links) as trainer:
+            with portus.PoolCheckpointer(url(server), model, links=links) as trainer:
                 _, keeper = trainer._pool.open_or_create()
                 keeper.place(str(run / f"{model}.bin"), bytes(16), 2, model, "number")
         until_saved_are(server, set())
@@ -230,10 +230,10 @@ def test_parts_of_a_group_that_a_rank_never_committed_are_mended_once_no_rank_sa
     monkeypatch.setattr(mending, "_CLAIM_S", 0.1)
     group = new_id()
     path = run / "step_1" / "rank-0-of-2.shard"
-    with portus.Checkpointer(place, part_model("run", 0, 2)) as rank:
+    with portus.PoolCheckpointer(place, part_model("run", 0, 2)) as rank:
         token = part_token(group, 0)
         rank.save({"format": 1}, 1, token=token, reference={str(path): "format"}).wait()
-    with portus.Checkpointer(place, part_model("run", 1, 2)) as other:
+    with portus.PoolCheckpointer(place, part_model("run", 1, 2)) as other:
         other.prepare(0)
         other.save({"format": 1}, 0, token=part_token(new_id(), 1)).wait()
         POOLS.closed(other._versions)  # as if it were another process
@@ -249,10 +249,10 @@ def test_a_part_that_is_committed_while_mend_looks_makes_its_group_whole(
     monkeypatch.setattr(mending, "_CLAIM_S", 60.0)
     group = new_id()
     path = run / "step_1" / "rank-0-of-2.shard"
-    with portus.Checkpointer(place, part_model("run", 0, 2)) as rank:
+    with portus.PoolCheckpointer(place, part_model("run", 0, 2)) as rank:
         token = part_token(group, 0)
         rank.save({"format": 1}, 1, token=token, reference={str(path): "format"}).wait()
-    last = portus.Checkpointer(place, part_model("run", 1, 2))
+    last = portus.PoolCheckpointer(place, part_model("run", 1, 2))
     last.save({"format": 1}, 0, token=part_token(new_id(), 1)).wait()
     POOLS.closed(last._versions)  # as if it were another process
 
@@ -267,7 +267,7 @@ def test_a_part_that_is_committed_while_mend_looks_makes_its_group_whole(
 
 
 def test_a_part_that_was_never_committed_is_never_taken_from_another_step(run: Path) -> None:
-    with portus.Checkpointer(run / ".portus", "run") as trainer:
+    with portus.PoolCheckpointer(run / ".portus", "run") as trainer:
         save(trainer, run / "one", 1).wait()
         _, keeper = trainer._pool.open_or_create()
         keeper.place(str(run / "two.bin"), bytes(16), 2, "run", "number")
@@ -296,7 +296,7 @@ class Slow(LocalFiles):
 
 
 def test_a_file_that_is_being_placed_is_not_taken_for_a_deleted_one(run: Path) -> None:
-    with portus.Checkpointer(run / ".portus", "run") as trainer:
+    with portus.PoolCheckpointer(run / ".portus", "run") as trainer:
         save(trainer, run / "one", 1).wait()
         files, writer = Slow(), WRITERS.open(trainer.path)
         keeper = Keeper(trainer.path, writer, files)

@@ -31,7 +31,7 @@ AWAY: dict[str, Callable[[Path], object]] = {
 
 WAITS = """
 import sys, torch, portus
-with portus.Checkpointer(sys.argv[1], "run", keep=1) as waited:
+with portus.PoolCheckpointer(sys.argv[1], "run", keep=1) as waited:
     print(*waited.steps(), flush=True)
     waited.save({"weight": torch.zeros(64)}, 400).wait()
 """
@@ -42,12 +42,12 @@ def pool(tmp_path: Path) -> Path:
     return tmp_path / "pools" / "run.portus"
 
 
-def save(checkpointer: portus.Checkpointer, step: int, path: Path | None = None) -> None:
+def save(checkpointer: portus.PoolCheckpointer, step: int, path: Path | None = None) -> None:
     checkpointer.save({"weight": torch.full((64,), float(step))}, step, reference=path).wait()
 
 
 def another_run(pool: Path, path: Path) -> None:
-    with portus.Checkpointer(pool, "run", keep=3) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=3) as checkpointer:
         save(checkpointer, 100, path)
 
 
@@ -59,7 +59,7 @@ def step_at(path: Path) -> int:
 def test_at_the_end_of_a_run_that_saved_nothing_the_pool_of_another_stays(
     pool: Path, tmp_path: Path, way: str
 ) -> None:
-    unused = portus.Checkpointer(pool, "run")
+    unused = portus.PoolCheckpointer(pool, "run")
     unused.prepare(4000)
     AWAY[way](pool.parent)
     another_run(pool, tmp_path / "100.ckpt")
@@ -72,8 +72,9 @@ def test_at_the_end_of_a_run_that_saved_nothing_the_pool_of_another_stays(
 def test_a_run_that_goes_on_in_a_successor_takes_no_pool_of_another_away(
     pool: Path, tmp_path: Path, way: str
 ) -> None:
-    with portus.Checkpointer(pool, "run", keep=1) as before:
+    with portus.PoolCheckpointer(pool, "run", keep=1) as before:
         save(before, 1)
+        before.wait()  # the journal is written behind the commit
         AWAY[way](pool.parent)
         another_run(pool, tmp_path / "100.ckpt")
         for step in (2, 3, 4):
@@ -87,7 +88,7 @@ def test_a_run_that_goes_on_in_a_successor_takes_no_pool_of_another_away(
 
 def test_who_waits_for_a_run_that_goes_on_in_a_successor_goes_on_there(pool: Path) -> None:
     gate: Gate = gated(pool)
-    before = portus.Checkpointer(pool, "run", keep=1)
+    before = portus.PoolCheckpointer(pool, "run", keep=1)
     save(before, 100)
     command = [sys.executable, "-c", WAITS, str(pool)]
     with subprocess.Popen(
@@ -144,7 +145,7 @@ def test_who_waits_for_a_pool_that_a_third_one_makes_anew_opens_the_new_one(pool
 def test_a_run_loads_from_a_pool_that_another_process_made_after_it_began(
     pool: Path, tmp_path: Path
 ) -> None:
-    with portus.Checkpointer(pool, "run", keep=2) as early:
+    with portus.PoolCheckpointer(pool, "run", keep=2) as early:
         another_run(pool, tmp_path / "100.ckpt")
         loaded = early.load()
         assert isinstance(loaded, dict)

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import portus
-from portus.client.checkpointer import Checkpointer
 from portus.client.files import reference
 from portus.client.loading.view import PoolFile
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.client.shards import grouped
 from portus.client.shards.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, ItemLocation, encode
 from portus.client.shards.grouped import census, glance
@@ -63,7 +63,7 @@ def save(
             content[METADATA] = described(count)
         names = [f"rank-{rank}-of-{count}.shard", *([".metadata"] if rank == 0 else [])]
         references = {str(shards / name): FORMAT_KEY for name in names} if shards else None
-        with Checkpointer(place, part_model("run", rank, count), keep=None) as part:
+        with PoolCheckpointer(place, part_model("run", rank, count), keep=None) as part:
             part.part.surplus = (
                 lambda own: []
             )  # only what is known to be complete elsewhere lets go
@@ -253,7 +253,7 @@ def test_a_copy_of_the_pools_has_its_own_roll_and_the_last_pool_takes_it_along(
     roll.add(str(place), "run", [save(place, 2, 1)])
     copy = shutil.copytree(place, tmp_path / "copy" / ".portus")
     for rank in range(2):
-        with Checkpointer(place, part_model("run", rank, 2)) as part:
+        with PoolCheckpointer(place, part_model("run", rank, 2)) as part:
             part.prepare(0)
             part.part.let_go([info.id for info in part.versions()])
     left = sorted(place.iterdir()) if place.exists() else []

@@ -56,7 +56,7 @@ def test_wherever_the_pool_is_links_are_beside_the_checkpoints(
 def test_where_another_run_has_the_file_the_next_one_is_taken(tmp_path: Path) -> None:
     """The lock itself, between processes: ``adapters/test_lightning_plugin.py``."""
 
-    def save(each: portus.Checkpointer) -> None:
+    def save(each: portus.PoolCheckpointer) -> None:
         if each.model in ("ckpt", "ckpt~2"):
             raise portus.BusyError(errno.EAGAIN, "another writer has it")
         each.save({"x": 1}, 7)
@@ -72,7 +72,7 @@ def test_where_another_run_has_the_file_the_next_one_is_taken(tmp_path: Path) ->
 
 
 def test_a_run_that_was_named_or_has_one_file_takes_no_other(tmp_path: Path) -> None:
-    def busy(each: portus.Checkpointer) -> None:
+    def busy(each: portus.PoolCheckpointer) -> None:
         raise portus.BusyError(errno.EAGAIN, each.path)
 
     named = portus.Run(portus.Place.named(tmp_path / "pools"), "net")
@@ -109,9 +109,9 @@ def test_settings_that_make_no_sense_are_refused_wherever_they_are_said(tmp_path
     ):
         portus.Settings(guard="never")  # type: ignore[arg-type]
     with pytest.raises(portus.UsageError, match="max_bytes"):
-        portus.Checkpointer(tmp_path, max_bytes=0)
+        portus.PoolCheckpointer(tmp_path, max_bytes=0)
     with pytest.raises(TypeError, match="max_byte"):
-        portus.Checkpointer(tmp_path, max_byte=1)  # type: ignore[call-arg]
+        portus.PoolCheckpointer(tmp_path, max_byte=1)  # type: ignore[call-arg]
     assert not os.listdir(tmp_path)
 
 
@@ -122,7 +122,7 @@ def test_what_is_expected_of_a_training_is_what_a_checkpoint_has(tmp_path: Path)
     expected = portus.expected_bytes([net], [optimizer])
     net(torch.ones(2, 64)).sum().backward()
     optimizer.step()
-    with portus.Checkpointer(tmp_path / "pools", "net") as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "pools", "net") as checkpointer:
         state = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
         handle = checkpointer.save(state, 1)
         handle.wait()

@@ -19,8 +19,8 @@ from types import FrameType
 import pytest
 import torch
 
-from portus.client.checkpointer import Checkpointer
 from portus.client.loading.view import PoolView
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.spec import PAGE
 from portus.testing.nursery import nursery
 from portus.transport import native
@@ -45,7 +45,7 @@ class Run:
 
     def __init__(self, path: Path, *, counts: bool = False) -> None:
         self.gate = gated(path)
-        self.checkpointer = Checkpointer(path)
+        self.checkpointer = PoolCheckpointer(path)
         self.training = Training(counts=counts)
         self._step = 0
         for _ in range(5):  # then every commit takes the place of an older one
@@ -187,7 +187,7 @@ def test_ctrl_c_while_closing_leaves_the_rest_to_a_second_close(path: Path) -> N
             run.checkpointer.close()
         run.gate.open()
         run.checkpointer.close()
-    with Checkpointer(path) as again:
+    with PoolCheckpointer(path) as again:
         assert_same(again.load(), run.training.state())
 
 
@@ -238,7 +238,7 @@ def test_sigterm_in_the_middle_of_saves_ends_the_process_and_leaves_a_whole_pool
         child.send(signal.SIGTERM)
         assert child.wait() == -signal.SIGTERM
         reported = [int(line.split()[1]) for line in child.rest()]
-    with caplog.at_level(logging.WARNING, "portus"), Checkpointer(path) as checkpointer:
+    with caplog.at_level(logging.WARNING, "portus"), PoolCheckpointer(path) as checkpointer:
         assert not caplog.messages
         step = checkpointer.steps()[-1]
         assert step >= max(reported, default=5)
@@ -295,7 +295,7 @@ def test_children_that_outlive_their_parent_hold_no_lock(
         child.until("saved")
         child.kill()
     try:
-        with caplog.at_level(logging.WARNING, "portus"), Checkpointer(path) as checkpointer:
+        with caplog.at_level(logging.WARNING, "portus"), PoolCheckpointer(path) as checkpointer:
             assert not caplog.messages, "opened at once"
             assert_same(checkpointer.load(), saver.Training(checkpointer.steps()[-1]).state())
         os.kill(grandchild, 0)
@@ -304,5 +304,5 @@ def test_children_that_outlive_their_parent_hold_no_lock(
 
 
 def test_a_checkpointer_is_not_sent_to_another_process(path: Path) -> None:
-    with Checkpointer(path) as checkpointer, pytest.raises(TypeError, match="pickle"):
+    with PoolCheckpointer(path) as checkpointer, pytest.raises(TypeError, match="pickle"):
         pickle.dumps(checkpointer)

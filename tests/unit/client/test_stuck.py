@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.errors import AbandonedError
 from tests.unit.client.same import assert_same
 from tests.unit.client.stuck import WAIT_S_MAX, Gate, Training, gated, is_in, until
@@ -38,15 +38,15 @@ def gate(path: Path) -> Iterator[Gate]:
 
 
 @pytest.fixture
-def checkpointer(gate: Gate, path: Path) -> Iterator[Checkpointer]:
-    with Checkpointer(path, fence_timeout=FENCE_S) as opened:
+def checkpointer(gate: Gate, path: Path) -> Iterator[PoolCheckpointer]:
+    with PoolCheckpointer(path, fence_timeout=FENCE_S) as opened:
         yield opened
         gate.open()
 
 
 @pytest.mark.long
 def test_a_stuck_medium_costs_the_version_and_not_the_training(
-    checkpointer: Checkpointer, gate: Gate
+    checkpointer: PoolCheckpointer, gate: Gate
 ) -> None:
     training = Training()
     checkpointer.save(training.state(), 1).wait(WAIT_S_MAX)
@@ -68,7 +68,7 @@ def test_a_stuck_medium_costs_the_version_and_not_the_training(
 
 @pytest.mark.long
 def test_training_goes_on_while_a_medium_stays_stuck(
-    checkpointer: Checkpointer, gate: Gate
+    checkpointer: PoolCheckpointer, gate: Gate
 ) -> None:
     training = Training()
     checkpointer.save(training.state(), 0).wait(WAIT_S_MAX)
@@ -92,7 +92,7 @@ def test_training_goes_on_while_a_medium_stays_stuck(
 def test_two_trainers_of_one_process_do_not_wait_for_each_other(
     gate: Gate, path: Path, tmp_path: Path
 ) -> None:
-    with Checkpointer(path) as first, Checkpointer(tmp_path / "other") as second:
+    with PoolCheckpointer(path) as first, PoolCheckpointer(tmp_path / "other") as second:
         stuck, free = Training(), Training()
         gate.shut()
         held = copy.deepcopy(stuck.state())
@@ -125,7 +125,7 @@ def kill_thread(thread: threading.Thread, kind: type[BaseException]) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("kind", [SystemExit, MemoryError])
 def test_a_copier_that_dies_costs_what_was_asked_for_and_nothing_else(
-    checkpointer: Checkpointer, gate: Gate, kind: type[BaseException]
+    checkpointer: PoolCheckpointer, gate: Gate, kind: type[BaseException]
 ) -> None:
     training = Training()
     checkpointer.save(training.state(), 1).wait(WAIT_S_MAX)
@@ -150,7 +150,9 @@ def test_a_copier_that_dies_costs_what_was_asked_for_and_nothing_else(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_copier_that_dies_between_two_saves_holds_nobody_up(checkpointer: Checkpointer) -> None:
+def test_a_copier_that_dies_between_two_saves_holds_nobody_up(
+    checkpointer: PoolCheckpointer,
+) -> None:
     training = Training()
     checkpointer.save(training.state(), 1).wait(WAIT_S_MAX)
     copier = copier_of("default")

@@ -49,11 +49,11 @@ def value_of(loaded: object) -> int:
     return int(loaded["value"])
 
 
-def save(checkpointer: portus.Checkpointer, step: int, path: Path | None = None) -> None:
+def save(checkpointer: portus.PoolCheckpointer, step: int, path: Path | None = None) -> None:
     checkpointer.save(state(step), step, reference=path).wait()
 
 
-def fail(checkpointer: portus.Checkpointer, gate: Gate, step: int) -> None:
+def fail(checkpointer: portus.PoolCheckpointer, gate: Gate, step: int) -> None:
     gate.broken = True
     with pytest.raises(MediumError, match="accepts no more writes"):
         save(checkpointer, step)
@@ -67,7 +67,7 @@ def test_saves_go_on_in_a_successor_and_what_was_committed_before_loads(
     pool: Path, gate: Gate, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = tmp_path / "1.ckpt", tmp_path / "3.ckpt"
-    with portus.Checkpointer(pool, "run", keep=3) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=3) as checkpointer:
         save(checkpointer, 1, first)
         fail(checkpointer, gate, 2)
         with caplog.at_level(logging.ERROR, "portus"):
@@ -86,7 +86,7 @@ def test_saves_go_on_in_a_successor_and_what_was_committed_before_loads(
 
 def test_another_process_finds_the_versions_of_both(pool: Path, gate: Gate, tmp_path: Path) -> None:
     paths = [tmp_path / "1.ckpt", tmp_path / "3.ckpt"]
-    with portus.Checkpointer(pool, "run", keep=None) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=None) as checkpointer:
         save(checkpointer, 1, paths[0])
         fail(checkpointer, gate, 2)
         save(checkpointer, 3, paths[1])
@@ -99,11 +99,11 @@ def test_another_process_finds_the_versions_of_both(pool: Path, gate: Gate, tmp_
 
 
 def test_a_run_that_starts_again_goes_on_in_the_successor(pool: Path, gate: Gate) -> None:
-    with portus.Checkpointer(pool, "run", keep=2) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=2) as checkpointer:
         save(checkpointer, 1)
         fail(checkpointer, gate, 2)
         save(checkpointer, 3)
-    with portus.Checkpointer(pool, "run", keep=2) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=2) as checkpointer:
         assert checkpointer.path == str(successor_of(pool))
         assert checkpointer.steps() == [1, 3]
         assert value_of(checkpointer.load()) == 3
@@ -112,13 +112,13 @@ def test_a_run_that_starts_again_goes_on_in_the_successor(pool: Path, gate: Gate
         checkpointer.wait()
         assert checkpointer.steps() == [3, 4]
     assert not pool.exists()
-    with portus.Checkpointer(pool, "run", keep=2) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=2) as checkpointer:
         assert checkpointer.steps() == [3, 4]
 
 
 def test_the_old_pool_goes_once_nothing_leads_there(pool: Path, gate: Gate, tmp_path: Path) -> None:
     path = tmp_path / "best.ckpt"
-    with portus.Checkpointer(pool, "run", keep=1) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=1) as checkpointer:
         save(checkpointer, 1, path)
         fail(checkpointer, gate, 2)
         save(checkpointer, 3)
@@ -134,7 +134,7 @@ def test_the_old_pool_goes_once_nothing_leads_there(pool: Path, gate: Gate, tmp_
 
 
 def test_keep_counts_the_versions_of_both(pool: Path, gate: Gate) -> None:
-    with portus.Checkpointer(pool, "run", keep=3) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=3) as checkpointer:
         for step in (1, 2, 3):
             save(checkpointer, step)
         fail(checkpointer, gate, 4)
@@ -158,7 +158,7 @@ from tests.unit.client.stuck import gated
 from tests.unit.client.test_succession import fail, save
 pool = Path({str(pool)!r})
 gate = gated(pool)
-checkpointer = portus.Checkpointer(pool, "run")
+checkpointer = portus.PoolCheckpointer(pool, "run")
 save(checkpointer, 1)
 fail(checkpointer, gate, 2)
 save(checkpointer, 3) if {committed} else checkpointer.prepare(0)
@@ -167,18 +167,18 @@ os.kill(os.getpid(), 9)
     ended = subprocess.run([sys.executable, "-c", program], check=False)
     assert ended.returncode == -signal.SIGKILL
     assert successor_of(pool).exists()
-    with portus.Checkpointer(pool, "run") as checkpointer:
+    with portus.PoolCheckpointer(pool, "run") as checkpointer:
         assert value_of(checkpointer.load()) == (3 if committed else 1)
         save(checkpointer, 4)
         assert checkpointer.path == str(successor_of(pool))
         commits = [info.commit for info in checkpointer.versions()]
         assert commits == sorted(set(commits))
-    with portus.Checkpointer(pool, "run") as checkpointer:
+    with portus.PoolCheckpointer(pool, "run") as checkpointer:
         assert value_of(checkpointer.load()) == 4
 
 
 def test_a_run_has_one_successor(pool: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    with portus.Checkpointer(pool, "run") as checkpointer:
+    with portus.PoolCheckpointer(pool, "run") as checkpointer:
         save(checkpointer, 1)
         fail(checkpointer, gate, 2)
         save(checkpointer, 3)
@@ -193,7 +193,7 @@ def test_a_run_has_one_successor(pool: Path, gate: Gate, monkeypatch: pytest.Mon
 def test_a_successor_without_room_is_not_left_behind(
     pool: Path, gate: Gate, tmp_path: Path
 ) -> None:
-    with portus.Checkpointer(pool, "run", max_bytes=3 << 20) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", max_bytes=3 << 20) as checkpointer:
         save(checkpointer, 1)
         fail(checkpointer, gate, 2)
         with pytest.raises(MediumError, match="max_bytes"):
@@ -206,7 +206,7 @@ def test_a_pool_directory_that_was_deleted_under_a_training_is_made_again(
     pool: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "new.ckpt"
-    with portus.Checkpointer(pool.parent, "run") as checkpointer:
+    with portus.PoolCheckpointer(pool.parent, "run") as checkpointer:
         save(checkpointer, 1)
         checkpointer.wait()  # what makes room for the next save would notice it, too
         shutil.rmtree(pool.parent)
@@ -215,14 +215,14 @@ def test_a_pool_directory_that_was_deleted_under_a_training_is_made_again(
         save(checkpointer, 3, path)
         assert checkpointer.steps()[-1] == 3
     assert value_of(torch.load(path)) == 3
-    with portus.Checkpointer(pool.parent, "run") as checkpointer:
+    with portus.PoolCheckpointer(pool.parent, "run") as checkpointer:
         assert checkpointer.steps() == [3]
 
 
 def test_several_that_share_a_pool_file_share_its_successor(pool: Path, gate: Gate) -> None:
     with (
-        portus.Checkpointer(pool, "a", keep=1) as one,
-        portus.Checkpointer(pool, "b", keep=1) as other,
+        portus.PoolCheckpointer(pool, "a", keep=1) as one,
+        portus.PoolCheckpointer(pool, "b", keep=1) as other,
     ):
         save(one, 1)
         save(other, 1)
@@ -231,7 +231,7 @@ def test_several_that_share_a_pool_file_share_its_successor(pool: Path, gate: Ga
         save(other, 4)
         assert one.path == other.path == str(successor_of(pool))
         assert (value_of(one.load()), value_of(other.load())) == (3, 4)
-    with portus.Checkpointer(pool, "b") as other:
+    with portus.PoolCheckpointer(pool, "b") as other:
         assert value_of(other.load()) == 4
         with pytest.raises(UsageError, match="step 9"):
             other.load(9)
@@ -242,10 +242,10 @@ def test_a_pool_that_others_change_has_a_successor_and_is_never_written_again(
     deed: Callable[[Path, bytes], None], pool: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.portus"
-    with portus.Checkpointer(other, "run") as checkpointer:
+    with portus.PoolCheckpointer(other, "run") as checkpointer:
         save(checkpointer, 7)
     path = tmp_path / "4.ckpt"
-    with portus.Checkpointer(pool, "run", keep=2) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=2) as checkpointer:
         save(checkpointer, 1)
         save(checkpointer, 2)
         checkpointer.wait()
@@ -267,7 +267,7 @@ def test_a_pool_that_others_change_has_a_successor_and_is_never_written_again(
     assert value_of(torch.load(path)) == 4
     with portus.open(pool) as view:
         assert value_of(view.load("run", 8)) == 8
-    with portus.Checkpointer(pool, "run", keep=2) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=2) as checkpointer:
         assert checkpointer.path == str(successor_of(pool))
         assert value_of(checkpointer.load()) == 8
         save(checkpointer, 9)
@@ -279,7 +279,7 @@ def test_an_old_pool_that_nothing_leads_to_goes_at_the_end(
 ) -> None:
     """The last file that led there is removed after the last save, which cannot let go of it."""
     first, second = tmp_path / "1.ckpt", tmp_path / "3.ckpt"
-    with portus.Checkpointer(pool, "run", keep=1) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=1) as checkpointer:
         save(checkpointer, 1, first)
         fail(checkpointer, gate, 2)
         save(checkpointer, 3, second)
@@ -290,12 +290,12 @@ def test_an_old_pool_that_nothing_leads_to_goes_at_the_end(
 
 
 def test_an_old_pool_that_holds_what_no_file_ever_led_to_stays(pool: Path, gate: Gate) -> None:
-    with portus.Checkpointer(pool, "run", keep=2) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=2) as checkpointer:
         save(checkpointer, 1)
         fail(checkpointer, gate, 2)
         save(checkpointer, 3)
         gate.broken = False
-    with portus.Checkpointer(pool, "run", keep=2) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=2) as checkpointer:
         assert checkpointer.steps() == [1, 3]
 
 
@@ -303,7 +303,7 @@ def test_at_the_end_all_generations_go_if_all_files_are_real(
     pool: Path, gate: Gate, tmp_path: Path
 ) -> None:
     paths = [tmp_path / "1.ckpt", tmp_path / "3.ckpt"]
-    with portus.Checkpointer(pool, "run", keep=1) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=1) as checkpointer:
         save(checkpointer, 1, paths[0])
         fail(checkpointer, gate, 2)
         save(checkpointer, 3, paths[1])
@@ -317,7 +317,7 @@ def test_at_the_end_all_generations_go_if_all_files_are_real(
 def test_tidying_up_reaches_all_generations(pool: Path, gate: Gate, tmp_path: Path) -> None:
     big = 1 << 20
     paths = [tmp_path / f"{step}.ckpt" for step in (1, 2, 4)]
-    with portus.Checkpointer(pool, "run", keep=None) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=None) as checkpointer:
         for step, path in zip((1, 2), paths, strict=False):
             checkpointer.save({"x": torch.zeros(big // 4) + step}, step, reference=path).wait()
         fail(checkpointer, gate, 3)
@@ -341,7 +341,7 @@ def test_what_an_old_generation_gave_back_is_room_for_its_successor(
     pool: Path, gate: Gate, tmp_path: Path
 ) -> None:
     size, paths = 1 << 20, [tmp_path / "1.ckpt", tmp_path / "2.ckpt"]
-    with portus.Checkpointer(pool, "run", keep=None, max_bytes=16 * size) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=None, max_bytes=16 * size) as checkpointer:
         for step, path in enumerate(paths, 1):
             checkpointer.save({"x": torch.zeros(size)}, step, reference=path).wait()
         fail(checkpointer, gate, 3)
@@ -349,7 +349,7 @@ def test_what_an_old_generation_gave_back_is_room_for_its_successor(
         gate.broken = False
     paths[0].unlink()
     assert command("gc", pool).code == 0
-    with portus.Checkpointer(pool, "run", keep=None, max_bytes=16 * size) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=None, max_bytes=16 * size) as checkpointer:
         checkpointer.save({"x": torch.zeros(size)}, 5).wait()
         assert checkpointer.path == str(successor_of(pool))
 
@@ -360,7 +360,7 @@ def test_a_root_that_could_not_be_stored_is_not_taken_for_somebody_elses(
     def fail(*_: object) -> None:
         raise MediumError(errno.EIO, "the disk refuses it")
 
-    with portus.Checkpointer(pool, "run") as checkpointer:
+    with portus.PoolCheckpointer(pool, "run") as checkpointer:
         save(checkpointer, 1)
         with monkeypatch.context() as patch:
             patch.setattr("portus.index.pool.store_root", fail)

@@ -27,7 +27,7 @@ CUT_OFF = """
 import os, sys, torch, portus
 from portus.client.files.keeper import Keeper
 pool, paths = sys.argv[1], sys.argv[2:]
-checkpointer = portus.Checkpointer(pool, "run", keep=1)
+checkpointer = portus.PoolCheckpointer(pool, "run", keep=1)
 for step, path in enumerate(paths[:-1]):
     checkpointer.save({"step": step}, step, reference=path).wait()
 checkpointer._queue.catch_up()
@@ -42,8 +42,8 @@ checkpointer.save({"step": len(paths)}, len(paths), reference=paths[-1]).wait()
 
 OPEN = """
 import sys, portus
-checkpointer = portus.Checkpointer(sys.argv[1], "other")  # another model: a file of its own
-held = portus.Checkpointer(sys.argv[1] + "/run.portus", "another")
+checkpointer = portus.PoolCheckpointer(sys.argv[1], "other")  # another model: a file of its own
+held = portus.PoolCheckpointer(sys.argv[1] + "/run.portus", "another")
 print("open", flush=True)
 sys.stdin.read()
 """
@@ -69,7 +69,7 @@ def test_the_file_of_a_save_that_was_cut_off_is_renamed_when_its_run_starts(
 ) -> None:
     cut_off(tmp_path / "pools", *paths)
     assert paths[2].exists()
-    with portus.Checkpointer(tmp_path / "pools", "run", keep=1) as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "pools", "run", keep=1) as checkpointer:
         assert sorted(os.listdir(paths[0].parent)) == [
             "step=0.ckpt",
             "step=1.ckpt",
@@ -85,7 +85,7 @@ def test_a_second_one_at_the_same_path_gets_a_name_of_its_own(
 ) -> None:
     for _ in range(2):
         cut_off(tmp_path / "pools", paths[0])
-    with portus.Checkpointer(tmp_path / "pools", "run"):
+    with portus.PoolCheckpointer(tmp_path / "pools", "run"):
         names = sorted(os.listdir(paths[0].parent))
     assert names == ["step=0.ckpt.uncommitted", "step=0.ckpt.uncommitted-2"]
 
@@ -109,12 +109,12 @@ def test_nothing_is_renamed_while_another_process_has_the_pool(
 def test_a_file_whose_version_was_retired_by_hand_keeps_its_name(
     tmp_path: Path, paths: list[Path]
 ) -> None:
-    with portus.Checkpointer(tmp_path / "pools", "run", keep=1) as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "pools", "run", keep=1) as checkpointer:
         for step, path in enumerate(paths):
             checkpointer.save({"step": step}, step, reference=path).wait()
     removed = CliRunner().invoke(app, ["rm", "run@1", "--force", "--pool", str(tmp_path / "pools")])
     assert removed.exit_code == 0, removed.output
-    with portus.Checkpointer(tmp_path / "pools", "run", keep=1):
+    with portus.PoolCheckpointer(tmp_path / "pools", "run", keep=1):
         assert [path.exists() for path in paths] == [True, True, True]
 
 
@@ -122,14 +122,14 @@ def test_it_keeps_its_name_also_where_files_without_a_link_are_looked_for(
     tmp_path: Path, paths: list[Path]
 ) -> None:
     pool = tmp_path / ".portus"
-    with portus.Checkpointer(pool, "run", keep=None) as checkpointer:
+    with portus.PoolCheckpointer(pool, "run", keep=None) as checkpointer:
         checkpointer.save({}, 7).wait()  # which no file leads to: one may have lost its link
         for step, path in enumerate(paths):
             checkpointer.save({"step": step}, step, reference=path).wait()
     removed = CliRunner().invoke(app, ["rm", "run@1", "--force", "--pool", str(pool)])
     assert removed.exit_code == 0, removed.output
     for _ in range(2):
-        with portus.Checkpointer(pool, "run", keep=None):
+        with portus.PoolCheckpointer(pool, "run", keep=None):
             assert [path.exists() for path in paths] == [True, True, True]
 
 
@@ -139,7 +139,7 @@ def test_a_file_that_leads_to_another_pool_keeps_its_name(
 ) -> None:
     cut_off(tmp_path / "pools", *paths)
     (tmp_path / "pools" / "run.portus").unlink()
-    with portus.Checkpointer(tmp_path / "pools", "run") as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "pools", "run") as checkpointer:
         checkpointer.save({}, 9).wait()
     assert [path.exists() for path in paths] == [True, True, True]
 
@@ -148,7 +148,7 @@ def test_the_file_of_a_save_that_failed_is_put_aside_while_its_run_goes_on(
     tmp_path: Path, paths: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     last = paths[0].with_name("last.ckpt")
-    with portus.Checkpointer(tmp_path / "pools", "run", keep=1) as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "pools", "run", keep=1) as checkpointer:
         checkpointer.save({"step": 0}, 0, reference=paths[0]).wait()
         checkpointer.wait()
         with failing(checkpointer):
@@ -171,7 +171,7 @@ def test_a_run_whose_saves_all_fail_leaves_few_files(
     tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("portus.client.files.keeper._WITHDRAWN_MAX", 2)
-    with portus.Checkpointer(tmp_path / "pools", "run") as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "pools", "run") as checkpointer:
         checkpointer.save({}, 0).wait()
         with failing(checkpointer):
             for step in range(5):
@@ -193,7 +193,7 @@ def test_a_file_whose_version_readers_may_find_stays(
         gate.broken = is_root or not stored
         writer.medium.persist(ranges)
 
-    with portus.Checkpointer(pool, "run") as checkpointer:
+    with portus.PoolCheckpointer(pool, "run") as checkpointer:
         checkpointer.save({"step": 0}, 0, reference=paths[0]).wait()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PoolWriter, "_persist", persist)
@@ -209,7 +209,7 @@ def test_what_cannot_be_put_aside_stays_which_is_said_once(
     tmp_path: Path, paths: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     long = paths[0].with_name("x" * 250)  # and no longer name is possible
-    with portus.Checkpointer(tmp_path / "pools", "run") as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "pools", "run") as checkpointer:
         checkpointer.save({"step": 0}, 0, reference=paths[0]).wait()
         with failing(checkpointer):
             checkpointer.save({"step": 1}, 1, reference=long)
@@ -220,7 +220,7 @@ def test_what_cannot_be_put_aside_stays_which_is_said_once(
 
 
 @contextlib.contextmanager
-def failing(checkpointer: portus.Checkpointer) -> Iterator[None]:
+def failing(checkpointer: portus.PoolCheckpointer) -> Iterator[None]:
     """Saves fail when their files are there, before anything is committed."""
 
     def fail(infos: object) -> list[int]:

@@ -37,7 +37,7 @@ def test_whatever_is_an_integer_is_a_step() -> None:
 
 
 def test_no_reference_replaces_a_pool_or_a_device(tmp_path: Path) -> None:
-    with portus.Checkpointer(tmp_path, "net", journal=False) as run:
+    with portus.PoolCheckpointer(tmp_path, "net", journal=False) as run:
         run.save({"a": 1}, 1).wait()
         pool = tmp_path / "net.portus"
         link = tmp_path / "link"

@@ -21,7 +21,7 @@ from portus.testing.nursery import Say
 def hang(say: Say, place: str, how: str) -> None:
     """Saves one step and does not come to the end of the next."""
     os.dup2(1, 2)  # the log too
-    with portus.Preemption("0.2s"), portus.Checkpointer(f"{place}/pool.portus", "net") as saves:
+    with portus.Preemption("0.2s"), portus.PoolCheckpointer(f"{place}/pool.portus", "net") as saves:
         saves.save({"weight": torch.ones(10)}, 7).wait()
         thread = threading.Thread(target=time.sleep, args=(600,), daemon=True)
         thread.start()

@@ -61,7 +61,7 @@ def server(tmp_path: Path, desk: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def test_tenants_and_connections_are_shown(server: Server, desk: str) -> None:
-    with portus.Checkpointer(url(server, "one"), "run") as run, client(server, "two") as link:
+    with portus.PoolCheckpointer(url(server, "one"), "run") as run, client(server, "two") as link:
         run.save(STATE, 1).wait()
         link.ask(said.Pin(5))
         link.ask(said.Begin("m", 7, b"t" * 16, LENGTHS))
@@ -85,7 +85,7 @@ def test_tenants_and_connections_are_shown(server: Server, desk: str) -> None:
 
 
 def test_a_tenant_is_kicked_and_no_other(server: Server, desk: str) -> None:
-    with portus.Checkpointer(url(server, "one"), keep=None, on_error="raise") as run:
+    with portus.PoolCheckpointer(url(server, "one"), keep=None, on_error="raise") as run:
         run.save(STATE, 1).wait()
         with client(server, "two") as link:
             assert portus_json("admin", "kick", desk, "one")["ended"] >= 1
@@ -103,7 +103,7 @@ def test_of_a_read_only_tenant_nothing_is_saved_or_removed_and_all_is_read(
     server: Server, desk: str
 ) -> None:
     portus_json("admin", "read-only", desk, "later")
-    with portus.Checkpointer(url(server), keep=None, on_error="raise") as run:
+    with portus.PoolCheckpointer(url(server), keep=None, on_error="raise") as run:
         run.save(STATE, 1).wait()
         assert portus_json("admin", "read-only", desk, "default")["read_only"]
         with pytest.raises(BusyError, match="made tenant 'default' read-only"):
@@ -111,10 +111,10 @@ def test_of_a_read_only_tenant_nothing_is_saved_or_removed_and_all_is_read(
         with client(server) as link:
             answer = link.ask(said.Retire(said.packed_column([1])))
             assert isinstance(answer, said.Refused), "removed"
-        with portus.Checkpointer(url(server, "other"), on_error="raise") as other:
+        with portus.PoolCheckpointer(url(server, "other"), on_error="raise") as other:
             other.save(STATE, 1).wait()
         with (
-            portus.Checkpointer(url(server, "later"), on_error="raise") as later,
+            portus.PoolCheckpointer(url(server, "later"), on_error="raise") as later,
             pytest.raises(BusyError, match="'later' read-only"),
         ):
             later.save(STATE, 1).wait()
@@ -185,7 +185,7 @@ def test_after_an_error_of_the_disk_a_pool_is_read_in_full_and_opened_again(
 
     with (
         started(options, desk) as server,
-        portus.Checkpointer(url(server), keep=None, on_error="raise") as run,
+        portus.PoolCheckpointer(url(server), keep=None, on_error="raise") as run,
     ):
         run.save(STATE, 1).wait()
         assert (gauge(server), page(server, "/healthz")) == (0, ("200 OK", "ok\n"))
@@ -231,7 +231,7 @@ def test_a_pool_whose_first_pages_the_disk_has_not_is_not_opened_again(
         refused = command("admin", "reopen", desk, "default")
         assert (refused.code, "first pages differs from the disk" in refused.err) == (74, True)
     with pytest.raises(MediumError, match="first pages differs"):
-        portus.Checkpointer(url(server))
+        portus.PoolCheckpointer(url(server))
     assert gauge(server) == 1
     assert page(server, "/healthz")[0].startswith("503")
 

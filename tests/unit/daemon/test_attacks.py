@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.daemon.places import Places
 from portus.errors import TransportError
 from portus.protocol import messages as said
@@ -89,7 +89,7 @@ class Trainer:
 
         state = {f"layer.{n}": torch.full((64,), float(n)) for n in range(100)}
         try:
-            with Checkpointer(self._url, "honest", on_error="raise") as checkpointer:
+            with PoolCheckpointer(self._url, "honest", on_error="raise") as checkpointer:
                 while not self._ended.is_set() or not self.saved:
                     checkpointer.save(state, self.saved).wait()
                     self.saved += 1

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.daemon.server import Server
 from portus.format.reference import encode as encode_reference
 from portus.index.check import check
@@ -193,7 +193,7 @@ class Honest:
     """A trainer of the same tenant."""
 
     def __init__(self, server: Server) -> None:
-        self._run = Checkpointer(url(server), "honest", keep=2, on_error="raise")
+        self._run = PoolCheckpointer(url(server), "honest", keep=2, on_error="raise")
         self._step = 0
 
     def __enter__(self) -> Honest:

@@ -37,7 +37,7 @@ STATE = {"x": torch.arange(100_000)}
 
 
 def saved(address: str, step: int = 1) -> None:
-    with portus.Checkpointer(address, keep=None) as checkpointer:
+    with portus.PoolCheckpointer(address, keep=None) as checkpointer:
         checkpointer.save(STATE, step).wait()
 
 
@@ -52,7 +52,7 @@ def test_it_ends_clean_in_time_and_starts_again_without_repair(
 ) -> None:
     connect_again_at_once(monkeypatch)
     with Host(tmp_path / "pools") as host:
-        with portus.Checkpointer(host.url, keep=None) as checkpointer:
+        with portus.PoolCheckpointer(host.url, keep=None) as checkpointer:
             checkpointer.save(STATE, 1).wait()
             assert host.stop() == 0, "not in the time that is promised"  # a client is connected
             assert "Traceback" not in host.log
@@ -85,7 +85,7 @@ def test_every_medium_is_served(tmp_path: Path) -> None:
 def test_what_a_host_makes_is_its_own(tmp_path: Path) -> None:
     with Host(tmp_path / "made" / "pools") as host:
         reference = tmp_path / "here.ckpt"
-        with portus.Checkpointer(host.url, links=str(tmp_path / "links")) as checkpointer:
+        with portus.PoolCheckpointer(host.url, links=str(tmp_path / "links")) as checkpointer:
             checkpointer.save(STATE, 1, reference=reference).wait()
         assert host.stop() == 0
     modes: dict[int, set[int]] = {stat.S_IFDIR: set(), stat.S_IFREG: set()}
@@ -129,7 +129,7 @@ def test_strangers_cost_so_many_lines_of_log_at_most(tmp_path: Path) -> None:
 def test_one_pool_file_has_one_tenant(tmp_path: Path) -> None:
     match = "serve a directory for more"
     with Host(tmp_path / "one.portus") as host, pytest.raises(UsageError, match=match):
-        portus.Checkpointer(f"portus://other@127.0.0.1:{host.port}")
+        portus.PoolCheckpointer(f"portus://other@127.0.0.1:{host.port}")
 
 
 def test_a_host_needs_no_torch(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_pool_that_somebody_writes_is_not_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("portus.daemon.pools.BUSY_S", 0.1)
-    with portus.Checkpointer(tmp_path / "one.portus") as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "one.portus") as checkpointer:
         checkpointer.save(STATE, 1).wait()
         with pytest.raises(BusyError, match="another writer has held it"):
             prepared(ServeOptions(place=str(tmp_path / "one.portus"), listen=["127.0.0.1:0"]))
@@ -188,7 +188,10 @@ def test_all_of_it_may_be_at_an_address_of_ipv6(tmp_path: Path) -> None:
 def test_prometheus_reads_what_was_counted(tmp_path: Path) -> None:
     port = free_port()
     options = ("--metrics", str(port), "--quota", "64M")
-    with Host(tmp_path / "pools", *options) as host, portus.Checkpointer(host.url) as checkpointer:
+    with (
+        Host(tmp_path / "pools", *options) as host,
+        portus.PoolCheckpointer(host.url) as checkpointer,
+    ):
         for step in (1, 2):
             checkpointer.save({"same": STATE["x"], "step": torch.tensor(step)}, step).wait()
         with portus.open(host.url) as pool:
@@ -264,9 +267,9 @@ def test_the_log_has_fields_for_who_came_what_was_saved_and_why_not(
     with Host(tmp_path / "pools", *options) as host:
         monkeypatch.setenv("PORTUS_SECRET_FILE", str(wrong))
         with pytest.raises(UsageError, match="wrong secret"):
-            portus.Checkpointer(host.url)
+            portus.PoolCheckpointer(host.url)
         monkeypatch.setenv("PORTUS_SECRET_FILE", str(secret))
-        with portus.Checkpointer(host.url, "a run", keep=1) as checkpointer:
+        with portus.PoolCheckpointer(host.url, "a run", keep=1) as checkpointer:
             for step in (10, 20):
                 checkpointer.save({"same": STATE["x"], "new": torch.tensor(step)}, step).wait()
             with pytest.raises(portus.MediumError):
@@ -370,15 +373,15 @@ def test_tls_is_spoken_and_strangers_are_not_believed(
     with Host("memory:64M", "--tls-cert", cert, "--tls-key", key) as host:
         address = f"portus+tls://127.0.0.1:{host.port}"
         with pytest.raises(UsageError, match=r"TLS failed.*PORTUS_TLS_CA"):
-            portus.Checkpointer(address)
+            portus.PoolCheckpointer(address)
         with pytest.raises(portus.TransportError, match=r"portus\+tls://"):
-            portus.Checkpointer(host.url)
+            portus.PoolCheckpointer(host.url)
         for path in (str(tmp_path / "nothing.pem"), key):
             monkeypatch.setenv("PORTUS_TLS_CA", path)
             with pytest.raises(
                 UsageError, match=f"{path}: cannot read certificates.*PORTUS_TLS_CA"
             ):
-                portus.Checkpointer(address)
+                portus.PoolCheckpointer(address)
         monkeypatch.setenv("PORTUS_TLS_CA", cert)
         saved(address)
         with portus.open(address) as pool:
@@ -411,7 +414,7 @@ def test_a_host_without_tls_says_how_it_is_reached(tmp_path: Path) -> None:
     with serving(tmp_path / "pools") as server:
         address = url(server).replace("portus:", "portus+tls:")
         with pytest.raises(UsageError, match=r"TLS failed.*--tls-cert, use portus://"):
-            portus.Checkpointer(address)
+            portus.PoolCheckpointer(address)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def save(pools: Path, bucket: StoreAddress | None, *wanted: int) -> None:
     mirrors = None if bucket is None else TenantMirrors(bucket)
     with (
         serving(pools, mirrors=mirrors) as server,
-        portus.Checkpointer(url(server), "net") as saver,
+        portus.PoolCheckpointer(url(server), "net") as saver,
     ):
         for step in wanted:
             saver.save(state(step), step).wait()
@@ -62,10 +62,10 @@ def test_a_fresh_host_hands_out_what_the_mirror_of_the_one_before_has(
     monkeypatch.chdir(tmp_path)
     where = [place if ":" in place else str(tmp_path / f"{place} {n}") for n in range(2)]
     with serving(where[0], mirrors=TenantMirrors(bucket)) as server:
-        with portus.Checkpointer(url(server), "net", keep=2) as saver:
+        with portus.PoolCheckpointer(url(server), "net", keep=2) as saver:
             for step in (1, 2, 3):
                 saver.save(state(step), step, reference=tmp_path / f"{step % 2}.ckpt").wait()
-        with portus.Checkpointer(url(server), "other") as saver:
+        with portus.PoolCheckpointer(url(server), "other") as saver:
             saver.save(state(7), 7).wait()
         with portus.open(url(server)) as pool:
             expected = pool.steps("net")
@@ -78,10 +78,10 @@ def test_a_fresh_host_hands_out_what_the_mirror_of_the_one_before_has(
         hosted = server.house.pools.of("default")
         paths = {each.written_path for each in hosted.holds.references()}
         assert paths == {str(tmp_path / "1.ckpt"), str(tmp_path / "0.ckpt")}
-        with portus.Checkpointer(url(server), "net", keep=2) as saver:
+        with portus.PoolCheckpointer(url(server), "net", keep=2) as saver:
             assert_same(saver.load(), state(3))
             saver.save(state(4), 4).wait()
-        with portus.Checkpointer(url(server), "other") as saver:
+        with portus.PoolCheckpointer(url(server), "other") as saver:
             assert_same(saver.load(), state(7))
     assert steps(bucket)[-1] == 4
 
@@ -94,11 +94,11 @@ def test_a_start_of_a_host_lists_each_model_once_and_once_more(
     names = ["net", "other", "third"]
     with (
         serving(tmp_path / "pools", mirrors=TenantMirrors(bucket)) as server,
-        portus.Checkpointer(url(server), "net") as saver,
+        portus.PoolCheckpointer(url(server), "net") as saver,
     ):
         saver.save(state(1), 1).wait()
         for name in names[1:]:
-            with portus.Checkpointer(url(server), name) as other:
+            with portus.PoolCheckpointer(url(server), name) as other:
                 other.save(state(1), 1).wait()
     counts: list[CountingStore] = []
 
@@ -109,7 +109,7 @@ def test_a_start_of_a_host_lists_each_model_once_and_once_more(
     monkeypatch.setattr(mirrors_of_hosts, "open_store", counted)
     for pools in ("pools", "elsewhere"):
         with serving(tmp_path / pools, mirrors=TenantMirrors(bucket)) as server:
-            portus.Checkpointer(url(server), "net").close()
+            portus.PoolCheckpointer(url(server), "net").close()
         assert sum(each.lists for each in counts) in (
             len(names) + 1,
             len(names) + 1 + len(["default"]) + 1,
@@ -156,7 +156,7 @@ def test_a_host_without_an_answer_of_its_mirror_serves_what_it_has_and_starts_no
     away.append(True)
     with serving(pools, mirrors=TenantMirrors(bucket)) as server:
         hosted = server.house.pools.of("default")
-        with portus.Checkpointer(url(server), "net") as saver:
+        with portus.PoolCheckpointer(url(server), "net") as saver:
             assert_same(saver.load(), state(1))
             saver.save(state(2), 2).wait()
         assert hosted.mirror is not None
@@ -177,7 +177,7 @@ def test_a_model_whose_history_went_on_elsewhere_is_named_and_the_others_are_ser
     behind, pools = tmp_path / "behind", tmp_path / "pools"
     with serving(behind, mirrors=TenantMirrors(bucket)) as server:
         for model in ("net", "other"):
-            with portus.Checkpointer(url(server), model) as saver:
+            with portus.PoolCheckpointer(url(server), model) as saver:
                 saver.save(state(1), 1).wait()
     shutil.copytree(behind, tmp_path / "copy")
     save(pools, bucket, 2, 3, 4)
@@ -188,8 +188,8 @@ def test_a_model_whose_history_went_on_elsewhere_is_named_and_the_others_are_ser
         serving(tmp_path / "copy", mirrors=TenantMirrors(bucket)) as server,
     ):
         with pytest.raises(UsageError, match="'net' went on elsewhere"):
-            portus.Checkpointer(url(server), "net")
-        with portus.Checkpointer(url(server), "other") as saver:
+            portus.PoolCheckpointer(url(server), "net")
+        with portus.PoolCheckpointer(url(server), "other") as saver:
             assert_same(saver.load(), state(1))
     assert "went on elsewhere" in caplog.text
     assert steps(bucket) == expected
@@ -198,12 +198,12 @@ def test_a_model_whose_history_went_on_elsewhere_is_named_and_the_others_are_ser
 def test_tenants_have_mirrors_apart(tmp_path: Path, bucket: StoreAddress) -> None:
     with serving(tmp_path / "pools", mirrors=TenantMirrors(bucket)) as server:
         for number, tenant in enumerate(("anna", "ben")):
-            with portus.Checkpointer(url(server, tenant), "net") as saver:
+            with portus.PoolCheckpointer(url(server, tenant), "net") as saver:
                 saver.save(state(number), number).wait()
     assert (steps(bucket, tenant="anna"), steps(bucket, tenant="ben")) == ([0], [1])
     with serving("memory:64M", mirrors=TenantMirrors(bucket)) as server:
         assert {each.tenant for each in server.house.pools.all()} == {"anna", "ben"}
-        with portus.Checkpointer(url(server, "ben"), "net") as saver:
+        with portus.PoolCheckpointer(url(server, "ben"), "net") as saver:
             assert_same(saver.load(), state(1))
 
 
@@ -212,7 +212,7 @@ def test_the_memory_of_another_host_is_a_mirror_of_all_tenants(tmp_path: Path) -
         mirror = parse(url(other))
         save(tmp_path / "pools", mirror, 1, 2)
         with serving("memory:64M", mirrors=TenantMirrors(mirror)) as server:
-            with portus.Checkpointer(url(server), "net") as saver:
+            with portus.PoolCheckpointer(url(server), "net") as saver:
                 assert_same(saver.load(), state(2))
             assert len(server.house.pools.of("default").writer.catalogue().ids()) == 2
         assert other.house.pools.of("default").objects.size > 0
@@ -236,7 +236,7 @@ def test_portus_serve_waits_for_its_mirror_at_sigterm_and_begins_with_it(
 ) -> None:
     for number in range(2):
         with Host(tmp_path / f"pools {number}", "--mirror", str(bucket)) as host:
-            with portus.Checkpointer(host.url, "net") as saver:
+            with portus.PoolCheckpointer(host.url, "net") as saver:
                 if number:
                     assert_same(saver.load(), state(1))
                 saver.save(state(number + 1), number + 1).wait()

@@ -51,7 +51,7 @@ def test_every_save_survives_a_change_of_the_secret(
     monkeypatch.setenv("PORTUS_SECRET_FILE", write(here, OLD))
     with (
         Host(tmp_path / "pools", "--secret-file", write(there, OLD)) as host,
-        portus.Checkpointer(host.url, keep=None, on_error="raise") as run,
+        portus.PoolCheckpointer(host.url, keep=None, on_error="raise") as run,
     ):
 
         def read_again(*secrets: str) -> None:
@@ -73,7 +73,7 @@ def test_every_save_survives_a_change_of_the_secret(
             assert pool.steps() == [1, 2, 3, 4, 5]
         write(here, OLD)
         with pytest.raises(UsageError, match="wrong secret"):
-            portus.Checkpointer(host.url)
+            portus.PoolCheckpointer(host.url)
 
 
 def test_of_two_secrets_each_is_as_good_and_the_host_proves_the_same() -> None:
@@ -130,7 +130,7 @@ def test_what_cannot_be_read_changes_nothing(
         with pytest.raises(UsageError, match="expected a secret of"):
             reload(options, server)
         assert hosted.writer.max_bytes == 1 << 20
-        portus.Checkpointer(url(server)).close()
+        portus.PoolCheckpointer(url(server)).close()
     assert caplog.text.count("the old ones stay") == 5
 
 
@@ -144,9 +144,9 @@ def test_quotas_are_each_tenants_own_and_may_change_in_the_middle(
     )
     big = {"x": torch.zeros(1 << 20)}
     with started(options) as server:
-        with portus.Checkpointer(url(server, "big"), on_error="raise") as run:
+        with portus.PoolCheckpointer(url(server, "big"), on_error="raise") as run:
             run.save(big, 1).wait()
-        with portus.Checkpointer(url(server, "small"), on_error="raise") as run:
+        with portus.PoolCheckpointer(url(server, "small"), on_error="raise") as run:
             with pytest.raises(MediumError, match="max_bytes is 1048576"):
                 run.save(big, 1).wait()
             write(tmp_path / "quotas", "small 32M")

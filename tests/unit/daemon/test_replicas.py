@@ -80,7 +80,7 @@ def two(tmp_path: Path) -> Iterator[Two]:
         yield Two(first, second, between)
 
 
-def saved(saver: portus.Checkpointer, *steps: int) -> None:
+def saved(saver: portus.PoolCheckpointer, *steps: int) -> None:
     for step in steps:
         saver.save(state(step), step).wait()
 
@@ -99,7 +99,7 @@ def test_a_training_goes_on_at_the_replica_when_its_host_is_killed(
     with (
         Host(tmp_path / "second") as second,
         Host(tmp_path / "first", "--replica", second.url) as first,
-        portus.Checkpointer(
+        portus.PoolCheckpointer(
             f"{first.url}+127.0.0.1:{second.port}", "net", keep=1, durable=durable
         ) as saver,
     ):
@@ -126,10 +126,10 @@ def test_of_two_sides_that_do_not_reach_each_other_one_alone_commits(
 ) -> None:
     """A client on each side. After healing the one that was left behind is named, goes nowhere, and
     is not resumed; the terms are those of who counted."""
-    with portus.Checkpointer(url(two.first), "net", durable=2) as left:
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2) as left:
         saved(left, 1)
         two.cut()
-        with portus.Checkpointer(url(two.second), "net", durable=2) as right:
+        with portus.PoolCheckpointer(url(two.second), "net", durable=2) as right:
             assert_same(right.load(), state(1))
             with pytest.raises(TransportError, match="durable=2 that counts as failed"):
                 saved(left, 9)
@@ -152,20 +152,20 @@ def test_of_two_sides_that_do_not_reach_each_other_one_alone_commits(
     ]
     assert not {9, 10, 11, 12} & {each.step for each in two.log().versions}
     with pytest.raises(StaleError, match=r"step 3, in term 2, at portus://127.0.0.1:\d+"):
-        portus.Checkpointer(url(two.first), "net")
-    with portus.Checkpointer(two.both, "net") as resumed:
+        portus.PoolCheckpointer(url(two.first), "net")
+    with portus.PoolCheckpointer(two.both, "net") as resumed:
         assert_same(resumed.load(), state(3))
 
 
 def test_with_durable_1_what_a_side_that_is_cut_off_commits_is_said_to_be_superseded(
     two: Two, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with portus.Checkpointer(url(two.first), "net") as left:
+    with portus.PoolCheckpointer(url(two.first), "net") as left:
         saved(left, 1)
         until(lambda: len(two.log().versions) == 1)
         two.cut()
         saved(left, 8, 9)
-        with portus.Checkpointer(url(two.second), "net") as right:
+        with portus.PoolCheckpointer(url(two.second), "net") as right:
             saved(right, 2)
             with caplog.at_level(logging.ERROR):
                 two.heal()
@@ -183,20 +183,20 @@ def test_a_host_that_comes_back_is_used_again_once_what_does_not_count_is_let_go
 ) -> None:
     """The first host leads in term 1, its replica in 2, and it again in 3; what the replica let
     go of meanwhile, or the first host, comes back nowhere."""
-    with portus.Checkpointer(url(two.first), "net", durable=2) as saver:
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2) as saver:
         saved(saver, 1, 2)
-    with portus.Checkpointer(url(two.second), "net", durable=2) as saver:
+    with portus.PoolCheckpointer(url(two.second), "net", durable=2) as saver:
         saved(saver, 3, 4)
         hosted = two.first.house.pools.of("default")
         hosted.writer.retire(hosted.writer.catalogue().ids())
         with pytest.raises(BusyError, match="another client saves model 'net' at portus"):
-            portus.Checkpointer(url(two.first), "net")
-    with portus.Checkpointer(two.both, "net", durable=2) as saver:
+            portus.PoolCheckpointer(url(two.first), "net")
+    with portus.PoolCheckpointer(two.both, "net", durable=2) as saver:
         assert_same(saver.load(), state(4))
         saved(saver, 5)
     assert steps_at(two.first) == [4, 5]
     assert [term.number for term in two.log().terms] == [1, 2, 3]
-    with portus.Checkpointer(url(two.second), "net") as saver:
+    with portus.PoolCheckpointer(url(two.second), "net") as saver:
         assert_same(saver.load(), state(5))
         assert steps_at(two.second) == [4, 5]
 
@@ -205,10 +205,10 @@ def test_what_the_replica_finds_no_room_for_in_its_log_is_not_told_where_it_lead
     two: Two,
 ) -> None:
     """It would count for nobody: who leads next goes by the log."""
-    with portus.Checkpointer(url(two.first), "net", durable=2) as saver:
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2) as saver:
         saved(saver, 1)
     hosted = two.second.house.pools.of("default")
-    with portus.Checkpointer(url(two.second), "net", keep=1) as saver:
+    with portus.PoolCheckpointer(url(two.second), "net", keep=1) as saver:
         saved(saver, 2)
         hosted.writer.max_bytes = hosted.writer.medium.size
         with pytest.raises(PortusError, match="the quota leaves"):
@@ -223,21 +223,21 @@ def test_a_host_that_does_not_reach_its_replica_grants_what_it_has_and_nothing_n
     two: Two, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody would know of a new model, nor whether it went on."""
-    with portus.Checkpointer(url(two.first), "net") as saver:
+    with portus.PoolCheckpointer(url(two.first), "net") as saver:
         saved(saver, 1)
     two.cut()
-    with caplog.at_level(logging.ERROR), portus.Checkpointer(url(two.first), "net") as saver:
+    with caplog.at_level(logging.ERROR), portus.PoolCheckpointer(url(two.first), "net") as saver:
         saved(saver, 2)
         replica = two.first.house.pools.of("default").replica
         assert [info.step for info in replica.missing()] == [2] or replica.failure
         assert replica.lag_s > 0
     assert "saved here WITHOUT its replica" in caplog.text
     with pytest.raises(TransportError):
-        portus.Checkpointer(url(two.first), "other")
+        portus.PoolCheckpointer(url(two.first), "other")
     with pytest.raises(TransportError):
-        portus.Checkpointer(url(two.first), "net", durable=2)
+        portus.PoolCheckpointer(url(two.first), "net", durable=2)
     two.heal()
-    with portus.Checkpointer(two.both, "net", durable=2) as saver:
+    with portus.PoolCheckpointer(two.both, "net", durable=2) as saver:
         assert_same(saver.load(), state(2))
 
 
@@ -246,19 +246,19 @@ def test_the_second_host_begins_nothing_of_which_it_knows_nothing(tmp_path: Path
     with serving(tmp_path / "second") as second:
         both = f"portus://127.0.0.1:{free_port()}+127.0.0.1:{second.doors[0].port}"
         with pytest.raises(TransportError, match="keeps no replica of model 'net'"):
-            portus.Checkpointer(both, "net")
+            portus.PoolCheckpointer(both, "net")
 
 
 def test_durable_2_takes_two_hosts(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"durable=2: model 'net' is saved to .*expected a storage"
     ):
-        portus.Checkpointer(tmp_path / "pools", "net", durable=2)
+        portus.PoolCheckpointer(tmp_path / "pools", "net", durable=2)
     with (
         serving(tmp_path / "alone") as alone,
         pytest.raises(UsageError, match="on this host alone: durable=2 takes one that is served"),
     ):
-        portus.Checkpointer(url(alone), "net", durable=2)
+        portus.PoolCheckpointer(url(alone), "net", durable=2)
     for wrong in (0, 3, "2"):
         with pytest.raises(UsageError, match="durable: expected 1 or 2"):
             portus.Settings(durable=wrong)  # type: ignore[arg-type]
@@ -278,7 +278,7 @@ def test_tenants_are_copied_to_the_tenants_of_their_names_by_their_own_secrets(
             secret.chmod(0o600)
             monkeypatch.setenv("PORTUS_SECRET_FILE", str(secret))
             for server in (first, second):
-                with portus.Checkpointer(url(server, tenant), "net", durable=2) as saver:
+                with portus.PoolCheckpointer(url(server, tenant), "net", durable=2) as saver:
                     saved(saver, number + len(saver.versions()))
                     assert_same(saver.load(), state(number + len(saver.versions()) - 1))
 
@@ -336,7 +336,7 @@ def test_a_replica_that_is_too_old_is_named_and_nothing_is_saved(
         with (
             serving(tmp_path / "second", address=address),
             pytest.raises(UsageError, match=named),
-            portus.Checkpointer(url(first), "net") as saver,
+            portus.PoolCheckpointer(url(first), "net") as saver,
         ):
             saved(saver, 1)
         assert steps_at(first) == []

@@ -50,11 +50,11 @@ def saver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_it_waits_until_the_file_is_there(saver: subprocess.Popen[str], tmp_path: Path) -> None:
     path = str(tmp_path / "run.pt")
-    assert not wait_for_drafts(path, 0.05)
+    assert not wait_for_drafts(*os.path.split(path), 0.05)
     assert saver.stdin is not None
     timer = threading.Timer(0.1, lambda: (saver.stdin.write("go\n"), saver.stdin.flush()))  # type: ignore[union-attr]
     timer.start()
-    assert wait_for_drafts(path, 30)
+    assert wait_for_drafts(*os.path.split(path), 30)
     assert Path(path).read_bytes() == b"whole"
     timer.join()
 
@@ -66,13 +66,13 @@ def test_a_process_that_was_killed_is_not_waited_for(
     saver.wait()
     before = sorted(os.listdir(tmp_path / ".portus"))
     assert before
-    assert wait_for_drafts(str(tmp_path / "run.pt"), 0)
+    assert wait_for_drafts(str(tmp_path), "run.pt", 0)
     assert sorted(os.listdir(tmp_path / ".portus")) == before, "who waits changes nothing"
 
 
 def test_nobody_waits_for_another_name_nor_where_nothing_is_saved(
     saver: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    assert wait_for_drafts(str(tmp_path / "other.pt"), 0)
-    assert wait_for_drafts(str(tmp_path / "none" / "run.pt"), 0)
-    assert wait_for_drafts("/proc/self/run.pt", 0)
+    assert wait_for_drafts(str(tmp_path), "other.pt", 0)
+    assert wait_for_drafts(str(tmp_path / "none"), "run.pt", 0)
+    assert wait_for_drafts("/proc/self", "run.pt", 0)

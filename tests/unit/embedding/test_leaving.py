@@ -50,7 +50,7 @@ class Saved:
         self.file = home / "ckpt" / "saved.ckpt"
         training = Training()
         with (
-            portus.Checkpointer(self.pool, keep=None) as saves,
+            portus.PoolCheckpointer(self.pool, keep=None) as saves,
             training.protected(str(self.tables)) as tables,
         ):
             for number in range(1, BATCHES + 1):
@@ -182,7 +182,7 @@ def a_host(saved: Saved) -> None:
         state["model"]["bags.weight"], pool="portus://127.0.0.1:9"
     )
     saved.tables = Path("portus://127.0.0.1:9")
-    with portus.Checkpointer(saved.pool, keep=None) as saves:
+    with portus.PoolCheckpointer(saved.pool, keep=None) as saves:
         saves.save(state, SAVED, reference=saved.file).wait()
 
 

@@ -672,7 +672,7 @@ def test_others_save_a_state_without_the_tables_and_load_them_at_that_batch(
 ) -> None:
     training = Training()
     kept: dict[int, Any] = {}
-    with portus.Checkpointer(tmp_path / "run.portus", keep=None) as run:
+    with portus.PoolCheckpointer(tmp_path / "run.portus", keep=None) as run:
         with training.protected(str(path)) as tables:
             for number in range(1, 25):  # over several logs
                 with tables.batch():
@@ -749,7 +749,7 @@ def test_a_state_is_not_restored_beside_tables_of_another_batch(
     small = Small()
     small.model["top"] = torch.nn.Linear(4, 1)
     top: Any = small.model["top"].weight
-    with portus.Checkpointer(tmp_path / "run.portus", keep=None) as run:
+    with portus.PoolCheckpointer(tmp_path / "run.portus", keep=None) as run:
         run.save({"model": small.model.state_dict()}, 0)
         run.wait()
         with small.protect(path) as tables:
@@ -1178,10 +1178,10 @@ def test_a_checkpointer_and_a_shelf_do_not_take_the_place_of_tables(path: Path) 
         portus.Shelf(path)
     with (
         pytest.raises(UsageError, match=r"or embedding tables \(portus.embedding.protect\)"),
-        portus.Checkpointer(path, model=MODEL) as run,
+        portus.PoolCheckpointer(path, model=MODEL) as run,
     ):
         run.save({"a": torch.ones(1)}, 1).wait()
-    with portus.Checkpointer(path.with_name("run.portus")) as run:
+    with portus.PoolCheckpointer(path.with_name("run.portus")) as run:
         run.save({"a": torch.ones(1)}, 1).wait()
     with pytest.raises(UsageError, match="expected tables of a training, found checkpoints"):
         small.protect(path.with_name("run.portus"))

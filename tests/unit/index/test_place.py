@@ -116,7 +116,7 @@ def test_a_url_that_is_none_of_ours_is_an_error_and_never_a_directory(url: str, 
 
 def _by_variable(url: str) -> Any:
     os.environ["PORTUS_POOL"] = url
-    return portus.Checkpointer()
+    return portus.PoolCheckpointer()
 
 
 def _by_yaml(url: str) -> Any:
@@ -130,7 +130,7 @@ def _exported(url: str) -> Any:
 
 
 WAYS: dict[str, Callable[[str], Any]] = {
-    "Checkpointer": lambda url: portus.Checkpointer(url),
+    "Checkpointer": lambda url: portus.PoolCheckpointer(url),
     "PortusIO": lambda url: PortusIO(url),
     "copy_to": lambda url: PortusIO(copy_to=f"{url}/last.ckpt"),
     "materialize": lambda url: materialize("run.ckpt", to=f"{url}/last.ckpt"),
@@ -144,7 +144,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
     "export": _exported,
     "dcp": lambda url: portus.dcp.PortusStorageWriter(url, "m"),
     "--pool": lambda url: find_pool(url),
-    "links": lambda url: portus.Checkpointer("portus+unix:///x", links=url),
+    "links": lambda url: portus.PoolCheckpointer("portus+unix:///x", links=url),
 }
 
 

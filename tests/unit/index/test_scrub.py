@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.format.checksum import UNIT
 from portus.index.check import CheckOptions, Finding
 from portus.index.directory import open_reader
@@ -34,7 +34,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def pool(tmp_path: Path) -> Place:
     path = tmp_path / "run.portus"
-    with Checkpointer(path, keep=None) as run:
+    with PoolCheckpointer(path, keep=None) as run:
         for step in (1, 2):
             run.save(state(step), step).wait()
     return Place.named(path)
@@ -102,7 +102,7 @@ def test_a_version_that_is_retired_meanwhile_is_no_error_and_is_not_waited_for(
     tmp_path: Path,
 ) -> None:
     path, waited = tmp_path / "run.portus", list[float]()
-    with Checkpointer(path, keep=2) as run:
+    with PoolCheckpointer(path, keep=2) as run:
         for step in (1, 2):
             run.save(state(step), step).wait()
         steps = iter(range(3, 9))
@@ -137,7 +137,7 @@ def test_one_that_is_ended_holds_nothing(pool: Place, end: type[BaseException]) 
 
     with pytest.raises(end):
         scrub(pool, 1, CheckOptions(), wait=wait)
-    with Checkpointer(pool.path, keep=1) as run:
+    with PoolCheckpointer(pool.path, keep=1) as run:
         run.save(state(3), 3).wait()
         run.save(state(4), 4).wait()
         assert run._pool.writer is not None
@@ -147,7 +147,7 @@ def test_one_that_is_ended_holds_nothing(pool: Place, end: type[BaseException]) 
 def test_a_pool_that_is_open_is_read_as_it_is(pool: Place, tmp_path: Path) -> None:
     called: list[float] = []
     wait: Callable[[float], object] = called.append
-    with Checkpointer(pool.path) as run:
+    with PoolCheckpointer(pool.path) as run:
         run.load()
         assert run._pool.writer is not None
         assert scrub(run._pool.writer, 1 << 40, CheckOptions(), wait=wait) == []

@@ -71,7 +71,7 @@ class Run:
     """A pool with some versions, and the store that they are mirrored to."""
 
     def __init__(self, path: Path, states: Sequence[dict[str, object]]) -> None:
-        with portus.Checkpointer(path / "run.portus", model=MODEL, keep=None) as saver:
+        with portus.PoolCheckpointer(path / "run.portus", model=MODEL, keep=None) as saver:
             for step, state in enumerate(states, 1):
                 saver.save(state, step=step, metrics={"loss": step / 2}).wait()
         self.bucket = ModelStore()

@@ -640,7 +640,7 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         shelf.x = 2
     with Shelf(path, "r") as other, pytest.raises(UsageError):
         other.x = 2
-    with portus.Checkpointer(tmp_path / "b.portus") as checkpointer:
+    with portus.PoolCheckpointer(tmp_path / "b.portus") as checkpointer:
         checkpointer.save({"x": torch.ones(1)}, step=1).wait()
     with pytest.raises(UsageError, match="expected a shelf"):
         Shelf(tmp_path / "b.portus")
@@ -677,22 +677,22 @@ def test_neither_a_shelf_nor_a_run_of_its_name_takes_the_place_of_the_other(tmp_
     shelf_path, run_path, state = tmp_path / "a.portus", tmp_path / "b.portus", {"x": torch.ones(1)}
     with Shelf(shelf_path) as shelf:
         shelf.x = torch.zeros(1)
-    with portus.Checkpointer(run_path, model="shelf") as run:
+    with portus.PoolCheckpointer(run_path, model="shelf") as run:
         run.save(state, step=1).wait()
     with pytest.raises(UsageError, match="expected a shelf"):
         Shelf(run_path)
     with pytest.raises(UsageError, match="expected checkpoints, found a shelf"):
-        portus.Checkpointer(shelf_path, model="shelf").save(state, step=1)
-    with portus.Checkpointer(shelf_path) as beside:  # of another name
+        portus.PoolCheckpointer(shelf_path, model="shelf").save(state, step=1)
+    with portus.PoolCheckpointer(shelf_path) as beside:  # of another name
         beside.save(state, step=1).wait()
         with pytest.raises(BusyError):
             Shelf(shelf_path, timeout_s=0)
     with Shelf(shelf_path) as shelf:
         assert shelf.x.tolist() == [0]
         shelf.x = torch.full((1,), 5.0)
-    with portus.Checkpointer(run_path, model="shelf") as run:
+    with portus.PoolCheckpointer(run_path, model="shelf") as run:
         assert [each.step for each in run.versions()] == [1]
-    with portus.Checkpointer(shelf_path) as beside:
+    with portus.PoolCheckpointer(shelf_path) as beside:
         assert beside.load() == state
 
 

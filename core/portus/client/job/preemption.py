@@ -65,7 +65,7 @@ class Preemption:
     """Tells a training to save and exit after its job has received a signal to stop.
 
     ```python
-    with portus.Preemption() as preemption, portus.Checkpointer(pool) as checkpointer:
+    with portus.Preemption() as preemption, portus.Checkpointer("checkpoints") as checkpointer:
         for step, batch in enumerate(loader):
             ...
             optimizer.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from portus.client.loading import restore
-from portus.client.loading.restore import Patterns
+from portus.client.loading.patterns import Patterns
 from portus.client.loading.view import again
 from portus.errors import CorruptionError, UsageError
 from portus.index.groups import part_of

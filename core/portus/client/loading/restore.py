@@ -9,33 +9,30 @@ hashing again: if no version verifies, the tensors are untouched. So do loads of
 from __future__ import annotations
 
 import contextlib
-import difflib
-import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
 from portus.client.loading.loaded import note_loaded
-from portus.client.loading.overlap import contradiction, copy_over, overlapping
-from portus.client.state.codecs import codec_named
-from portus.client.state.elsewhere import by_place, places_in
-from portus.client.state.merge import HOLE, Merge
-from portus.client.state.state import flatten, unflatten
-from portus.client.state.tensors import DTYPES
-from portus.client.state.tree import (
-    decode,
-    leaf_nodes,
-    object_paths,
-    objects,
-    said_at,
-    tensor_index,
+from portus.client.loading.over import (
+    Rename,
+    by_storage,
+    check_codecs,
+    fetched,
+    fill_blocks,
+    restore_over,
 )
-from portus.errors import CorruptionError, StaleError, UsageError
+from portus.client.loading.patterns import Patterns, matcher
+from portus.client.loading.restored import Restored
+from portus.client.state.elsewhere import by_place
+from portus.client.state.state import unflatten
+from portus.client.state.tree import decode, leaf_nodes, tensor_index
+from portus.errors import CorruptionError, StaleError
 from portus.format.checksum import UNIT, unit_counts
 from portus.format.layout import RecordKind
 from portus.index.in_place import InPlace
@@ -50,28 +47,7 @@ from portus.transport.local import check, fetch
 
 _log: Final = logging.getLogger("portus")
 
-Patterns = str | Sequence[str] | None
-Rename = Mapping[str, str] | Callable[[str], str] | None
-
 Result = TypeVar("Result")
-
-_INTEGERS: Final = frozenset(
-    DTYPES[f"{sign}int{bits}"] for sign in ("", "u") for bits in (8, 16, 32, 64)
-)
-
-_NEAR_MAX: Final = 5
-_HEADS_MAX: Final = 2000
-"""Key paths that an error names, and looks at, for one that is not there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """What ``restore_into`` did. ``missing``: tensors of the state that the version lacks, left as
-    they were. ``unexpected``: tensors of the version that the state lacks."""
-
-    version: VersionInfo
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,53 +62,20 @@ class _Opened:
     logged: Logged
     in_place: InPlace
 
+    @property
+    def where(self) -> str:
+        return named(self.record.info)
 
-class _Matcher:
-    """Whether a key path matches one of some shell patterns, or lies below what one matches."""
+    @property
+    def lengths(self) -> Column:
+        lengths: Column = self.record.storages["length"].astype(np.int64)
+        return lengths
 
-    def __init__(self, patterns: Sequence[str]) -> None:
-        self._patterns: Final = list(patterns)
-        self._unmet: Final = set(patterns)
-        self._seen: Final[dict[str, None]] = {}
+    def check(self, wanted: Column) -> None:
+        _check(self, wanted)
 
-    def __call__(self, name: str) -> bool:
-        found = [
-            pattern
-            for pattern in self._patterns
-            if fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")
-        ]
-        self._unmet.difference_update(found)
-        self._seen[name] = None
-        return bool(found)
-
-    def complain(self, where: str) -> None:
-        """Raise ``UsageError`` if a pattern matched nothing of what was asked about so far."""
-        for pattern in self._patterns:
-            if pattern in self._unmet:
-                raise UsageError(f"{where}: no key path matches {pattern!r}; {self._near(pattern)}")
-
-    def _near(self, pattern: str) -> str:
-        """What may have been meant: paths, and what they lie below, as deep as the pattern."""
-        stem = pattern.removesuffix(".*")
-        depth = stem.count(".") + 1
-        heads = list(dict.fromkeys(".".join(each.split(".")[:depth]) for each in self._seen))
-        near = difflib.get_close_matches(stem, heads[:_HEADS_MAX], _NEAR_MAX)
-        if near:
-            return f"near it are {', '.join(near)}"
-        tops = dict.fromkeys(each.split(".")[0] for each in self._seen)
-        return f"paths begin with {', '.join(list(tops)[:_NEAR_MAX])}"
-
-
-def matcher(names: Patterns) -> _Matcher | None:
-    """For the patterns that a user gave; None for all. Raises ``UsageError`` for what is none."""
-    if names is None:
-        return None
-    given: Any = names
-    is_one = isinstance(given, str) or not isinstance(given, Iterable)
-    patterns = [given] if is_one else list(given)
-    if not all(isinstance(each, str) for each in patterns):
-        raise UsageError(f"names: expected a pattern, or a list of patterns, found {names!r:.80}")
-    return _Matcher(patterns)
+    def fetch_into(self, wanted: Column, address: Column) -> None:
+        _fetch_into(self, wanted, address)
 
 
 def newest_first(
@@ -204,10 +147,10 @@ def load_over(
     the pool's own, which is read and verified, and not filled. Raises as ``load``."""
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, True)
-        _check_codecs(opened, None)
+        check_codecs(opened.tree, None)
         given = np.array(sorted(there), np.int64)
         _check(opened, given)
-        storages = _fetch(opened, np.setdiff1d(_storages_of(opened, None), given))
+        storages = fetched(opened, np.setdiff1d(_storages_of(opened, None), given))
         for index, storage in there.items():
             storages[index] = storage
         return _assembled(opened, storages, None, stand_ins=False)
@@ -252,7 +195,7 @@ def outlined(
         lengths = opened.record.storages["length"]
         needed = _storages_of(opened, wanted)
         read = np.intersect1d(needed, _of_arrays(opened))
-        storages = _fetch(opened, read)
+        storages = fetched(opened, read)
         for index in np.setdiff1d(needed, read).tolist():
             storages[index] = torch.UntypedStorage(int(lengths[index]), device=device)
         state = _assembled(opened, storages, wanted, stand_ins=True)
@@ -296,7 +239,7 @@ def fill_where(
             for spec in opened.tensors
             if spec.storage >= 0 and spec.name in targets
         ]
-        filled = _fill_blocks(opened, _by_storage(pairs))
+        filled = fill_blocks(opened, by_storage(pairs))
     names = {spec.name for spec, _ in pairs if spec.storage in filled}
     increment_version([targets[name] for name in names])  # autograd did not see it
     return names
@@ -309,10 +252,10 @@ def check_where(
     its objects; hand them out if they are ``kept_max`` at most, else None. Raises as ``load``."""
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, True)
-        _check_codecs(opened, keep)
+        check_codecs(opened.tree, keep)
         wanted = _storages_of(opened, keep)
         if int(opened.record.storages["length"][wanted].sum()) <= kept_max:
-            return _assembled(opened, _fetch(opened, wanted), keep, stand_ins=False)
+            return _assembled(opened, fetched(opened, wanted), keep, stand_ins=False)
         _check(opened, wanted)
         return None
 
@@ -364,169 +307,11 @@ def restore_into(
     table that is in another pool (``Elsewhere``), in the version or in ``state``, for a pattern
     that matches nothing, and as ``load``; then ``state`` is untouched.
     """
-    asked = matcher(names)
-    keep: Callable[[str], bool] | None = asked
-    complete = strict and keep is None and rename is None
     with pool.pinned(entry.info.id) as current:
         opened = _open(pool, current, verify)
-        keep = keep and by_place(opened.tree, keep)
-        pairs = _Pairs(opened, state, keep, rename)
-        pairs.refuse_elsewhere(keep, rename)
-        pairs.complain(strict)
-        apart = frozenset() if complete else pairs.apart
-        _check_codecs(opened, lambda name: name not in apart and (keep is None or keep(name)))
-        wanted = np.unique(np.array([spec.storage for spec, _ in pairs.found], np.int64))
-        _check(opened, wanted[wanted >= 0])
-        leaves = _leaves(opened, pairs.arrays, apart, keep)
-        if asked is not None:
-            asked.complain(named(current.info))
-        _check_shared(opened, pairs.found)
-        _fill(opened, pairs.found)
-    Merge(complete=complete).merged(state, leaves)
+        missing, unexpected = restore_over(opened, state, strict=strict, names=names, rename=rename)
     note_loaded(current.info)
-    return Restored(current.info, tuple(pairs.missing), tuple(pairs.unexpected))
-
-
-def _check_shared(opened: _Opened, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> None:
-    """Raise ``UsageError`` if one place in memory would have to hold different values."""
-
-    def values_of(spec: TensorSpec) -> torch.Tensor:
-        storage = _fetch(opened, np.array([spec.storage], np.int64))[spec.storage]
-        assert storage is not None
-        return resolved(spec, view_of(spec, storage))
-
-    if found := contradiction(pairs, values_of):
-        one, other = found
-        what = f"{one} and {other} share" if one != other else f"elements of {one} share"
-        raise UsageError(
-            f"{named(opened.record.info)} does not fit the state, which is untouched: {what} "
-            "memory in the state, and the version has different values for them; restore into "
-            "tensors of their own, such as clone() makes, and tie them afterwards"
-        )
-
-
-class _Pairs:
-    """Which tensor of a version goes over which tensor of a state."""
-
-    def __init__(
-        self, opened: _Opened, state: object, keep: Callable[[str], bool] | None, rename: Rename
-    ) -> None:
-        flat = flatten(state)
-        saved, here = object_paths(opened.tree), object_paths(flat.tree)
-        both = {*saved.values()} & {*here.values()}
-        targets = {spec.name: spec for spec in flat.tensors if spec.name not in here}
-        self.found: list[tuple[TensorSpec, torch.Tensor]] = []
-        self.unexpected: list[str] = []
-        self.arrays: set[str] = set()
-        """Leaves that are arrays or bytes in the state, or in an object of a codec: set anew, not
-        copied over."""
-        self.apart: Final = frozenset(path for path in saved if saved[path] not in both)
-        """Leaves in objects that the state has not."""
-        self._misshapen: list[str] = []
-        self._elsewhere: Final = places_in(opened.tree), places_in(flat.tree)
-        seen = set()
-        for spec in opened.tensors:
-            if keep is not None and not keep(spec.name):
-                continue
-            if saved.get(spec.name) in both:
-                self.arrays.add(spec.name)
-                continue
-            name = _renamed(spec.name, rename)
-            target = targets.get(name) if spec.name not in saved else None
-            if target is None or target.storage < 0 or spec.storage < 0:
-                self.unexpected.append(name)
-                continue
-            seen.add(name)
-            if target.storage in flat.owned:
-                self.arrays.add(spec.name)
-                continue
-            if target.shape != spec.shape:
-                self._misshapen.append(
-                    f"size mismatch for {name}: the version has {list(spec.shape)}, the state "
-                    f"{list(target.shape)}"
-                )
-            elif not _takes(target.dtype, spec.dtype):
-                self._misshapen.append(
-                    f"dtype mismatch for {name}: the version has {spec.dtype}, of which the "
-                    f"state's {target.dtype} would keep a part; restore into {spec.dtype}, and "
-                    "convert that"
-                )
-            elif not _repeated(target) <= _repeated(spec):
-                self._misshapen.append(
-                    f"{name} is expanded in the state: several of its elements are one place in "
-                    "memory, and the version has a value for each; restore into what it was "
-                    "expanded from, or into a contiguous() copy"
-                )
-            self.found.append((spec, _shown(target, flat.storages[target.storage])))
-        names = [spec.name for spec in flat.tensors if here.get(spec.name) not in both]
-        self.missing = [name for name in names if name not in seen and (keep is None or keep(name))]
-        self._where = named(opened.record.info)
-
-    def refuse_elsewhere(self, keep: Callable[[str], bool] | None, rename: Rename) -> None:
-        """Raise ``UsageError`` if what is asked for, or its place in the state, is a table in
-        another pool: it would stay as it is, beside what is copied."""
-        saved, here = self._elsewhere
-        into = {*self.unexpected, *(_renamed(spec.name, rename) for spec, _ in self.found)}
-        found = [
-            *((path, place) for path, place in saved.items() if keep is None or keep(path)),
-            *(
-                (f"{path} in the state", place)
-                for path, place in here.items()
-                if path in into or keep is None or keep(path)
-            ),
-        ]
-        if found:
-            path, place = found[0]
-            raise UsageError(
-                f"{self._where} was not restored, and the state is untouched: {path} is a "
-                f"protected table, which is in {place.pool}, and would stay as it is now; `load` "
-                "the version instead, and pass its parts to `load_state_dict` of the model and "
-                "the optimizers, or leave the tables out with names="
-            )
-
-    def complain(self, strict: bool) -> None:
-        """Raise ``UsageError`` if they do not fit."""
-        lines = list(self._misshapen)
-        if strict and self.missing:
-            lines.append(f"missing in the version: {', '.join(self.missing)}")
-        if strict and self.unexpected:
-            lines.append(f"unexpected, not in the state: {', '.join(self.unexpected)}")
-        if lines:
-            raise UsageError(
-                f"{self._where} does not fit the state, which is untouched: " + "; ".join(lines)
-            )
-
-
-def view_of(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor that looks at ``storage`` as ``spec`` says; no copy, no gradient."""
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    blank = torch.empty(0, dtype=dtype, device=storage.device)
-    return blank.set_(storage, spec.offset, spec.shape, spec.strides)
-
-
-def _shown(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
-    """The same, with lazy bits: what is copied to it reads back as it was."""
-    tensor = view_of(spec, storage)
-    tensor = tensor.conj() if spec.conjugate else tensor
-    return torch._neg_view(tensor) if spec.negative else tensor
-
-
-def _takes(target: str, saved: str) -> bool:
-    """True if a tensor of dtype ``target`` may be filled with values of ``saved``, rounded at most:
-    no fraction, imaginary part, or high byte is dropped."""
-    if target == saved or saved not in DTYPES:
-        return True
-    ours, theirs = DTYPES[target], DTYPES[saved]
-    if ours in _INTEGERS and theirs in _INTEGERS:
-        at_most, needed = torch.iinfo(ours), torch.iinfo(theirs)
-        return at_most.min <= needed.min and needed.max <= at_most.max
-    return torch.can_cast(theirs, ours)
-
-
-def _repeated(spec: TensorSpec) -> set[int]:
-    """Dimensions along which all elements are one place in memory."""
-    rows = enumerate(zip(spec.shape, spec.strides, strict=True))
-    return {index for index, (size, stride) in rows if size > 1 and stride == 0}
+    return Restored(current.info, missing, unexpected)
 
 
 def _load(
@@ -541,8 +326,8 @@ def _load(
         opened = _open(pool, current, verify)
         keep = keep and by_place(opened.tree, keep)
         if not stand_ins:
-            _check_codecs(opened, keep)
-        storages = _fetch(opened, _storages_of(opened, keep))
+            check_codecs(opened.tree, keep)
+        storages = fetched(opened, _storages_of(opened, keep))
         return _assembled(opened, storages, keep, stand_ins=stand_ins)
 
 
@@ -606,20 +391,6 @@ def _storages_of(opened: _Opened, keep: Callable[[str], bool] | None) -> Column:
     return np.array([i for i in range(count) if i not in dropped or i in kept], np.int64)
 
 
-def _fetch(opened: _Opened, wanted: Column) -> list[torch.UntypedStorage | None]:
-    """Fresh storages with the verified bytes of ``wanted``; None for the rest."""
-    record = opened.record
-    storages: list[torch.UntypedStorage | None] = [None] * len(record.storages)
-    lengths = record.storages["length"][wanted].astype(np.int64)
-    address = np.zeros(len(wanted), np.int64)
-    for position, (index, length) in enumerate(zip(wanted.tolist(), lengths.tolist(), strict=True)):
-        storage = torch.empty(length, dtype=torch.uint8, device="cpu").untyped_storage()
-        storages[index] = storage
-        address[position] = storage.data_ptr()
-    _fetch_into(opened, wanted, address)
-    return storages
-
-
 def _fetch_into(opened: _Opened, wanted: Column, address: Column) -> None:
     placed = np.isin(wanted, opened.in_place.storages)
     for index, start in zip(wanted[placed].tolist(), address[placed].tolist(), strict=True):
@@ -678,107 +449,12 @@ def _compare(opened: _Opened, wanted: Column, found: Digests, expected: Digests)
     )
 
 
-def _fill(opened: _Opened, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> None:
-    """Copy storages over tensors: straight where one tensor is the whole storage."""
-    by_storage = _by_storage(pairs)
-    filled = _fill_blocks(opened, by_storage)
-    for index, users in by_storage.items():
-        if index not in filled:
-            storage = _fetch(opened, np.array([index], np.int64))[index]
-            assert storage is not None
-            for spec, target in users:
-                copy_over(target, resolved(spec, view_of(spec, storage)))
-
-
-def _fill_blocks(opened: _Opened, by_storage: _Users) -> set[int]:
-    """Fetch straight to where they go the storages whose every tensor is the whole of it, at one
-    place that is no other's; which these were."""
-    lengths = opened.record.storages["length"]
-    blocks = {
-        index: users[0][1]
-        for index, users in by_storage.items()
-        if all(_is_whole(spec, target, int(lengths[index])) for spec, target in users)
-        and len({target.data_ptr() for _, target in users}) == 1
-    }
-    wanted = np.array(list(blocks), np.int64)
-    address = np.array([target.data_ptr() for target in blocks.values()], np.int64)
-    alone = ~overlapping(address, lengths[wanted].astype(np.int64))
-    _fetch_into(opened, wanted[alone], address[alone])
-    return set(wanted[alone].tolist())
-
-
-_Users = dict[int, list[tuple[TensorSpec, torch.Tensor]]]
-"""The tensors of each storage, by its index."""
-
-
-def _by_storage(pairs: list[tuple[TensorSpec, torch.Tensor]]) -> _Users:
-    found: _Users = {}
-    for spec, target in pairs:
-        found.setdefault(spec.storage, []).append((spec, target))
-    return found
-
-
-def resolved(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with the conjugate and negative bits of ``spec`` carried out."""
-    tensor = tensor.conj().resolve_conj() if spec.conjugate else tensor
-    return -tensor if spec.negative else tensor
-
-
-def _is_whole(spec: TensorSpec, target: torch.Tensor, length: int) -> bool:
-    """True if ``target`` is a plain block of memory with just the bytes of the storage. Of another
-    class than torch's own, memory may be elsewhere."""
-    return (
-        type(target) is torch.Tensor
-        and target.device.type == "cpu"
-        and target.layout is torch.strided
-        and str(target.dtype) == f"torch.{spec.dtype}"
-        and target.nbytes == length
-        and tuple(target.stride()) == spec.strides
-        and target.is_contiguous()
-        and not (spec.conjugate or spec.negative or target.is_conj() or target.is_neg())
-    )
-
-
-def _leaves(
-    opened: _Opened,
-    arrays: set[str],
-    apart: frozenset[str],
-    keep: Callable[[str], bool] | None,
-) -> object:
-    """The part of a version that is no tensor, but for what is ``apart``."""
-    left = {spec.name for spec in opened.tensors} - arrays | apart
-    needed = sorted({spec.storage for spec in opened.tensors if spec.name in arrays})
-    return unflatten(
-        opened.tree,
-        opened.tensors,
-        _fetch(opened, np.array(needed, np.int64)),
-        lambda name: name not in left and (keep is None or keep(name)),
-        HOLE,
-    )
-
-
-def _check_codecs(opened: _Opened, keep: Callable[[str], bool] | None) -> None:
-    """Raise ``UsageError`` for an object at a key path to ``keep`` that has no codec here: before
-    anything is read for it, and before any other is decoded."""
-    if object_paths(opened.tree):
-        for path, name, leaves in objects(decode(opened.tree)):
-            if keep is None or any(map(keep, leaves)):
-                with said_at(path):
-                    codec_named(name)
-
-
 def _batches(lengths: Column) -> list[Column]:
     """Runs of storages of about 256 MiB."""
     if not len(lengths):
         return []
     part = (np.cumsum(lengths) - lengths) // (256 << 20)
     return np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(part)) + 1)
-
-
-def _renamed(name: str, rename: Rename) -> str:
-    if rename is None:
-        return name
-    return rename(name) if callable(rename) else rename.get(name, name)
 
 
 def _names(tensors: Sequence[TensorSpec], index: int) -> str:

@@ -10,8 +10,10 @@ from portus.client.fence.fence import before_write
 from portus.client.files.opened import RunPool
 from portus.client.files.surplus import versions_of
 from portus.client.loading import restore, view
+from portus.client.loading.over import Rename
+from portus.client.loading.patterns import Patterns
 from portus.client.loading.resolve import POOLS
-from portus.client.loading.restore import Patterns, Rename, Restored
+from portus.client.loading.restored import Restored
 from portus.errors import StaleError, UsageError
 from portus.index.place import Place
 from portus.index.reader import PoolReader

@@ -10,37 +10,50 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from portus.client.loading.restore import Patterns, matcher
+from portus.client.loading.over import Rename, restore_over
+from portus.client.loading.patterns import Patterns, matcher
+from portus.client.state.state import flatten
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError, printable
 from portus.format.checksum import unit_counts
 from portus.image.key_paths import storage_places
 from portus.image.torch_reader import Read, TorchFile, read_torch
+from portus.image.torch_zip import NOTE
 from portus.media.file import FileSystemTraits, PlainFile
 from portus.media.process import Descriptor
 from portus.spec import Extent
-from portus.transport.base import Column, Digests, Source, Stop, ranges
+from portus.transport.base import Column, Digests, Source, Stop, memory, ranges
 from portus.transport.local import check, fetch
 
 _ZIP: Final = b"PK\x03\x04"
+_PICKLE: Final = b"\x80"
+_TAR: Final = (257, b"ustar")
+"""By what the files of torch before 1.6 and 0.4 are known, and where."""
 
 _TRAITS: Final = FileSystemTraits(volatile=False, early=False)
 """Of a file that is only read from."""
 
 
 def load_file(
-    path: str | os.PathLike[str], names: Patterns = None, *, mmap: bool = False, **settings: Any
+    path: str | os.PathLike[str],
+    names: Patterns = None,
+    *,
+    mmap: bool = False,
+    verify: bool = True,
+    **settings: Any,
 ) -> Any:
     """What ``torch.load`` returns of the file at ``path``, verified if the file has digests.
 
     names: shell patterns of key paths: only the storages of what matches are read, and of dicts,
         lists and tuples only that is returned, with None for what a list or tuple lacks.
     mmap: as for ``torch.load``. The whole file is read and verified first.
+    verify: False compares no digests of storages.
     settings: others of ``torch.load``.
 
     Blocks. Raises ``CorruptionError``, ``MediumError``, ``UsageError`` for a pattern that matches
@@ -52,14 +65,8 @@ def load_file(
             f"{printable(where)}: expected a file of torch.save, found a directory; portus.open "
             "reads a pool"
         )
-    try:
-        descriptor = Descriptor(where, os.O_RDONLY)
-    except (FileNotFoundError, PermissionError):
-        raise  # as torch.load
-    except OSError as error:
-        raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error
-    with contextlib.closing(PlainFile(descriptor, _TRAITS, writable=False)) as file:
-        keep, found = matcher(names), _read(file, where)
+    with _opened(where) as (file, number):
+        keep, found = matcher(names), _read(file, where, verify=verify)
         if found is None:
             if keep is not None:
                 raise UsageError(
@@ -70,7 +77,7 @@ def load_file(
         wanted = None if keep is None else _wanted(found, keep)
         if mmap:
             _Verified(file, found, wanted).check_all()
-            same = f"/proc/self/fd/{descriptor.number}"
+            same = f"/proc/self/fd/{number}"
             there = same if os.path.exists(same) else where
             state = torch.load(there, mmap=True, **settings)
         else:
@@ -82,16 +89,65 @@ def load_file(
         return part
 
 
+def restore_file(
+    path: str | os.PathLike[str],
+    state: object,
+    *,
+    strict: bool = True,
+    names: Patterns = None,
+    rename: Rename = None,
+    weights_only: bool | None = None,
+    verify: bool = True,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Copy the file at ``path`` over the tensors of ``state``, and set its other leaves; see
+    ``over.restore_over``, also for what is returned and raised.
+
+    Storages are read straight into tensors that are plain blocks of memory. weights_only: as for
+    ``torch.load``. verify: False compares no digests of storages.
+    """
+    where = os.fspath(path)
+    settings: dict[str, Any] = {"map_location": "cpu"}
+    if weights_only is not None:
+        settings["weights_only"] = weights_only
+    with _opened(where) as (file, _):
+        found = _read(file, where, verify=verify)
+        verified = (
+            None if found is None else _Verified(file, found, _wanted(found, lambda _: False))
+        )
+        outline = torch.load(where, **settings) if verified is None else _loaded(verified, settings)
+        stored = _FileState(printable(where), outline, verified)
+        return restore_over(stored, state, strict=strict, names=names, rename=rename)
+
+
+def read_note(path: str | os.PathLike[str]) -> bytes | None:
+    """Return what whoever saved a file noted in it; None if nothing. All of the file but its
+    storages is verified. Raises ``CorruptionError``, ``MediumError``."""
+    where = os.fspath(path)
+    with _opened(where) as (file, _):
+        found = _read(file, where)
+        record = None if found is None else found.records.get(NOTE)
+        return None if record is None else _reads(file)(record.offset, record.length)
+
+
+@contextlib.contextmanager
+def _opened(where: str, *, as_torch: bool = True) -> Iterator[tuple[PlainFile, int]]:
+    """An open file, and its descriptor. as_torch: of a missing one, raise what torch raises."""
+    try:
+        descriptor = Descriptor(where, os.O_RDONLY)
+    except OSError as error:
+        if as_torch and isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error
+    with contextlib.closing(PlainFile(descriptor, _TRAITS, writable=False)) as file:
+        yield file, descriptor.number
+
+
 def verify_file(path: str | os.PathLike[str]) -> int:
     """Read every byte of a file of ``torch.save`` and compare it with the digests in it; how many
     bytes. Of a stock file the CRCs of the zip are compared. Raises ``CorruptionError``,
     ``MediumError``."""
     where = os.fspath(path)
-    try:
-        descriptor = Descriptor(where, os.O_RDONLY)
-    except OSError as error:
-        raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error
-    with contextlib.closing(PlainFile(descriptor, _TRAITS, writable=False)) as file:
+    with _opened(where, as_torch=False) as (file, _):
         found = read_torch(_reads(file), file.size, printable(where))
         if found.digests is None:
             found.verify(_reads(file))
@@ -117,21 +173,29 @@ def is_whole(number: int, name: str) -> bool:
 def _reads(file: PlainFile) -> Read:
     def read(offset: int, length: int) -> bytes:
         target = memoryview(bytearray(max(0, min(length, file.size - offset))))
-        file.load(offset, target)
+        if target:
+            file.load(offset, target)
         return bytes(target)
 
     return read
 
 
-def _read(file: PlainFile, where: str) -> TorchFile | None:
-    """What is in a file; None for one that is no zip, of which torch may know more."""
+def _read(file: PlainFile, where: str, *, verify: bool = True) -> TorchFile | None:
+    """What is in a file; None for one of an old format, which torch knows."""
     read = _reads(file)
     try:
-        return read_torch(read, file.size, printable(where))
-    except CorruptionError:
-        if read(0, len(_ZIP)) == _ZIP:
+        found = read_torch(read, file.size, printable(where))
+        return found if verify else replace(found, digests=None)
+    except CorruptionError as error:
+        begin = read(0, len(_ZIP))
+        if begin == _ZIP:
             raise
-        return None
+        if begin.startswith(_PICKLE) or read(_TAR[0], len(_TAR[1])) == _TAR[1]:
+            return None
+        raise CorruptionError(
+            f"{printable(where)}: expected a file of torch.save, found {file.size} bytes that "
+            f"begin with {begin!r}; what wrote it may not have finished. Load another checkpoint"
+        ) from error
 
 
 def _loaded(verified: _Verified, settings: dict[str, Any]) -> Any:
@@ -197,6 +261,8 @@ class _Verified:
         filled = np.flatnonzero(found.length > 0)
         order = filled[np.argsort(found.offset[filled], kind="stable")]
         self._order: Final = order
+        self.filled_at: Final[dict[int, int]] = {}
+        """Storages that were asked for, by the address that they were to be read to."""
         self._starts: Final = found.offset[order]
         self._ends: Final = self._starts + found.length[order]
 
@@ -233,31 +299,39 @@ class _Verified:
 
     def check_all(self) -> None:
         """Compare all storages with their digests. Raises ``CorruptionError``, ``MediumError``."""
-        if self._found.digests is None:
-            return
-        sources = [self._source(int(index), 0) for index in self._order]
-        self._compare(self._order, check(self._file, sources, Stop()))
+        self.check(self._order)
+
+    def check(self, indices: Column) -> None:
+        """Compare some storages with their digests. Raises ``CorruptionError``, ``MediumError``."""
+        if self._found.digests is not None:
+            sources = [self._source(index, 0) for index in indices.tolist()]
+            self._compare(indices, check(self._file, sources, Stop()))
+
+    def fetch(self, indices: Column, address: Column) -> None:
+        """Read some storages to memory, verified. Raises ``CorruptionError``, ``MediumError``."""
+        places = zip(indices.tolist(), address.tolist(), strict=True)
+        sources = [self._source(index, at) for index, at in places]
+        self._compare(indices, fetch(self._file, sources, Stop()))
 
     def _fill(self, offset: int, view: memoryview) -> None:
         begin = int(np.searchsorted(self._ends, offset, "right"))
         end = int(np.searchsorted(self._starts, offset + len(view), "left"))
-        if begin >= end or self._found.digests is None:
-            if begin < end and self._is_unwanted(begin):
-                return
+        if begin >= end:
             self._file.load(offset, view)
             return
         start, stop = int(self._starts[begin]), int(self._ends[begin])
         if (offset, offset + len(view)) == (start, stop):
+            address, index = np.frombuffer(view, np.uint8).ctypes.data, int(self._order[begin])
+            self.filled_at[address] = index
             if not self._is_unwanted(begin):
-                address = np.frombuffer(view, np.uint8).ctypes.data
-                self._fetch(int(self._order[begin]), address)
+                self.fetch(np.array([index]), np.array([address]))
             return
         self._file.load(offset, view)
         if offset < start or stop < offset + len(view):
             return  # torch looks for the end of the file; it takes no bytes of a tensor from this
         index = int(self._order[begin])
         whole = np.empty(int(self._found.length[index]), np.uint8)
-        self._fetch(index, whole.ctypes.data)
+        self.fetch(np.array([index]), np.array([whole.ctypes.data]))
         view[:] = whole[offset - start : offset - start + len(view)].data
 
     def _is_unwanted(self, place: int) -> bool:
@@ -269,13 +343,10 @@ class _Verified:
         length = int(self._found.length[index])
         return Source(address, length, (Extent(int(self._found.offset[index]), length),))
 
-    def _fetch(self, index: int, address: int) -> None:
-        stored = fetch(self._file, [self._source(index, address)], Stop())
-        self._compare(np.array([index]), stored)
-
     def _compare(self, indices: Column, stored: Digests) -> None:
         """Raise ``CorruptionError`` if the units of some storages are not those that were saved."""
-        assert self._found.digests is not None
+        if self._found.digests is None:
+            return
         rows = ranges(self._first[indices], self._units[indices])
         wrong = rows[(stored != self._found.digests[rows]).any(axis=1)]
         if len(wrong):
@@ -290,3 +361,36 @@ class _Verified:
             f"{found.name}: {' = '.join(places[:3]) or f'storage {key}'}: {length} bytes at "
             f"{offset} are not those that were saved. Load another checkpoint, and check the disk"
         )
+
+
+class _FileState:
+    """A file as a ``StoredState``. outline: what is in it, whose plain tensors have memory that
+    nobody has filled. verified: the file; None if ``outline`` has all of it."""
+
+    def __init__(self, where: str, outline: object, verified: _Verified | None) -> None:
+        flat = flatten(outline)
+        self.where: Final = where
+        self.tree: Final = flat.tree
+        self.tensors: Final = flat.tensors
+        self.lengths: Final = np.array([each.nbytes() for each in flat.storages], np.int64)
+        self._storages: Final = flat.storages
+        self._verified: Final = verified
+        at = {} if verified is None else verified.filled_at
+        self._in_file: Final = np.array(
+            [at.get(each.data_ptr(), -1) if each.nbytes() else -1 for each in flat.storages],
+            np.int64,
+        )
+        """The storage of the file that each is; -1 for one that is in memory."""
+
+    def check(self, wanted: Column) -> None:
+        found = self._in_file[wanted]
+        if self._verified is not None:
+            self._verified.check(found[found >= 0])
+
+    def fetch_into(self, wanted: Column, address: Column) -> None:
+        found = self._in_file[wanted]
+        if self._verified is not None:
+            self._verified.fetch(found[found >= 0], address[found >= 0])
+        for index, at in zip(wanted[found < 0].tolist(), address[found < 0].tolist(), strict=True):
+            length = int(self.lengths[index])
+            memory(at, length)[:] = memory(self._storages[index].data_ptr(), length)

@@ -10,7 +10,9 @@ from typing import Final, NamedTuple, TypeVar
 from portus.client.fence.fence import before_write
 from portus.client.files.home import open_place
 from portus.client.loading import fallback, restore
-from portus.client.loading.restore import Patterns, Rename, Restored
+from portus.client.loading.over import Rename
+from portus.client.loading.patterns import Patterns
+from portus.client.loading.restored import Restored
 from portus.errors import CorruptionError, StaleError, TransportError, UsageError
 from portus.index.catalogue import Catalogue
 from portus.index.directory import open_superseded, pools_at, superseded

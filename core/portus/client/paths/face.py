@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import logging
 import os
-import sys
-import threading
-from typing import Any, Final
+from typing import Any
 
 from portus.client.files.pending import PENDING
-from portus.client.job.settings import Settings
 from portus.client.loading import mirrored
-from portus.client.loading.restore import Patterns
+from portus.client.loading.patterns import Patterns
 from portus.client.loading.torch_file import load_file
-from portus.client.paths.saver import FileSaver, recover
-from portus.directory.folder import FOLDER
+from portus.client.paths.process import is_blocking, recover_left, saver
 from portus.directory.waiting import wait_for_drafts
-from portus.errors import MediumError, PortusError, UsageError
 from portus.mirror.address import is_store
 from portus.pipeline.handle import SaveHandle
-
-_log: Final = logging.getLogger("portus")
-
-BLOCKING: Final = "PORTUS_BLOCKING"
-"""A variable; set to something other than 0, it makes each ``save`` return when the file is there.
-"""
-
-_SHARE: Final = 4
-"""One in so many bytes of the machine's memory may be staged."""
 
 
 def save(obj: object, path: str | os.PathLike[str], *, wait: bool = False) -> SaveHandle:
@@ -55,8 +38,8 @@ def save(obj: object, path: str | os.PathLike[str], *, wait: bool = False) -> Sa
     ``MediumError`` if the file cannot be begun. At the exit of the process saves in flight are
     finished. In a signal handler that interrupted a call of Portus the file is written at once.
     """
-    handle = _saver().save(obj, path)
-    if wait or os.environ.get(BLOCKING, "0") not in ("", "0"):
+    handle = saver().save(obj, path)
+    if wait or is_blocking():
         handle.wait()
     return handle
 
@@ -83,54 +66,7 @@ def load(path: str | os.PathLike[str], names: Patterns = None, **settings: Any) 
     where = os.path.realpath(os.fspath(path))
     PENDING.wait_for(where)
     with PENDING.exempt():
-        wait_for_drafts(where)
+        wait_for_drafts(*os.path.split(where))
         if not os.path.lexists(where):
-            _recover(os.path.dirname(where))
+            recover_left(os.path.dirname(where))
         return load_file(where, names, **settings)
-
-
-_making = threading.RLock()
-_savers: Final[list[FileSaver]] = []
-"""The one of this process, once it saved."""
-
-
-def _saver() -> FileSaver:
-    if sys.platform != "linux":
-        raise UsageError(
-            f"portus.save: files are written on Linux only; on {sys.platform} use torch.save"
-        )
-    if not _savers:
-        with _making:
-            if not _savers:
-                memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-                _savers.append(FileSaver(memory // _SHARE, Settings()))
-                atexit.register(_finish)
-    return _savers[0]
-
-
-def _recover(directory: str) -> None:
-    """Put back what a process that was killed had removed too early, if there was one."""
-    if os.path.isdir(os.path.join(directory, FOLDER)):
-        with contextlib.suppress(MediumError):  # it cannot be put back; what is missing is told
-            recover(directory)
-
-
-def _finish() -> None:
-    """At the exit: finish what is in flight."""
-    while _savers:
-        try:
-            with PENDING.exempt():
-                _savers.pop().close()
-        except PortusError as error:
-            _log.error("portus: a save failed: %s", error)
-
-
-def _forget_in_child() -> None:
-    """The saves in flight are those of the parent, and so is whoever holds the lock."""
-    global _making
-    _making = threading.RLock()
-    _savers.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)

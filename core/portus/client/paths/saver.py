@@ -1,9 +1,13 @@
-"""``FileSaver``: the saves of this process to paths, one after another, in order of the calls."""
+"""``FileSaver``: saves to paths, one after another in the order of the calls.
+
+All savers of a process share a ``SharedWriter``: one queue, one ring of buffers, one publisher.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 import time
@@ -57,6 +61,22 @@ _WRONG_PATH: Final = frozenset(
 _STEP: Final = 0
 """A file has a name, and no step."""
 
+_NEWS_S: Final = 10.0
+
+_log: Final = logging.getLogger("portus")
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What belongs to one save besides its state. step: of training. note: bytes for a record of
+    the file. begun: called in the call, once the save is sure to end. then: called on the worker
+    when it is over."""
+
+    step: int = _STEP
+    note: bytes = b""
+    begun: Callable[[Save], None] | None = None
+    then: Callable[[Save], None] | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class FileTarget:
@@ -93,32 +113,51 @@ class FileTarget:
         return cls(said, real)
 
 
-class FileSaver:
-    """Saves of this process to paths. Threads may share it; a forked child makes its own.
+class SharedWriter:
+    """What the savers of one process share. Threads may share it; a forked child makes its own.
 
     staging: bytes of saves that may be unfinished before a call waits, and of the buffers that
         they share.
     """
 
-    def __init__(self, staging: int, settings: Settings) -> None:
-        self._queue: Final = Queue("portus-files", staging)
+    def __init__(self, staging: int) -> None:
+        self.queue: Final = Queue("portus-files", staging)
+        self.publisher: Final = Publisher(Linux(), _is_whole)
+        self.ring: Final = StagingRing(staging)
+
+    def close(self) -> None:
+        """Finish what is in flight, and remove what is hidden."""
+        self.queue.close()
+        self.publisher.close()
+        self.ring.close()
+
+
+class FileSaver:
+    """Saves to paths, with settings of their own. Threads may share it."""
+
+    def __init__(self, shared: SharedWriter, settings: Settings) -> None:
+        self._queue: Final = shared.queue
+        self._publisher: Final = shared.publisher
+        self._ring: Final = shared.ring
         self._fence: Final = Fence(settings.fence_timeout)
         self._fence_timeout: Final = settings.fence_timeout
         self._suspects: Final = Suspects()
         self._auditor: Final = Auditor(settings.guard)
         self._reports: Final = Reports(settings.on_error)
-        self._publisher: Final = Publisher(Linux(), _is_whole)
-        self._ring: Final = StagingRing(staging)
         self._is_synchronous: Final = settings.snapshot == "sync"
 
-    def _save_nested(self, state: object, path: str | os.PathLike[str]) -> SaveHandle:
-        target = FileTarget.of(path)
-        return SaveHandle(nested.WrittenSave(target.said, _STEP, state, {target.real: None}))
+    def _save_nested(
+        self, state: object, path: str | os.PathLike[str], extra: Extra | None = None
+    ) -> SaveHandle:
+        target, step = FileTarget.of(path), _STEP if extra is None else extra.step
+        return SaveHandle(nested.WrittenSave(target.said, step, state, {target.real: None}))
 
     @calls.entry_or(_save_nested)
-    def save(self, state: object, path: str | os.PathLike[str]) -> SaveHandle:
+    def save(
+        self, state: object, path: str | os.PathLike[str], extra: Extra | None = None
+    ) -> SaveHandle:
         """Begin to save ``state`` to ``path``. See ``portus.save``."""
-        start = time.perf_counter()
+        start, extra = time.perf_counter(), extra or Extra()
         self._reports.tell(self._first_may_commit, is_save=True, is_heard_of=False)
         target, pickled = FileTarget.of(path), pickle_state(state)
         turn = Turn(int(pickled.lengths.sum()))
@@ -128,7 +167,7 @@ class FileSaver:
         job = None
         try:
             with PENDING.exempt():
-                job = self._begin(target, pickled)
+                job = self._begin(target, pickled, extra)
                 job.save.asked_at(start)
                 if job.save.over:
                     self._queue.dismiss(turn)
@@ -144,14 +183,42 @@ class FileSaver:
         job.save.stats.call_s = time.perf_counter() - start
         return SaveHandle(job.save)
 
-    def close(self) -> None:
-        """Finish the saves in flight, and remove what is hidden. Failures that nobody heard of are
-        reported."""
-        self._queue.close()
-        self._fence.close()
-        self._publisher.close()
-        self._ring.close()
+    def fence(self) -> None:
+        """Block until no save in flight reads the caller's tensors."""
+        self._fence.wait()
+
+    @property
+    def has_committed(self) -> bool:
+        """True once a save was committed."""
+        return self._reports.has_committed
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until all saves so far are over. Raises ``TimeoutError``, and failures that nobody
+        heard of, as ``on_error`` says."""
+        if not self._queue.on_worker() and not self._queue.catch_up(timeout):
+            raise TimeoutError(f"saves were not over after {timeout} s")
+        self.tell()
+
+    def tell(self) -> None:
+        """Report failures that nobody heard of."""
         self._reports.tell(self._first_may_commit, is_save=False, is_heard_of=False)
+
+    def close(self) -> None:
+        """Finish the saves in flight. Failures that nobody heard of are reported."""
+        start = time.monotonic()
+        while not self._queue.on_worker() and not self._queue.catch_up(_NEWS_S):
+            _log.warning(
+                "portus: still finishing saves after %.0f s. If this goes on, look at the disk "
+                "that they go to",
+                time.monotonic() - start,
+            )
+        self._fence.close()
+        self.tell()
+
+    def remove(self, path: str) -> None:
+        """Remove a file, durably. On the worker. Raises ``MediumError``."""
+        with PENDING.exempt():
+            self._publisher.remove(path)
 
     def _goes_on_after(self, error: MediumError) -> bool:
         """True if a save that could not be begun is told as one that failed later is: a training
@@ -167,10 +234,10 @@ class FileSaver:
         if not self._queue.on_worker():
             self._queue.catch_up(self._fence_timeout)
 
-    def _begin(self, target: FileTarget, pickled: PickledState) -> FileJob:
+    def _begin(self, target: FileTarget, pickled: PickledState, extra: Extra) -> FileJob:
         """Open the draft, and copy what may not wait. Raises what opening raises."""
-        asked, image = order.asked(), pickled.image(target.said)
-        snapshot = self._snapshot(target, pickled)
+        asked, image = order.asked(), pickled.image(target.said, extra.note)
+        snapshot = self._snapshot(target, pickled, extra)
         unpublished = self._publisher.begin(target.real)
         try:
             file = ImageFile(
@@ -188,13 +255,17 @@ class FileSaver:
                 describe=name,
                 audit=self._auditor.begin,
                 guilty=self._suspects.accuse,
-                changed=lambda indices: self._reports.inexact(_STEP, name, indices),
+                changed=lambda indices: self._reports.inexact(extra.step, name, indices),
             )
             save = Save(snapshot, draft, _nothing_before, policy)
         except BaseException:
             self._publisher.abandon(unpublished)
             raise
-        job = FileJob(save, PENDING.add(target.real, save.join), self._after)
+        job = FileJob(
+            save, PENDING.add(target.real, save.join), partial(self._after, then=extra.then)
+        )
+        if extra.begun is not None:
+            extra.begun(save)
         try:
             save.copy_now()
             self._fence.guard(save)
@@ -205,14 +276,14 @@ class FileSaver:
             raise
         return job
 
-    def _snapshot(self, target: FileTarget, pickled: PickledState) -> Snapshot:
+    def _snapshot(self, target: FileTarget, pickled: PickledState, extra: Extra) -> Snapshot:
         storages = tuple(pickled.storages)
         feeds, copies = feeds_of(storages, None)
         suspects = None if self._is_synchronous else self._suspects.turn()
         planned = copy_order(storages, copies, feeds, suspects)
         return Snapshot(
             model=target.said,
-            step=_STEP,
+            step=extra.step,
             token=os.urandom(16),
             tree=b"",
             layout=b"",
@@ -230,14 +301,16 @@ class FileSaver:
 
     # On the worker.
 
-    def _after(self, save: Save) -> None:
+    def _after(self, save: Save, then: Callable[[Save], None] | None) -> None:
         if save.error is None:
             self._reports.committed()
             self._auditor.use_huge_pages(lambda: not self._queue.has_more())
-            return
-        self._reports.failed(save)
-        if isinstance(save.error, MediumError) and save.error.errno == errno.ENOSPC:
-            self._publisher.drop_spare()
+        else:
+            self._reports.failed(save)
+            if isinstance(save.error, MediumError) and save.error.errno == errno.ENOSPC:
+                self._publisher.drop_spare()
+        if then is not None:
+            then(save)
 
 
 def recover(directory: str) -> None:

@@ -66,13 +66,14 @@ class PickledState:
                     counts[number] += tensor._version
         return counts
 
-    def image(self, path: str) -> Image:
-        """The image of the file that ``torch.save`` would write to ``path``."""
+    def image(self, path: str, note: bytes = b"") -> Image:
+        """The image of the file that ``torch.save`` would write to ``path``, with ``note``."""
         return torch_image(
             archive=archive_name(path),
             pickle=self.pickle,
             lengths=self.lengths,
             torch_format=torch_format(),
+            note=note,
         )
 
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import portus
-from portus.client.checkpointer import Checkpointer
 from portus.client.files.host import HostPool, _Reached
 from portus.client.loading.resolve import pool_of
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.daemon.house import ClientTimeouts
 from portus.daemon.server import Server
 from portus.errors import (
@@ -90,7 +90,7 @@ def same(left: Any, right: dict[str, torch.Tensor]) -> bool:
 
 def test_a_host_keeps_metrics_and_what_is_best(server: Server) -> None:
     keep = portus.Keep(last=1, best=("loss", "min", 2))
-    with Checkpointer(url(server), keep=keep) as run:
+    with PoolCheckpointer(url(server), keep=keep) as run:
         for step, loss in enumerate([0.3, 0.1, 0.5, 0.2, 0.4]):
             run.save(state(step), step, metrics={"loss": loss}).wait()
         assert [(info.step, info.metrics["loss"]) for info in run.versions()] == [
@@ -123,7 +123,7 @@ def attacked(link: LossyLink, server: Server, attack: str, numbers: list[int]) -
     Whatever was committed is what was saved, and what was reported is there.
     """
     saved = lost = step = 0
-    with Checkpointer(address(link), keep=2, on_error="warn") as checkpointer:
+    with PoolCheckpointer(address(link), keep=2, on_error="warn") as checkpointer:
         checkpointer.save(state(0), 0).wait()
         for step, number in enumerate(numbers, 1):
             setattr(link, attack, link.relayed + number)
@@ -144,7 +144,7 @@ def attacked(link: LossyLink, server: Server, attack: str, numbers: list[int]) -
     return saved, lost
 
 
-def saved_at_last(checkpointer: Checkpointer, step: int) -> None:
+def saved_at_last(checkpointer: PoolCheckpointer, step: int) -> None:
     """The link is well again, though what was said over it before may still have to end."""
     for _ in range(TRIES_MAX):
         try:
@@ -156,7 +156,7 @@ def saved_at_last(checkpointer: Checkpointer, step: int) -> None:
 
 
 def bytes_of_one_save(link: LossyLink) -> int:
-    with Checkpointer(address(link), model="measured") as checkpointer:
+    with PoolCheckpointer(address(link), model="measured") as checkpointer:
         checkpointer.save(state(0), 0).wait()
         before = link.relayed
         checkpointer.save(state(1), 1).wait()
@@ -183,7 +183,7 @@ def test_a_save_whose_answer_was_lost_is_told_as_what_it_is(
     """The connection breaks around the commit: what happened is looked up, not guessed."""
     link.once = True
     unheard = 0
-    with Checkpointer(address(link), keep=2) as checkpointer:
+    with PoolCheckpointer(address(link), keep=2) as checkpointer:
         checkpointer.save(state(0), 0).wait()
         checkpointer.wait()
         before = link.relayed
@@ -206,7 +206,7 @@ def test_a_save_whose_answer_was_lost_is_told_as_what_it_is(
 
 def test_a_forked_child_keeps_no_connection(server: Server) -> None:
     """Or a loader worker would hide from the host that its trainer was killed."""
-    with Checkpointer(url(server)) as checkpointer:
+    with PoolCheckpointer(url(server)) as checkpointer:
         checkpointer.save(state(1), 1).wait()
         links = list(stream._ALL)
         assert any(not each.closed for each in links)
@@ -252,7 +252,7 @@ def test_a_save_ends_at_the_first_answer_that_is_not_what_was_sent(
 def test_a_flip_in_what_is_read_is_never_handed_out(
     server: Server, link: LossyLink, seed: int
 ) -> None:
-    with Checkpointer(url(server)) as checkpointer:
+    with PoolCheckpointer(url(server)) as checkpointer:
         checkpointer.save(state(1), 1).wait()
     chance = random.Random(seed)
     refused = 0
@@ -275,7 +275,7 @@ def test_a_fence_that_expires_in_a_slow_pull_abandons_and_training_goes_on(
     server: Server, link: LossyLink
 ) -> None:
     training = Trained()
-    with Checkpointer(address(link), fence_timeout=0.3) as checkpointer:
+    with PoolCheckpointer(address(link), fence_timeout=0.3) as checkpointer:
         checkpointer.save(training.state(), 1).wait()
         kept = training.model.weight.detach().clone()
         training.step()
@@ -300,7 +300,7 @@ def test_a_fence_that_expires_in_a_slow_pull_abandons_and_training_goes_on(
 @pytest.mark.long
 def test_the_optimizer_waits_for_a_pull_that_is_in_time(server: Server, link: LossyLink) -> None:
     training = Trained()
-    with Checkpointer(address(link)) as checkpointer:
+    with PoolCheckpointer(address(link)) as checkpointer:
         checkpointer.save(training.state(), 0).wait()
         training.step()
         link.bytes_s = 4_000_000
@@ -316,7 +316,7 @@ def test_the_optimizer_waits_for_a_pull_that_is_in_time(server: Server, link: Lo
 
 def test_a_writer_without_a_fence_voids_the_version(server: Server, link: LossyLink) -> None:
     training = Trained()
-    with Checkpointer(address(link)) as checkpointer:
+    with PoolCheckpointer(address(link)) as checkpointer:
         checkpointer.save(training.state(), 1).wait()
         training.step()
         link.stalled = True
@@ -334,7 +334,7 @@ def test_a_tensor_at_the_address_of_an_old_one_is_saved_with_its_own_bytes(
     server: Server,
 ) -> None:
     memory = bytearray(1 << 18)
-    with Checkpointer(url(server)) as checkpointer:
+    with PoolCheckpointer(url(server)) as checkpointer:
         for step in range(4):
             tensor = torch.frombuffer(memory, dtype=torch.float32)  # a new one, at the old place
             tensor.fill_(float(step))
@@ -383,7 +383,7 @@ def test_the_host_reaches_nothing_any_more_when_it_hears_that_a_save_is_given_up
 @pytest.mark.long
 def test_a_stalled_link_costs_saves_and_not_the_training(server: Server, link: LossyLink) -> None:
     training = Trained()
-    with Checkpointer(address(link), fence_timeout=0.3) as checkpointer:
+    with PoolCheckpointer(address(link), fence_timeout=0.3) as checkpointer:
         checkpointer.save(training.state(), 0).wait()
         link.stalled = True
         lost = [checkpointer.save(training.state(), step) for step in range(1, 4)]
@@ -410,7 +410,7 @@ def test_a_host_that_hangs_is_waited_for_once_and_then_asked_in_the_background(
         send(self, message)
 
     monkeypatch.setattr(Link, "send", noted)
-    with Checkpointer(address(link), keep=2) as checkpointer:
+    with PoolCheckpointer(address(link), keep=2) as checkpointer:
         checkpointer.save(state(1), 1).wait(60)
         pool, _ = checkpointer._pool.open_or_create()
         assert isinstance(pool, HostPool)
@@ -447,7 +447,7 @@ def test_a_host_that_hangs_is_not_waited_for_as_one_that_works(
     file = tmp_path / "x.ckpt" if kind == "late with a file" else None
     keep = None if kind == "late" else 2
     saved = state(1) if kind == "volatile" else training.state()
-    with Checkpointer(address(link), keep=keep, fence_timeout=1e6) as checkpointer:
+    with PoolCheckpointer(address(link), keep=keep, fence_timeout=1e6) as checkpointer:
         checkpointer.save(saved if kind == "as before" else {"other": 0}, 0).wait(60)
         checkpointer.wait(60)  # from here on a failure is no more than said
         pool, _ = checkpointer._pool.open_or_create()
@@ -475,7 +475,7 @@ def test_a_host_is_waited_for_in_a_commit_as_long_as_it_answers_others(
     """Who works says as little as who hangs."""
     writer = server._house.pools.of("default").writer
     writer.ensure(64 << 20)
-    with Checkpointer(address(link)) as checkpointer:
+    with PoolCheckpointer(address(link)) as checkpointer:
         checkpointer.save(state(0), 0).wait(60)
         checkpointer.wait(60)
         pool, _ = checkpointer._pool.open_or_create()
@@ -506,7 +506,7 @@ def until(truth: Callable[[], bool]) -> None:
 
 def test_a_host_that_is_not_there_at_the_start_raises(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match=r"no storage host answers.*portus serve"):
-        Checkpointer("portus://127.0.0.1:1")
+        PoolCheckpointer("portus://127.0.0.1:1")
 
 
 def test_a_second_trainer_of_one_model_is_refused_and_its_own_name_is_not(
@@ -514,11 +514,11 @@ def test_a_second_trainer_of_one_model_is_refused_and_its_own_name_is_not(
 ) -> None:
     with (
         serving(tmp_path / "pools", patience=ClientTimeouts(claim_s=0.1)) as server,
-        Checkpointer(url(server), model="a") as first,
+        PoolCheckpointer(url(server), model="a") as first,
     ):
         with pytest.raises(BusyError, match="another model name"):
-            Checkpointer(url(server), model="a")
-        with Checkpointer(url(server), model="b") as second:
+            PoolCheckpointer(url(server), model="a")
+        with PoolCheckpointer(url(server), model="b") as second:
             first.save(state(1), 1).wait()
             second.save(state(2), 2).wait()
             assert (first.steps(), second.steps()) == ([1], [2])
@@ -526,7 +526,7 @@ def test_a_second_trainer_of_one_model_is_refused_and_its_own_name_is_not(
 
 @pytest.mark.long
 def test_a_host_whose_memory_was_lost_is_saved_to_again(tmp_path: Path) -> None:
-    with Host("memory:64M") as host, Checkpointer(host.url) as checkpointer:
+    with Host("memory:64M") as host, PoolCheckpointer(host.url) as checkpointer:
         frozen = torch.ones(100_000)
         checkpointer.save({"frozen": frozen, **state(1)}, 1).wait()
         checkpointer.save({"frozen": frozen, **state(2)}, 2).wait()
@@ -550,7 +550,7 @@ def test_a_host_that_lost_its_memory_between_two_saves_costs_no_training(
     tmp_path: Path, part: str | None
 ) -> None:
     """The first that is heard of it is its answer to a look at what it holds."""
-    with Host("memory:64M") as host, Checkpointer(host.url) as checkpointer:
+    with Host("memory:64M") as host, PoolCheckpointer(host.url) as checkpointer:
         checkpointer.save({"step": 1}, 1).wait()
         host.kill()
         host.start()
@@ -569,7 +569,7 @@ def test_a_pool_that_is_exchanged_under_its_host_is_committed_to_no_more(
     with contextlib.ExitStack() as stack:
         with serving(place) as server:
             address = Address(Scheme.TCP, host="127.0.0.1", port=server.doors[0].port)
-            checkpointer = stack.enter_context(Checkpointer(url(server)))
+            checkpointer = stack.enter_context(PoolCheckpointer(url(server)))
             checkpointer.save(state(1), 1).wait()
             [pool] = place.glob("*.portus")
             shutil.copy(pool, backup)
@@ -605,7 +605,7 @@ def test_many_clients_save_at_once_and_each_has_its_own(server: Server) -> None:
 
     def train(name: str) -> None:
         try:
-            with Checkpointer(url(server), model=name) as checkpointer:
+            with PoolCheckpointer(url(server), model=name) as checkpointer:
                 for step in range(5):
                     checkpointer.save(state(step + ord(name)), step)
                 checkpointer.wait()
@@ -629,7 +629,7 @@ def test_a_quota_ends_saves_and_not_the_training(
 ) -> None:
     with (
         serving(tmp_path / "pools", quota=8 << 20) as server,
-        Checkpointer(url(server)) as checkpointer,
+        PoolCheckpointer(url(server)) as checkpointer,
     ):
         checkpointer.save(state(1), 1).wait()
         handle = checkpointer.save({"x": torch.ones(16 << 20)}, 2)
@@ -654,7 +654,7 @@ def test_ls_tells_which_save_failed_last_and_why(tmp_path: Path, place: str, why
     with (
         serving(where, quota=8 << 20) as server,
         LossyLink("127.0.0.1", server.doors[0].port) as link,
-        Checkpointer(address(link), "net") as checkpointer,
+        PoolCheckpointer(address(link), "net") as checkpointer,
     ):
 
         def said() -> Any:
@@ -686,21 +686,21 @@ def test_a_wrong_secret_raises_at_the_start(
     secret.chmod(0o600)
     with serving(tmp_path / "pools", secrets={"default": b"a secret that is another"}) as server:
         with pytest.raises(UsageError, match="PORTUS_SECRET_FILE"):
-            Checkpointer(url(server))
+            PoolCheckpointer(url(server))
         monkeypatch.setenv("PORTUS_SECRET_FILE", str(secret))
         with pytest.raises(UsageError, match="wrong secret"):
-            Checkpointer(url(server))
+            PoolCheckpointer(url(server))
         secret.write_text("a secret that is another\n")
-        with Checkpointer(url(server)) as checkpointer:
+        with PoolCheckpointer(url(server)) as checkpointer:
             checkpointer.save(state(1), 1).wait()
         secret.chmod(0o644)
         with pytest.raises(UsageError, match="chmod 600"):
-            Checkpointer(url(server))
+            PoolCheckpointer(url(server))
 
 
 def test_what_is_read_under_a_lost_pin_is_not_handed_out(server: Server, link: LossyLink) -> None:
     """The space may be somebody else's by then, with the right digests of other bytes."""
-    with Checkpointer(url(server)) as checkpointer:
+    with PoolCheckpointer(url(server)) as checkpointer:
         checkpointer.save(state(1), 1).wait()
     pool = HostPool(address(link))
     try:
@@ -729,7 +729,7 @@ def test_what_rotted_on_the_host_is_not_shared_but_sent_again(
     server: Server, tmp_path: Path
 ) -> None:
     frozen = torch.arange(100_000)
-    with Checkpointer(url(server)) as checkpointer:
+    with PoolCheckpointer(url(server)) as checkpointer:
         for step in (1, 2):
             handle = checkpointer.save({"frozen": frozen, "x": torch.tensor([step])}, step)
             handle.wait()
@@ -751,7 +751,7 @@ def test_the_variable_may_name_the_host(
 ) -> None:
     monkeypatch.setenv("PORTUS_POOL", url(server))
     path = tmp_path / "here.ckpt"
-    with Checkpointer() as checkpointer:
+    with PoolCheckpointer() as checkpointer:
         checkpointer.save(state(1), 1, reference=path).wait()
         checkpointer.save(state(2), 2, reference=path).wait()
         assert checkpointer.path == url(server)
@@ -772,7 +772,7 @@ def test_a_host_that_serves_another_pool_at_the_address_is_not_asked_for_a_refer
         with serving(tmp_path / place, address=address) as server:
             place_url = url(server)
             right = place == "right"
-            with Checkpointer(place_url, "default" if right else model) as checkpointer:
+            with PoolCheckpointer(place_url, "default" if right else model) as checkpointer:
                 number, reference = (1, path) if right else (2, None)
                 saved_step = 7 if right else step
                 checkpointer.save(
@@ -795,7 +795,7 @@ def test_space_of_deleted_reference_files_is_used_on_the_host(tmp_path: Path) ->
     size = 1 << 20
     with (
         serving(tmp_path / "pools", quota=10 * size) as server,
-        Checkpointer(url(server), keep=1) as checkpointer,
+        PoolCheckpointer(url(server), keep=1) as checkpointer,
     ):
         for step in range(12):
             path = tmp_path / f"{step}.ckpt"
@@ -812,7 +812,7 @@ def test_clients_that_commit_at_once_share_one_commit(server: Server) -> None:
     writer.ensure(64 << 20)
     with contextlib.ExitStack() as stack:
         clients = [
-            stack.enter_context(Checkpointer(url(server), f"m{n}", on_error="raise"))
+            stack.enter_context(PoolCheckpointer(url(server), f"m{n}", on_error="raise"))
             for n in range(4)
         ]
         for client in clients:
@@ -852,7 +852,7 @@ def test_a_save_looks_at_the_catalogue_of_its_host_once(
             asked.append(message)
         send(link, message)
 
-    with Checkpointer(url(server), "m", keep=1) as checkpointer:
+    with PoolCheckpointer(url(server), "m", keep=1) as checkpointer:
         for step in range(4):
             monkeypatch.setattr(stream.Link, "send", counted)
             asked.clear()
@@ -876,7 +876,7 @@ def test_what_changed_of_a_catalogue_is_read_in_one_request(
 
     def saved(*models: int) -> None:
         for number in models:
-            with Checkpointer(url(server), f"m{number}") as checkpointer:
+            with PoolCheckpointer(url(server), f"m{number}") as checkpointer:
                 checkpointer.save({}, number).wait()
 
     saved(*range(12))
@@ -899,7 +899,7 @@ def test_what_changed_of_a_catalogue_is_read_in_one_request(
 def test_without_verbs_the_socket_is_used_and_one_line_says_so(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "portus"), Checkpointer(url(server)) as checkpointer:
+    with caplog.at_level(logging.INFO, "portus"), PoolCheckpointer(url(server)) as checkpointer:
         for step in (1, 2):
             handle = checkpointer.save(state(step), step)
             handle.wait()
@@ -918,16 +918,16 @@ def test_verbs_that_are_asked_for_and_cannot_be_raise_at_the_start(
     with pytest.raises(
         UsageError, match="PORTUS_TRANSPORT=verbs, but verbs cannot be used: the storage"
     ):
-        Checkpointer(url(server))
+        PoolCheckpointer(url(server))
     monkeypatch.setenv("PORTUS_TRANSPORT", "pigeons")
     with pytest.raises(UsageError, match="expected auto, tcp or verbs"):
-        Checkpointer(url(server))
+        PoolCheckpointer(url(server))
 
 
 def test_the_socket_can_be_asked_for(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PORTUS_TRANSPORT", "tcp")
-    with caplog.at_level(logging.INFO, "portus"), Checkpointer(url(server)) as checkpointer:
+    with caplog.at_level(logging.INFO, "portus"), PoolCheckpointer(url(server)) as checkpointer:
         checkpointer.save(state(1), 1).wait()
     assert "over the socket" not in caplog.text

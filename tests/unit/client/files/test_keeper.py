@@ -36,7 +36,7 @@ class Scene:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.run = portus.Checkpointer(root / ".portus", "net", keep=None, journal=False)
+        self.run = portus.PoolCheckpointer(root / ".portus", "net", keep=None, journal=False)
         for step in (1, 2, 3):
             self.run.save({"step": step}, step).wait()
         self.writer, self.keeper = self.run._pool.open_or_create()

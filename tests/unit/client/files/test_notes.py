@@ -32,7 +32,7 @@ def far(tmp_path: Path) -> Iterator[Path]:
 
 
 def saved(pool: Path, run: Path, steps: int = 1) -> None:
-    with portus.Checkpointer(pool, "net", keep=1) as trainer:
+    with portus.PoolCheckpointer(pool, "net", keep=1) as trainer:
         for step in range(1, steps + 1):
             state = {"w": torch.full((1000,), float(step))}
             trainer.save(state, step, reference=run / f"{step}.ckpt").wait()
@@ -66,7 +66,7 @@ def test_only_a_note_of_the_user_leads_there(
 def test_a_pool_that_was_moved_while_it_was_saved_to_is_found_where_it_is(
     tmp_path: Path, far: Path
 ) -> None:
-    with portus.Checkpointer(far / "pools", "net") as trainer:
+    with portus.PoolCheckpointer(far / "pools", "net") as trainer:
         for step in (1, 2):
             state = {"w": torch.full((1000,), float(step))}
             trainer.save(state, step, reference=tmp_path / f"{step}.ckpt").wait()

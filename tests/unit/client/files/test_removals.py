@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import portus
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.errors import AbandonedError, MediumError
 from portus.pipeline.handle import SaveHandle
 from portus.spec import VersionInfo
@@ -27,16 +27,16 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def trainer(run: Path) -> Checkpointer:
-    return Checkpointer(run / "pool", keep=1, max_bytes=ROOM)
+def trainer(run: Path) -> PoolCheckpointer:
+    return PoolCheckpointer(run / "pool", keep=1, max_bytes=ROOM)
 
 
-def save(trainer: Checkpointer, path: Path, step: int, size: int = MIB) -> SaveHandle:
+def save(trainer: PoolCheckpointer, path: Path, step: int, size: int = MIB) -> SaveHandle:
     state = {"step": step, "w": torch.full((size // 4,), float(step))}
     return trainer.save(state, step, reference=path)
 
 
-def fails(trainer: Checkpointer, path: Path, step: int) -> None:
+def fails(trainer: PoolCheckpointer, path: Path, step: int) -> None:
     """Asks for a save that the pool has no room for."""
     with pytest.raises(MediumError):
         save(trainer, path, step, 4 * ROOM).wait()
@@ -53,7 +53,7 @@ def step_at(path: Path) -> int:
 
 
 def test_a_removal_waits_for_the_next_save_that_is_committed(
-    trainer: Checkpointer, run: Path
+    trainer: PoolCheckpointer, run: Path
 ) -> None:
     with trainer:
         save(trainer, run / "1.ckpt", 1).wait()
@@ -68,7 +68,7 @@ def test_a_removal_waits_for_the_next_save_that_is_committed(
         assert trainer.steps() == [4]
 
 
-def test_the_file_of_a_save_that_failed_goes_at_once(trainer: Checkpointer, run: Path) -> None:
+def test_the_file_of_a_save_that_failed_goes_at_once(trainer: PoolCheckpointer, run: Path) -> None:
     with trainer:
         first = save(trainer, run / "1.ckpt", 1)
         first.wait()
@@ -90,7 +90,7 @@ def _no(infos: object) -> list[int]:
 
 
 def test_what_is_still_to_be_removed_at_the_end_stays_and_is_named(
-    trainer: Checkpointer, run: Path, caplog: pytest.LogCaptureFixture
+    trainer: PoolCheckpointer, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (run / "stranger.ckpt").write_bytes(b"of torch itself")
     (run / "whole").mkdir()
@@ -111,7 +111,7 @@ def test_what_is_still_to_be_removed_at_the_end_stays_and_is_named(
 
 
 def test_a_full_pool_gives_the_oldest_while_a_newer_one_remains(
-    trainer: Checkpointer, run: Path
+    trainer: PoolCheckpointer, run: Path
 ) -> None:
     big = 6 * MIB  # three do not fit
     with trainer:
@@ -132,7 +132,7 @@ def test_a_full_pool_gives_the_oldest_while_a_newer_one_remains(
         assert step_at(run / "4.ckpt") == 4
 
 
-def test_a_full_pool_never_gives_the_last_one(trainer: Checkpointer, run: Path) -> None:
+def test_a_full_pool_never_gives_the_last_one(trainer: PoolCheckpointer, run: Path) -> None:
     big = 6 * MIB
     with trainer:
         save(trainer, run / "of another time.ckpt", 0, big).wait()
@@ -146,7 +146,7 @@ def test_a_full_pool_never_gives_the_last_one(trainer: Checkpointer, run: Path) 
 
 
 def test_a_file_that_is_saved_to_while_its_removal_waits_is_not_removed(
-    trainer: Checkpointer, run: Path
+    trainer: PoolCheckpointer, run: Path
 ) -> None:
     with trainer:
         save(trainer, run / "all" / "1.ckpt", 1).wait()
@@ -169,7 +169,7 @@ def test_a_save_that_found_no_place_in_the_queue_replaces_nothing(run: Path) -> 
         assert go.wait(60)
         return []
 
-    with Checkpointer(run / "pool", fence_timeout=0.05) as trainer:
+    with PoolCheckpointer(run / "pool", fence_timeout=0.05) as trainer:
         save(trainer, run / "1.ckpt", 1).wait()
         trainer.part.surplus = hold
         for step in (2, 3):

@@ -49,7 +49,7 @@ def test_the_score_of_the_version_that_comes_decides_who_stays_the_best() -> Non
 
 def test_a_version_of_a_file_is_outside_of_the_count(tmp_path: Path) -> None:
     file = str(tmp_path / "1.ckpt")
-    with portus.Checkpointer(tmp_path / "m.portus", "m", keep=1) as run:
+    with portus.PoolCheckpointer(tmp_path / "m.portus", "m", keep=1) as run:
         run.save({"x": 1}, 1, reference=file).wait()
         for step in (2, 3):
             run.save({"x": step}, step).wait()
@@ -60,7 +60,7 @@ def test_who_decides_in_the_place_of_keep_retires_nothing_that_a_file_leads_to(
     tmp_path: Path,
 ) -> None:
     file = str(tmp_path / "1.ckpt")
-    with portus.Checkpointer(tmp_path / "m.portus", "m", keep=9) as run:
+    with portus.PoolCheckpointer(tmp_path / "m.portus", "m", keep=9) as run:
         run.part.surplus = lambda there: [info.id for info in there]
         run.save({"x": 1}, 1, reference=file).wait()
         for step in (2, 3):

@@ -1,4 +1,4 @@
-"""The journal of a Checkpointer: what goes wrong with it, and that training does not notice."""
+"""The journal of a PoolCheckpointer: what goes wrong with it, and that training does not notice."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import portus
-from portus.client.checkpointer import Checkpointer
 from portus.client.fence import clock, fence
 from portus.client.job.journal import SIZE_MAX, Journal
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.index.journals import journals_in, pages, read
 from portus.journal.account import Account, account
 from portus.journal.lines import Decided, Head, Saved, encoded
@@ -37,7 +37,7 @@ class Training:
         self.root = root
         self.model = torch.nn.Linear(8, 8)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.checkpointer = Checkpointer(root / ".portus", "run", **settings)  # type: ignore[arg-type]
+        self.checkpointer = PoolCheckpointer(root / ".portus", "run", **settings)  # type: ignore[arg-type]
         self.step = 0
 
     def go(self, steps: int) -> None:
@@ -158,7 +158,7 @@ def test_a_journal_that_cannot_be_written_is_said_once_and_ends_no_save(
     said = [each for each in caplog.messages if "journal" in each]
     assert len(said) == 1
     assert os.strerror(code) in said[0]
-    with Checkpointer(tmp_path / ".portus", "run") as again:
+    with PoolCheckpointer(tmp_path / ".portus", "run") as again:
         assert again.steps() == [6, 9]
 
 

@@ -25,7 +25,7 @@ COUNT = 10
 def saved(run: Run, count: int = COUNT) -> list[str]:
     """References, each of which leads to a version of ``SIZE`` bytes."""
     paths = []
-    with portus.Checkpointer(run.pool, keep=1) as made:
+    with portus.PoolCheckpointer(run.pool, keep=1) as made:
         for step in range(count):
             path = run.ckpt / f"{step}.ckpt"
             state = {"w": torch.full((SIZE,), step, dtype=torch.uint8), "step": step}

@@ -30,7 +30,7 @@ Pair = namedtuple("Pair", "left right")
 
 
 class Run:
-    """A training run with its checkpoints in ``ckpt``, saved by a real Checkpointer."""
+    """A training run with its checkpoints in ``ckpt``, saved by a real PoolCheckpointer."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -41,7 +41,7 @@ class Run:
     def save(self, name: str, state: object) -> Path:
         path = self.ckpt / name
         self.steps += 1
-        with portus.Checkpointer(self.pool, keep=None) as made:
+        with portus.PoolCheckpointer(self.pool, keep=None) as made:
             made.save(state, self.steps, reference=path, synchronous=True).wait()
         return path
 
@@ -153,7 +153,7 @@ def test_whatever_torch_can_write_is_written_as_torch_writes_it(run: Run) -> Non
 def test_a_part_of_a_state_is_written_without_the_rest(run: Run) -> None:
     state = {"model.bin": {"w": torch.ones(9)}, "other": numbers()}
     places = {str(run.ckpt / name): name for name in state}
-    with portus.Checkpointer(run.pool) as made:
+    with portus.PoolCheckpointer(run.pool) as made:
         made.save(state, 1, reference=places, synchronous=True).wait()
     assert sorted(portus.materialize(run.ckpt)) == sorted(places)
     assert same(run.ckpt / "model.bin", state["model.bin"])
@@ -333,7 +333,7 @@ def test_a_file_that_is_replaced_meanwhile_is_not_overwritten(run: Run) -> None:
 
 def test_a_save_in_flight_is_waited_for(run: Run) -> None:
     path = run.ckpt / "a.ckpt"
-    with portus.Checkpointer(run.pool) as made:
+    with portus.PoolCheckpointer(run.pool) as made:
         made.save(numbers(5), 5, reference=path)
         materialize(path)
     assert torch.load(path)["step"] == 5

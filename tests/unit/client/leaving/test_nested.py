@@ -20,10 +20,10 @@ import pytest
 import torch
 
 import portus
-from portus.client.checkpointer import Checkpointer
 from portus.client.fence.snapshot import Snapshots
 from portus.client.files import reference
 from portus.client.files.keeper import Keeper
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.errors import MediumError, UsageError
 from portus.index.pool import PoolWriter
 from portus.pipeline.queue import Queue
@@ -75,7 +75,7 @@ MOMENTS = [Snapshots.take, PoolWriter.ensure, Keeper.is_new, Keeper.place, Queue
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__qualname__)
 def test_a_save_within_a_save_is_a_real_file_when_it_returns(tmp_path: Path, moment: Any) -> None:
     inner = tmp_path / "new" / "signal.ckpt"
-    with Checkpointer(tmp_path / "pool") as checkpointer:
+    with PoolCheckpointer(tmp_path / "pool") as checkpointer:
         state = Training(counts=True).state()
 
         def save() -> Any:
@@ -98,7 +98,7 @@ def test_a_save_within_a_save_is_a_real_file_when_it_returns(tmp_path: Path, mom
 
 
 def test_without_a_path_a_save_within_a_save_says_what_to_do(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "pool") as checkpointer:
+    with PoolCheckpointer(tmp_path / "pool") as checkpointer:
         found = interrupted(
             Keeper.is_new,
             lambda: checkpointer.save({"a": 1}, 1, reference=tmp_path / "outer.ckpt"),
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_written_is_an_error_and_what_was_there_stays(tmp_
 
 def test_parts_of_a_save_within_a_save_are_files_each(tmp_path: Path) -> None:
     paths = {str(tmp_path / "x.bin"): "x", str(tmp_path / "y.bin"): "y"}
-    with Checkpointer(tmp_path / "pool") as checkpointer:
+    with PoolCheckpointer(tmp_path / "pool") as checkpointer:
         interrupted(
             Snapshots.take,
             lambda: checkpointer.save({"x": 1, "y": 2}, 1, reference=paths),
@@ -151,7 +151,7 @@ def test_what_was_asked_for_before_does_not_replace_it(
         monkeypatch.setattr(os, "link", no_links)
     path = tmp_path / "last.ckpt"
     gate = gated(tmp_path / "run.portus")
-    with Checkpointer(tmp_path / "run.portus", keep=1) as checkpointer:
+    with PoolCheckpointer(tmp_path / "run.portus", keep=1) as checkpointer:
         at_first = path if there else tmp_path / "another.ckpt"
         checkpointer.save({"step": 0}, 0, reference=at_first, synchronous=True)
         gate.shut()
@@ -183,7 +183,7 @@ def no_links(*_: object, **__: object) -> None:
 def test_a_removal_asked_for_before_does_not_remove_it_and_one_after_does(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     gate = gated(tmp_path / "run.portus")
-    with Checkpointer(tmp_path / "run.portus", keep=1) as checkpointer:
+    with PoolCheckpointer(tmp_path / "run.portus", keep=1) as checkpointer:
         checkpointer.save({"step": 1}, 1, reference=path, synchronous=True)
         gate.shut()
         checkpointer.save({"step": 2}, 2)
@@ -208,7 +208,7 @@ def test_a_removal_asked_for_before_does_not_remove_it_and_one_after_does(tmp_pa
 def test_loads_within_a_save_find_what_is_committed_or_say_why_not(tmp_path: Path) -> None:
     done, coming = tmp_path / "done.ckpt", tmp_path / "coming.ckpt"
     gate = gated(tmp_path / "run.portus")
-    with Checkpointer(tmp_path / "run.portus") as checkpointer:
+    with PoolCheckpointer(tmp_path / "run.portus") as checkpointer:
         checkpointer.save({"step": 1}, 1, reference=done, synchronous=True)
         gate.shut()
         checkpointer.save({"step": 2}, 2, reference=coming)
@@ -226,7 +226,7 @@ def test_loads_within_a_save_find_what_is_committed_or_say_why_not(tmp_path: Pat
                 checkpointer.wait,
                 checkpointer.fence,
                 checkpointer.close,
-                lambda: Checkpointer(tmp_path / "another.portus"),
+                lambda: PoolCheckpointer(tmp_path / "another.portus"),
                 lambda: portus.mend(tmp_path),
                 lambda: portus.materialize(done),
             ):
@@ -252,7 +252,7 @@ def test_a_step_of_a_handler_does_not_wait_for_the_save_that_it_interrupted(
     tmp_path: Path,
 ) -> None:
     gate = gated(tmp_path / "run.portus")
-    with Checkpointer(tmp_path / "run.portus") as checkpointer:
+    with PoolCheckpointer(tmp_path / "run.portus") as checkpointer:
         training = Training()
         for step in range(3):
             checkpointer.save(training.state(), step, synchronous=True)
@@ -271,7 +271,7 @@ def test_a_step_of_a_handler_does_not_wait_for_the_save_that_it_interrupted(
 
 def test_a_handler_that_interrupted_nothing_of_ours_saves_to_the_pool(tmp_path: Path) -> None:
     path = tmp_path / "signal.ckpt"
-    with Checkpointer(tmp_path / "pool") as checkpointer:
+    with PoolCheckpointer(tmp_path / "pool") as checkpointer:
 
         def save() -> None:
             assert not portus.is_nested()
@@ -301,7 +301,7 @@ def search(path: Path, seed: int, signals: int) -> None:
     expected: dict[Path, Any] = {}
     lengths: dict[str, int] = {}
     fired = nested = 0
-    with Checkpointer(path / "pool", keep=2) as checkpointer:
+    with PoolCheckpointer(path / "pool", keep=2) as checkpointer:
         training: Training
         kinds: dict[str, Callable[[int, Any], object]] = {
             "new": lambda step, state: checkpointer.save(state, step, reference=path / f"{step}"),

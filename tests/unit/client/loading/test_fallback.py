@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import portus
-from portus.client.checkpointer import Checkpointer
 from portus.client.loading import resolve
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.errors import CorruptionError, UsageError
 from portus.format.layout import RecordKind
 from portus.index.directory import open_reader
@@ -34,9 +34,9 @@ class Run:
                 path = None if step == 1 else self.root / f"{step}.ckpt"
                 run.save(state(step), step, reference=path).wait()
 
-    def start(self, **more: Any) -> Checkpointer:
+    def start(self, **more: Any) -> PoolCheckpointer:
         settings: dict[str, Any] = {"mirror": self.url, "keep": None}
-        return Checkpointer(self.root / ".portus", "net", **(settings | more))
+        return PoolCheckpointer(self.root / ".portus", "net", **(settings | more))
 
     def damage(self, step: int, name: str) -> None:
         """Flip a bit of a tensor in the pool."""

@@ -19,8 +19,8 @@ State = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Iterator[portus.Checkpointer]:
-    with portus.Checkpointer(tmp_path / "p.portus", "net", journal=False) as run:
+def saved(tmp_path: Path) -> Iterator[portus.PoolCheckpointer]:
+    with portus.PoolCheckpointer(tmp_path / "p.portus", "net", journal=False) as run:
         yield run
 
 
@@ -46,7 +46,7 @@ def one_byte() -> State:
 
 @pytest.mark.parametrize("make", [tied, shifted, shifted_and_transposed, one_byte])
 def test_different_values_for_one_place_are_refused_and_nothing_is_written(
-    saved: portus.Checkpointer, make: Callable[[], State]
+    saved: portus.PoolCheckpointer, make: Callable[[], State]
 ) -> None:
     saved.save({"one": ONE, "other": OTHER}, 1).wait()
     into = make()
@@ -57,7 +57,9 @@ def test_different_values_for_one_place_are_refused_and_nothing_is_written(
     assert torch.equal(into["other"], OTHER)
 
 
-def test_elements_of_one_tensor_that_share_memory_are_refused(saved: portus.Checkpointer) -> None:
+def test_elements_of_one_tensor_that_share_memory_are_refused(
+    saved: portus.PoolCheckpointer,
+) -> None:
     saved.save({"one": ONE}, 1).wait()
     memory = torch.full((12,), 7.0)
     with pytest.raises(UsageError, match="elements of one share memory"):
@@ -67,7 +69,7 @@ def test_elements_of_one_tensor_that_share_memory_are_refused(saved: portus.Chec
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_values_for_one_place_are_taken(
-    saved: portus.Checkpointer, dtype: torch.dtype
+    saved: portus.PoolCheckpointer, dtype: torch.dtype
 ) -> None:
     """Saved from tensors of their own, and bound for tied ones; NaN is the same as NaN."""
     value = ONE.clone()
@@ -78,7 +80,7 @@ def test_the_same_values_for_one_place_are_taken(
     assert torch.equal(both.nan_to_num(), value.to(dtype).nan_to_num())
 
 
-def test_columns_that_lie_between_each_other_are_filled(saved: portus.Checkpointer) -> None:
+def test_columns_that_lie_between_each_other_are_filled(saved: portus.PoolCheckpointer) -> None:
     saved.save({"one": ONE, "other": OTHER}, 1).wait()
     memory = torch.zeros(4, 6)
     saved.restore_into({"one": memory[:, ::2], "other": memory[:, 1::2]})
@@ -106,7 +108,7 @@ def of_one_flat_buffer() -> tuple[State, State]:
 
 @pytest.mark.parametrize("make", [tied_as_saved, a_base_and_its_rows, of_one_flat_buffer])
 def test_what_is_shared_as_it_was_or_not_at_all_costs_no_reading(
-    saved: portus.Checkpointer,
+    saved: portus.PoolCheckpointer,
     make: Callable[[], tuple[State, State]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import portus
-from portus.client.loading import restore
+from portus.client.loading import over, restore
+from portus.client.loading.over import Rename
 from portus.client.loading.overlap import overlapping
-from portus.client.loading.restore import Patterns, Rename, Restored
+from portus.client.loading.patterns import Patterns
+from portus.client.loading.restored import Restored
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.format.layout import RecordKind
 from portus.index.directory import open_reader
@@ -48,7 +50,7 @@ class Saved:
 
     def __init__(self, root: Path) -> None:
         self.path = root / "net.portus"
-        with portus.Checkpointer(self.path, "net", keep=None, journal=False) as run:
+        with portus.PoolCheckpointer(self.path, "net", keep=None, journal=False) as run:
             for step in (1, 2, 3):
                 run.save(state(step), step).wait()
         self.pool = open_reader(str(self.path))
@@ -293,7 +295,7 @@ def test_a_state_that_does_not_fit_is_told_why_and_left_as_it_was(
     ],
 )
 def test_a_dtype_that_would_drop_a_part_is_refused(target: str, of: str, taken: bool) -> None:
-    assert restore._takes(target, of) is taken
+    assert over._takes(target, of) is taken
 
 
 def test_what_is_missing_or_unexpected_is_listed_where_that_is_allowed(saved: Saved) -> None:
@@ -329,7 +331,7 @@ def test_targets_of_any_layout_get_the_values(saved: Saved) -> None:
 def test_lazy_bits_of_a_target_are_written_through(tmp_path: Path) -> None:
     numbers = torch.randn(9, dtype=torch.complex64)
     pool = tmp_path / "c.portus"
-    with portus.Checkpointer(pool, "net", journal=False) as run:
+    with portus.PoolCheckpointer(pool, "net", journal=False) as run:
         run.save({"plain": numbers, "lazy": numbers.clone().conj()}, 1).wait()
     with closing(open_reader(str(pool))) as reader:
         [entry] = reader.catalogue().entries()

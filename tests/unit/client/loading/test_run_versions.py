@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from portus.client.checkpointer import Checkpointer
 from portus.client.loading.resolve import POOLS
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.errors import StaleError, UsageError
 from portus.index.reader import PoolReader
 from portus.index.records import VersionEntry
@@ -31,7 +31,7 @@ class Pause(Chore):
 class Loading(Chore):
     """Waits on the worker for what is in flight, which it is itself."""
 
-    def __init__(self, run: Checkpointer) -> None:
+    def __init__(self, run: PoolCheckpointer) -> None:
         self.run_of = run
         self.waited: bool | None = None
 
@@ -40,12 +40,12 @@ class Loading(Chore):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Checkpointer]:
-    with Checkpointer(tmp_path / "m.portus", "m", journal=False) as made:
+def run(tmp_path: Path) -> Iterator[PoolCheckpointer]:
+    with PoolCheckpointer(tmp_path / "m.portus", "m", journal=False) as made:
         yield made
 
 
-def hold(run: Checkpointer) -> Pause:
+def hold(run: PoolCheckpointer) -> Pause:
     """What is saved from now on is committed once the pause is over, which is soon."""
     pause = Pause()
     run._queue.put(pause)
@@ -54,7 +54,7 @@ def hold(run: Checkpointer) -> Pause:
 
 
 def test_before_the_first_save_there_is_nothing_and_no_pool_is_made(
-    run: Checkpointer, tmp_path: Path
+    run: PoolCheckpointer, tmp_path: Path
 ) -> None:
     versions = run._versions
     assert (versions.infos(), versions.uuid) == ([], b"")
@@ -66,16 +66,16 @@ def test_before_the_first_save_there_is_nothing_and_no_pool_is_made(
 
 
 def test_what_another_one_saved_before_the_first_save_is_listed_and_not_begun_anew(
-    run: Checkpointer, tmp_path: Path
+    run: PoolCheckpointer, tmp_path: Path
 ) -> None:
     assert run.steps() == []
-    with Checkpointer(tmp_path / "m.portus", "m", journal=False) as other:
+    with PoolCheckpointer(tmp_path / "m.portus", "m", journal=False) as other:
         other.save({"step": 7}, 7).wait()
     assert run.steps() == [7]
     assert run.load() == {"step": 7}
 
 
-def test_a_load_waits_for_the_save_in_flight(run: Checkpointer) -> None:
+def test_a_load_waits_for_the_save_in_flight(run: PoolCheckpointer) -> None:
     run.save({"step": 1}, 1).wait()
     hold(run)
     run.save({"step": 2}, 2)
@@ -83,7 +83,7 @@ def test_a_load_waits_for_the_save_in_flight(run: Checkpointer) -> None:
 
 
 def test_a_version_that_is_there_is_used_at_once_and_one_in_flight_is_waited_for(
-    run: Checkpointer,
+    run: PoolCheckpointer,
 ) -> None:
     first = run.save({"step": 1}, 1).wait()
     pause = hold(run)
@@ -94,7 +94,9 @@ def test_a_version_that_is_there_is_used_at_once_and_one_in_flight_is_waited_for
     assert run._versions.load_version(token, "step") == 2
 
 
-def test_a_version_that_nobody_saved_is_stale_and_named_with_the_pool(run: Checkpointer) -> None:
+def test_a_version_that_nobody_saved_is_stale_and_named_with_the_pool(
+    run: PoolCheckpointer,
+) -> None:
     run.save({"step": 1}, 1).wait()
 
     def use(_: PoolReader, entry: VersionEntry) -> None:
@@ -104,14 +106,14 @@ def test_a_version_that_nobody_saved_is_stale_and_named_with_the_pool(run: Check
         run._versions.use_version(b"x" * 16, use)
 
 
-def test_the_worker_waits_for_no_save(run: Checkpointer) -> None:
+def test_the_worker_waits_for_no_save(run: PoolCheckpointer) -> None:
     loading = Loading(run)
     run._queue.put(loading)
     run._queue.drain(60)
     assert loading.waited is False
 
 
-def test_awaiting_saves_tells_whether_there_were_any(run: Checkpointer) -> None:
+def test_awaiting_saves_tells_whether_there_were_any(run: PoolCheckpointer) -> None:
     assert run._versions.await_saves(None, bytes(16)) is False
     hold(run)
     run.save({"step": 1}, 1)
@@ -120,7 +122,7 @@ def test_awaiting_saves_tells_whether_there_were_any(run: Checkpointer) -> None:
 
 
 def test_a_run_is_found_and_held_while_its_pool_is_open(tmp_path: Path) -> None:
-    run = Checkpointer(tmp_path / "m.portus", "m")
+    run = PoolCheckpointer(tmp_path / "m.portus", "m")
     run.save({"step": 1}, 1).wait()
     versions, known = run._versions, weakref.ref(run)
     assert POOLS.open_ones()[0] is versions
@@ -135,7 +137,7 @@ def test_a_run_is_found_and_held_while_its_pool_is_open(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_pool_is_held_by_nobody(tmp_path: Path) -> None:
-    run = Checkpointer(tmp_path / "m.portus", "m")
+    run = PoolCheckpointer(tmp_path / "m.portus", "m")
     known, pool = weakref.ref(run), run._pool
     del run
     assert known() is None
@@ -143,12 +145,14 @@ def test_a_run_without_a_pool_is_held_by_nobody(tmp_path: Path) -> None:
 
 
 @calls.marked
-def within_a_call(run: Checkpointer) -> tuple[object, list[int]]:
+def within_a_call(run: PoolCheckpointer) -> tuple[object, list[int]]:
     """What a signal handler finds that interrupts a call of ours here."""
     return run._versions.load(None, None), [info.step for info in run._versions.infos()]
 
 
-def test_within_another_call_what_is_committed_is_found_without_waiting(run: Checkpointer) -> None:
+def test_within_another_call_what_is_committed_is_found_without_waiting(
+    run: PoolCheckpointer,
+) -> None:
     run.save({"step": 1}, 1).wait()
     pause = Pause()
     run._queue.put(pause)
@@ -158,7 +162,7 @@ def test_within_another_call_what_is_committed_is_found_without_waiting(run: Che
     assert run.load() == {"step": 2}
 
 
-def test_nothing_is_found_any_more_once_the_run_is_over(run: Checkpointer) -> None:
+def test_nothing_is_found_any_more_once_the_run_is_over(run: PoolCheckpointer) -> None:
     info = run.save({"step": 1}, 1).wait()
     run.close()
     with pytest.raises(UsageError, match="this Checkpointer is closed"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from portus.client.paths import face
+from portus.client.paths import process
 from portus.client.paths.face import load, save
 from portus.errors import MediumError
 
@@ -25,9 +25,10 @@ SIZE = 700_000
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(face, "_savers", [])
+    monkeypatch.setattr(process, "_savers", [])
+    monkeypatch.setattr(process, "_writers", [])
     yield
-    face._finish()
+    process._finish()
 
 
 def check(path: Path, step: int) -> None:
@@ -52,7 +53,7 @@ def test_every_kind_of_file_system_has_fresh_files_and_spares(
         save(state(step), place / "last.pt").wait()
         check(place / "last.pt", step)
         check(place / f"{step % 2}.pt", step)
-    face._finish()
+    process._finish()
     assert sorted(set(os.listdir(place)) - {"lost+found"}) == ["0.pt", "1.pt", "last.pt"]
 
 
@@ -78,7 +79,7 @@ def test_a_full_disk_fails_saves_and_harms_no_file(mount: Callable[[str], Path],
     os.remove(place / f"{committed[0]}.pt")
     save(state(50), place / "50.pt").wait()
     check(place / "50.pt", 50)
-    face._finish()
+    process._finish()
     assert not (place / ".portus").exists()
 
 

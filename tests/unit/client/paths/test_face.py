@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from portus.client.files.pending import PENDING
-from portus.client.paths import face
+from portus.client.paths import process
 from portus.client.paths.face import load, save
 from portus.errors import AbandonedError, CorruptionError, MediumError, UsageError
 from portus.writer.image_file import ImageFile
@@ -36,9 +36,10 @@ WAIT_S_MAX = 30.0
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test has a saver of its own, which is closed behind it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(face, "_savers", [])
+    monkeypatch.setattr(process, "_savers", [])
+    monkeypatch.setattr(process, "_writers", [])
     yield
-    face._finish()
+    process._finish()
 
 
 class Held:
@@ -246,14 +247,14 @@ def test_a_failure_that_nobody_waits_for_is_told_at_the_next_call(
     with monkeypatch.context() as patched:
         patched.setattr(ImageFile, "finish", fails)
         save({}, "run.pt")
-        face._savers[0]._queue.drain()
+        process._savers[0]._queue.drain()
         with pytest.raises(MediumError, match="the disk"):  # nothing was saved ever
             save({}, "run.pt")
     save({}, "run.pt").wait()
     with monkeypatch.context() as patched:
         patched.setattr(ImageFile, "finish", fails)
         save({}, "run.pt")
-        face._savers[0]._queue.drain()
+        process._savers[0]._queue.drain()
     with caplog.at_level(logging.WARNING, logger="portus"):
         save({}, "run.pt").wait()
     assert "a save failed; training continues: [Errno 5] run.pt: the disk" in caplog.text
@@ -297,7 +298,7 @@ def in_process(program: str) -> subprocess.CompletedProcess[str]:
     """What becomes of a program that saves."""
     begin = (
         "import os, signal, sys, threading, torch\n"
-        "from portus.client.paths import face\n"
+        "from portus.client.paths import process\n"
         "from portus.client.paths.face import load, save\n"
         "from portus.writer.image_file import ImageFile\n"
         "import time\n"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from portus.client.files.pending import PENDING
-from portus.client.paths import face
+from portus.client.paths import process
 from portus.client.paths.face import load, save
 from portus.errors import MediumError
 from portus.writer.image_file import ImageFile
@@ -26,10 +26,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are writt
 @pytest.fixture(autouse=True)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(face, "_savers", [])
+    monkeypatch.setattr(process, "_savers", [])
+    monkeypatch.setattr(process, "_writers", [])
     os.mkdir("run")
     yield
-    face._finish()
+    process._finish()
 
 
 def state(step: int) -> dict[str, object]:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import portus
-from portus.client.checkpointer import Checkpointer
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.client.shards.planned import look
 from portus.dcp import PortusStorageReader, PortusStorageWriter, load
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_saved_is_refused_without_a_plan(tmp_path: Path, plans: l
 def test_what_the_other_ranks_hear_of_is_not_raised_on_one_rank_alone(tmp_path: Path) -> None:
     """A part that fails after the ranks told each other: they would wait for this rank."""
     found = {"t": torch.zeros(1 << 18)}
-    checkpointer = Checkpointer(tmp_path, "run", keep=None, max_bytes=5 << 20, on_error="raise")
+    checkpointer = PoolCheckpointer(tmp_path, "run", keep=None, max_bytes=5 << 20, on_error="raise")
     checkpointer.part.is_heard_of = True
     handles = []
     for step in range(8):

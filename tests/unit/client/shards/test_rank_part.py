@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import portus
-from portus.client.checkpointer import Checkpointer
 from portus.client.loading.view import PoolFile
+from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.errors import MediumError, UsageError
 from portus.index.place import Place
 from portus.media import calls
@@ -18,13 +18,13 @@ from portus.spec import VersionInfo
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Checkpointer]:
-    with Checkpointer(tmp_path / "m.portus", "m", keep=1, journal=False) as made:
+def run(tmp_path: Path) -> Iterator[PoolCheckpointer]:
+    with PoolCheckpointer(tmp_path / "m.portus", "m", keep=1, journal=False) as made:
         yield made
 
 
 def test_a_part_is_announced_before_its_first_save_and_its_pool_is_known_by_the_sign(
-    run: Checkpointer,
+    run: PoolCheckpointer,
 ) -> None:
     sign = run.part.announce()
     with contextlib.closing(PoolFile(Place.named(run.path))) as file:
@@ -34,7 +34,7 @@ def test_a_part_is_announced_before_its_first_save_and_its_pool_is_known_by_the_
 
 
 def test_a_pool_that_was_announced_and_never_saved_to_goes_away(
-    run: Checkpointer, tmp_path: Path
+    run: PoolCheckpointer, tmp_path: Path
 ) -> None:
     run.part.announce()
     run.close()
@@ -42,13 +42,13 @@ def test_a_pool_that_was_announced_and_never_saved_to_goes_away(
 
 
 @calls.marked
-def announce_within_a_call(run: Checkpointer) -> None:
+def announce_within_a_call(run: PoolCheckpointer) -> None:
     """What a signal handler asks for that interrupts a call of ours here."""
     run.part.announce()
 
 
 def test_a_pool_that_is_not_there_is_not_made_within_another_call(
-    run: Checkpointer, tmp_path: Path
+    run: PoolCheckpointer, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=r"creation of .*m\.portus: this signal handler"):
         announce_within_a_call(run)
@@ -57,7 +57,7 @@ def test_a_pool_that_is_not_there_is_not_made_within_another_call(
     announce_within_a_call(run)  # asks for nothing that somebody may hold
 
 
-def test_what_others_decide_replaces_keep(run: Checkpointer) -> None:
+def test_what_others_decide_replaces_keep(run: PoolCheckpointer) -> None:
     seen: list[list[int]] = []
 
     def surplus(there: object) -> list[int]:
@@ -72,7 +72,7 @@ def test_what_others_decide_replaces_keep(run: Checkpointer) -> None:
     assert run.steps() == [1, 3]
 
 
-def test_each_commit_is_told_and_a_failed_save_is_not(run: Checkpointer) -> None:
+def test_each_commit_is_told_and_a_failed_save_is_not(run: PoolCheckpointer) -> None:
     told: list[VersionInfo] = []
     run.part.on_commit = told.append
     first = run.save({"step": 1}, 1).wait()
@@ -88,7 +88,7 @@ def test_each_commit_is_told_and_a_failed_save_is_not(run: Checkpointer) -> None
 def test_a_failure_that_all_ranks_raise_is_not_raised_by_the_next_save_of_one(
     tmp_path: Path, is_heard_of: bool
 ) -> None:
-    with Checkpointer(tmp_path / "m.portus", "m", on_error="raise") as run:
+    with PoolCheckpointer(tmp_path / "m.portus", "m", on_error="raise") as run:
         run.save({"step": 1}, 1).wait()
         run.part.is_heard_of, run.part.surplus = is_heard_of, _fail
         run.save({"step": 2}, 2)
@@ -101,7 +101,7 @@ def test_a_failure_that_all_ranks_raise_is_not_raised_by_the_next_save_of_one(
 
 
 def test_what_is_let_go_is_gone_but_for_what_a_file_leads_to(
-    run: Checkpointer, tmp_path: Path
+    run: PoolCheckpointer, tmp_path: Path
 ) -> None:
     run.part.surplus = lambda there: []
     file = tmp_path / "1.ckpt"
@@ -113,7 +113,7 @@ def test_what_is_let_go_is_gone_but_for_what_a_file_leads_to(
     assert portus.load_reference(file) == {"step": 1}
 
 
-def test_nothing_is_let_go_where_nothing_was_saved(run: Checkpointer, tmp_path: Path) -> None:
+def test_nothing_is_let_go_where_nothing_was_saved(run: PoolCheckpointer, tmp_path: Path) -> None:
     run.part.let_go([1])
     assert list(tmp_path.iterdir()) == []
     run.close()
@@ -122,7 +122,7 @@ def test_nothing_is_let_go_where_nothing_was_saved(run: Checkpointer, tmp_path: 
 
 
 def test_a_file_of_what_was_never_complete_does_not_look_like_a_checkpoint(
-    run: Checkpointer, tmp_path: Path
+    run: PoolCheckpointer, tmp_path: Path
 ) -> None:
     run.part.surplus = lambda there: []
     infos = {

@@ -67,7 +67,7 @@ class Slow:
 
 def test_the_total_of_a_save_counts_from_the_beginning_of_its_call(tmp_path: Path) -> None:
     portus.register_codec(Slow, Slow.encoded, lambda state: Slow(), name="tests.Slow")
-    with portus.Checkpointer(tmp_path / "run.portus") as run:
+    with portus.PoolCheckpointer(tmp_path / "run.portus") as run:
         handle = run.save({"object": Slow(), "x": torch.zeros(3)}, 1)
         handle.wait()
         assert handle.stats.total_s >= Slow.TOOK_S
@@ -80,7 +80,7 @@ def test_an_object_is_saved_as_it_is_at_the_call_whatever_is_written_after(tmp_p
     scratch, rows = torch.zeros(1000), [1, 2]
     state = {"buffer": Replay(model.weight, {"scratch": scratch, "rows": rows})}
     before = model.weight.detach().clone()
-    with portus.Checkpointer(tmp_path / "run.portus") as run:
+    with portus.PoolCheckpointer(tmp_path / "run.portus") as run:
         optimizer.step()  # the fence learns which tensors are its
         handle = run.save(state, 1)
         scratch.add_(1)
@@ -132,7 +132,7 @@ def test_what_cannot_be_encoded_is_refused_with_its_place(
 ) -> None:  # fmt: skip
     nothing_registered()  # and put back
     name = broken(encode)
-    with portus.Checkpointer(tmp_path / "run.portus") as run:
+    with portus.PoolCheckpointer(tmp_path / "run.portus") as run:
         run.save({"a": 1}, 1).wait()
         with pytest.raises(portus.UsageError, match=message.replace("NAME", re.escape(name))):
             run.save({"a": [{"b": Broken(1)}]}, 2)
@@ -250,7 +250,7 @@ def test_of_threads_that_register_at_once_one_gets_the_name(
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A reference to a state with an object in it, of ``tmp_path / "run.portus"``."""
-    with portus.Checkpointer(tmp_path / "run.portus") as run:
+    with portus.PoolCheckpointer(tmp_path / "run.portus") as run:
         path = tmp_path / "1.ckpt"
         run.save({"n": {"buffer": replay()}, "w": torch.ones(2)}, 1, reference=path).wait()
     return path
@@ -284,7 +284,7 @@ def test_what_cannot_be_decoded_is_said_and_nothing_else_is_loaded(
 ) -> None:
     nothing_registered()
     name = broken(Broken.encoded, decode)
-    with portus.Checkpointer(tmp_path / "run.portus") as run:
+    with portus.PoolCheckpointer(tmp_path / "run.portus") as run:
         run.save({"a": 1}, 1).wait()
         run.save({"b": Broken(1)}, 2).wait()
         with pytest.raises(portus.UsageError, match=message.replace("NAME", re.escape(name))):
@@ -334,7 +334,7 @@ def test_a_registered_dataclass_is_replaced_and_not_merged(
     nothing_registered()
     portus.register_codec(kinds.Config, lambda c: [c.width], lambda s: kinds.Config(s[0]))
     state = {"config": kinds.Config(1)}
-    with portus.Checkpointer(tmp_path / "run.portus") as run:
+    with portus.PoolCheckpointer(tmp_path / "run.portus") as run:
         run.save(state, 1).wait()
         old = state["config"] = kinds.Config(2, extra={"mine": 1})
         run.restore_into(state)
@@ -343,7 +343,7 @@ def test_a_registered_dataclass_is_replaced_and_not_merged(
 
 
 def test_an_object_where_the_version_has_none_does_not_fit(tmp_path: Path) -> None:
-    with portus.Checkpointer(tmp_path / "run.portus") as run:
+    with portus.PoolCheckpointer(tmp_path / "run.portus") as run:
         run.save({"buffer": {"rows": torch.ones(2), "note": None}}, 1).wait()
         rows = torch.zeros(2)
         with pytest.raises(portus.UsageError, match=r"missing.*buffer\.rows; unexpected"):
@@ -390,7 +390,7 @@ def test_a_torch_file_has_stand_ins_that_load_anywhere(
 
 def test_stand_ins_are_read_with_weights_only(tmp_path: Path) -> None:
     state = {"buffer": Replay(torch.ones(3), [Replay(2)]), "tuple": (Replay(3),)}
-    with portus.Checkpointer(tmp_path / "run.portus") as run:
+    with portus.PoolCheckpointer(tmp_path / "run.portus") as run:
         run.save(state, 1, reference=tmp_path / "pool.ckpt").wait()
     portus.materialize(tmp_path / "pool.ckpt")
     write_file(state, tmp_path / "written.ckpt")  # as in a signal handler

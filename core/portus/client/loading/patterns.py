@@ -1,0 +1,64 @@
+"""Shell patterns of key paths: which part of a state is meant."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from portus.errors import UsageError
+
+Patterns = str | Sequence[str] | None
+
+_NEAR_MAX: Final = 5
+_HEADS_MAX: Final = 2000
+"""Key paths that an error names, and looks at, for one that is not there."""
+
+
+class Matcher:
+    """Whether a key path matches one of some shell patterns, or lies below what one matches."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns: Final = list(patterns)
+        self._unmet: Final = set(patterns)
+        self._seen: Final[dict[str, None]] = {}
+
+    def __call__(self, name: str) -> bool:
+        found = [
+            pattern
+            for pattern in self._patterns
+            if fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")
+        ]
+        self._unmet.difference_update(found)
+        self._seen[name] = None
+        return bool(found)
+
+    def complain(self, where: str) -> None:
+        """Raise ``UsageError`` if a pattern matched nothing of what was asked about so far."""
+        for pattern in self._patterns:
+            if pattern in self._unmet:
+                raise UsageError(f"{where}: no key path matches {pattern!r}; {self._near(pattern)}")
+
+    def _near(self, pattern: str) -> str:
+        """What may have been meant: paths, and what they lie below, as deep as the pattern."""
+        stem = pattern.removesuffix(".*")
+        depth = stem.count(".") + 1
+        heads = list(dict.fromkeys(".".join(each.split(".")[:depth]) for each in self._seen))
+        near = difflib.get_close_matches(stem, heads[:_HEADS_MAX], _NEAR_MAX)
+        if near:
+            return f"near it are {', '.join(near)}"
+        tops = dict.fromkeys(each.split(".")[0] for each in self._seen)
+        return f"paths begin with {', '.join(list(tops)[:_NEAR_MAX])}"
+
+
+def matcher(names: Patterns) -> Matcher | None:
+    """For the patterns that a user gave; None for all. Raises ``UsageError`` for what is none."""
+    if names is None:
+        return None
+    given: Any = names
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    patterns = [given] if is_one else list(given)
+    if not all(isinstance(each, str) for each in patterns):
+        raise UsageError(f"names: expected a pattern, or a list of patterns, found {names!r:.80}")
+    return Matcher(patterns)

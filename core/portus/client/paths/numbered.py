@@ -1,0 +1,340 @@
+"""``DirectoryCheckpointer``: the ``Checkpointer`` of a directory of files."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from portus.client.checkpointer import Checkpointer, place_of
+from portus.client.fence.fence import before_write
+from portus.client.files.pending import PENDING
+from portus.client.job.journal import Journal
+from portus.client.job.settings import Settings, SettingsDict, mirror_of, say_unmirrored
+from portus.client.loading.loaded import note_loaded
+from portus.client.loading.over import Rename
+from portus.client.loading.patterns import Patterns
+from portus.client.loading.restored import Restored
+from portus.client.loading.torch_file import load_file, restore_file
+from portus.client.paths.process import close_at_exit, closed, is_blocking, recover_left, writer
+from portus.client.paths.saver import Extra, FileSaver
+from portus.client.paths.step_files import StepFiles
+from portus.directory.folder import FOLDER
+from portus.directory.waiting import wait_for_drafts
+from portus.errors import (
+    CorruptionError,
+    MediumError,
+    PortusError,
+    StaleError,
+    UsageError,
+    printable,
+)
+from portus.index.keep import Keep, checked_metrics
+from portus.index.place import Place, PlaceKind
+from portus.media import calls
+from portus.pipeline.handle import SaveHandle, SaveStats
+from portus.pipeline.run import Save
+from portus.spec import VersionInfo
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Result = TypeVar("Result")
+
+_log: Final = logging.getLogger("portus")
+
+_JOURNAL: Final = "checkpoints.journal"
+_TRIES: Final = 5
+"""A load starts again when what it found was removed under it, this often."""
+
+
+class DirectoryCheckpointer(Checkpointer):
+    """See ``Checkpointer``. Several in one directory, in one process or more, do not disturb each
+    other, but each removes what its own ``keep`` lets go of."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        model: str = "default",
+        *,
+        keep: int | Keep | None = 2,
+        links: str | None = None,
+        **settings: Unpack[SettingsDict],
+    ) -> None:
+        self._is_closed = True  # until it is made
+        place = place_of(directory)
+        _refuse_names(place, model, links)
+        self._keep: Final = Keep.of(keep)
+        self.settings: Final = _checked(place.path, Settings(**settings))
+        """How it saves and loads."""
+        self._files: Final = StepFiles(place.path)
+        self._shared: Final = writer()
+        self._saver: Final = FileSaver(self._shared, self.settings)
+        name = os.path.basename(place.path) or "checkpoints"
+        self._journal: Final = Journal(name) if self.settings.journal else None
+        if self._journal is not None:
+            self._journal.on_first_step(_asks_for(place.path))
+        self._last: SaveHandle | None = None
+        self._last_ns = 0
+        self._process: Final = os.getpid()
+        recover_left(place.path)
+        self._is_closed = False
+        close_at_exit(self)
+
+    def save(
+        self,
+        state: object,
+        step: int,
+        *,
+        synchronous: bool = False,
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveHandle:
+        self._check_usable()
+        path, scored = self._files.path_of(step), checked_metrics(metrics)
+        is_new = self._make_directory()
+        self._last_ns = max(time.time_ns(), (self._last_ns or self._newest_ns()) + 1)
+        extra = Extra(
+            step=int(step),
+            note=self._files.note(self._last_ns, scored),
+            begun=self._note_begun(path, int(step)),
+            then=self._over,
+        )
+        try:
+            self._last = handle = self._saver.save(state, path, extra)
+        except BaseException:
+            if is_new:  # nothing is left behind
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.path)
+            raise
+        if synchronous or is_blocking():
+            handle.join()
+        return handle
+
+    def load(self, step: int | None = None, names: Patterns = None, **settings: Any) -> Any:
+        verify = self.settings.verify
+        return self._used(step, lambda path: load_file(path, names, verify=verify, **settings))[1]
+
+    @calls.entry
+    def restore_into(
+        self,
+        state: object,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        names: Patterns = None,
+        rename: Rename = None,
+        weights_only: bool | None = None,
+    ) -> Restored:
+        before_write()  # a save of this process may be reading these tensors
+        info, (missing, unexpected) = self._used(
+            step,
+            lambda path: restore_file(
+                path,
+                state,
+                strict=strict,
+                names=names,
+                rename=rename,
+                weights_only=weights_only,
+                verify=self.settings.verify,
+            ),
+        )
+        return Restored(info, missing, unexpected)
+
+    def versions(self) -> list[VersionInfo]:
+        self._check_usable()
+        with PENDING.exempt():
+            return self._files.found()
+
+    @calls.entry
+    def fence(self) -> None:
+        self._saver.fence()
+
+    @calls.entry
+    def wait(self, timeout: float | None = None) -> None:
+        self._saver.wait(timeout)
+
+    @calls.entry
+    def close(self) -> None:
+        if self._is_closed or self._process != os.getpid():
+            return
+        self._is_closed = True
+        closed(self)
+        try:
+            self._saver.close()
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+            self._shared.publisher.close()  # no spare and no hold outlasts a run
+
+    @property
+    def path(self) -> str:
+        return self._files.directory
+
+    @property
+    def last_stats(self) -> SaveStats | None:
+        return None if self._last is None else self._last.stats
+
+    @property
+    def has_committed(self) -> bool:
+        return self._saver.has_committed
+
+    def __del__(self) -> None:
+        with contextlib.suppress(PortusError, AttributeError):
+            self.close()
+
+    def _check_usable(self) -> None:
+        if self._process != os.getpid():
+            raise UsageError(
+                f"{printable(self.path)}: another process opened this Checkpointer; open one here"
+            )
+        if self._is_closed:
+            raise UsageError("this Checkpointer is closed")
+
+    def _make_directory(self) -> bool:
+        """Make the directory, and return whether it was not there."""
+        if os.path.isdir(self.path):
+            return False
+        try:
+            os.makedirs(self.path, exist_ok=True)
+        except OSError as error:
+            raise MediumError(
+                error.errno, f"{printable(self.path)}: cannot make it: {error.strerror}"
+            ) from error
+        return True
+
+    def _newest_ns(self) -> int:
+        with contextlib.suppress(MediumError), PENDING.exempt():
+            return self._files.newest_ns()
+        return 0
+
+    def _note_begun(self, path: str, step: int) -> Callable[[Save], None]:
+        def begun(save: Save) -> None:
+            if self._journal is not None:
+                self._journal.asked(save.token, step, path)
+
+        return begun
+
+    def _used(self, step: int | None, use: Callable[[str], Result]) -> tuple[VersionInfo, Result]:
+        """What ``use`` gives for the file of a step, or for the newest that verifies."""
+        self._check_usable()
+        self._await_saves()
+        for _ in range(_TRIES):
+            with PENDING.exempt(), contextlib.suppress(FileNotFoundError):
+                found = self._chosen(step)
+                return self._newest_of(found, use)
+        raise StaleError(f"{printable(self.path)}: checkpoints are removed faster than they load")
+
+    def _newest_of(
+        self, found: list[VersionInfo], use: Callable[[str], Result]
+    ) -> tuple[VersionInfo, Result]:
+        failure: PortusError | None = None
+        for info in reversed(found):
+            path = self._files.path_of(info.step)
+            if failure is not None:
+                _log.error("%s; FALLING BACK to %s", failure, printable(path))
+            try:
+                result = use(path)
+            except (CorruptionError, MediumError) as error:
+                failure = failure if isinstance(failure, CorruptionError) else error
+                continue
+            note_loaded(info)
+            return info, result
+        assert failure is not None, "there was no checkpoint to load"
+        raise failure
+
+    def _chosen(self, step: int | None) -> list[VersionInfo]:
+        found = self._files.found()
+        path = None if step is None else self._files.path_of(step)
+        chosen = [info for info in found if step in (None, info.step)]
+        if chosen:
+            return chosen
+        steps = [info.step for info in found]
+        raise UsageError(
+            f"{printable(path or self.path)}: there is no checkpoint; "
+            + (f"there are steps {steps[-20:]}" if steps else "nothing was saved here")
+        )
+
+    def _await_saves(self) -> None:
+        """Wait for what is in flight, here and in other processes."""
+        if calls.is_nested():
+            return  # what is committed by now counts
+        where = os.path.realpath(self.path)
+        PENDING.wait_for(where)
+        with PENDING.exempt():
+            wait_for_drafts(where)
+            recover_left(where)
+
+    # On the worker.
+
+    def _over(self, save: Save) -> None:
+        journal = self._journal
+        if journal is not None and not journal.has_begun:
+            found = _asks_for(self.path)()
+            if found is not None:
+                journal.begin(*found)
+        if save.error is not None:
+            if journal is not None:
+                journal.failed(save.step, str(save.error), save.token)
+            return
+        if journal is not None:
+            journal.committed(save.token, save.stats)
+        if self._keep is not None:
+            self._remove_surplus(self._keep)
+
+    def _remove_surplus(self, keep: Keep) -> None:
+        try:
+            for path in self._files.surplus(keep):
+                self._saver.remove(path)
+        except MediumError as error:
+            _log.warning(
+                "portus: %s; more checkpoints than keep= says stay until the next commit", error
+            )
+
+
+def _asks_for(directory: str) -> Callable[[], tuple[str, str] | None]:
+    """Asks where the journal belongs; None while there is no directory. Holds nobody: a
+    ``Checkpointer`` that nobody holds is closed."""
+
+    def place() -> tuple[str, str] | None:
+        if not os.path.isdir(directory):
+            return None
+        return os.path.join(directory, FOLDER, _JOURNAL), PlaceKind.DIRECTORY.value
+
+    return place
+
+
+def _refuse_names(place: Place, model: str, links: str | None) -> None:
+    where = printable(place.path)
+    if model != "default":
+        raise UsageError(
+            f"model: {where} is a directory, which has the checkpoints of one run; found "
+            f"{model!r:.200}. Name a directory for each run, without model="
+        )
+    if links is not None:
+        raise UsageError(f"links: {where} is a directory, whose checkpoints are files; omit links")
+
+
+def _checked(path: str, settings: Settings) -> Settings:
+    """Refuse what only pools have."""
+    where = printable(path)
+    pool = printable(os.path.join(path, "run.portus"))
+    if settings.max_bytes is not None:
+        raise UsageError(
+            f"max_bytes: {where} is a directory of files, which has no largest size; keep= says "
+            "how many checkpoints stay"
+        )
+    if settings.durable != 1:
+        raise UsageError(f"durable: {where} is a directory; only storage hosts have copies")
+    if settings.mirror is not None and mirror_of(settings) is not None:
+        raise UsageError(
+            f"mirror: {where} is a directory of files, which is not mirrored; save to a pool file "
+            f"({pool}), or copy the files"
+        )
+    if settings.mirror is None and mirror_of(settings) is not None:
+        say_unmirrored(
+            os.path.basename(path), f"it is in {where}, a directory of files, which has no mirror"
+        )
+    return settings

@@ -1,0 +1,113 @@
+"""What this process writes files with: made at its first save, closed at its exit."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import weakref
+from typing import Final, Protocol
+
+from portus.client.files.pending import PENDING
+from portus.client.job.settings import Settings
+from portus.client.paths.saver import FileSaver, SharedWriter, recover
+from portus.directory.folder import FOLDER
+from portus.errors import MediumError, PortusError, UsageError
+
+_log: Final = logging.getLogger("portus")
+
+BLOCKING: Final = "PORTUS_BLOCKING"
+"""A variable; set to something other than 0, it makes each ``save`` return when the file is there.
+"""
+
+_SHARE: Final = 4
+"""One in so many bytes of the machine's memory may be staged."""
+
+
+class Closable(Protocol):
+    """What saves, and has to be closed before the process ends."""
+
+    def close(self) -> None: ...
+
+
+_making = threading.RLock()
+_writers: Final[list[SharedWriter]] = []
+"""The one of this process, once it saved."""
+_savers: Final[list[FileSaver]] = []
+"""That of ``portus.save``."""
+_open: Final[weakref.WeakSet[Closable]] = weakref.WeakSet()
+
+
+def writer() -> SharedWriter:
+    """Return what all savers of this process share. Raises ``UsageError`` where it cannot be."""
+    if sys.platform != "linux":
+        raise UsageError(
+            f"portus.save: files are written on Linux only; on {sys.platform} use torch.save"
+        )
+    with _making:
+        if not _writers:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            _writers.append(SharedWriter(memory // _SHARE))
+            atexit.register(_finish)
+        return _writers[0]
+
+
+def saver() -> FileSaver:
+    """Return the saver of ``portus.save``."""
+    if not _savers:
+        with _making:
+            if not _savers:
+                _savers.append(FileSaver(writer(), Settings()))
+                close_at_exit(_savers[0])
+    return _savers[0]
+
+
+def close_at_exit(owner: Closable) -> None:
+    """Close ``owner`` when the process ends, if it is still there."""
+    _open.add(owner)
+
+
+def closed(owner: Closable) -> None:
+    """Forget ``owner``: it was closed."""
+    _open.discard(owner)
+
+
+def is_blocking() -> bool:
+    """Return whether each save is to return when its file is there."""
+    return os.environ.get(BLOCKING, "0") not in ("", "0")
+
+
+def recover_left(directory: str) -> None:
+    """Put back what a process that was killed had removed too early, if there was one."""
+    if os.path.isdir(os.path.join(directory, FOLDER)):
+        with contextlib.suppress(MediumError):  # it cannot be put back; what is missing is told
+            recover(directory)
+
+
+def _finish() -> None:
+    """Finish what is in flight, at the exit."""
+    with PENDING.exempt():
+        for owner in list(_open):
+            try:
+                owner.close()
+            except PortusError as error:
+                _log.error("portus: a save failed: %s", error)
+        _savers.clear()
+        while _writers:
+            _writers.pop().close()
+
+
+def _forget_in_child() -> None:
+    """The saves in flight are those of the parent, and so is whoever holds the lock."""
+    global _making
+    _making = threading.RLock()
+    _savers.clear()
+    _writers.clear()
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
