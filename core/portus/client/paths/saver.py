@@ -30,7 +30,7 @@ from portus.client.loading.torch_file import is_whole
 from portus.client.paths.draft import FileDraft
 from portus.client.state.pickling import PickledState, path_in, pickle_state
 from portus.directory.publisher import Publisher
-from portus.directory.system import Linux, System
+from portus.directory.system import OUT_OF_SPACE, Linux, System
 from portus.errors import (
     AbandonedError,
     MediumError,
@@ -307,7 +307,7 @@ class FileSaver:
             self._auditor.use_huge_pages(lambda: not self._queue.has_more())
         else:
             self._reports.failed(save)
-            if isinstance(save.error, MediumError) and save.error.errno == errno.ENOSPC:
+            if isinstance(save.error, MediumError) and save.error.errno in OUT_OF_SPACE:
                 self._publisher.drop_spare()
         if then is not None:
             then(save)

@@ -360,8 +360,8 @@ def test_steps_are_the_committed_ones_and_loads_wait_here_and_in_another_process
     held: threading.Event,
 ) -> None:
     program = (
-        "import portus; print('ready', flush=True); input(); "
-        "print(portus.Checkpointer('run').load()['step'])"
+        "import portus, torch; run = portus.Checkpointer('run'); run.steps(); "
+        "print('ready', flush=True); input(); print(run.load()['step'])"
     )
     checkpointer = portus.Checkpointer("run")
     with subprocess.Popen(
@@ -395,6 +395,29 @@ def test_a_fence_waits_until_the_copy_is_done_and_the_file_is_the_state_at_the_c
         checkpointer.save({"optimizer": optimizer.state_dict()}, 2)
         optimizer.step()
         assert_same(dict(checkpointer.load(1)), before)
+
+
+def test_a_restore_waits_for_a_save_elsewhere_that_reads_the_same_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer = trained()
+    go_on, copy = threading.Event(), ImageFile.copy
+
+    def held_back(own: ImageFile, *arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            assert go_on.wait(WAIT_S_MAX)
+        return copy(own, *arguments)
+
+    with portus.Checkpointer("run") as checkpointer:
+        checkpointer.save(model.state_dict(), 1).wait()
+        optimizer.step()
+        now = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        monkeypatch.setattr(ImageFile, "copy", held_back)
+        handle = portus.save(model.state_dict(), "other.pt")
+        threading.Timer(0.3, go_on.set).start()
+        checkpointer.restore_into(model.state_dict())
+        handle.wait()
+    assert_same(dict(torch.load("other.pt")), now)
 
 
 def test_a_program_that_does_not_close_it_finishes_its_saves() -> None:
