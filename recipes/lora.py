@@ -59,7 +59,7 @@ def train(
     optimizer = adamw(model, 1e-3)
     data = DataLoader(Text(size.context), batch_size=2, shuffle=True)
     batches: Any = iter(data)
-    with portus.Checkpointer(pool, "lora", keep=2) as checkpointer:
+    with portus.PoolCheckpointer(pool, "lora", keep=2) as checkpointer:
         for step in range(1, saves * steps + 1):
             loss: Any = model(next(batches))
             loss.backward()

@@ -154,6 +154,22 @@ def read_torch(read: Read, size: int, name: str) -> TorchFile:
     )
 
 
+def read_record(read: Read, size: int, name: str, record: str) -> bytes | None:
+    """Return one record of the file ``name`` of ``size`` bytes; None if it has none such.
+
+    Reads the directory of the file and that record alone, which is compared with its CRC32. Raises
+    ``CorruptionError`` when they are damaged.
+    """
+    directory = _Directory(read, size, name)
+    for entry in directory.entries:
+        if entry.name.partition("/")[2] == record:
+            data = _exactly(read, directory.begin(entry), entry.length, name)
+            if zlib.crc32(data) != entry.crc:
+                directory.bad(entry.at, f"the CRC32 of {record}", entry.crc, zlib.crc32(data))
+            return data
+    return None
+
+
 def _in_order(key: str) -> tuple[int, str]:
     """Numbers by their size; torch 1.6 had other keys."""
     return (int(key), "") if key.isascii() and key.isdigit() and len(key) < 20 else (-1, key)
@@ -298,22 +314,28 @@ class _Directory:
         found = {}
         end = 0
         for entry in sorted(self.entries, key=lambda entry: entry.header_at):
-            at = entry.header_at
-            if at < end or at + LOCAL.size > self._start:
-                self.bad(entry.at, f"where {entry.name} begins", f"{end} to {self._start}", at)
-            begin = at + LOCAL.size + len(entry.raw_name)
-            header = _exactly(self._read, at, begin - at, self._name)
-            magic, _, flags, method, *_, name, extra = LOCAL.unpack_from(header)
-            if (magic, flags, method, name) != (LOCAL_MAGIC, entry.flags, 0, len(entry.raw_name)):
-                self.bad(at, f"the header of {entry.name}", "that of its record", "other bytes")
-            if header[LOCAL.size :] != entry.raw_name:
-                self.bad(at, "the name of a record", entry.name, header[LOCAL.size :])
-            begin += extra
+            begin = self.begin(entry, end)
             end = begin + entry.length
-            if end > self._start:
-                self.bad(entry.at, f"where {entry.name} ends", f"{self._start} at most", end)
             found[entry.name] = begin
         return found
+
+    def begin(self, entry: _Central, least: int = 0) -> int:
+        """Where the data of a record begins, whose header is at ``least`` or behind it."""
+        at = entry.header_at
+        if at < least or at + LOCAL.size > self._start:
+            self.bad(entry.at, f"where {entry.name} begins", f"{least} to {self._start}", at)
+        begin = at + LOCAL.size + len(entry.raw_name)
+        header = _exactly(self._read, at, begin - at, self._name)
+        magic, _, flags, method, *_, name, extra = LOCAL.unpack_from(header)
+        if (magic, flags, method, name) != (LOCAL_MAGIC, entry.flags, 0, len(entry.raw_name)):
+            self.bad(at, f"the header of {entry.name}", "that of its record", "other bytes")
+        if header[LOCAL.size :] != entry.raw_name:
+            self.bad(at, "the name of a record", entry.name, header[LOCAL.size :])
+        begin += extra
+        if begin + entry.length > self._start:
+            end = begin + entry.length
+            self.bad(entry.at, f"where {entry.name} ends", f"{self._start} at most", end)
+        return begin
 
     def verified(
         self, central: _Central, record: ZipRecord, offset: Column, length: Column

@@ -23,7 +23,7 @@ from portus.client.state.state import flatten
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError, printable
 from portus.format.checksum import unit_counts
 from portus.image.key_paths import storage_places
-from portus.image.torch_reader import Read, TorchFile, read_torch
+from portus.image.torch_reader import Read, TorchFile, read_record, read_torch
 from portus.image.torch_zip import NOTE
 from portus.media.file import FileSystemTraits, PlainFile
 from portus.media.process import Descriptor
@@ -120,13 +120,13 @@ def restore_file(
 
 
 def read_note(path: str | os.PathLike[str]) -> bytes | None:
-    """Return what whoever saved a file noted in it; None if nothing. All of the file but its
-    storages is verified. Raises ``CorruptionError``, ``MediumError``."""
+    """Return what whoever saved a file noted in it; None if nothing. Reads little of the file.
+    Raises ``CorruptionError`` for one that is cut off, ``MediumError``."""
     where = os.fspath(path)
     with _opened(where) as (file, _):
-        found = _read(file, where)
-        record = None if found is None else found.records.get(NOTE)
-        return None if record is None else _reads(file)(record.offset, record.length)
+        if _is_old(_reads(file)):
+            return None
+        return read_record(_reads(file), file.size, printable(where), NOTE)
 
 
 @contextlib.contextmanager
@@ -190,12 +190,17 @@ def _read(file: PlainFile, where: str, *, verify: bool = True) -> TorchFile | No
         begin = read(0, len(_ZIP))
         if begin == _ZIP:
             raise
-        if begin.startswith(_PICKLE) or read(_TAR[0], len(_TAR[1])) == _TAR[1]:
+        if _is_old(read):
             return None
         raise CorruptionError(
             f"{printable(where)}: expected a file of torch.save, found {file.size} bytes that "
             f"begin with {begin!r}; what wrote it may not have finished. Load another checkpoint"
         ) from error
+
+
+def _is_old(read: Read) -> bool:
+    """True for a file of torch before 1.6."""
+    return read(0, len(_PICKLE)) == _PICKLE or read(_TAR[0], len(_TAR[1])) == _TAR[1]
 
 
 def _loaded(verified: _Verified, settings: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from portus.client.checkpointer import Checkpointer, place_of
@@ -96,11 +97,12 @@ class DirectoryCheckpointer(Checkpointer):
         path, scored = self._files.path_of(step), checked_metrics(metrics)
         is_new = self._make_directory()
         self._last_ns = max(time.time_ns(), (self._last_ns or self._newest_ns()) + 1)
+        note = self._files.note(self._last_ns, scored)
         extra = Extra(
             step=int(step),
-            note=self._files.note(self._last_ns, scored),
+            note=note,
             begun=self._note_begun(path, int(step)),
-            then=self._over,
+            then=partial(self._over, note=note),
         )
         try:
             self._last = handle = self._saver.save(state, path, extra)
@@ -269,7 +271,7 @@ class DirectoryCheckpointer(Checkpointer):
 
     # On the worker.
 
-    def _over(self, save: Save) -> None:
+    def _over(self, save: Save, note: bytes) -> None:
         journal = self._journal
         if journal is not None and not journal.has_begun:
             found = _asks_for(self.path)()
@@ -281,6 +283,7 @@ class DirectoryCheckpointer(Checkpointer):
             return
         if journal is not None:
             journal.committed(save.token, save.stats)
+        self._files.committed(save.step, note)
         if self._keep is not None:
             self._remove_surplus(self._keep)
 

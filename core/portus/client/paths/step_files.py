@@ -35,7 +35,7 @@ class StepFiles:
     def __init__(self, directory: str) -> None:
         self.directory: Final = directory
         self._known: dict[tuple[int, ...], VersionInfo | None] = {}
-        """What files say, by what tells that they are the same still; None for damage."""
+        """What files say, by what tells that they are the same; None for one that is cut off."""
 
     def path_of(self, step: int) -> str:
         """Return where the file of a step is. Raises ``UsageError`` for what is no step."""
@@ -48,13 +48,21 @@ class StepFiles:
         """Return what a file is to note of its save."""
         return msgspec.json.encode(_Note(time_ns, metrics))
 
+    def committed(self, step: int, note: bytes) -> None:
+        """A file with ``note`` was just put there: it need not be read for that."""
+        path = self.path_of(step)
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            noted = msgspec.json.decode(note, type=_Note)
+            self._known[_mark(step, status)] = self._info(step, noted, status.st_size)
+
     def found(self) -> list[VersionInfo]:
-        """Return what is there, oldest save first; files that are damaged too, by the times of the
+        """Return what is there, oldest save first; files that are cut off too, by the times of the
         files. Raises ``MediumError``."""
         return [info for info, _ in self._listed()]
 
     def surplus(self, keep: Keep) -> list[str]:
-        """Return the files that ``keep`` lets go of. Files that are damaged do not count, and stay.
+        """Return the files that ``keep`` lets go of. Files that are cut off do not count, and stay.
         Raises ``MediumError``."""
         sound = [info for info, is_sound in self._listed() if is_sound]
         staying = {info.step for info in keep.staying(sound)}
@@ -82,7 +90,7 @@ class StepFiles:
             with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
                 status = os.stat(path)
                 step = int(match[1])
-                mark = step, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+                mark = _mark(step, status)
                 known[mark] = self._known[mark] if mark in self._known else self._read(path, step)
                 outside = self._info(step, _Note(status.st_mtime_ns, {}), status.st_size)
                 found.append((known[mark] or outside, known[mark] is not None))
@@ -90,7 +98,7 @@ class StepFiles:
         return sorted(found, key=lambda each: (each[0].time_ns, each[0].step))
 
     def _read(self, path: str, step: int) -> VersionInfo | None:
-        """Return what a file says of itself; None if it is damaged or cannot be read."""
+        """Return what a file says of itself; None if it is cut off or cannot be read."""
         try:
             noted, status = read_note(path), os.stat(path)
             note = _Note(status.st_mtime_ns, {})
@@ -111,3 +119,8 @@ class StepFiles:
             size=size,
             metrics=note.metrics,
         )
+
+
+def _mark(step: int, status: os.stat_result) -> tuple[int, ...]:
+    """What tells that a file is the same still."""
+    return step, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

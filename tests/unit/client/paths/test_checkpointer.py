@@ -20,6 +20,7 @@ import portus
 from portus.client.loading import torch_file
 from portus.client.loading.torch_file import load_file
 from portus.client.paths import numbered, process
+from portus.media.file import PlainFile
 from portus.transport.local import fetch
 from portus.writer.image_file import ImageFile
 from tests.unit.client.same import assert_same
@@ -523,3 +524,26 @@ def test_a_pool_file_and_a_host_are_pools_as_before() -> None:
         with pytest.raises(portus.UsageError, match="a pool, which loads to the CPU"):
             checkpointer.load(map_location="meta")
     assert os.path.isfile("run.portus")
+
+
+def test_a_listing_reads_little_of_the_files_and_nothing_of_those_just_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = {str(number): torch.zeros(20_000) for number in range(50)}
+    read: list[int] = []
+    load = PlainFile.load
+
+    def noted(own: PlainFile, offset: int, target: memoryview) -> None:
+        read.append(len(target))
+        load(own, offset, target)
+
+    monkeypatch.setattr(PlainFile, "load", noted)
+    with portus.Checkpointer("run", keep=2) as checkpointer:
+        for step in range(1, 5):
+            checkpointer.save(weights, step)
+        checkpointer.wait()
+        assert checkpointer.steps() == [3, 4]
+    assert read == []
+    assert portus.Checkpointer("run").steps() == [3, 4]
+    assert len(read) < 20
+    assert sum(read) < 20_000
