@@ -331,11 +331,11 @@ class _Directory:
             self.bad(at, f"the header of {entry.name}", "that of its record", "other bytes")
         if header[LOCAL.size :] != entry.raw_name:
             self.bad(at, "the name of a record", entry.name, header[LOCAL.size :])
-        begin += extra
-        if begin + entry.length > self._start:
-            end = begin + entry.length
+        data = begin + int(extra)
+        end = data + entry.length
+        if end > self._start:
             self.bad(entry.at, f"where {entry.name} ends", f"{self._start} at most", end)
-        return begin
+        return data
 
     def verified(
         self, central: _Central, record: ZipRecord, offset: Column, length: Column
