@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -20,6 +21,9 @@ from portus.transport.base import Digests, Stop
 from portus.writer.image_file import ImageFile
 
 
+_log: Final = logging.getLogger("portus")
+
+
 @dataclass(frozen=True, slots=True)
 class CommittedFile:
     """A file that was published. ``info.model`` is its path; ``info.id`` is 0."""
@@ -31,6 +35,7 @@ class FileDraft:
     """See ``pipeline.draft.Draft``. Publishes ``draft`` or abandons it, and closes ``file``.
 
     turn: entered while the file gets its name. Raises what forbids that.
+    committed: called once the file is there, before anybody is told. What it raises is logged.
     """
 
     def __init__(
@@ -39,12 +44,14 @@ class FileDraft:
         file: ImageFile,
         size: int,
         turn: Callable[[], AbstractContextManager[None]],
+        committed: Callable[[], None] | None = None,
     ) -> None:
         """size: bytes of all storages."""
         self._size: Final = size
         self._draft: Final = draft
         self._file: Final = file
         self._turn: Final = turn
+        self._committed: Final = committed
 
     @property
     def name(self) -> str:
@@ -78,6 +85,11 @@ class FileDraft:
     ) -> CommittedFile:
         self._file.finish()
         self._draft.publish(self._turn())
+        if self._committed is not None:
+            try:
+                self._committed()
+            except Exception:  # the file is there all the same
+                _log.exception("portus: %s is complete; what follows failed", self.name)
         return CommittedFile(
             VersionInfo(
                 model=labels.model,

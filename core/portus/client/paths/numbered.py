@@ -102,7 +102,8 @@ class DirectoryCheckpointer(Checkpointer):
             step=int(step),
             note=note,
             begun=self._note_begun(path, int(step)),
-            then=partial(self._over, note=note),
+            committed=partial(self._committed, int(step), note),
+            then=self._over,
         )
         try:
             self._last = handle = self._saver.save(state, path, extra)
@@ -162,14 +163,19 @@ class DirectoryCheckpointer(Checkpointer):
     def close(self) -> None:
         if self._is_closed or self._process != os.getpid():
             return
-        self._is_closed = True
-        closed(self)
         try:
             self._saver.close()
-        finally:
-            if self._journal is not None:
-                self._journal.close()
-            self._shared.publisher.close()  # no spare and no hold outlasts a run
+        except PortusError:
+            self._end()
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        closed(self)
+        if self._journal is not None:
+            self._journal.close()
+        self._shared.publisher.close()  # no spare and no hold outlasts a run
 
     @property
     def path(self) -> str:
@@ -271,21 +277,21 @@ class DirectoryCheckpointer(Checkpointer):
 
     # On the worker.
 
-    def _over(self, save: Save, note: bytes) -> None:
+    def _committed(self, step: int, note: bytes) -> None:
+        self._files.committed(step, note)
+        if self._keep is not None:
+            self._remove_surplus(self._keep)
+
+    def _over(self, save: Save) -> None:
         journal = self._journal
         if journal is not None and not journal.has_begun:
             found = _asks_for(self.path)()
             if found is not None:
                 journal.begin(*found)
-        if save.error is not None:
-            if journal is not None:
-                journal.failed(save.step, str(save.error), save.token)
-            return
-        if journal is not None:
+        if journal is not None and save.error is not None:
+            journal.failed(save.step, str(save.error), save.token)
+        elif journal is not None:
             journal.committed(save.token, save.stats)
-        self._files.committed(save.step, note)
-        if self._keep is not None:
-            self._remove_surplus(self._keep)
 
     def _remove_surplus(self, keep: Keep) -> None:
         try:

@@ -68,13 +68,17 @@ _log: Final = logging.getLogger("portus")
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What belongs to one save besides its state. step: of training. note: bytes for a record of
-    the file. begun: called in the call, once the save is sure to end. then: called on the worker
-    when it is over."""
+    """What belongs to one save besides its state.
+
+    step: of training. note: bytes for a record of the file. begun: called in the call, once the
+    save is sure to end. committed: called on the worker once the file is there, before anybody is
+    told. then: called on the worker when the save is over.
+    """
 
     step: int = _STEP
     note: bytes = b""
     begun: Callable[[Save], None] | None = None
+    committed: Callable[[], None] | None = None
     then: Callable[[Save], None] | None = None
 
 
@@ -217,8 +221,9 @@ class FileSaver:
 
     def remove(self, path: str) -> None:
         """Remove a file, durably. On the worker. Raises ``MediumError``."""
+        directory, name = os.path.split(path)
         with PENDING.exempt():
-            self._publisher.remove(path)
+            self._publisher.remove(os.path.join(os.path.realpath(directory), name))
 
     def _goes_on_after(self, error: MediumError) -> bool:
         """True if a save that could not be begun is told as one that failed later is: a training
@@ -249,7 +254,11 @@ class FileSaver:
             )
             name = partial(path_in, pickled.pickle)
             draft = FileDraft(
-                unpublished, file, int(image.length.sum()), partial(_unless_newer, target, asked)
+                unpublished,
+                file,
+                int(image.length.sum()),
+                partial(_unless_newer, target, asked),
+                extra.committed,
             )
             policy = Policy(
                 describe=name,

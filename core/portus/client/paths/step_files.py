@@ -87,13 +87,16 @@ class StepFiles:
             if match is None or name != os.path.basename(self.path_of(int(match[1]))):
                 continue
             path = os.path.join(self.directory, name)
-            with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
-                status = os.stat(path)
-                step = int(match[1])
+            try:
+                status, step = os.stat(path), int(match[1])
                 mark = _mark(step, status)
                 known[mark] = self._known[mark] if mark in self._known else self._read(path, step)
-                outside = self._info(step, _Note(status.st_mtime_ns, {}), status.st_size)
-                found.append((known[mark] or outside, known[mark] is not None))
+            except FileNotFoundError:
+                continue  # it was removed meanwhile
+            except OSError as error:
+                raise MediumError(error.errno, f"{printable(path)}: {error.strerror}") from error
+            outside = self._info(step, _Note(status.st_mtime_ns, {}), status.st_size)
+            found.append((known[mark] or outside, known[mark] is not None))
         self._known = known
         return sorted(found, key=lambda each: (each[0].time_ns, each[0].step))
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import portus
 from portus.client.loading import torch_file
 from portus.client.loading.torch_file import load_file
 from portus.client.paths import numbered, process
+from portus.client.paths.saver import FileSaver
 from portus.media.file import PlainFile
 from portus.transport.local import fetch
 from portus.writer.image_file import ImageFile
@@ -144,6 +146,36 @@ def test_a_clock_that_goes_back_does_not_change_which_is_the_newest(
     monkeypatch.setattr("time.time_ns", lambda: 1)
     save("run", 2, 3)
     assert portus.Checkpointer("run").steps() == [2, 3]
+
+
+def test_what_keep_lets_go_of_is_gone_when_a_wait_for_the_save_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remove = FileSaver.remove
+
+    def slowly(own: FileSaver, path: str) -> None:
+        time.sleep(0.2)
+        remove(own, path)
+
+    monkeypatch.setattr(FileSaver, "remove", slowly)
+    os.mkdir("there")
+    os.symlink("there", "run")
+    with portus.Checkpointer("run", keep=1) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(state(step), step).wait()
+            assert files("there") == [f"step-{step:08}.pt"]
+
+
+def test_a_removal_that_fails_fails_no_save(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(own: FileSaver, path: str) -> None:
+        raise portus.MediumError(5, f"{path}: Input/output error")
+
+    monkeypatch.setattr(FileSaver, "remove", refused)
+    save("run", 1, 2, keep=1)
+    assert files() == ["step-00000001.pt", "step-00000002.pt"]
+    assert "more checkpoints than keep= says stay until the next commit" in caplog.text
 
 
 def test_a_step_that_is_saved_again_is_replaced() -> None:
