@@ -20,7 +20,6 @@ from portus.spec import VersionInfo
 from portus.transport.base import Digests, Stop
 from portus.writer.image_file import ImageFile
 
-
 _log: Final = logging.getLogger("portus")
 
 
