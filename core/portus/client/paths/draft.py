@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.directory.publisher import UnpublishedFile
+from portus.errors import PortusError
 from portus.media.process import Descriptor
 from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Before, Column, Feed
@@ -87,8 +88,8 @@ class FileDraft:
         if self._committed is not None:
             try:
                 self._committed()
-            except Exception:  # the file is there all the same
-                _log.exception("portus: %s is complete; what follows failed", self.name)
+            except (PortusError, OSError) as error:  # the file is there all the same
+                _log.warning("portus: %s is complete; what follows failed: %s", self.name, error)
         return CommittedFile(
             VersionInfo(
                 model=labels.model,
