@@ -20,7 +20,7 @@ from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
 from portus.client.loading.torch_file import load_file, restore_file
-from portus.client.paths.process import close_at_exit, closed, is_blocking, recover_left, writer
+from portus.client.paths.process import is_blocking, join, leave, recover_left
 from portus.client.paths.saver import Extra, FileSaver
 from portus.client.paths.step_files import StepFiles
 from portus.directory.folder import FOLDER
@@ -72,8 +72,7 @@ class DirectoryCheckpointer(Checkpointer):
         self.settings: Final = _checked(place.path, Settings(**settings))
         """How it saves and loads."""
         self._files: Final = StepFiles(place.path)
-        self._shared: Final = writer()
-        self._saver: Final = FileSaver(self._shared, self.settings)
+        self._saver: Final = FileSaver(join(self), self.settings)
         name = os.path.basename(place.path) or "checkpoints"
         self._journal: Final = Journal(name) if self.settings.journal else None
         if self._journal is not None:
@@ -83,7 +82,6 @@ class DirectoryCheckpointer(Checkpointer):
         self._process: Final = os.getpid()
         recover_left(place.path)
         self._is_closed = False
-        close_at_exit(self)
 
     def save(
         self,
@@ -172,10 +170,9 @@ class DirectoryCheckpointer(Checkpointer):
 
     def _end(self) -> None:
         self._is_closed = True
-        closed(self)
+        leave(self)
         if self._journal is not None:
             self._journal.close()
-        self._shared.publisher.close()  # no spare and no hold outlasts a run
 
     @property
     def path(self) -> str:

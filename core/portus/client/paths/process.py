@@ -41,18 +41,13 @@ _savers: Final[list[FileSaver]] = []
 _open: Final[weakref.WeakSet[Closable]] = weakref.WeakSet()
 
 
-def writer() -> SharedWriter:
-    """Return what all savers of this process share. Raises ``UsageError`` where it cannot be."""
-    if sys.platform != "linux":
-        raise UsageError(
-            f"portus.save: files are written on Linux only; on {sys.platform} use torch.save"
-        )
+def join(owner: Closable) -> SharedWriter:
+    """Return what all savers of this process share, until ``leave``. At the exit of the process
+    ``owner`` is closed, if it is still there. Raises ``UsageError`` where files are not written."""
     with _making:
-        if not _writers:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            _writers.append(SharedWriter(memory // _SHARE))
-            atexit.register(_finish)
-        return _writers[0]
+        shared = _writer()
+        _open.add(owner)
+        return shared
 
 
 def saver() -> FileSaver:
@@ -60,19 +55,33 @@ def saver() -> FileSaver:
     if not _savers:
         with _making:
             if not _savers:
-                _savers.append(FileSaver(writer(), Settings()))
-                close_at_exit(_savers[0])
+                made = FileSaver(_writer(), Settings())
+                _open.add(made)
+                _savers.append(made)
     return _savers[0]
 
 
-def close_at_exit(owner: Closable) -> None:
-    """Close ``owner`` when the process ends, if it is still there."""
-    _open.add(owner)
+def leave(owner: Closable) -> None:
+    """``owner`` saves no more. No spare and no hold outlasts it, and the last one ends the thread."""
+    with _making:
+        _open.discard(owner)
+        for each in _writers:
+            each.publisher.close()
+        while _writers and not _open:
+            _writers.pop().close()
 
 
-def closed(owner: Closable) -> None:
-    """Forget ``owner``: it was closed."""
-    _open.discard(owner)
+def _writer() -> SharedWriter:
+    if sys.platform != "linux":
+        raise UsageError(
+            f"portus.save: files are written on Linux only; on {sys.platform} use torch.save"
+        )
+    if not _writers:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        _writers.append(SharedWriter(memory // _SHARE))
+        atexit.unregister(_finish)
+        atexit.register(_finish)
+    return _writers[0]
 
 
 def is_blocking() -> bool:
