@@ -43,10 +43,11 @@ class Checkpointer:
     training continues, and an optimizer's step waits until the tensors that it writes have been
     copied. Use it as a context manager, or close it.
 
-    directory: of the checkpoints, made at the first save. Or a DAX device (``/dev/dax0.0``), a pool
-        file (``/mnt/pmem/gpt.portus``), or the address of a storage host (``portus://host:7117``,
-        ``portus+tls://...``, ``portus+unix:///path.sock``). None: ``$PORTUS_POOL``, else
-        ``checkpoints`` in the current directory.
+    In place of a directory ``directory`` may be a DAX device (``/dev/dax0.0``), a pool file
+    (``/mnt/pmem/gpt.portus``), or the address of a storage host (``portus://host:7117``,
+    ``portus+tls://...``, ``portus+unix:///path.sock``).
+
+    directory: None is ``$PORTUS_POOL``, else ``checkpoints`` in the current directory.
     model: a name for the run in a pool; a directory has one run, and takes none.
     keep: which checkpoints to keep: a number (the newest ones), or a ``portus.Keep``; None keeps
         all. The commit of a newer one removes the others.
@@ -103,8 +104,9 @@ class Checkpointer:
     def load(self, step: int | None = None, names: Patterns = None, **settings: Any) -> Any:
         """Load a step, or the newest checkpoint, and return its verified state.
 
-        step: which one; None loads the newest. If that does not verify, the newest one that does is
-            taken, with an error in the log.
+        If the newest does not verify, the newest one that does is taken, with an error in the log.
+
+        step: which one; None loads the newest.
         names: shell patterns of key paths (``"model.*"``): load only that part of the state.
         settings: with a directory, those of ``torch.load``: ``map_location``, ``weights_only`` and
             others. A pool takes none, and loads to the CPU.

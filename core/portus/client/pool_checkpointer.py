@@ -44,9 +44,11 @@ _log: Final = logging.getLogger("portus")
 class PoolCheckpointer(Checkpointer):
     """See ``Checkpointer``. One save can be in flight and one queued; a third call blocks.
 
-    pool: a pool file; a pool directory (one file for each model in it, made at the first save); a
-        DAX device (a blank one becomes a pool at the first save); or the address of a storage
-        host. None: ``$PORTUS_POOL``, else ``.portus`` in the current directory.
+    ``pool`` is a pool file; a pool directory (one file for each model in it, made at the first
+    save); a DAX device (a blank one becomes a pool at the first save); or the address of a storage
+    host.
+
+    pool: None is ``$PORTUS_POOL``, else ``.portus`` in the current directory.
     model: a name for the run (or for this rank's part of it).
     keep: a version that a reference file leads to is kept besides, until that file is removed, and
         longer if ``every``, ``within`` or ``best`` want it.
@@ -129,10 +131,11 @@ class PoolCheckpointer(Checkpointer):
     ) -> SaveHandle:
         """See ``Checkpointer.save``. A step may come twice.
 
-        reference: a path, at which to put a small file that ``torch.load`` follows into the pool.
-            On a new path it exists when this returns; a file that exists already is replaced at
-            the commit. A dict from paths to keys of ``state`` puts a file at each path, which
-            leads to the value of that key.
+        At the path ``reference`` it puts a small file that ``torch.load`` follows into the pool. On
+        a new path it exists when this returns; a file that exists already is replaced at the
+        commit. A dict from paths to keys of ``state`` puts a file at each path, which leads to the
+        value of that key.
+
         token: 16 bytes, never used before, that name the version for ever; None draws them.
         """
         self._pool.check_usable()
