@@ -62,7 +62,8 @@ def saver() -> FileSaver:
 
 
 def leave(owner: Closable) -> None:
-    """``owner`` saves no more. No spare and no hold outlasts it, and the last one ends the thread."""
+    """Take it that ``owner`` saves no more. Neither spare nor hold outlasts it, and the last one
+    ends the thread."""
     with _making:
         _open.discard(owner)
         for each in _writers:
