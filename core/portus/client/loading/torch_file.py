@@ -381,10 +381,10 @@ class _FileState:
         self._storages: Final = flat.storages
         self._verified: Final = verified
         at = {} if verified is None else verified.filled_at
-        self._in_file: Final = np.array(
-            [at.get(each.data_ptr(), -1) if each.nbytes() else -1 for each in flat.storages],
-            np.int64,
-        )
+        in_file = [at.get(each.data_ptr(), -1) if each.nbytes() else -1 for each in flat.storages]
+        for index in flat.owned:  # a copy of an array, perhaps where a tensor was that is gone
+            in_file[index] = -1
+        self._in_file: Final = np.array(in_file, np.int64)
         """The storage of the file that each is; -1 for one that is in memory."""
 
     def check(self, wanted: Column) -> None:

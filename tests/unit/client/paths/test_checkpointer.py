@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -355,6 +356,25 @@ def test_a_file_of_stock_torch_is_restored_in_place() -> None:
             into = state(step) | {"weight": torch.zeros(1000)}
             checkpointer.restore_into(into, step)
             assert_same(into, state(step))
+
+
+def test_an_array_that_takes_the_memory_of_a_tensor_that_loading_dropped_is_its_own() -> None:
+    whole = {"dropped": Dropped(torch.ones(1 << 20)), "array": np.arange(1 << 20, dtype=np.int32)}
+    with portus.Checkpointer("run") as checkpointer:
+        checkpointer.save(whole, 1)
+        into = {"dropped": 0, "array": np.zeros(1 << 20, np.int32)}
+        checkpointer.restore_into(into, weights_only=False)
+    assert np.array_equal(into["array"], whole["array"])
+
+
+class Dropped:
+    """Comes back as a number: the tensor that it was made with goes when the load is over."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.numel, (self.tensor,)
 
 
 def test_a_part_of_a_file_is_read_for_a_part_of_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
