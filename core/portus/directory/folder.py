@@ -114,10 +114,13 @@ class HiddenFolder(Generic[File]):
     def in_flight(self) -> dict[str, bytes]:
         """Return the saves to this directory that any process has in flight: the name of the file
         that each is to make, by its token."""
-        hidden, found = self.hidden, {}
-        for each in () if hidden is None else self.system.names(hidden):
+        hidden = self.hidden
+        found: dict[str, bytes] = {}
+        if hidden is None:
+            return found
+        for each in self.system.names(hidden):
             token = token_of(each) or ""
-            if hidden is None or each != hidden_name(token, RECORD):
+            if each != hidden_name(token, RECORD):
                 continue
             file = self.system.open(hidden, each, writable=False)
             if file is None:

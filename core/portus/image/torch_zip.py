@@ -24,7 +24,7 @@ PICKLE: Final = "data.pkl"
 STORAGES: Final = "data/"
 DIGESTS: Final = ".portus/digests"
 NOTE: Final = ".portus/note"
-"""What whoever saved it noted: for a ``Checkpointer``, the step, the time and the metrics."""
+"""What whoever saved it noted: for a ``Checkpointer``, the time and the metrics."""
 VERSION: Final = "version"
 SERIALIZATION_ID: Final = ".data/serialization_id"
 

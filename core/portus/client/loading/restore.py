@@ -72,10 +72,35 @@ class _Opened:
         return lengths
 
     def check(self, wanted: Column) -> None:
-        _check(self, wanted)
+        """Raise ``CorruptionError`` unless the pool holds the bytes that were saved."""
+        if not self.verify:
+            return
+        placed = np.isin(wanted, self.in_place.storages)
+        for index in wanted[placed].tolist():
+            for _ in _units_in_place(self, index):
+                pass
+        wanted = wanted[~placed]
+        group = shared(self.record, wanted)
+        lengths = self.lengths[wanted]
+        nowhere = np.ones(len(wanted), np.int64)  # addresses are not looked at
+        found = check(self.pool.medium, sources(nowhere, lengths, group.extents), Stop())
+        _compare(self, wanted, found, group.digests)
 
     def fetch_into(self, wanted: Column, address: Column) -> None:
-        _fetch_into(self, wanted, address)
+        placed = np.isin(wanted, self.in_place.storages)
+        for index, start in zip(wanted[placed].tolist(), address[placed].tolist(), strict=True):
+            for piece in _units_in_place(self, index):
+                memory(start, len(piece))[:] = piece
+                start += len(piece)
+        wanted, address = wanted[~placed], address[~placed]
+        group = shared(self.record, wanted)
+        lengths = self.lengths[wanted]
+        found = fetch(self.pool.medium, sources(address, lengths, group.extents), Stop())
+        _compare(self, wanted, found, group.digests)
+        if self.logged.changes:
+            columns = (wanted, address, lengths)
+            for index, start, length in zip(*(each.tolist() for each in columns), strict=True):
+                self.logged.over(index, 0, memory(start, length))
 
 
 def newest_first(
@@ -149,7 +174,7 @@ def load_over(
         opened = _open(pool, current, True)
         check_codecs(opened.tree, None)
         given = np.array(sorted(there), np.int64)
-        _check(opened, given)
+        opened.check(given)
         storages = fetched(opened, np.setdiff1d(_storages_of(opened, None), given))
         for index, storage in there.items():
             storages[index] = storage
@@ -256,7 +281,7 @@ def check_where(
         wanted = _storages_of(opened, keep)
         if int(opened.record.storages["length"][wanted].sum()) <= kept_max:
             return _assembled(opened, fetched(opened, wanted), keep, stand_ins=False)
-        _check(opened, wanted)
+        opened.check(wanted)
         return None
 
 
@@ -284,7 +309,7 @@ def verify(
         opened = _open(pool, current, True)
         lengths = opened.record.storages["length"].astype(np.int64)
         for batch in _batches(lengths):
-            _check(opened, batch)
+            opened.check(batch)
             if advanced is not None:
                 advanced(int(lengths[batch].sum()))
     return int(lengths.sum())
@@ -389,39 +414,6 @@ def _storages_of(opened: _Opened, keep: Callable[[str], bool] | None) -> Column:
     dropped = {spec.storage for spec in opened.tensors if not keep(spec.name)}
     kept = {spec.storage for spec in opened.tensors if keep(spec.name)}
     return np.array([i for i in range(count) if i not in dropped or i in kept], np.int64)
-
-
-def _fetch_into(opened: _Opened, wanted: Column, address: Column) -> None:
-    placed = np.isin(wanted, opened.in_place.storages)
-    for index, start in zip(wanted[placed].tolist(), address[placed].tolist(), strict=True):
-        for piece in _units_in_place(opened, index):
-            memory(start, len(piece))[:] = piece
-            start += len(piece)
-    wanted, address = wanted[~placed], address[~placed]
-    group = shared(opened.record, wanted)
-    lengths = opened.record.storages["length"][wanted].astype(np.int64)
-    found = fetch(opened.pool.medium, sources(address, lengths, group.extents), Stop())
-    _compare(opened, wanted, found, group.digests)
-    if opened.logged.changes:
-        columns = (wanted, address, lengths)
-        for index, start, length in zip(*(each.tolist() for each in columns), strict=True):
-            opened.logged.over(index, 0, memory(start, length))
-
-
-def _check(opened: _Opened, wanted: Column) -> None:
-    """Raise ``CorruptionError`` unless the pool holds the bytes that were saved."""
-    if not opened.verify:
-        return
-    placed = np.isin(wanted, opened.in_place.storages)
-    for index in wanted[placed].tolist():
-        for _ in _units_in_place(opened, index):
-            pass
-    wanted = wanted[~placed]
-    group = shared(opened.record, wanted)
-    lengths = opened.record.storages["length"][wanted].astype(np.int64)
-    nowhere = np.ones(len(wanted), np.int64)  # addresses are not looked at
-    found = check(opened.pool.medium, sources(nowhere, lengths, group.extents), Stop())
-    _compare(opened, wanted, found, group.digests)
 
 
 def _units_in_place(opened: _Opened, index: int) -> Iterator[memoryview]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -13,15 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.directory.publisher import UnpublishedFile
-from portus.errors import PortusError
 from portus.media.process import Descriptor
 from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Before, Column, Feed
 from portus.spec import VersionInfo
 from portus.transport.base import Digests, Stop
 from portus.writer.image_file import ImageFile
-
-_log: Final = logging.getLogger("portus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +31,7 @@ class FileDraft:
     """See ``pipeline.draft.Draft``. Publishes ``draft`` or abandons it, and closes ``file``.
 
     turn: entered while the file gets its name. Raises what forbids that.
-    committed: called once the file is there, before anybody is told. What it raises is logged.
+    committed: called once the file is there, before anybody is told. Raises nothing.
     """
 
     def __init__(
@@ -86,10 +82,7 @@ class FileDraft:
         self._file.finish()
         self._draft.publish(self._turn())
         if self._committed is not None:
-            try:
-                self._committed()
-            except (PortusError, OSError) as error:  # the file is there all the same
-                _log.warning("portus: %s is complete; what follows failed: %s", self.name, error)
+            self._committed()
         return CommittedFile(
             VersionInfo(
                 model=labels.model,

@@ -76,7 +76,7 @@ class DirectoryCheckpointer(Checkpointer):
         name = os.path.basename(place.path) or "checkpoints"
         self._journal: Final = Journal(name) if self.settings.journal else None
         if self._journal is not None:
-            self._journal.on_first_step(_asks_for(place.path))
+            self._journal.on_first_step(partial(_place_of_journal, place.path))
         self._last: SaveHandle | None = None
         self._last_ns = 0
         self._process: Final = os.getpid()
@@ -92,15 +92,15 @@ class DirectoryCheckpointer(Checkpointer):
         metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
         self._check_usable()
-        path, scored = self._files.path_of(step), checked_metrics(metrics)
+        path, scored, number = self._files.path_of(step), checked_metrics(metrics), int(step)
         is_new = self._make_directory()
         self._last_ns = max(time.time_ns(), (self._last_ns or self._newest_ns()) + 1)
         note = self._files.note(self._last_ns, scored)
         extra = Extra(
-            step=int(step),
+            step=number,
             note=note,
-            begun=self._note_begun(path, int(step)),
-            committed=partial(self._committed, int(step), note),
+            begun=partial(self._begun, path),
+            committed=partial(self._committed, number, note),
             then=self._over,
         )
         try:
@@ -215,12 +215,9 @@ class DirectoryCheckpointer(Checkpointer):
             return self._files.newest_ns()
         return 0
 
-    def _note_begun(self, path: str, step: int) -> Callable[[Save], None]:
-        def begun(save: Save) -> None:
-            if self._journal is not None:
-                self._journal.asked(save.token, step, path)
-
-        return begun
+    def _begun(self, path: str, save: Save) -> None:
+        if self._journal is not None:
+            self._journal.asked(save.token, save.step, path)
 
     def _used(self, step: int | None, use: Callable[[str], Result]) -> tuple[VersionInfo, Result]:
         """What ``use`` gives for the file of a step, or for the newest that verifies."""
@@ -281,14 +278,15 @@ class DirectoryCheckpointer(Checkpointer):
 
     def _over(self, save: Save) -> None:
         journal = self._journal
-        if journal is not None and not journal.has_begun:
-            found = _asks_for(self.path)()
-            if found is not None:
-                journal.begin(*found)
-        if journal is not None and save.error is not None:
-            journal.failed(save.step, str(save.error), save.token)
-        elif journal is not None:
+        if journal is None:
+            return
+        place = _place_of_journal(self.path)
+        if place is not None:
+            journal.begin(*place)  # nothing, if it has begun
+        if save.error is None:
             journal.committed(save.token, save.stats)
+        else:
+            journal.failed(save.step, str(save.error), save.token)
 
     def _remove_surplus(self, keep: Keep) -> None:
         try:
@@ -300,16 +298,11 @@ class DirectoryCheckpointer(Checkpointer):
             )
 
 
-def _asks_for(directory: str) -> Callable[[], tuple[str, str] | None]:
-    """Asks where the journal belongs; None while there is no directory. Holds nobody: a
-    ``Checkpointer`` that nobody holds is closed."""
-
-    def place() -> tuple[str, str] | None:
-        if not os.path.isdir(directory):
-            return None
-        return os.path.join(directory, FOLDER, _JOURNAL), PlaceKind.DIRECTORY.value
-
-    return place
+def _place_of_journal(directory: str) -> tuple[str, str] | None:
+    """Return the arguments of ``Journal.begin``; None while there is no directory."""
+    if not os.path.isdir(directory):
+        return None
+    return os.path.join(directory, FOLDER, _JOURNAL), PlaceKind.DIRECTORY.value
 
 
 def _refuse_names(place: Place, model: str, links: str | None) -> None:

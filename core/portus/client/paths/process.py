@@ -62,8 +62,8 @@ def saver() -> FileSaver:
 
 
 def leave(owner: Closable) -> None:
-    """Take it that ``owner`` saves no more. Neither spare nor hold outlasts it, and the last one
-    ends the thread."""
+    """End the use by ``owner``. Neither spare nor hold outlasts it, and the last owner ends the
+    thread."""
     with _making:
         _open.discard(owner)
         for each in _writers:

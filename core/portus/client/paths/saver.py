@@ -201,9 +201,9 @@ class FileSaver:
         heard of, as ``on_error`` says."""
         if not self._queue.on_worker() and not self._queue.catch_up(timeout):
             raise TimeoutError(f"saves were not over after {timeout} s")
-        self.tell()
+        self._tell()
 
-    def tell(self) -> None:
+    def _tell(self) -> None:
         """Report failures that nobody heard of."""
         self._reports.tell(self._first_may_commit, is_save=False, is_heard_of=False)
 
@@ -217,7 +217,7 @@ class FileSaver:
                 time.monotonic() - start,
             )
         self._fence.close()
-        self.tell()
+        self._tell()
 
     def remove(self, path: str) -> None:
         """Remove a file, durably. On the worker. Raises ``MediumError``."""

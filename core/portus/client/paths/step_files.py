@@ -90,7 +90,9 @@ class StepFiles:
             try:
                 status, step = os.stat(path), int(match[1])
                 mark = _mark(step, status)
-                known[mark] = self._known[mark] if mark in self._known else self._read(path, step)
+                known[mark] = (
+                    self._known[mark] if mark in self._known else self._read(path, step, status)
+                )
             except FileNotFoundError:
                 continue  # it was removed meanwhile
             except OSError as error:
@@ -100,11 +102,10 @@ class StepFiles:
         self._known = known
         return sorted(found, key=lambda each: (each[0].time_ns, each[0].step))
 
-    def _read(self, path: str, step: int) -> VersionInfo | None:
+    def _read(self, path: str, step: int, status: os.stat_result) -> VersionInfo | None:
         """Return what a file says of itself; None if it is cut off or cannot be read."""
         try:
-            noted, status = read_note(path), os.stat(path)
-            note = _Note(status.st_mtime_ns, {})
+            noted, note = read_note(path), _Note(status.st_mtime_ns, {})
             if noted is not None:
                 note = msgspec.json.decode(noted, type=_Note)
         except (CorruptionError, MediumError, PermissionError, msgspec.DecodeError):

@@ -359,12 +359,13 @@ def test_a_file_of_stock_torch_is_restored_in_place() -> None:
 
 
 def test_an_array_that_takes_the_memory_of_a_tensor_that_loading_dropped_is_its_own() -> None:
-    whole = {"dropped": Dropped(torch.ones(1 << 20)), "array": np.arange(1 << 20, dtype=np.int32)}
+    array = np.arange(1 << 20, dtype=np.int32)
+    whole = {"dropped": Dropped(torch.ones(1 << 20)), "array": array}
     with portus.Checkpointer("run") as checkpointer:
         checkpointer.save(whole, 1)
-        into = {"dropped": 0, "array": np.zeros(1 << 20, np.int32)}
+        into: dict[str, Any] = {"dropped": 0, "array": np.zeros(1 << 20, np.int32)}
         checkpointer.restore_into(into, weights_only=False)
-    assert np.array_equal(into["array"], whole["array"])
+    assert np.array_equal(into["array"], array)
 
 
 class Dropped:
