@@ -2,7 +2,7 @@
 
 It is one file of a FUSE file system, under a loop device: the file system above (ext4, xfs) thinks
 that it has a disk with a volatile cache. So what a power cut leaves can be made afterwards: all
-that was written before the last flush, and any part of what came later, in sectors of 512 bytes.
+that was written before the last flush, and any part of what came later, in sectors.
 
 The disk is served by a process of its own, without torch and without threads: a page fault of
 Portus waits for it, and must not hold what it needs. It speaks the protocol of the kernel's
@@ -28,13 +28,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SECTOR = 512
+SECTOR = {"ext4": 512, "xfs": 4096}
+"""The bytes that a cut leaves whole. A block of metadata of xfs says in its first sector up to where
+in the log it is written, and recovery believes it: torn in sectors of 512 bytes, it stays torn, and
+xfs does not mount (``XFS: Metadata CRC error``). So xfs is made for sectors as large as a block."""
+
 DISK_BYTES = {"ext4": 48 << 20, "xfs": 320 << 20}
 """xfs makes no smaller ones."""
 
 _MAKE = {
     "ext4": ["mkfs.ext4", "-q", "-F", "-m", "0", "-J", "size=4"],
-    "xfs": ["mkfs.xfs", "-q", "-f", "-m", "reflink=0"],
+    "xfs": ["mkfs.xfs", "-q", "-f", "-m", "reflink=0", "-s", f"size={SECTOR['xfs']}"],
 }
 
 _JOURNAL_SUPERBLOCKS = (b"\xc0\x3b\x39\x98\0\0\0\3", b"\xc0\x3b\x39\x98\0\0\0\4")
@@ -69,6 +73,7 @@ class LoggedDisk:
     """A disk with a file system of ``kind``, mounted at ``place``, whose writes are logged."""
 
     def __init__(self, kind: str, folder: Path) -> None:
+        self.kind = kind
         self.place = folder / "disk"
         self.image = folder / "before.img"
         self._log = folder / "log"
@@ -132,6 +137,7 @@ class Cut:
     def __init__(self, disk: LoggedDisk, entries: list[Entry], source: random.Random) -> None:
         self._entries = entries
         self._source = source
+        self._sector = SECTOR[disk.kind]
         self._flushed = disk.image
         self._done = 0
         self.image = disk.image.with_name("after.img")
@@ -166,7 +172,7 @@ class Cut:
                 if self._source.random() < share:
                     yield each
             else:
-                yield from (part for part in _parts(each) if self._source.random() < share)
+                yield from (part for part in _parts(each, self._sector) if self._source.random() < share)
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[Path]:
@@ -183,14 +189,14 @@ def run(*command: str) -> None:
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()}"
 
 
-def _parts(entry: Entry) -> Iterator[Entry]:
+def _parts(entry: Entry, sector: int) -> Iterator[Entry]:
     """The sectors of a write; but the superblocks of ext4 and of its journal as one. Each has one
     checksum over two sectors and is written in place: torn, it needs e2fsck before a mount."""
     start = 0
     while start < len(entry.data):
         is_ext4 = entry.data[start + 56 : start + 58] == b"\x53\xef"
         is_whole = is_ext4 or entry.data[start : start + 8] in _JOURNAL_SUPERBLOCKS
-        end = start + (2 * SECTOR if is_whole else SECTOR)
+        end = start + max(sector, 1024 if is_whole else 0)
         yield Entry(WRITE, entry.at + start, entry.data[start:end])
         start = end
 
