@@ -1,9 +1,9 @@
 """``Image``: where every byte of a file will be, before any storage is copied.
 
 An image is literal bytes and storages, each at a known offset. A format is a function from a state
-to an image; whoever writes images knows no format. What depends on the stored bytes (checksums, a
-directory that has them) is asked for by ``tail`` once all storages were copied. Its places are
-known from the start, so the size of the file is too.
+to an image; whoever writes images knows no format. Some literal bytes depend on the stored ones
+(checksums, a directory that has them), so ``literals`` is called once all storages were copied. All
+places are known from the start, and so is the size of the file.
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ class Literal:
 class Image:
     """The layout of one file of ``size`` bytes.
 
-    ``literals``: bytes that are known now, in order of their offsets. ``offset`` and ``length``: of
-    each storage, in bytes; storages do not overlap, nor do literals. ``tail``: given the digests
-    and the CRCs of what was stored of each storage, returns the bytes that depend on them, in order
-    of their offsets. Bytes that neither literals, storages nor the tail cover are zero.
+    ``offset`` and ``length``: of each storage, in bytes; storages do not overlap, nor do literals.
+    ``literals``: given the digests and the CRCs of what was stored of each storage, returns all
+    bytes around them, in order of their offsets. Bytes that neither literals nor storages cover
+    are zero.
     """
 
     size: int
-    literals: Sequence[Literal]
     offset: Column
     length: Column
-    tail: Callable[[Digests, Crcs], Sequence[Literal]]
+    literals: Callable[[Digests, Crcs], Sequence[Literal]]
 
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.length):

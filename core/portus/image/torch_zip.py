@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -105,72 +105,51 @@ def torch_image(
     Storage i has the key "i" in the pickle. note: the bytes of a record behind the
     storages, if any.
     """
-    layout = _Zip(archive, torch_format.alignment)
-    start = [layout.record(PICKLE, pickle)]
-    start += [layout.record(name, data) for name, data in torch_format.records]
-    literals = [Literal(0, b"".join(start))]
-    first = len(layout.entries)
-    order = torch_format.order(len(lengths))
-    sizes: list[int] = lengths.tolist()
-    offset = np.zeros(len(sizes), np.int64)
-    for index in order:
-        literals.append(Literal(layout.end, layout.header(f"{STORAGES}{index}", sizes[index])))
-        offset[index] = layout.end
-        layout.skip()
-    # The bytes from here on depend on what is stored; their places do not.
-    length = record_length(lengths)
-    noted_at = layout.end
-    noted = layout.record(NOTE, note) if note else b""
-    literals.append(Literal(noted_at, noted + layout.header(DIGESTS, length)))
-    payload_at = layout.end
-    layout.skip()
-    entries, behind = tuple(layout.entries), layout.end
-    layout.record(VERSION, torch_format.version)
-    layout.record(SERIALIZATION_ID, bytes(_ID_LENGTH))
-    size = layout.end + len(layout.directory())
+    count = len(lengths)
+    order = np.array(torch_format.order(count), np.int64)
+    start = [(PICKLE, pickle), *torch_format.records]
+    noted = [(NOTE, note)] if note else []
+    end = [(VERSION, torch_format.version), (SERIALIZATION_ID, bytes(_ID_LENGTH))]
+    records = _Records(
+        archive,
+        torch_format.alignment,
+        names=np.concatenate(
+            [
+                _lengths_of_names(start),
+                len(STORAGES) + _digits(order),
+                _lengths_of_names([*noted, (DIGESTS, b""), *end]),
+            ]
+        ),
+        sizes=np.concatenate(
+            [
+                [len(data) for _, data in start],
+                lengths[order],
+                [len(note)] * len(noted),
+                [record_length(lengths)],
+                [len(data) for _, data in end],
+            ]
+        ).astype(np.int64),
+    )
+    first = len(start)
+    offset = np.empty(count, np.int64)
+    offset[order] = records.data_at[first : first + count]
 
-    def tail(digests: Digests, crcs: Crcs) -> Sequence[Literal]:
-        if len(crcs) != len(sizes):
-            raise UsageError(f"CRCs of an image: expected {len(sizes)}, found {len(crcs)}")
-        found: list[int] = crcs.tolist()
-        last = first + len(sizes)
-        stored = [
-            entry._replace(crc=found[index])
-            for entry, index in zip(entries[first:last], order, strict=True)
-        ]
-        known = [*entries[:first], *stored, *entries[last:-1]]
-        ends = _Zip(archive, torch_format.alignment, behind, known)
-        record_at = ends.length_of_entries()
-        ends.entries.append(entries[-1])
-        block = bytearray(entries[-1].descriptor())
-        block += ends.record(VERSION, torch_format.version)
-        block += ends.record(SERIALIZATION_ID, _serialization_id(pickle, digests))
-        record_at += len(block)
-        block += ends.directory()
-        of_payload = (DESCRIPTOR_CRC, record_at + CENTRAL_CRC)
+    def literals(digests: Digests, crcs: Crcs) -> Sequence[Literal]:
+        if len(crcs) != count:
+            raise UsageError(f"CRCs of an image: expected {count}, found {len(crcs)}")
+        written = _Writing(records)
+        for name, data in start:
+            written.record(name, data)
+        for index, crc in zip(order.tolist(), crcs[order].tolist(), strict=True):
+            written.storage(f"{STORAGES}{index}", crc)
+        for name, data in noted:
+            written.record(name, data)
+        written.digests(DIGESTS)
+        written.record(VERSION, torch_format.version)
+        written.record(SERIALIZATION_ID, _serialization_id(pickle, digests))
+        return written.end(lambda rest: packed(records.end, lengths, digests, rest))
 
-        rest = xxhash.xxh3_128(literals[0].data)
-        footers = []
-        for literal, entry in zip(literals[1:-1], stored, strict=True):
-            rest.update(literal.data)
-            if entry.size:
-                footer = Literal(literal.end + entry.size, entry.descriptor())
-                rest.update(footer.data)
-                footers.append(footer)
-        rest.update(literals[-1].data)
-        begin = 0
-        for place in of_payload:
-            rest.update(block[begin:place])
-            begin = place + 4
-        rest.update(block[begin:])
-
-        payload = packed(size, lengths, digests, rest.digest())
-        crc = zlib.crc32(payload)
-        for place in of_payload:
-            _CRC.pack_into(block, place, crc)
-        return [*footers, Literal(payload_at, payload + block)]
-
-    return Image(size=size, literals=literals, offset=offset, length=lengths, tail=tail)
+    return Image(size=records.end, offset=offset, length=lengths, literals=literals)
 
 
 def _serialization_id(pickle: bytes, digests: Digests) -> bytes:
@@ -178,6 +157,51 @@ def _serialization_id(pickle: bytes, digests: Digests) -> bytes:
     content = xxhash.xxh3_128(pickle)
     content.update(digests.tobytes())
     return b"%040d" % int.from_bytes(content.digest(), "big")
+
+
+def _lengths_of_names(records: Iterable[tuple[str, bytes]]) -> Column:
+    return np.array([len(name) for name, _ in records], np.int64)
+
+
+def _digits(numbers: Column) -> Column:
+    """How many decimal digits each has."""
+    tens = 10 ** np.arange(1, 19)
+    digits: Column = np.searchsorted(tens, numbers, "right") + 1
+    return digits
+
+
+class _Records:
+    """Where the records of a zip file are: all at once, so that a call does not go through them.
+
+    names: the length of each, in bytes, without the archive's.
+    """
+
+    def __init__(self, archive: str, alignment: int, names: Column, sizes: Column) -> None:
+        self.archive: Final = archive
+        self.alignment: Final = alignment
+        self.sizes: Final = sizes
+        names = names + len(archive) + 1
+        large = sizes >= LIMIT32
+        far = np.zeros(len(sizes), np.bool_)
+        while True:  # what is beyond 4 GiB has longer headers, which push others beyond
+            fields = 16 * large + 8 * far
+            before = LOCAL.size + names + np.where(fields, _EXTRA.size + fields, 0) + _EXTRA.size
+            behind = np.where(large | far, DESCRIPTOR64.size, DESCRIPTOR.size) * (sizes > 0)
+            # Data begins at multiples of the alignment, so each step from one to the next is one.
+            steps = np.concatenate([before[:1], (sizes + behind)[:-1] + before[1:]])
+            self.data_at: Column = np.cumsum(-(-steps // alignment) * alignment)
+            ends = self.data_at + sizes + behind
+            self.header_at: Column = np.concatenate([[0], ends[:-1]])
+            now = self.header_at >= LIMIT32
+            if np.array_equal(now, far):
+                break
+            far = now
+        self.directory_at: Final = int(ends[-1])
+        entries = CENTRAL.size + names + np.where(fields, _EXTRA.size + fields, 0)
+        self.directory_size: Final = int(entries.sum())
+        self.end: Final = (
+            self.directory_at + self.directory_size + END64.size + LOCATOR.size + END.size
+        )
 
 
 class _Entry(NamedTuple):
@@ -203,17 +227,19 @@ class _Entry(NamedTuple):
         """Those of the zip."""
         return _WITH_DESCRIPTOR if self.size else _UTF8
 
-    def header(self, alignment: int) -> bytes:
-        """What precedes the data, padded so that the data is aligned."""
+    def header(self, data_at: int) -> bytes:
+        """What precedes the data, padded up to where that begins."""
         wide = self.zip64(0)
         begin = self.header_at + LOCAL.size + len(self.name) + len(wide) + _EXTRA.size
-        padding = -begin % alignment
+        padding = data_at - begin
         extra = len(wide) + _EXTRA.size + padding
         fixed = LOCAL.pack(LOCAL_MAGIC, 0, self.flags, 0, 0, 0, 0, 0, 0, len(self.name), extra)
         return fixed + self.name + wide + _EXTRA.pack(_PADDING, padding) + b"Z" * padding
 
     def descriptor(self) -> bytes:
         """What follows the data, if there is any."""
+        if not self.size:
+            return b""
         wide = self.size >= LIMIT32 or self.header_at >= LIMIT32
         form = DESCRIPTOR64 if wide else DESCRIPTOR
         return form.pack(DESCRIPTOR_MAGIC, self.crc, self.size, self.size)
@@ -229,46 +255,73 @@ class _Entry(NamedTuple):
         return fixed + self.name + wide
 
 
-class _Zip:
-    """A zip file that grows at its end: all entries so far, and where the next byte goes."""
+class _Writing:
+    """The bytes of a zip file around the data of its storages, one record after another."""
 
-    def __init__(
-        self, archive: str, alignment: int, end: int = 0, entries: Iterable[_Entry] = ()
-    ) -> None:
-        self._archive = archive
-        self._alignment = alignment
-        self.end = end
-        self.entries = list(entries)
+    def __init__(self, records: _Records) -> None:
+        self._records: Final = records
+        self._prefix: Final = f"{records.archive}/"
+        places = (records.sizes, records.header_at, records.data_at)
+        self._places: Final = zip(*(each.tolist() for each in places), strict=True)
+        self._directory = bytearray()
+        self._literals: Final[list[Literal]] = []
+        self._begin = 0
+        self._bytes = bytearray()
+        """What comes next, from ``_begin`` on."""
+        self._crcs_at: Final[list[int]] = []
+        """Where the CRC of the digests goes, in the last literal and in the directory."""
 
-    def header(self, name: str, size: int, crc: int = 0) -> bytes:
-        """The header of the next record; its data goes to ``end``."""
-        entry = _Entry(f"{self._archive}/{name}".encode(), size, crc, self.end)
-        self.entries.append(entry)
-        header = entry.header(self._alignment)
-        self.end += len(header)
-        return header
+    def record(self, name: str, data: bytes) -> None:
+        """A record of which all bytes are known."""
+        entry = self._begun(name, zlib.crc32(data))
+        self._bytes += data + entry.descriptor()
 
-    def skip(self) -> bytes:
-        """The descriptor of the last record; the next record comes behind it."""
-        entry = self.entries[-1]
-        footer = entry.descriptor() if entry.size else b""
-        self.end += entry.size + len(footer)
-        return footer
+    def storage(self, name: str, crc: int) -> None:
+        """A record whose data somebody else writes."""
+        self._skipped(self._begun(name, crc))
 
-    def record(self, name: str, data: bytes) -> bytes:
-        """All bytes of the next record."""
-        return self.header(name, len(data), zlib.crc32(data)) + data + self.skip()
+    def digests(self, name: str) -> None:
+        """The record of the digests, which is filled at the end."""
+        central_at = len(self._directory)
+        entry = self._begun(name, 0)
+        self._skipped(entry)
+        self._crcs_at[:] = DESCRIPTOR_CRC, central_at + CENTRAL_CRC
 
-    def length_of_entries(self) -> int:
-        """Bytes of the directory for the entries so far."""
-        return sum(CENTRAL.size + len(entry.name) + len(entry.zip64(0)) for entry in self.entries)
-
-    def directory(self) -> bytes:
-        """The central directory, and the ends of a zip64 and of a zip file."""
-        entries = b"".join([entry.central() for entry in self.entries])
-        count, size, at = len(self.entries), len(entries), self.end
-        end64 = END64.pack(END64_MAGIC, 44, 0x031E, 45, 0, 0, count, count, size, at)
-        locator = LOCATOR.pack(LOCATOR_MAGIC, 0, at + size, 1)
+    def end(self, payload: Callable[[bytes], bytes]) -> list[Literal]:
+        """All literals. payload: makes the digests' record of the digest of everything else."""
+        records, count = self._records, len(self._records.sizes)
+        at, size = records.directory_at, records.directory_size
+        block, crcs_at = self._bytes, (self._crcs_at[0], len(self._bytes) + self._crcs_at[1])
+        block += self._directory
+        block += END64.pack(END64_MAGIC, 44, 0x031E, 45, 0, 0, count, count, size, at)
+        block += LOCATOR.pack(LOCATOR_MAGIC, 0, at + size, 1)
         few = min(count, LIMIT16)
-        end = END.pack(END_MAGIC, 0, 0, few, few, min(size, LIMIT32), min(at, LIMIT32), 0)
-        return entries + end64 + locator + end
+        block += END.pack(END_MAGIC, 0, 0, few, few, min(size, LIMIT32), min(at, LIMIT32), 0)
+        rest = xxhash.xxh3_128()
+        for literal in self._literals:
+            rest.update(literal.data)
+        begin = 0
+        for place in crcs_at:
+            rest.update(block[begin:place])
+            begin = place + _CRC.size
+        rest.update(block[begin:])
+        digests = payload(rest.digest())
+        for place in crcs_at:
+            _CRC.pack_into(block, place, zlib.crc32(digests))
+        return [*self._literals, Literal(self._begin - len(digests), digests + bytes(block))]
+
+    def _begun(self, name: str, crc: int) -> _Entry:
+        """The header of the next record is among the bytes."""
+        size, header_at, data_at = next(self._places)
+        entry = _Entry((self._prefix + name).encode(), size, crc, header_at)
+        self._bytes += entry.header(data_at)
+        self._directory += entry.central()
+        return entry
+
+    def _skipped(self, entry: _Entry) -> None:
+        """The data of a record is not among the bytes; its descriptor is."""
+        if not entry.size:
+            return
+        self._literals.append(Literal(self._begin, bytes(self._bytes)))
+        self._begin += len(self._bytes) + entry.size
+        self._bytes = bytearray(entry.descriptor())

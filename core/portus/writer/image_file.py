@@ -89,10 +89,10 @@ class ImageFile:
             crc.joined(units[first:end])
             for first, end in zip(self._first.tolist(), ends.tolist(), strict=True)
         ]
-        tail = self._image.tail(self._digests, np.array(crcs, np.uint32))
+        literals = self._image.literals(self._digests, np.array(crcs, np.uint32))
         with self._translated():
             way = self._opened()
-            for literal in [*self._image.literals, *tail, *self._zeros(tail)]:
+            for literal in (*literals, *self._zeros(literals)):
                 way.put(literal)
             way.finish()
 
@@ -143,12 +143,12 @@ class ImageFile:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
 
-    def _zeros(self, tail: Iterable[Literal]) -> Iterator[Literal]:
+    def _zeros(self, literals: Iterable[Literal]) -> Iterator[Literal]:
         """What nothing covers, where a spare has old bytes."""
         if not self._is_spare:
             return
         image = self._image
-        spans = [(each.offset, each.end) for each in (*image.literals, *tail)]
+        spans = [(each.offset, each.end) for each in literals]
         spans += zip(image.offset.tolist(), (image.offset + image.length).tolist(), strict=True)
         reached = 0
         for start, stop in sorted(spans):

@@ -11,7 +11,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.directory.publisher import UnpublishedFile
+from portus.client.loading.torch_file import is_whole
+from portus.directory.publisher import Publisher, UnpublishedFile
+from portus.directory.system import Linux, System
 from portus.media.process import Descriptor
 from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Before, Column, Feed
@@ -101,6 +103,15 @@ class FileDraft:
         with ExitStack() as stack:
             stack.callback(self._draft.abandon)
             self._file.close()
+
+
+def new_publisher() -> Publisher[Descriptor]:
+    """Return what publishes files, and puts back none that is not whole."""
+    return Publisher(Linux(), _is_whole)
+
+
+def _is_whole(system: System[Descriptor], file: Descriptor, name: str) -> bool:
+    return is_whole(file.number, name)
 
 
 def _units(feed: Feed) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from portus.client.files.pending import PENDING
-from portus.client.loading import mirrored
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.torch_file import load_file
 from portus.client.paths.process import is_blocking, recover_left, saver
@@ -62,6 +61,8 @@ def load(path: str | os.PathLike[str], names: Patterns = None, **settings: Any) 
     what ``torch.load`` raises.
     """
     if isinstance(path, str) and is_store(path):
+        from portus.client.loading import mirrored  # only here: it imports what reads pools
+
         return mirrored.load(path, names)
     where = os.path.realpath(os.fspath(path))
     PENDING.wait_for(where)

@@ -25,12 +25,10 @@ from portus.client.files import order
 from portus.client.files.pending import PENDING, Ticket
 from portus.client.job.reports import Reports
 from portus.client.job.settings import Settings
-from portus.client.leaving import nested
-from portus.client.loading.torch_file import is_whole
-from portus.client.paths.draft import FileDraft
+from portus.client.paths.at_once import WrittenFile
+from portus.client.paths.draft import FileDraft, new_publisher
 from portus.client.state.pickling import PickledState, path_in, pickle_state
-from portus.directory.publisher import Publisher
-from portus.directory.system import OUT_OF_SPACE, Linux, System
+from portus.directory.system import OUT_OF_SPACE
 from portus.errors import (
     AbandonedError,
     MediumError,
@@ -40,7 +38,6 @@ from portus.errors import (
     printable,
 )
 from portus.media import calls
-from portus.media.process import Descriptor
 from portus.pipeline.audit import Auditor
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Snapshot
@@ -126,7 +123,7 @@ class SharedWriter:
 
     def __init__(self, staging: int) -> None:
         self.queue: Final = Queue("portus-files", staging)
-        self.publisher: Final = Publisher(Linux(), _is_whole)
+        self.publisher: Final = new_publisher()
         self.ring: Final = StagingRing(staging)
 
     def close(self) -> None:
@@ -153,8 +150,11 @@ class FileSaver:
     def _save_nested(
         self, state: object, path: str | os.PathLike[str], extra: Extra | None = None
     ) -> SaveHandle:
-        target, step = FileTarget.of(path), _STEP if extra is None else extra.step
-        return SaveHandle(nested.WrittenSave(target.said, step, state, {target.real: None}))
+        extra, target = extra or Extra(), FileTarget.of(path)
+        written = WrittenFile(
+            pickle_state(state), target.said, target.real, step=extra.step, note=extra.note
+        )
+        return SaveHandle(written)
 
     @calls.entry_or(_save_nested)
     def save(
@@ -287,7 +287,7 @@ class FileSaver:
 
     def _snapshot(self, target: FileTarget, pickled: PickledState, extra: Extra) -> Snapshot:
         storages = tuple(pickled.storages)
-        feeds, copies = feeds_of(storages, None)
+        feeds, copies = feeds_of(storages, None) if pickled.has_devices else ({}, set())
         suspects = None if self._is_synchronous else self._suspects.turn()
         planned = copy_order(storages, copies, feeds, suspects)
         return Snapshot(
@@ -325,7 +325,7 @@ class FileSaver:
 def recover(directory: str) -> None:
     """Put back what a process that was killed had removed from ``directory`` before the file that
     was to replace it was there. Raises ``MediumError``."""
-    files = Publisher(Linux(), _is_whole)
+    files = new_publisher()
     try:
         files.recover(directory)
     finally:
@@ -386,6 +386,3 @@ def _too_late(target: FileTarget, waited_s: float) -> AbandonedError:
 def _nothing_before() -> None:
     """Files share nothing."""
 
-
-def _is_whole(system: System[Descriptor], file: Descriptor, name: str) -> bool:
-    return is_whole(file.number, name)

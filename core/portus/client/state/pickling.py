@@ -8,13 +8,17 @@ shortcut is taken only if its bytes were seen to equal torch's in this process.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
+import gc
 import io
 import pickle
 import zipfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from types import FunctionType
 from typing import Any, Final
 
 import numpy as np
@@ -35,7 +39,11 @@ from portus.image.torch_zip import (
 )
 
 _PROTOCOL: Final = torch.serialization.DEFAULT_PROTOCOL
-_TORCHS_OWN: Final = (torch.Tensor.__reduce_ex__, torch.Tensor._reduce_ex_internal)
+_TORCHS_OWN: Final = (
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor._reduce_ex_internal,
+    torch.serialization._cpu_tag,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +51,14 @@ class PickledState:
     """A state at the moment of the call, but for the bytes of its storages.
 
     Storage i has the key "i" in ``pickle``; holding it keeps its memory. ``tensors``: those that
-    were pickled.
+    were pickled. ``lengths``: bytes of each storage. ``has_devices``: some are not on the CPU.
     """
 
     pickle: bytes
     storages: list[torch.UntypedStorage]
     tensors: list[torch.Tensor]
-
-    @property
-    def lengths(self) -> Column:
-        """Bytes of each storage."""
-        return np.array([storage.nbytes() for storage in self.storages], np.int64)
+    lengths: Column
+    has_devices: bool
 
     def changes(self) -> Column:
         """How often torch saw the tensors over each storage being written."""
@@ -88,7 +93,8 @@ def pickle_state(state: object) -> PickledState:
             "Portus writes the bytes of tensors: use torch.save there"
         )
     try:
-        return _pickled(state, _shortcut_is_right())
+        with _no_collection():
+            return _pickled(state, _shortcut_is_right())
     except (MemoryError, UsageError):
         raise
     except Exception as error:
@@ -144,7 +150,28 @@ def _pickled(state: object, shortcut: bool) -> PickledState:
     file = io.BytesIO()
     pickler = _Pickler(file) if shortcut else _SlowPickler(file)
     pickler.dump(state)
-    return PickledState(file.getvalue(), list(pickler.storages.values()), pickler.tensors)
+    storages = list(pickler.storages.values())
+    return PickledState(
+        pickle=file.getvalue(),
+        storages=storages,
+        tensors=pickler.tensors,
+        lengths=np.array([storage.nbytes() for storage in storages], np.int64),
+        has_devices=pickler.has_devices,
+    )
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """All that a pickler makes stays until it ends: to look for garbage costs more than to pickle.
+    Another thread may end this early, which harms nothing."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
@@ -155,20 +182,23 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+class _NoHooks:
+    """Takes the place of the empty ``OrderedDict`` that is pickled for the hooks of each tensor."""
+
+    __slots__ = ()
+
+
 _NO_STORAGES: Final = frozenset(
     {str, int, float, bool, tuple, list, dict, OrderedDict, bytes, type(None), torch.Tensor}
+    | {type, FunctionType, _NoHooks}
 )
 """What most of a state is: hundreds of thousands of objects are asked about."""
 
 
-class _Stored:
-    """Takes the place of a typed storage that exists only to be pickled."""
+class _Stored(tuple[tuple[object, ...]]):
+    """Takes the place of a typed storage that exists only to be pickled: what stands for it."""
 
-    __slots__ = ("dtype", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-        self.storage = storage
-        self.dtype = dtype
+    __slots__ = ()
 
 
 class _SlowPickler(pickle.Pickler):
@@ -178,6 +208,7 @@ class _SlowPickler(pickle.Pickler):
         super().__init__(file, protocol=_PROTOCOL)
         self.storages: dict[str, torch.UntypedStorage] = {}
         self.tensors: list[torch.Tensor] = []
+        self.has_devices = False
         self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
 
@@ -210,23 +241,35 @@ class _SlowPickler(pickle.Pickler):
         location: str | None = None,
     ) -> tuple[object, ...]:
         """What stands for a storage in the pickle; the storage is collected."""
-        address = 0 if storage.device.type == "meta" else storage.data_ptr()
+        kind = storage.device.type
+        self.has_devices |= kind != "cpu"
+        key = self._key(storage, dtype, 0 if kind == "meta" else storage.data_ptr())
+        if location is None:
+            location = location_tag(storage)
+        return ("storage", legacy, key, location, count)
+
+    def _key(self, storage: torch.UntypedStorage, dtype: torch.dtype, address: int) -> str:
         if address and self._dtypes.setdefault(address, dtype) != dtype:
             raise RuntimeError(
                 "Cannot save multiple tensors or storages that view the same data as different "
                 "types"
             )
-        key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
-        if location is None:
-            location = location_tag(storage)
-        self.storages[key] = storage
-        return ("storage", legacy, key, location, count)
+        key = self._keys.get(storage._cdata)
+        if key is None:
+            key = self._keys[storage._cdata] = str(len(self._keys))
+            self.storages[key] = storage
+        return key
 
 
 _LEGACY: Final = {
     dtype: (getattr(torch, name), dtype.itemsize)
     for dtype, name in torch.storage._dtype_to_storage_type_map().items()
 }
+
+
+_metadata_of: Final = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
+_REBUILD: Final = torch._utils._rebuild_tensor_v2
+_EMPTY_HOOKS: Final = (OrderedDict, ())
 
 
 class _Pickler(_SlowPickler):
@@ -236,41 +279,43 @@ class _Pickler(_SlowPickler):
         kind = type(obj)
         if kind in _NO_STORAGES:
             return None
-        if kind is _Stored:
-            legacy, size = _LEGACY[obj.dtype]
-            count = obj.storage.nbytes() // size
-            return self.persistent(obj.storage, obj.dtype, legacy, count)
-        return super().persistent_id(obj)
+        return obj[0] if kind is _Stored else super().persistent_id(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor:
+        kind = type(obj)
+        if kind is _NoHooks:
+            return _EMPTY_HOOKS
+        if kind is not torch.Tensor:
             return super().reducer_override(obj)
         self.tensors.append(obj)
+        dtype, is_cpu = obj.dtype, obj.is_cpu
         if (
             obj.__dict__
             or obj._backward_hooks
             or obj.layout is not torch.strided
             or obj.is_quantized
             or obj.is_nested
-            or obj.dtype not in _LEGACY
-            or obj.device.type not in ("cpu", "cuda")
-            or torch._utils.get_tensor_metadata(obj)
+            or dtype not in _LEGACY
+            or not (is_cpu or obj.is_cuda)
+            or _metadata_of(obj)
         ):
             return NotImplemented
-        args: tuple[object, ...] = (
-            _Stored(obj.untyped_storage(), obj.dtype),
-            obj.storage_offset(),
-            tuple(obj.size()),
-            obj.stride(),
-            obj.requires_grad,
-            OrderedDict(),
-        )
-        return torch._utils._rebuild_tensor_v2, args
+        storage = obj.untyped_storage()
+        key = self._key(storage, dtype, storage.data_ptr())
+        if is_cpu:
+            location = "cpu"
+        else:
+            location, self.has_devices = location_tag(storage), True
+        legacy, itemsize = _LEGACY[dtype]
+        stored = _Stored((("storage", legacy, key, location, storage.nbytes() // itemsize),))
+        size, offset = tuple(obj.shape), obj.storage_offset()
+        return _REBUILD, (stored, offset, size, obj.stride(), obj.requires_grad, _NoHooks())
 
 
 def _shortcut_is_right() -> bool:
     """Whether nobody changed how tensors are pickled, and this torch does it as we do."""
-    now = (torch.Tensor.__reduce_ex__, torch.Tensor._reduce_ex_internal)
+    registry = torch.serialization._package_registry
+    now = (torch.Tensor.__reduce_ex__, torch.Tensor._reduce_ex_internal, registry[0][1])
     return now == _TORCHS_OWN and torch.Tensor not in copyreg.dispatch_table and _tried()
 
 

@@ -485,6 +485,43 @@ def test_a_program_that_does_not_close_it_finishes_its_saves() -> None:
     assert sorted(os.listdir("run")) == ["step-00000002.pt", "step-00000003.pt"]
 
 
+def test_what_a_signal_handler_saves_has_its_metrics_and_verifies() -> None:
+    program = (
+        "import signal, threading, time, torch, portus\n"
+        "from portus.writer.image_file import ImageFile\n"
+        "real = ImageFile.finish\n"
+        "def finish(file):\n"
+        "    if threading.current_thread() is not threading.main_thread():\n"
+        "        time.sleep(1)\n"
+        "    real(file)\n"
+        "ImageFile.finish = finish\n"
+        "checkpointer = portus.Checkpointer('run')\n"
+        "state = {'weight': torch.ones(1000), 'size': torch.Size([3])}\n"
+        "def handler(number, frame):\n"
+        "    assert checkpointer.save(state, 2, metrics={'loss': 0.5}).done\n"
+        "signal.signal(signal.SIGALRM, handler)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
+        "checkpointer.save(state, 1).wait()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    with portus.Checkpointer("run") as checkpointer:
+        assert [(each.step, each.metrics) for each in checkpointer.versions()] == [
+            (1, {}),
+            (2, {"loss": 0.5}),
+        ]
+    damage("run/step-00000002.pt", 2000)
+    with pytest.raises(portus.CorruptionError, match=r"weight"):
+        load_file("run/step-00000002.pt")
+
+
 def test_two_in_one_directory_do_not_disturb_each_other() -> None:
     with portus.Checkpointer("run", keep=None) as one, portus.Checkpointer("run", keep=None) as two:
         for step in range(1, 9):

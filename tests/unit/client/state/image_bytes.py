@@ -21,7 +21,7 @@ def filled(image: Image, storages: list[bytes]) -> bytearray:
         units += [digest(data[at : at + UNIT]) for at in range(0, max(1, len(data)), UNIT)]
     digests = np.frombuffer(b"".join(units), np.uint8).reshape(-1, 16)
     crcs = np.array([zlib.crc32(data) for data in storages], np.uint32)
-    for literal in (*image.literals, *image.tail(digests, crcs)):
+    for literal in image.literals(digests, crcs):
         file[literal.offset : literal.end] = literal.data
     return file
 

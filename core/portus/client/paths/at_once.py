@@ -1,0 +1,89 @@
+"""``WrittenFile``: a file that is written within the call, and by nobody else.
+
+For signal handlers, which may wait for nothing of ours (see ``media.calls``): the publisher, the
+buffers and the threads are this call's own, as those of another process would be. What was asked
+for before at the path does not change its name any more (see ``files.order``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from portus.client.files import order
+from portus.client.files.pending import PENDING
+from portus.client.paths.draft import new_publisher
+from portus.client.state.pickling import PickledState
+from portus.directory.publisher import UnpublishedFile
+from portus.media.process import Descriptor
+from portus.pipeline.handle import SaveStats
+from portus.spec import VersionInfo
+from portus.transport.base import Stop
+from portus.writer.image_file import ImageFile
+from portus.writer.ring import StagingRing
+
+
+class WrittenFile:
+    """A save that is over, and durable. See ``pipeline.handle.SavePending``."""
+
+    over: Final = True
+    error: Final = None
+
+    def __init__(
+        self, pickled: PickledState, said: str, real: str, *, step: int, note: bytes
+    ) -> None:
+        """Write ``pickled`` to ``real``, which the caller called ``said``. Raises ``MediumError``;
+        what was at the path is untouched then."""
+        start = time.perf_counter()
+        with PENDING.exempt(), contextlib.ExitStack() as stack:
+            publisher = new_publisher()
+            stack.callback(publisher.close)
+            draft = publisher.begin(real)
+            stack.callback(draft.abandon)
+            _write(pickled, draft, said, note)
+            draft.publish(_newest_at(real))
+        took_s, size = time.perf_counter() - start, int(pickled.lengths.sum())
+        self.stats: Final = SaveStats(
+            call_s=took_s, total_s=took_s, state_bytes=size, copied_bytes=size
+        )
+        self._info: Final = VersionInfo(said, 0, 0, step, os.urandom(16), time.time_ns(), size)
+
+    def join(self) -> None:
+        """It is over."""
+
+    def result(self, timeout_s: float | None) -> VersionInfo:
+        """At once."""
+        return self._info
+
+
+def _write(
+    pickled: PickledState, draft: UnpublishedFile[Descriptor], said: str, note: bytes
+) -> None:
+    """Write the file of a draft, durably. Storages of a device are copied here one at a time."""
+    image, ring = pickled.image(said, note), StagingRing(0)
+    file = ImageFile(draft.file.number, draft.path, image, is_spare=draft.is_spare, ring=ring)
+    try:
+        is_here = np.array([each.device.type == "cpu" for each in pickled.storages], np.bool_)
+        here = np.flatnonzero(is_here)
+        address = np.array([pickled.storages[index].data_ptr() for index in here], np.int64)
+        file.copy(here, address, Stop())
+        for index in np.flatnonzero(~is_here):
+            copied = pickled.storages[index].cpu()
+            file.copy(np.array([index]), np.array([copied.data_ptr()], np.int64), Stop())
+        file.finish()
+    finally:
+        file.close()
+        ring.close()
+
+
+@contextlib.contextmanager
+def _newest_at(path: str) -> Iterator[None]:
+    """Held while a file gets its name: what was asked for before does not take it away."""
+    with order.turn:
+        yield
+        order.note(path)
