@@ -29,9 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SECTOR = {"ext4": 512, "xfs": 4096}
-"""The bytes that a cut leaves whole. A block of metadata of xfs says in its first sector up to where
-in the log it is written, and recovery believes it: torn in sectors of 512 bytes, it stays torn, and
-xfs does not mount (``XFS: Metadata CRC error``). So xfs is made for sectors as large as a block."""
+"""The bytes that a cut leaves whole. A block of metadata of xfs says in its first sector up to
+where in the log it is written, and recovery believes it: torn in sectors of 512 bytes, it stays
+torn, and xfs does not mount (``XFS: Metadata CRC error``). So its sectors are as large as a block.
+"""
 
 DISK_BYTES = {"ext4": 48 << 20, "xfs": 320 << 20}
 """xfs makes no smaller ones."""
@@ -172,7 +173,8 @@ class Cut:
                 if self._source.random() < share:
                     yield each
             else:
-                yield from (part for part in _parts(each, self._sector) if self._source.random() < share)
+                parts = _parts(each, self._sector)
+                yield from (part for part in parts if self._source.random() < share)
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[Path]:

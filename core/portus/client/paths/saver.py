@@ -385,4 +385,3 @@ def _too_late(target: FileTarget, waited_s: float) -> AbandonedError:
 
 def _nothing_before() -> None:
     """Files share nothing."""
-
