@@ -16,6 +16,7 @@ from portus.client.state.pickling import pickle_state
 from portus.transport.base import Stop
 from portus.writer.image_file import ImageFile
 from portus.writer.ring import StagingRing
+from portus.writer.ways import Ways
 from tests.bench.measure import Row, Run, timed
 from tests.bench.saving import MIB, memcpy_of, torch_save_of
 from tests.bench.states import tensors
@@ -91,7 +92,8 @@ class _Written:
         number = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         os.fsync(number)
         start, used = time.perf_counter(), time.process_time()
-        file = ImageFile(number, str(self._path), self._image, is_spare=is_spare, ring=self._ring)
+        file = ImageFile(number, str(self._path), self._image, is_spare=is_spare, ring=self._ring,
+                         ways=Ways())  # fmt: skip
         file.copy(np.arange(len(self._address)), self._address, Stop())
         copied = time.perf_counter() - start
         file.finish()

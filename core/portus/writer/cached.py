@@ -1,12 +1,14 @@
-"""``CachedWay``: an image is written through the page cache, from a small buffer that stays warm.
+"""``CachedWay``: an image is written through the page cache, and the disk has it later.
 
-For a spare, whose pages are in memory, it costs what a copy to memory costs, and the fence opens
-before the disk has anything. So it does on tmpfs. And it is what every file system can do.
+For a spare, whose pages are in memory, it costs little more than a copy to memory, and the fence
+opens before the disk has anything. So it does on tmpfs. And it is what every file system can do:
+with writes, from a small buffer that stays warm. ``MappedWay`` copies to the pages themselves.
 """
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -14,15 +16,25 @@ from numpy.typing import NDArray
 
 from portus.image.image import Image, Literal
 from portus.media import linux
-from portus.media.file import write_all
+from portus.media.addresses import AddressRange
+from portus.media.file import fill_holes, write_all
+from portus.spec import Extent
 from portus.transport.base import Column, Crcs, Digests, Segments, Stop
 from portus.transport.local import BATCH, Engine
+from portus.writer.ring import InFlight, StagingRing
+from portus.writer.ways import Way
+
+_SPARSE: Final = 4
+"""So many times as much of the file as is copied is not worth mapping."""
 
 
 class CachedWay:
     """The way into the open file ``number``. volatile: it is in memory alone."""
 
-    def __init__(self, number: int, image: Image, *, volatile: bool) -> None:
+    kind: Final = Way.CACHED
+
+    def __init__(self, number: int, image: Image, ring: StagingRing, *, volatile: bool) -> None:
+        self._in_flight: Final = InFlight(ring)
         self._number: Final = number
         self._size: Final = image.size
         self._volatile: Final = volatile
@@ -36,10 +48,18 @@ class CachedWay:
     ) -> None:
         """Copy segments to their offsets."""
         for batch in segments.batches(BATCH):
-            engine.move(batch, batch.offset, digests, stop, crcs, self._number)
+            self._move(engine, batch, digests, crcs, stop)
             if not self._volatile:
-                box = batch.box()
-                linux.start_writeback(self._number, box.offset, box.length)
+                self._in_flight.run(partial(self._start_writeback, batch.box()))
+
+    def _move(
+        self, engine: Engine, batch: Segments, digests: Digests, crcs: Crcs, stop: Stop
+    ) -> None:
+        engine.move(batch, batch.offset, digests, stop, crcs, self._number)
+
+    def _start_writeback(self, extent: Extent) -> None:
+        """On a thread of the ring: whoever waits for the copy does not wait for the disk."""
+        linux.start_writeback(self._number, extent.offset, extent.length)
 
     def bytes_at(self, offset: Column, length: Column) -> NDArray[np.uint8] | None:
         """Bytes that were stored, at offsets of the file."""
@@ -53,8 +73,47 @@ class CachedWay:
 
     def finish(self) -> None:
         """Return when all of it is on the medium."""
+        self._in_flight.drain()
         os.ftruncate(self._number, self._size)
         os.fdatasync(self._number)
 
     def close(self) -> None:
-        """Nothing is in flight."""
+        """Return when nothing is in flight."""
+        self._in_flight.drain()
+
+
+class MappedWay(CachedWay):
+    """The same through addresses, for spares of file systems that overwrite blocks in place.
+
+    Writes to one file wait for each other, and have the kernel copy what was just copied; this
+    does neither. Nothing may truncate the file meanwhile; nobody else knows its name.
+    """
+
+    def __init__(self, number: int, path: str, image: Image, ring: StagingRing) -> None:
+        """Raises ``OSError``: a store where no block is would be SIGBUS."""
+        super().__init__(number, image, ring, volatile=False)
+        fill_holes(number, image.size, every_block_counts=False)
+        self._addresses: Final = AddressRange(path, image.size)
+        try:
+            self._addresses.map(image.size, number)
+        except BaseException:
+            self._addresses.close()
+            raise
+
+    def _move(
+        self, engine: Engine, batch: Segments, digests: Digests, crcs: Crcs, stop: Stop
+    ) -> None:
+        box = batch.box()
+        if box.length > _SPARSE * int(batch.length.sum()):
+            super()._move(engine, batch, digests, crcs, stop)
+            return
+        self._addresses.populate(box)
+        engine.move(batch, self._addresses.start + batch.offset, digests, stop, crcs)
+
+    def _start_writeback(self, extent: Extent) -> None:
+        self._addresses.release(extent)
+        super()._start_writeback(extent)
+
+    def close(self) -> None:
+        super().close()
+        self._addresses.close()

@@ -1,14 +1,15 @@
 """``ImageFile``: the file of an image while it is written.
 
 Each byte of a storage is loaded once, and copied, hashed and summed in one pass. There are two
-ways to the medium (``cached``, ``staged``); which one depends on the file system, and on whether
-the space is fresh.
+ways to the medium (``cached``, ``staged``); ``ways`` says which one is faster for such a file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import time
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -24,9 +25,10 @@ from portus.media.local import file_system_of
 from portus.transport.base import Column, Crcs, Digests, Sources, Stop, cut, ranges, unit_spans
 from portus.transport.local import best_engine
 from portus.writer import crc
-from portus.writer.cached import CachedWay
+from portus.writer.cached import CachedWay, MappedWay
 from portus.writer.ring import StagingRing
 from portus.writer.staged import StagedWay, set_direct
+from portus.writer.ways import Kind, Way, Ways
 
 
 class ImageFile:
@@ -37,15 +39,25 @@ class ImageFile:
     """
 
     def __init__(
-        self, fd: int, path: str, image: Image, *, is_spare: bool, ring: StagingRing
+        self,
+        fd: int,
+        path: str,
+        image: Image,
+        *,
+        is_spare: bool,
+        ring: StagingRing,
+        ways: Ways,
     ) -> None:
         """fd: of an open file, readable and writable, the caller's. path: for messages. is_spare:
-        the file has old bytes, and blocks."""
+        the file has old bytes, and blocks. ways: which way it goes, and told how long it took."""
         self._fd: Final = fd
         self._path: Final = path
         self._image: Final = image
         self._is_spare: Final = is_spare
         self._ring: Final = ring
+        self._ways: Final = ways
+        self._kind: Final = Kind(os.fstat(fd).st_dev, is_spare)
+        self._spent_s = 0.0
         self._way: CachedWay | StagedWay | None = None
         units = unit_counts(image.length)
         self._first: Final = np.cumsum(units) - units
@@ -95,6 +107,7 @@ class ImageFile:
             for literal in (*literals, *self._zeros(literals)):
                 way.put(literal)
             way.finish()
+        self._ways.took(self._kind, way.kind, self._image.size, self._spent_s)
 
     def close(self) -> None:
         """Give back what it has of the ring, and of addresses; the file stays open. Returns when
@@ -128,12 +141,16 @@ class ImageFile:
 
     def _chosen(self) -> CachedWay | StagedWay:
         """The way for this file."""
-        traits, _ = file_system_of(self._fd, self._path)
+        traits, is_in_place = file_system_of(self._fd, self._path)
         if not self._is_spare:
             self._allocate()
-            if not traits.volatile and set_direct(self._fd, on=True):
+        if not traits.volatile and self._ways.choose(self._kind, self._image.size) is Way.DIRECT:
+            if set_direct(self._fd, on=True):
                 return StagedWay(self._fd, self._image, self._ring)
-        return CachedWay(self._fd, self._image, volatile=traits.volatile)
+            self._ways.refused(self._kind.device)
+        if self._is_spare and is_in_place and not traits.volatile:
+            return MappedWay(self._fd, self._path, self._image, self._ring)
+        return CachedWay(self._fd, self._image, self._ring, volatile=traits.volatile)
 
     def _allocate(self) -> None:
         """Have its blocks now: a disk that is full is told before anything is copied."""
@@ -160,6 +177,7 @@ class ImageFile:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
+        start = time.perf_counter()
         try:
             yield
         except OSError as error:
@@ -169,3 +187,5 @@ class ImageFile:
                 error.errno,
                 f"{self._path}: cannot be written: {error.strerror or error}; {advice(error)}",
             ) from error
+        finally:
+            self._spent_s += time.perf_counter() - start

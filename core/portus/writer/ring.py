@@ -12,6 +12,7 @@ import mmap
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -123,3 +124,31 @@ class StagingRing:
             if work is None:
                 return
             work()
+
+
+class InFlight:
+    """What one file has in flight on the threads of a ring."""
+
+    def __init__(self, ring: StagingRing) -> None:
+        self._ring: Final = ring
+        self._changed: Final = threading.Condition()
+        self._count = 0
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do ``work``, which raises nothing, on a thread."""
+        with self._changed:
+            self._count += 1
+        self._ring.run(partial(self._do, work))
+
+    def drain(self) -> None:
+        """Return when all of it is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._count)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        finally:
+            with self._changed:
+                self._count -= 1
+                self._changed.notify_all()

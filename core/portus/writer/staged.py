@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from functools import partial
 from typing import Final
 
@@ -33,7 +32,8 @@ from portus.transport.base import (
     unit_spans,
 )
 from portus.transport.local import Engine
-from portus.writer.ring import SLOT, Slot, StagingRing
+from portus.writer.ring import SLOT, InFlight, Slot, StagingRing
+from portus.writer.ways import Way
 
 _WHOLE_MIN: Final = 64 << 10
 """Bytes of whole blocks of a unit from which they are written by themselves."""
@@ -60,6 +60,8 @@ class StagedWay:
     Offset, length and memory of each direct write are multiples of a page.
     """
 
+    kind: Final = Way.DIRECT
+
     def __init__(self, number: int, image: Image, ring: StagingRing) -> None:
         self._number: Final = number
         self._ring: Final = ring
@@ -72,8 +74,7 @@ class StagedWay:
         self._rest_at: Final = np.cumsum(self._rest_length) - self._rest_length
         self._rest: Final = np.zeros(int(self._rest_length.sum()), np.uint8)
         self._is_direct = True
-        self._changed: Final = threading.Condition()
-        self._in_flight = 0
+        self._in_flight: Final = InFlight(ring)
         self._failure: OSError | None = None
         self._probes: Final[list[tuple[Column, NDArray[np.uint8]]]] = []
         """Offsets in the file, and the bytes there, of what an audit may ask for."""
@@ -128,9 +129,7 @@ class StagedWay:
             runs = list(
                 zip(batch.offset[whole].tolist(), within.tolist(), length.tolist(), strict=True)
             )
-            with self._changed:
-                self._in_flight += 1
-            self._ring.run(partial(self._write, slot, runs))
+            self._in_flight.run(partial(self._write, slot, runs))
 
     def bytes_at(self, offset: Column, length: Column) -> NDArray[np.uint8] | None:
         """Bytes that passed, at offsets of the file; None if they were not noted."""
@@ -152,7 +151,7 @@ class StagedWay:
 
     def finish(self) -> None:
         """Write what is left; return when all of it is on the medium."""
-        self._drain()
+        self._in_flight.drain()
         self._raise_failure()
         self._end_direct()
         for offset, at, length in zip(
@@ -167,7 +166,7 @@ class StagedWay:
 
     def close(self) -> None:
         """Return when no write is in flight."""
-        self._drain()
+        self._in_flight.drain()
 
     def _address_of_rest(self, offset: Column) -> Column:
         return self._rest.ctypes.data + self._place_in_rest(offset)
@@ -208,9 +207,6 @@ class StagedWay:
             self._failure = self._failure or error
         finally:
             self._ring.give(slot)
-            with self._changed:
-                self._in_flight -= 1
-                self._changed.notify_all()
 
     def _write_run(self, data: memoryview, offset: int) -> None:
         try:
@@ -225,10 +221,6 @@ class StagedWay:
         if self._is_direct:
             self._is_direct = False
             set_direct(self._number, on=False)
-
-    def _drain(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._in_flight)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -23,7 +23,9 @@ from portus.client.state.pickling import PickledState, pickle_state
 from portus.errors import MediumError
 from portus.format.checksum import UNIT, digest
 from portus.image.torch_reader import read_torch
+from portus.media import linux
 from portus.media.file import write_all
+from portus.media.local import file_system_of
 from portus.transport import local
 from portus.transport.base import Stop, StoppedError
 from portus.writer import crc, image_file, staged
@@ -31,6 +33,7 @@ from portus.writer.cached import CachedWay
 from portus.writer.image_file import ImageFile
 from portus.writer.ring import FEW, SLOT, StagingRing
 from portus.writer.staged import StagedWay
+from portus.writer.ways import Ways
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 
@@ -62,9 +65,13 @@ def content(of: PickledState, index: int) -> bytes:
     return ctypes.string_at(storage.data_ptr(), storage.nbytes())
 
 
-@pytest.fixture(params=["fresh", "spare", "refused"])
+@pytest.fixture(params=["fresh", "spare", "spare by writes", "refused"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Past the cache, into a spare, and where the file system takes the flag and no write."""
+    """Past the cache; into a spare, by addresses and by writes; and where the file system takes
+    the flag and no write."""
+    if request.param == "spare by writes":
+        asked = file_system_of
+        monkeypatch.setattr(image_file, "file_system_of", lambda *file: (asked(*file)[0], False))
     if request.param == "refused":
         real = write_all
 
@@ -82,9 +89,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def opened(path: Path, way: str, of: PickledState, ring: StagingRing) -> tuple[int, ImageFile]:
     number = os.open(path, os.O_RDWR | os.O_CREAT)
     image = of.image("run.pt")
-    if way == "spare":
+    is_spare = way.startswith("spare")
+    if is_spare:
         os.pwrite(number, b"\xff" * (image.size + 5000), 0)
-    return number, ImageFile(number, str(path), image, is_spare=way == "spare", ring=ring)
+    return number, ImageFile(
+        number, str(path), image, is_spare=way == "spare", ring=ring, ways=Ways()
+    )
 
 
 def written(file: ImageFile, address: NDArray[np.int64]) -> None:
@@ -289,6 +299,44 @@ def test_a_save_that_is_given_up_ends_and_leaves_no_write_in_flight(
     file.close()
     os.close(number)
     assert len(ring._free) * SLOT == ring.size
+
+
+def test_a_spare_that_is_smaller_than_the_file_and_has_holes_becomes_the_file(
+    tmp_path: Path, ring: StagingRing
+) -> None:
+    of = state((1000, UNIT + 5, 70_000))
+    with (tmp_path / "file").open("wb") as spare:
+        spare.write(b"\xff" * 100_000)
+        spare.truncate(3 << 20)
+    number = os.open(tmp_path / "file", os.O_RDWR)
+    image = of.image("run.pt")
+    file = ImageFile(number, "file", image, is_spare=True, ring=ring, ways=Ways())
+    written(file, addresses(of))
+    file.close()
+    os.close(number)
+    with zipfile.ZipFile(tmp_path / "file") as archive:
+        assert archive.testzip() is None
+    for index, tensor in enumerate(torch.load(tmp_path / "file")):
+        assert tensor.numpy().tobytes() == content(of, index)
+
+
+def test_a_spare_for_which_there_is_no_room_is_an_error_and_no_signal(
+    tmp_path: Path, ring: StagingRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(number: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(linux, "allocate", full)
+    of = state((UNIT,))
+    number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    image = of.image("run.pt")
+    file = ImageFile(number, "file", image, is_spare=True, ring=ring, ways=Ways())
+    if not file_system_of(number, "file")[1]:
+        pytest.skip("nothing is mapped on this file system")
+    with pytest.raises(MediumError, match="No space left"):
+        written(file, addresses(of))
+    file.close()
+    os.close(number)
 
 
 def test_a_file_system_in_memory_is_written_through_the_cache(ring: StagingRing) -> None:

@@ -26,6 +26,7 @@ from portus.spec import VersionInfo
 from portus.transport.base import Stop
 from portus.writer.image_file import ImageFile
 from portus.writer.ring import StagingRing
+from portus.writer.ways import Ways
 
 
 class WrittenFile:
@@ -66,7 +67,14 @@ def _write(
 ) -> None:
     """Write the file of a draft, durably. Storages of a device are copied here one at a time."""
     image, ring = pickled.image(said, note), StagingRing(0)
-    file = ImageFile(draft.file.number, draft.path, image, is_spare=draft.is_spare, ring=ring)
+    file = ImageFile(
+        draft.file.number,
+        draft.path,
+        image,
+        is_spare=draft.is_spare,
+        ring=ring,
+        ways=Ways(),
+    )
     try:
         is_here = np.array([each.device.type == "cpu" for each in pickled.storages], np.bool_)
         here = np.flatnonzero(is_here)

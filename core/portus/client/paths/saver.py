@@ -45,6 +45,7 @@ from portus.pipeline.queue import Queue, Turn
 from portus.pipeline.run import Policy, Save
 from portus.writer.image_file import ImageFile
 from portus.writer.ring import StagingRing
+from portus.writer.ways import Ways
 
 _WRONG_PATH: Final = frozenset(
     {
@@ -125,6 +126,7 @@ class SharedWriter:
         self.queue: Final = Queue("portus-files", staging)
         self.publisher: Final = new_publisher()
         self.ring: Final = StagingRing(staging)
+        self.ways: Final = Ways()
 
     def close(self) -> None:
         """Finish what is in flight, and remove what is hidden."""
@@ -140,6 +142,7 @@ class FileSaver:
         self._queue: Final = shared.queue
         self._publisher: Final = shared.publisher
         self._ring: Final = shared.ring
+        self._ways: Final = shared.ways
         self._fence: Final = Fence(settings.fence_timeout)
         self._fence_timeout: Final = settings.fence_timeout
         self._suspects: Final = Suspects()
@@ -251,6 +254,7 @@ class FileSaver:
                 image,
                 is_spare=unpublished.is_spare,
                 ring=self._ring,
+                ways=self._ways,
             )
             name = partial(path_in, pickled.pickle)
             draft = FileDraft(
