@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from portus.client.paths import process, saver
+from portus.client.paths import draft, process
 from portus.client.paths.face import load, save
 from portus.directory.system import Linux, System
 from portus.errors import MediumError
@@ -96,7 +96,7 @@ def train(monkeypatch: pytest.MonkeyPatch, injector: Injector) -> dict[str, int]
     told: dict[str, int] = {}
     weight = torch.zeros(40_000)
     with monkeypatch.context() as patched:
-        patched.setattr(saver, "Linux", lambda: Failing(injector))
+        patched.setattr(draft, "Linux", lambda: Failing(injector))
         patched.setattr(linux, "allocate", injector.around(linux.allocate, "allocate"))
         patched.setattr(staged, "write_all", injector.around(write_all, "write"))
         for name in ("fdatasync", "ftruncate"):

@@ -30,6 +30,10 @@ from portus.writer.ring import StagingRing
 from portus.writer.staged import StagedWay, set_direct
 from portus.writer.ways import Kind, Way, Ways
 
+_NO_BLOCKS_AHEAD: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+_CANNOT_MAP: Final = _NO_BLOCKS_AHEAD | {errno.ENOMEM, errno.ENODEV}
+"""Why a spare is written by calls: no blocks ahead (ext2), no addresses (``ulimit -v``)."""
+
 
 class ImageFile:
     """See the module. One thread at a time; ``close`` by any.
@@ -149,7 +153,11 @@ class ImageFile:
                 return StagedWay(self._fd, self._image, self._ring)
             self._ways.refused(self._kind.device)
         if self._is_spare and is_in_place and not traits.volatile:
-            return MappedWay(self._fd, self._path, self._image, self._ring)
+            try:
+                return MappedWay(self._fd, self._path, self._image, self._ring)
+            except OSError as error:
+                if error.errno not in _CANNOT_MAP:
+                    raise
         return CachedWay(self._fd, self._image, self._ring, volatile=traits.volatile)
 
     def _allocate(self) -> None:
@@ -157,7 +165,7 @@ class ImageFile:
         try:
             linux.allocate(self._fd, 0, self._image.size)
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            if error.errno not in _NO_BLOCKS_AHEAD:
                 raise
 
     def _zeros(self, literals: Iterable[Literal]) -> Iterator[Literal]:

@@ -320,6 +320,26 @@ def test_a_spare_that_is_smaller_than_the_file_and_has_holes_becomes_the_file(
         assert tensor.numpy().tobytes() == content(of, index)
 
 
+@pytest.mark.parametrize("reason", ["no blocks ahead", "no addresses"])
+def test_a_spare_that_cannot_be_mapped_is_written_all_the_same(
+    tmp_path: Path, ring: StagingRing, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    number = errno.EOPNOTSUPP if reason == "no blocks ahead" else errno.ENOMEM
+
+    def refuse(*arguments: object, **named: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(linux, "allocate" if number == errno.EOPNOTSUPP else "map_pages", refuse)
+    of = state((1000, UNIT + 5))
+    descriptor, file = opened(tmp_path / "file", "spare", of, ring)
+    os.ftruncate(descriptor, 5000)
+    written(file, addresses(of))
+    assert type(file._way) is CachedWay
+    file.close()
+    os.close(descriptor)
+    assert torch.load(tmp_path / "file")[1].numpy().tobytes() == content(of, 1)
+
+
 def test_a_spare_for_which_there_is_no_room_is_an_error_and_no_signal(
     tmp_path: Path, ring: StagingRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
