@@ -20,6 +20,7 @@ from portus.cli.machine import Machine, MachineFinding
 from portus.cli.output import Json, Output, count_text, said, size_text
 from portus.cli.pools import PlacePools, find_pool, holders, refuse_reference
 from portus.errors import PortusError, UsageError, masked
+from portus.image.image import Image
 from portus.index.catalogue import Catalogue
 from portus.index.directory import generations, pools_at
 from portus.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place, PlaceKind
@@ -29,6 +30,9 @@ from portus.media.local import LocalFiles
 from portus.mirror.address import is_store
 from portus.spec import Extent
 from portus.transport.local import Source, Stop, copy
+from portus.writer.image_file import ImageFile
+from portus.writer.ring import StagingRing
+from portus.writer.ways import TRIES, Kind, Way, Ways
 
 SIZE: Final = 128 << 20
 """Bytes that are copied to measure a place."""
@@ -42,7 +46,10 @@ ADAPTERS: Final = "portus.doctor"
 @dataclass(frozen=True, slots=True)
 class Speeds:
     """Of one place, in bytes per second; medians. ``save``: copy, hash and persist, into space
-    used before; ``load``: back. ``memory``: a plain copy in memory, in the same moments."""
+    used before; ``load``: back. ``memory``: a plain copy in memory, in the same moments.
+
+    ``fresh`` and ``spare``: of checkpoint files, durable, into fresh space and over a spare, by
+    each way, the preferred one first; nothing for devices."""
 
     place: str
     medium: str
@@ -51,6 +58,8 @@ class Speeds:
     save: int
     load: int
     memory: int
+    fresh: dict[str, int]
+    spare: dict[str, int]
 
 
 def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> int:
@@ -75,6 +84,8 @@ def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> int:
             output.line(f"{'place':17} {place}: cannot be measured: {failed[place]}")
         else:
             output.line(_speed_text(measured[-1]))
+            for text in _file_texts(measured[-1]):
+                output.line(text)
     advice = [*_advice(found), *(text for each in measured for text in _advice_of(each))]
     output.line("")
     for line in advice or ["nothing to do"]:
@@ -179,7 +190,39 @@ def measure(place: str, size: int) -> Speeds:
             save=speed.get(save, 0),
             load=speed[load],
             memory=speed[move],
+            fresh=_speeds_of_files(place, size, is_spare=False) if info.writable else {},
+            spare=_speeds_of_files(place, size, is_spare=True) if info.writable else {},
         )
+
+
+def _speeds_of_files(place: str, size: int, *, is_spare: bool) -> dict[str, int]:
+    """Write checkpoint files of one storage as a training does, until each way was measured."""
+    source, ways, ring = np.ones(size, np.uint8), Ways(), StagingRing(0)
+    image = Image(
+        size=size,
+        offset=np.zeros(1, np.int64),
+        length=np.array([size], np.int64),
+        literals=lambda digests, crcs: (),
+    )
+    address = np.array([source.ctypes.data], np.int64)
+    with tempfile.TemporaryDirectory(prefix=".portus-doctor-", dir=place) as folder:
+        path = os.path.join(folder, "file")
+        for _ in range(len(Way) * TRIES + is_spare):
+            if not is_spare and os.path.exists(path):
+                os.remove(path)
+            overwritten = is_spare and os.path.exists(path)
+            number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                with contextlib.closing(
+                    ImageFile(number, path, image, is_spare=overwritten, ring=ring, ways=ways)
+                ) as file:
+                    file.copy(np.zeros(1, np.int64), address, Stop())
+                    file.finish()
+                kind = Kind(os.fstat(number).st_dev, is_spare)
+            finally:
+                os.close(number)
+    ring.close()
+    return {way.value: speed for way, speed in ways.speeds(kind).items()}
 
 
 @contextlib.contextmanager
@@ -325,6 +368,14 @@ def _speed_text(speeds: Speeds) -> str:
         f"{'place':17} {speeds.place:16} {speeds.medium}, torn at {speeds.granularity} bytes"
         f"{volatile}; {save}load {size_text(speeds.load)}/s; memory {size_text(speeds.memory)}/s"
     )
+
+
+def _file_texts(speeds: Speeds) -> Iterator[str]:
+    """How checkpoint files are written there, by what was measured."""
+    for name, found in (("fresh space", speeds.fresh), ("a spare", speeds.spare)):
+        if found:
+            each = ", ".join(f"{way} {size_text(speed)}/s" for way, speed in found.items())
+            yield f"{'files':17} {speeds.place:16} {name}: {each}; Portus takes the first"
 
 
 def _advice(found: Sequence[MachineFinding]) -> list[str]:

@@ -21,7 +21,7 @@ from portus.media.file import fill_holes, write_all
 from portus.spec import Extent
 from portus.transport.base import Column, Crcs, Digests, Segments, Stop
 from portus.transport.local import BATCH, Engine
-from portus.writer.ring import InFlight, StagingRing
+from portus.writer.ring import RingTasks, StagingRing
 from portus.writer.ways import Way
 
 _SPARSE: Final = 4
@@ -34,7 +34,7 @@ class CachedWay:
     kind: Final = Way.CACHED
 
     def __init__(self, number: int, image: Image, ring: StagingRing, *, volatile: bool) -> None:
-        self._in_flight: Final = InFlight(ring)
+        self._tasks: Final = RingTasks(ring)
         self._number: Final = number
         self._size: Final = image.size
         self._volatile: Final = volatile
@@ -50,7 +50,7 @@ class CachedWay:
         for batch in segments.batches(BATCH):
             self._move(engine, batch, digests, crcs, stop)
             if not self._volatile:
-                self._in_flight.run(partial(self._start_writeback, batch.box()))
+                self._tasks.run(partial(self._start_writeback, batch.box()))
 
     def _move(
         self, engine: Engine, batch: Segments, digests: Digests, crcs: Crcs, stop: Stop
@@ -73,13 +73,13 @@ class CachedWay:
 
     def finish(self) -> None:
         """Return when all of it is on the medium."""
-        self._in_flight.drain()
+        self._tasks.drain()
         os.ftruncate(self._number, self._size)
         os.fdatasync(self._number)
 
     def close(self) -> None:
         """Return when nothing is in flight."""
-        self._in_flight.drain()
+        self._tasks.drain()
 
 
 class MappedWay(CachedWay):

@@ -126,7 +126,7 @@ class StagingRing:
             work()
 
 
-class InFlight:
+class RingTasks:
     """What one file has in flight on the threads of a ring."""
 
     def __init__(self, ring: StagingRing) -> None:

@@ -32,7 +32,7 @@ from portus.transport.base import (
     unit_spans,
 )
 from portus.transport.local import Engine
-from portus.writer.ring import SLOT, InFlight, Slot, StagingRing
+from portus.writer.ring import SLOT, RingTasks, Slot, StagingRing
 from portus.writer.ways import Way
 
 _WHOLE_MIN: Final = 64 << 10
@@ -74,7 +74,7 @@ class StagedWay:
         self._rest_at: Final = np.cumsum(self._rest_length) - self._rest_length
         self._rest: Final = np.zeros(int(self._rest_length.sum()), np.uint8)
         self._is_direct = True
-        self._in_flight: Final = InFlight(ring)
+        self._tasks: Final = RingTasks(ring)
         self._failure: OSError | None = None
         self._probes: Final[list[tuple[Column, NDArray[np.uint8]]]] = []
         """Offsets in the file, and the bytes there, of what an audit may ask for."""
@@ -129,7 +129,7 @@ class StagedWay:
             runs = list(
                 zip(batch.offset[whole].tolist(), within.tolist(), length.tolist(), strict=True)
             )
-            self._in_flight.run(partial(self._write, slot, runs))
+            self._tasks.run(partial(self._write, slot, runs))
 
     def bytes_at(self, offset: Column, length: Column) -> NDArray[np.uint8] | None:
         """Bytes that passed, at offsets of the file; None if they were not noted."""
@@ -151,7 +151,7 @@ class StagedWay:
 
     def finish(self) -> None:
         """Write what is left; return when all of it is on the medium."""
-        self._in_flight.drain()
+        self._tasks.drain()
         self._raise_failure()
         self._end_direct()
         for offset, at, length in zip(
@@ -166,7 +166,7 @@ class StagedWay:
 
     def close(self) -> None:
         """Return when no write is in flight."""
-        self._in_flight.drain()
+        self._tasks.drain()
 
     def _address_of_rest(self, offset: Column) -> Column:
         return self._rest.ctypes.data + self._place_in_rest(offset)

@@ -2,8 +2,9 @@
 
 Neither way wins everywhere. Where pages are in memory and their blocks are there, the page cache
 costs what a copy costs; where space is fresh, its pages do, and more in a virtual machine. So each
-way is tried in turn for the first files of a kind, and the faster one is taken from then on. Now
-and then the other one gets a file, since disks and neighbours change.
+way is tried in turn for the first files of a kind, and the faster one is taken from then on: the
+usual one, unless the other is faster by far. Now and then the other one gets a file, since disks
+and neighbours change.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ AGAIN: Final = 32
 
 _REMEMBERED: Final = 5
 
+_FASTER: Final = 0.75
+"""The part of the time of the usual way below which the other one is preferred: less than that is
+noise, and a fence opens sooner the usual way."""
+
 
 class Way(str, enum.Enum):
     """CACHED: through the page cache. DIRECT: past it, from buffers."""
@@ -40,9 +45,9 @@ class Kind(NamedTuple):
     is_spare: bool
 
     @property
-    def default(self) -> Way:
-        """The way before anything was measured."""
-        return Way.CACHED if self.is_spare else Way.DIRECT
+    def ways(self) -> tuple[Way, Way]:
+        """The usual way, before anything was measured, and the other one."""
+        return (Way.CACHED, Way.DIRECT) if self.is_spare else (Way.DIRECT, Way.CACHED)
 
 
 class Ways:
@@ -64,11 +69,10 @@ class Ways:
                 return self._preferred(kind)
             number = self._files[kind] = self._files.get(kind, 0) + 1
             preferred = self._preferred(kind)
-            other = Way.DIRECT if preferred is Way.CACHED else Way.CACHED
-            tried = {way: len(self._took.get((kind, way), ())) for way in (preferred, other)}
-            if min(tried.values()) < TRIES:
-                return min(tried, key=lambda way: tried[way])
-            return preferred if number % AGAIN else other
+            tried = [len(self._took.get((kind, way), ())) for way in kind.ways]
+            if min(tried) < TRIES:
+                return kind.ways[tried[1] < tried[0]]
+            return preferred if number % AGAIN else kind.ways[preferred is kind.ways[0]]
 
     def refused(self, device: int) -> None:
         """Nothing is written directly on this file system."""
@@ -87,7 +91,17 @@ class Ways:
         with self._lock:
             return Way.CACHED if kind.device in self._refused else self._preferred(kind)
 
+    def speeds(self, kind: Kind) -> dict[Way, int]:
+        """Return what was measured of each way, in bytes per second: medians, the preferred way
+        first."""
+        with self._lock:
+            took = {way: self._took[kind, way] for way in Way if (kind, way) in self._took}
+            speeds = {way: int(1 / statistics.median(times)) for way, times in took.items()}
+            preferred = self._preferred(kind)
+        return dict(sorted(speeds.items(), key=lambda each: each[0] is not preferred))
+
     def _preferred(self, kind: Kind) -> Way:
         if any((kind, way) not in self._took for way in Way):
-            return kind.default
-        return min(Way, key=lambda way: statistics.median(self._took[kind, way]))
+            return kind.ways[0]
+        usual, other = (statistics.median(self._took[kind, way]) for way in kind.ways)
+        return kind.ways[other < _FASTER * usual]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
@@ -23,9 +24,12 @@ from portus.cli.loopback import PLACES, SIZE, misplaced
 from portus.cli.machine import Machine, MachineFinding
 from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.errors import UsageError
+from portus.media.local import file_system_of
 from portus.spec import PAGE
 from portus.transport.cuda import Driver
 from portus.transport.verbs import Region
+from portus.writer.staged import set_direct
+from portus.writer.ways import MEASURED_MIN
 from tests.cuda import Library, memfd
 from tests.unit.cli.scene import Run, portus, portus_json
 
@@ -189,9 +193,27 @@ def test_a_library_told_to_flush_nothing_is_not_usable(
     assert "unset it" in found.text
 
 
+def _takes_direct(folder: Path) -> bool:
+    number = os.open(folder, os.O_RDWR | os.O_TMPFILE)
+    try:
+        return not file_system_of(number, str(folder))[0].volatile and set_direct(number, on=True)
+    finally:
+        os.close(number)
+
+
 def test_a_place_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     speeds = measure(str(tmp_path), 1 << 20)
     assert min(speeds.save, speeds.load, speeds.memory) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
+def test_the_ways_of_checkpoint_files_are_measured(tmp_path: Path) -> None:
+    speeds = measure(str(tmp_path), MEASURED_MIN)
+    ways = {"cached", "direct"} if _takes_direct(tmp_path) else {"cached"}
+    for found in (speeds.fresh, speeds.spare):
+        assert set(found) == ways
+        assert min(found.values()) > 0
     assert list(tmp_path.iterdir()) == []
 
 

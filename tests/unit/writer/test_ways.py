@@ -25,11 +25,18 @@ def test_each_way_is_tried_and_then_the_faster_one_is_taken(faster: Way, is_spar
     ways, kind = Ways(), Kind(1, is_spare)
     seconds = {way: 1.0 if way is faster else 2.0 for way in Way}
     first = used(ways, kind, seconds, 4)
-    assert first[0] is kind.default
+    assert first[0] is kind.ways[0]
     assert sorted(first) == sorted([*Way, *Way])
     later = used(ways, kind, seconds, 2 * AGAIN)
     assert later.count(faster) == 2 * AGAIN - 2
     assert ways.preferred(kind) is faster
+
+
+def test_the_usual_way_is_taken_unless_the_other_is_faster_by_far() -> None:
+    ways, kind = Ways(), Kind(1, True)
+    used(ways, kind, {Way.CACHED: 1.0, Way.DIRECT: 0.8}, 20)
+    assert ways.preferred(kind) is Way.CACHED
+    assert list(ways.speeds(kind)) == [Way.CACHED, Way.DIRECT]
 
 
 def test_one_slow_file_does_not_decide() -> None:
