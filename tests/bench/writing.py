@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 import xxhash
 
+import portus
 from portus.client.state.pickling import pickle_state
 from portus.transport.base import Stop
 from portus.writer.image_file import ImageFile
@@ -19,9 +21,10 @@ from portus.writer.ring import StagingRing
 from portus.writer.ways import Ways
 from tests.bench.measure import Row, Run, timed
 from tests.bench.saving import MIB, memcpy_of, torch_save_of
-from tests.bench.states import tensors
+from tests.bench.states import Trained, tensors
 
 _COUNT = 64
+_STEPS = 8
 
 
 def writer_rows(memory: Path, disk: Path, rounds: int) -> Iterator[Row]:
@@ -37,6 +40,49 @@ def writer_rows(memory: Path, disk: Path, rounds: int) -> Iterator[Row]:
     }
     row = Row(name="writer: spare, tmpfs, 288 MiB", bar=1.2, that="memcpy")
     yield row.run(contenders, rounds, warmups=2)
+    yield from _beside_training(disk, 2 * rounds)
+
+
+def _beside_training(disk: Path, rounds: int) -> Iterator[Row]:
+    """What one save costs a training that fills the processors, over ``torch.save``, unsynced."""
+    trained, numbers = Trained(24, 1024, rows=192), itertools.count()
+
+    def extra_of(save: Callable[[], object]) -> Run:
+        def extra() -> float:
+            plain = _seconds_of_steps(trained)
+            start = time.perf_counter()
+            handle = save()
+            took = time.perf_counter() - start + _seconds_of_steps(trained)
+            if isinstance(handle, portus.SaveHandle):
+                handle.wait()
+            for path in disk.glob("fresh-*"):
+                path.unlink()
+            return took - plain
+
+        return extra
+
+    def anew() -> Path:
+        return disk / f"fresh-{next(numbers)}.pt"
+
+    contenders = {
+        "torch.save": extra_of(lambda: torch.save(trained.state(), anew())),
+        "portus, fresh": extra_of(lambda: portus.save(trained.state(), anew())),
+        "portus, spare": extra_of(lambda: portus.save(trained.state(), disk / "over.pt")),
+    }
+    fresh = Row(name="writer: beside a training, fresh files, 288 MiB", bar=0.4,
+                this="portus, fresh", that="torch.save")  # fmt: skip
+    # Each way gets its first files here.
+    yield fresh.run(contenders, rounds, warmups=5)
+    yield Row(name="writer: beside a training, spares, 288 MiB", bar=0.25, this="portus, spare",
+              that="torch.save", figures=fresh.figures)  # fmt: skip
+    (disk / "over.pt").unlink()
+
+
+def _seconds_of_steps(trained: Trained) -> float:
+    start = time.perf_counter()
+    for _ in range(_STEPS):
+        trained.step()
+    return time.perf_counter() - start
 
 
 def _disk_rows(disk: Path, state: dict[str, torch.Tensor], name: str, rounds: int) -> Iterator[Row]:
@@ -56,6 +102,7 @@ def _disk_rows(disk: Path, state: dict[str, torch.Tensor], name: str, rounds: in
         "torch.save + fsync": saved_anew,
         "memcpy + xxh3, processor": _memcpy_and_hash_of(state),
         "portus, fresh, processor": functools.partial(fresh.run, "processor", is_spare=False),
+        "portus, spare, processor": functools.partial(spare.run, "processor", is_spare=True),
     }
     opens = Row(name=f"writer: sources free, spare, {name}", bar=1.1, this="copy", that="memcpy")
     opens.run(contenders, rounds, warmups=2)
@@ -66,6 +113,8 @@ def _disk_rows(disk: Path, state: dict[str, torch.Tensor], name: str, rounds: in
         ("torch.save + fsync over a fresh file", 1.2 if len(name) == 7 else 1.9, False,
          "torch.save + fsync", "portus, fresh"),
         ("processor time, fresh", 3.5, True, "portus, fresh, processor",
+         "memcpy + xxh3, processor"),
+        ("processor time, spare", 2.2, True, "portus, spare, processor",
          "memcpy + xxh3, processor"),
     ):  # fmt: skip
         yield Row(name=f"writer: {title}, {name}", bar=bar, at_most=at_most, this=this, that=that,
