@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -196,7 +197,10 @@ def measure(place: str, size: int) -> Speeds:
 
 
 def _speeds_of_files(place: str, size: int, *, is_spare: bool) -> dict[str, int]:
-    """Write checkpoint files of one storage as a training does, until each way was measured."""
+    """Write checkpoint files of one storage as a training does, until each way was measured.
+    Nothing where they are not written."""
+    if sys.platform != "linux":
+        return {}
     source, ways, ring = np.ones(size, np.uint8), Ways(), StagingRing(0)
     image = Image(
         size=size,
@@ -205,7 +209,10 @@ def _speeds_of_files(place: str, size: int, *, is_spare: bool) -> dict[str, int]
         literals=lambda digests, crcs: (),
     )
     address = np.array([source.ctypes.data], np.int64)
-    with tempfile.TemporaryDirectory(prefix=".portus-doctor-", dir=place) as folder:
+    with (
+        contextlib.closing(ring),
+        tempfile.TemporaryDirectory(prefix=".portus-doctor-", dir=place) as folder,
+    ):
         path = os.path.join(folder, "file")
         for _ in range(len(Way) * TRIES + is_spare):
             if not is_spare and os.path.exists(path):
@@ -221,7 +228,6 @@ def _speeds_of_files(place: str, size: int, *, is_spare: bool) -> dict[str, int]
                 kind = Kind(os.fstat(number).st_dev, is_spare)
             finally:
                 os.close(number)
-    ring.close()
     return {way.value: speed for way, speed in ways.speeds(kind).items()}
 
 

@@ -26,6 +26,7 @@ from portus.client.paths.saver import FileSaver
 from portus.media.file import PlainFile
 from portus.transport.local import fetch
 from portus.writer.image_file import ImageFile
+from tests.unit.client.paths.programs import SLOW, in_process
 from tests.unit.client.same import assert_same
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
@@ -486,15 +487,8 @@ def test_a_program_that_does_not_close_it_finishes_its_saves() -> None:
 
 
 def test_what_a_signal_handler_saves_has_its_metrics_and_verifies() -> None:
-    program = (
-        "import signal, threading, time, torch, portus\n"
-        "from portus.writer.image_file import ImageFile\n"
-        "real = ImageFile.finish\n"
-        "def finish(file):\n"
-        "    if threading.current_thread() is not threading.main_thread():\n"
-        "        time.sleep(1)\n"
-        "    real(file)\n"
-        "ImageFile.finish = finish\n"
+    done = in_process(
+        SLOW + "import signal, torch, portus\n"
         "checkpointer = portus.Checkpointer('run')\n"
         "state = {'weight': torch.ones(1000), 'size': torch.Size([3])}\n"
         "def handler(number, frame):\n"
@@ -502,14 +496,6 @@ def test_what_a_signal_handler_saves_has_its_metrics_and_verifies() -> None:
         "signal.signal(signal.SIGALRM, handler)\n"
         "signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
         "checkpointer.save(state, 1).wait()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     with portus.Checkpointer("run") as checkpointer:

@@ -25,6 +25,7 @@ from portus.client.paths.face import load, save
 from portus.errors import AbandonedError, CorruptionError, MediumError, UsageError
 from portus.writer.image_file import ImageFile
 from tests.crash.saver import Training
+from tests.unit.client.paths.programs import SLOW, in_process
 from tests.unit.client.same import assert_same
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
@@ -294,7 +295,7 @@ def test_a_file_of_stock_torch_loads_unverified() -> None:
     assert load("stock.pt") == {"step": 1}
 
 
-def in_process(program: str) -> subprocess.CompletedProcess[str]:
+def saving(program: str) -> subprocess.CompletedProcess[str]:
     """What becomes of a program that saves."""
     begin = (
         "import os, signal, sys, threading, torch\n"
@@ -303,35 +304,18 @@ def in_process(program: str) -> subprocess.CompletedProcess[str]:
         "from portus.writer.image_file import ImageFile\n"
         "import time\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", begin + program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
-SLOW = (
-    "real = ImageFile.finish\n"
-    "def finish(file):\n"
-    "    if threading.current_thread() is not threading.main_thread():\n"
-    "        time.sleep(1)\n"
-    "    real(file)\n"
-    "ImageFile.finish = finish\n"
-)
+    return in_process(begin + program)
 
 
 def test_the_exit_of_the_process_finishes_what_is_in_flight_and_leaves_nothing_hidden() -> None:
-    done = in_process(SLOW + "for step in range(3): save({'step': step}, f'{step}.pt')\n")
+    done = saving(SLOW + "for step in range(3): save({'step': step}, f'{step}.pt')\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert [load(f"{step}.pt") for step in range(3)] == [{"step": step} for step in range(3)]
     assert sorted(os.listdir()) == ["0.pt", "1.pt", "2.pt"]
 
 
 def test_an_exit_after_a_failed_save_says_so() -> None:
-    done = in_process(
+    done = saving(
         "from portus.errors import MediumError\n"
         "def finish(file): raise MediumError(5, 'run.pt: the disk')\n"
         "ImageFile.finish = finish\n"
@@ -342,7 +326,7 @@ def test_an_exit_after_a_failed_save_says_so() -> None:
 
 
 def test_a_forked_child_waits_for_nobody_and_saves_by_itself() -> None:
-    done = in_process(
+    done = saving(
         SLOW + "save({'who': 'parent'}, 'parent.pt')\n"
         "child = os.fork()\n"
         "if not child:\n"
@@ -359,7 +343,7 @@ def test_a_forked_child_waits_for_nobody_and_saves_by_itself() -> None:
 def test_a_signal_handler_writes_at_once_and_the_save_that_it_interrupted_does_not_replace_it() -> (
     None
 ):
-    done = in_process(
+    done = saving(
         SLOW + "def handler(number, frame):\n"
         "    handle = save({'by': 'handler'}, 'run.pt')\n"
         "    assert handle.done\n"
@@ -379,7 +363,7 @@ def test_a_signal_handler_writes_at_once_and_the_save_that_it_interrupted_does_n
 
 
 def test_ctrl_c_in_a_wait_leaves_the_save_in_flight() -> None:
-    done = in_process(
+    done = saving(
         SLOW + "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
         "handle = save({'step': 1}, 'run.pt')\n"
         "try:\n"
