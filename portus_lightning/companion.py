@@ -8,16 +8,17 @@ Lightning adds it to every Trainer by its entry point; it acts only where the Tr
 - makes resume exact: the random number generators of all ranks, and where the training data was,
   are part of the checkpoint;
 - hands the statistics of saves to the loggers;
-- has a job that is told to go save and leave, see ``preempted``;
-- puts real torch files in place of references at the end, before other callbacks and loggers copy
-  or upload what is there.
+- says which saves may be in the background, and waits for them before others look at the files;
+- has a job that is told to go save and leave, see ``preempted``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, Final
 
@@ -68,7 +69,7 @@ class CompanionHooks:
             from portus_lightning import sharded  # it needs much of torch.distributed
 
             save = None if io.why_no_shards() else io.save_shards
-            sharded.attach(trainer.strategy, io.is_on, save, io.metrics, io.mirror)
+            sharded.attach(trainer.strategy, io.is_on, save, io.pooled.metrics, io.mirror)
         if stage == "fit" and io.is_on():
             self._data = data.TrainingData(trainer, io.fixed_batch)
             for message in warnings_for(trainer, io):
@@ -150,10 +151,10 @@ class CompanionHooks:
                 self._loaded["generators"] = self._generators
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the generators back: after the iterators were made, before anything is drawn. And
-        make room for the first save. From now on this callback is the first one: at the end, real
-        files are there before others look."""
-        _make_room(trainer, pl_module)
+        """Put the generators back: after the iterators were made, before anything is drawn. From
+        now on this callback is the first one: at the end, all files are there before others
+        look."""
+        _expect(trainer, pl_module)
         self._go_first(trainer)
         if self._data is not None:
             self._data.start()
@@ -192,8 +193,8 @@ class CompanionHooks:
             self._leaving.validation_ended()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """After the last batch: the last statistics, and real files. What is saved later is real
-        by itself."""
+        """After the last batch: all files are there, and the last statistics. What is saved later
+        is waited for."""
         self._end(trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -201,15 +202,14 @@ class CompanionHooks:
         self._end(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Training stops here. What other callbacks save now, or somebody later, is a real file;
-        what was saved before stays as it is, and that is said."""
+        """Training stops here: all files are there, and later saves are waited for."""
         io = plugin_in_use(trainer)
         if io is None or trainer.state.fn != "fit":
             return
         if self._data is not None:
             self._data.close()  # Lightning calls no teardown now
         if self._leaving is not None and self._leaving.takes(exception):
-            self._ended = True  # nothing is made real: the next run goes on with what is there
+            self._ended = True
             self._leaving.save(io.wait)
             return
         try:
@@ -218,8 +218,6 @@ class CompanionHooks:
             # The exception matters more.
             stock.LIGHTNING.say_once(f"Portus: a save failed: {error}")
         lead_back(trainer, _last_models(trainer))
-        if io.materialize != "none" and trainer.is_global_zero and not self._ended:
-            io.say_what_stays(checkpoints_of(trainer, io))
         self._ended = True
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -253,9 +251,8 @@ class CompanionHooks:
         io.teardown()  # some strategies forget it
         lead_back(trainer, _last_models(trainer))
         self._log_stats(trainer)
-        if io.is_on() and io.materialize != "none" and trainer.is_global_zero:
-            io.put_real_files(checkpoints_of(trainer, io))
-            io.give_back(_directories(trainer))
+        if io.is_on() and not io.writes_files and trainer.is_global_zero:
+            io.pooled.end(checkpoints_of(trainer), _directories(trainer))
 
     def _log_stats(self, trainer: Any) -> None:
         io = plugin_of(trainer)
@@ -285,23 +282,20 @@ def _logged(trainer: Any) -> Mapping[str, Any]:
     return {} if trainer is None else trainer.callback_metrics
 
 
-def _make_room(trainer: Any, pl_module: Any) -> None:
+def _expect(trainer: Any, pl_module: Any) -> None:
     """Tell the plugin where checkpoints will go, and about how big they are."""
     io = plugin_in_use(trainer)
     if io is None or bypass(trainer.strategy, io) or trainer.fast_dev_run:
         return
-    directories = [getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks]
-    local = [stock.local_path(each) for each in directories if each]
-    if not local or local[0] is None:
+    local = _directories(trainer)
+    if not local:
         return
     expected = portus.expected_bytes([pl_module], trainer.optimizers)
     if _saves_shards(trainer.strategy):
         # On every rank, so that each sees its optimizers' steps before the first save.
-        shards = io.open_shards(local[0])
-        if io.prepare:
-            shards.prepare(expected)
-    elif io.prepare and trainer.is_global_zero:
-        io.make_room(local[0], expected)
+        io.open_shards(local[0]).prepare(expected)
+    elif trainer.is_global_zero:
+        io.expect(local[0], expected)
 
 
 def plugin_of(trainer: Any) -> PortusIO | None:
@@ -320,41 +314,103 @@ def plugin_in_use(trainer: Any) -> PortusIO | None:
     return io if io is not None and io.is_on() else None
 
 
-def is_with_portus(trainer: Any) -> bool:
-    """True if the Trainer's checkpoints are saved by Portus, and not left to Lightning."""
-    return plugin_in_use(trainer) is not None
-
-
-def is_to_be_passed_over(trainer: Any, path: str) -> bool:
-    """True if the save of the checkpoint at ``path`` was cut off: it is put aside then. On every
-    rank, before any has its pool open."""
+@contextlib.contextmanager
+def saving(trainer: Any, callback: Any) -> Iterator[None]:
+    """While ``callback`` saves: in the background, if nobody looks at its files before Portus can
+    wait for them."""
     io = plugin_in_use(trainer)
-    return io is not None and io.put_aside(path)
+    with contextlib.ExitStack() as stack:
+        if io is not None:
+            stack.enter_context(io.saving(is_late=_may_be_late(trainer, callback)))
+        yield
+
+
+def _may_be_late(trainer: Any, callback: Any) -> bool:
+    """True if only stock code is told of the save: no subclass that does more, no logger that looks
+    at the file, and no module that has a hook of its own right after it."""
+    module = trainer.lightning_module
+    if getattr(module, "_current_fx_name", None) == "on_validation_end":
+        owner = next(each for each in type(module).__mro__ if "on_validation_end" in vars(each))
+        if not owner.__module__.startswith(_PACKAGES):
+            return False
+    is_stock = all(map(_is_stock, (callback, *trainer.checkpoint_callbacks)))
+    return is_stock and not any(_uploads_each(each, trainer) for each in trainer.loggers)
+
+
+def _is_stock(callback: Any) -> bool:
+    """True for one of Lightning's callbacks that save, and for one derived that only adds to its
+    arguments and names."""
+    kinds = itertools.takewhile(
+        lambda each: not each.__module__.startswith(_PACKAGES), type(callback).__mro__
+    )
+    own = (each for each in kinds if not each.__module__.startswith("portus_lightning."))
+    return not any(name.startswith(_SAVING) for each in own for name in vars(each))
+
+
+_SAVING: Final = ("on_", "_save", "_update", "_remove", "_link", "teardown")
+"""How the names of methods begin that are called around a save."""
+
+
+def chose(trainer: Any, path: str) -> bool:
+    """Lightning chose the checkpoint at ``path``. True if it is to be passed over, since its save
+    was cut off: it is put aside then. On every rank, before any has its pool open."""
+    io = plugin_in_use(trainer)
+    if io is None:
+        return False
+    if io.writes_files:
+        io.chose(path)
+        return False
+    return io.pooled.put_aside(path)
 
 
 def lead_to_newest(trainer: Any, path: str) -> bool:
     """Let ``path``, of a last checkpoint that was put aside, lead to the newest one that was
     committed. On every rank; True if there is one."""
     io = plugin_in_use(trainer)
-    return io is not None and io.lead_to_newest(path)
+    return io is not None and io.pooled.lead_to_newest(path)
 
 
 def lead_back(trainer: Any, links: Iterable[str]) -> None:
-    """Let those of these links that lead nowhere lead to the newest checkpoint: Lightning makes a
-    ``last`` link right after it asked for a save, whatever becomes of that, and takes one that
-    leads nowhere for no checkpoint."""
+    """Let those of these links that lead nowhere lead to the newest checkpoint of a pool: Lightning
+    makes a ``last`` link right after it asked for a save, whatever becomes of that, and takes one
+    that leads nowhere for no checkpoint."""
     io = plugin_in_use(trainer)
-    if io is not None and trainer.is_global_zero:
+    if io is not None and not io.writes_files and trainer.is_global_zero:
         for local in filter(None, map(stock.local_path, links)):
-            io.lead_back(local)
+            io.pooled.lead_back(local)
 
 
-def lead_back_what_was_last(trainer: Any) -> None:
-    """The same before Lightning looks for ``ckpt_path="last"``, or for a file that is not there;
-    what a mirror has of a run that was lost is fetched first."""
+def prepare_to_choose(trainer: Any) -> None:
+    """Before Lightning looks for the checkpoint to go on from: what a killed process had removed
+    too early is put back, what a mirror has of a run that was lost is fetched, and links that lead
+    nowhere are mended."""
+    io = plugin_in_use(trainer)
+    if io is None:
+        return
+    if io.writes_files:
+        if trainer.is_global_zero:
+            for directory in _directories(trainer):
+                io.recover(directory)
+        return
     _fetch(trainer)
     finds = [getattr(each, "_find_last_checkpoints", None) for each in trainer.checkpoint_callbacks]
     lead_back(trainer, [path for find in finds if find is not None for path in find(trainer)])
+
+
+def is_there(trainer: Any, path: Any) -> bool | None:
+    """Return whether there is, or will be, a checkpoint at ``path``; None if Lightning knows."""
+    io, local = plugin_in_use(trainer), stock.local_path(path)
+    return None if io is None or local is None else io.is_there(local)
+
+
+def linked(trainer: Any, link: str, target: str) -> bool:
+    """Let a ``last`` link lead to ``target``, in one step, once that is there; False if Lightning
+    is to make it. Raises ``OSError``."""
+    io = plugin_in_use(trainer)
+    if io is None:
+        return False
+    io.link(link, target)
+    return True
 
 
 def _fetch(trainer: Any) -> None:
@@ -373,12 +429,12 @@ def _fetch(trainer: Any) -> None:
             if found and found[0]:
                 io.fetch_shards(stock.local_path(trainer.default_root_dir), found[0])
         elif trainer.is_global_zero and found and found[0]:
-            io.fetch(stock.local_path(trainer.default_root_dir), found[0])
+            io.pooled.fetch(stock.local_path(trainer.default_root_dir), found[0])
     finally:
         trainer.strategy.barrier()
 
 
-def checkpoints_of(trainer: Any, io: PortusIO) -> list[str]:
+def checkpoints_of(trainer: Any) -> list[str]:
     """The checkpoint files of a run: for each ``ModelCheckpoint`` the best, then the last, then
     all others. They may be links to each other."""
     callbacks = trainer.checkpoint_callbacks
@@ -386,8 +442,7 @@ def checkpoints_of(trainer: Any, io: PortusIO) -> list[str]:
     paths += _last_models(trainer)
     paths += [path for each in callbacks for path in getattr(each, "best_k_models", ())]
     local = [stock.local_path(path) for path in paths if path]
-    found = [*filter(None, local), *io.saved_in(_directories(trainer))]
-    return [path for path in dict.fromkeys(found) if os.path.isfile(path)]
+    return [path for path in dict.fromkeys(filter(None, local)) if os.path.isfile(path)]
 
 
 def _last_models(trainer: Any) -> list[str]:
@@ -412,22 +467,15 @@ def warnings_for(trainer: Any, io: PortusIO) -> list[str]:
             f"checkpoints of {what} do NOT go through Portus: this strategy writes them by itself. "
             "They are as safe and as fast as without Portus"
         )
-    elif _saves_shards(trainer.strategy) and io.materialize != "none":
+    elif _saves_shards(trainer.strategy):
         found.append(
-            f"sharded checkpoints stay in the pool, materialize={io.materialize!r} does not reach "
-            "them. Before you copy or upload one: portus export"
+            "sharded checkpoints stay in the pool. Before you copy or upload one: portus export"
         )
     uploads = [type(each).__name__ for each in trainer.loggers if _uploads_each(each, trainer)]
-    if uploads and io.materialize != "all":
-        io.materialize = "all"
+    if uploads:
         found.append(
-            f"{', '.join(uploads)} uploads each checkpoint as it is saved, so each is made a real "
-            "torch file at once; training waits for it. Log only the last model to avoid that"
-        )
-    elif io.materialize == "none" and any(_uploads_at_end(logger) for logger in trainer.loggers):
-        found.append(
-            "a logger uploads checkpoints at the end, and with materialize='none' they would be "
-            "references of 1 KB: use materialize='end'"
+            f"{', '.join(uploads)} looks at each checkpoint as it is saved, so training waits for "
+            "each. Log only the last model to avoid that"
         )
     return found
 
@@ -481,10 +529,6 @@ _PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 
 def _keeps_all(callback: Any) -> bool:
     return getattr(callback, "save_top_k", None) == -1
-
-
-def _uploads_at_end(logger: Any) -> bool:
-    return getattr(logger, "_log_model", False) in (True, "all")
 
 
 def _is_first(companion: CompanionHooks, trainer: Any) -> bool:

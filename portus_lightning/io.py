@@ -8,14 +8,12 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
-
-import torch
 
 import portus
 from portus_lightning import stock
-from portus_lightning.copies import Copies
+from portus_lightning.pooled import PooledCheckpoints
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -30,20 +28,11 @@ _log: Final = logging.getLogger("portus_lightning")
 _STEP_KEYS: Final = ("global_step", "step", "iteration", "iter", "num_steps")
 """Where a checkpoint says its step: the Trainer's key, then what Fabric loops call it."""
 
-_MENDED_S: Final = 10.0
-"""The longest wait for other ranks that put the same pool in order."""
-
-
 _KEPT: Final = (
-    "materialize",
-    "materialize_within",
     "preempt_within",
-    "prepare",
     "fixed_batch",
     "_pool",
     "_model",
-    "_copy_to",
-    "_copy_every_s",
     "_settings",
     "_keep",
     "_root",
@@ -51,44 +40,48 @@ _KEPT: Final = (
 )
 """Attributes that go into a copy of a plugin."""
 
+_GONE: Final = {
+    "materialize": "checkpoints are real files; leave it out",
+    "materialize_within": "checkpoints are real files; leave it out",
+    "prepare": "files need no room ahead; leave it out",
+    "copy_to": "name a mirror: PortusIO(mirror='file:///path')",
+    "copy_every_minutes": "name a mirror: PortusIO(mirror='file:///path')",
+}
+"""Arguments of the time when checkpoints were references, and what replaced them."""
+
+
+class _Thread(threading.local):
+    is_late: bool | None = None
+    """While a callback of the Trainer saves: whether training goes on meanwhile."""
+
 
 class PortusIO(CheckpointIO):
-    """Saves checkpoints to a Portus pool in the background, while training continues.
+    """Saves checkpoints in the background, while training continues.
 
-    Pass it as ``Trainer(plugins=[PortusIO()])``. At each checkpoint's path it puts a small file,
-    which ``torch.load`` follows into the pool. Nothing else in the script changes.
+    Pass it as ``Trainer(plugins=[PortusIO()])``. The checkpoints of ``ModelCheckpoint`` appear at
+    their paths when they are whole and durable; all other saves return when the file is there.
+    Nothing else in the script changes.
 
     Args:
-        pool: A pool file, a directory for pool files, one for each run, or the address of a
-            storage host (``portus://host:7117``). For strategies that save in shards, a list of
-            hosts is possible too. Default: ``$PORTUS_POOL``, or ``.portus`` under the Trainer's
-            ``default_root_dir``.
-        model: The name of this run in the pool. Default: derived from the checkpoint directory.
-        materialize: When real torch files replace the small ones. "end": at the normal end of
-            training, the best checkpoint first, then the last, then the others. "all": each one
-            right after its save. "none": never. Unless it is "none", checkpoints saved after the
-            end of training, normal or not, are real files from the start.
-        materialize_within: The longest time, in seconds, that the end of training waits for that.
-            Checkpoints for which time or space runs out stay as they are, and are listed.
+        pool: A device for persistent memory (``/dev/dax0.0``), a pool file on it, or the address of
+            a storage host (``portus://host:7117``): checkpoints go there, and at their paths are
+            small files that lead to them. For strategies that save in shards, a directory for pool
+            files or a list of hosts is possible too. Default: ``$PORTUS_POOL``, or none.
+        model: The name of this run in the pool and for ``portus report``. Default: derived from
+            the checkpoint directory.
         preempt_within: Seconds, or a text like "90s", in which a job that receives SIGTERM or
             SIGUSR1 saves and exits; then it is ended. None leaves these signals to Lightning.
-        copy_to: A path for a real torch file, on a file system that outlives this machine, which is
-            renewed from the newest checkpoint regularly and at the end. Default: none.
-        copy_every_minutes: How often to renew it.
-        prepare: Whether the start of training makes room in the pool in the background, so that
-            the first save is as fast as later ones. Unused room is returned.
         fixed_batch: What stays the same when a run resumes in the middle of an epoch with another
             number of ranks: "local", the batch of each rank, or "global", the number of samples in
             a step of all ranks, whatever batch the script names.
         keep: Which versions stay in the pool without a file: a number (the newest ones), or a
             ``portus.Keep``, whose ``best`` uses the metrics that Lightning logged. Versions that
-            Lightning's ``ModelCheckpoint`` keeps stay in addition.
+            Lightning's ``ModelCheckpoint`` keeps stay in addition. For a pool only.
         settings: How to save, and what to do about failures: see ``portus.Settings``.
     """
 
-    _newest: str | None
-    _last: portus.SaveHandle | None
-    _saved: dict[str, None]
+    _files: portus.TrainingFiles | None
+    _chosen: str | None
     _shards: PortusStorageWriter | None
 
     def __init__(
@@ -96,22 +89,14 @@ class PortusIO(CheckpointIO):
         pool: str | os.PathLike[str] | Sequence[str] | None = None,
         *,
         model: str | None = None,
-        materialize: Literal["end", "all", "none"] = "end",
-        materialize_within: float = 600.0,
         preempt_within: float | str | None = 60.0,
-        copy_to: str | os.PathLike[str] | None = None,
-        copy_every_minutes: float = 30.0,
-        prepare: bool = True,
         fixed_batch: Literal["local", "global"] = "local",
         keep: int | portus.Keep | None = 1,
         **settings: Unpack[portus.SettingsDict],
     ) -> None:
-        if materialize not in ("end", "all", "none"):
-            raise portus.UsageError(
-                f"materialize: expected 'end', 'all' or 'none', found {materialize!r}"
-            )
-        self.materialize: Literal["end", "all", "none"] = materialize
-        self.materialize_within: Final = portus.checked_within(materialize_within)
+        for name in settings:
+            if name in _GONE:
+                raise portus.UsageError(f"{name}: {_GONE[name]}")
         self.preempt_within: Final = preempt_within
         if preempt_within is not None:
             portus.Preemption(preempt_within)  # says what makes no sense, now
@@ -119,15 +104,17 @@ class PortusIO(CheckpointIO):
             raise portus.UsageError(
                 f"fixed_batch: expected 'local' or 'global', found {fixed_batch!r}"
             )
-        self.prepare: bool = prepare
         self.fixed_batch: Literal["local", "global"] = fixed_batch
         self._pool: Final = None if pool is None else portus.Place.named(pool)
         self._model: Final = model
-        self._copy_to: Final = None if copy_to is None else portus.local_path(copy_to, "copy_to")
-        self._copy_every_s: Final = copy_every_minutes * 60
         self._settings: Final = portus.Settings(**settings)
         self._keep: Final = portus.Keep.of(keep)
         self._start()
+        if self._writes_files and keep != 1:
+            raise portus.UsageError(
+                "keep: checkpoints are files, and ModelCheckpoint(save_top_k=...) says which of "
+                "them stay; leave keep out"
+            )
 
     def save_checkpoint(
         self,
@@ -135,29 +122,26 @@ class PortusIO(CheckpointIO):
         path: str | os.PathLike[str],
         storage_options: object | None = None,
     ) -> None:
-        """Start saving ``checkpoint``; its file is at ``path`` when this returns.
+        """Save ``checkpoint`` to ``path``: in the background if a ``ModelCheckpoint`` of Lightning
+        asks for it, else until the file is there.
 
-        Lightning's own code saves what a pool cannot store (a URL, an object of an unknown class).
-        In a signal handler that interrupted Portus, such as Lightning's for SLURM, this writes a
-        real torch file to ``path``, durably. Raises ``BusyError``, ``MediumError`` and others if
-        the pool cannot be opened.
+        Lightning's own code saves what goes to a URL. In a signal handler that interrupted Portus,
+        such as Lightning's for SLURM, this writes the file at once. Raises ``UsageError`` for what
+        cannot be pickled, with its place in the checkpoint; ``MediumError`` and others if the save
+        cannot be begun, or, where it is waited for, failed.
         """
         local = stock.local_path(path)
         if local is None or storage_options is not None or not self.is_on():
             stock.torch_io().save_checkpoint(checkpoint, path, storage_options)
             return
-        if portus.is_nested() or (self._over and self.materialize != "none"):
-            portus.write_file(checkpoint, local)  # nobody would make a real file of it later
-            return
-        handle = self._save(checkpoint, local)
-        if handle is not None:
-            self._handles.append(handle)
-            self._newest, self._last = local, handle
-            self._saved[local] = None
-            if self.materialize == "all":
-                self.put_real_files([local])
-            elif self._copies is not None:
-                self._copies.offer(local)
+        step = self._step_of(checkpoint)
+        if self._writes_files:
+            self._save_file(checkpoint, local, step)
+        elif portus.is_nested():
+            portus.write_file(checkpoint, local)  # nobody would commit it later
+        else:
+            now = self._over or is_last_chance(local)
+            self._note(self._pooled.save(checkpoint, local, step, wait=now))
         if self._over:
             self._close()
 
@@ -167,61 +151,43 @@ class PortusIO(CheckpointIO):
         map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Return the verified checkpoint at ``path``. Blocks while this process is saving it.
+        """Return the checkpoint at ``path``, verified if Portus saved it. Waits for a save to it.
 
-        Lightning's own code loads files that Portus did not write. The tensors are new, and on the
-        CPU unless ``map_location`` names a device. Raises ``CorruptionError`` and others.
+        If Lightning chose the path, and the file there is damaged, returns the newest one beside it
+        that is not, and says so. The tensors are new, and on the CPU unless ``map_location`` names
+        a device. Raises ``CorruptionError`` and what ``torch.load`` raises.
         """
         local = stock.local_path(path)
-        if local is None or not portus.is_reference(local):
-            # Lightning before 2.6 does not know the word.
-            more = {} if weights_only is None else {"weights_only": weights_only}
-            found = stock.torch_io().load_checkpoint(path, map_location, **more)
-            portus.decode_stand_ins(found)  # in place; a file that was materialised may have some
-            return found
-        self._settings.allow_mirror()
-        loaded = _moved(portus.load_reference(local), map_location)
-        assert isinstance(loaded, dict), f"{local}: a checkpoint is a dict, found {type(loaded)}"
-        return loaded
+        if local is not None and portus.is_reference(local):
+            return self._pooled.load(local, map_location)
+        # Lightning before 2.6 does not know the word.
+        more = {} if weights_only is None else {"weights_only": weights_only}
+        if local is None or os.path.isdir(local):
+            return stock.torch_io().load_checkpoint(path, map_location, **more)
+        place = map_location if map_location is not None else _on_cpu
+        return self._loaded(local, map_location=place, **more)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at ``path`` once the newest save requested before, or a later one,
-        is committed. If none is, the checkpoint stays. Returns at once."""
+        is committed. If none is, the checkpoint stays."""
         local = stock.local_path(path)
-        self._saved.pop(local or "", None)
         if local is not None and self._shards is not None and os.path.isdir(local):
             self._shards.remove(local)
-            return
-        if local is None or not os.path.isfile(local):
+        elif local is None or os.path.isdir(local) or not self.is_on():
             stock.torch_io().remove_checkpoint(path)
-            return
-        checkpointer = self._checkpointer
-        if checkpointer is not None:
-            checkpointer.remove(local)
-        elif self._last is not None and not self._last.committed:
-            _log.warning("Portus: %s stays: the save that was to replace it failed", local)
+        elif self._writes_files:
+            if self.is_there(local) or os.path.islink(local):
+                self._opened_files().remove(local)
         else:
-            # Nothing is in flight. The pool sees by its link that the file was deleted.
-            try:
-                os.unlink(local)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                _log.warning(
-                    "Portus: %s was not removed; remove it yourself: %s", local, error.strerror
-                )
+            self._pooled.remove(local)
 
     def teardown(self) -> None:
-        """Finish the saves in flight and release the pool. Later saves return when they are
-        durable.
+        """Finish the saves in flight. Later saves return when they are durable.
 
         Raises the errors of failed saves, as ``on_error`` says, unless another error is being
         raised already.
         """
         self._over = True
-        if self._copies is not None:
-            self._copies.finish(self._newest)
-            self._newest = None
         ends_with_error = sys.exc_info()[0] is not None
         try:
             self._close()
@@ -232,8 +198,9 @@ class PortusIO(CheckpointIO):
 
     def wait(self) -> None:
         """Block until all saves are committed or failed; raises as ``Checkpointer.wait`` does."""
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
+        if self._files is not None:
+            self._files.wait()
+        self._pooled.wait()
         if self._shards is not None:
             self._shards.wait()
 
@@ -252,7 +219,7 @@ class PortusIO(CheckpointIO):
         if self._shards is None:
             from portus.dcp import PortusStorageWriter
 
-            self._shards = PortusStorageWriter.of(self._run_of(directory))
+            self._shards = PortusStorageWriter.of(self._pooled.run_of(directory))
         return self._shards
 
     def save_shards(
@@ -271,7 +238,7 @@ class PortusIO(CheckpointIO):
         Raises ``UsageError`` for a value that cannot be stored, on all ranks.
         """
         writer = self.open_shards(os.path.dirname(path))
-        writer.synchronous = self._over or _is_last_chance(path)
+        writer.synchronous = self._over or is_last_chance(path)
         files = {"meta.pt": rest} if is_first else {}
         try:
             handle = writer.save_directory(
@@ -280,7 +247,7 @@ class PortusIO(CheckpointIO):
         except portus.UsageError:
             writer.wait()  # or a save in flight would replace files of whoever saves it instead
             raise
-        self._handles.append(handle)
+        self._note(handle)
         if self._over:
             self._close()
 
@@ -289,15 +256,22 @@ class PortusIO(CheckpointIO):
     def begin(
         self, root: str | None, logged: Callable[[], Mapping[str, Any]] | None = None
     ) -> None:
-        """A Trainer starts: saves are in the background. ``root``: its directory, if local.
+        """A Trainer starts: saves may be in the background. ``root``: its directory, if local.
         ``logged``: gives what it has logged by then, by name."""
         self._root = root
-        self._logged = logged
-        self._runs[:] = [(run, "") for run, _ in self._runs]
+        self._pooled.begin(root, logged)
         self._over = False
-        self._newest = self._last = None
-        self._saved = {}
-        self._copies = Copies(self._copy_to, self._copy_every_s) if self._copy_to else None
+        self._chosen = None
+
+    @property
+    def writes_files(self) -> bool:
+        """False if checkpoints go to a pool, on a device or a storage host."""
+        return self._writes_files
+
+    @property
+    def pooled(self) -> PooledCheckpoints:
+        """Those in a pool."""
+        return self._pooled
 
     @property
     def mirror(self) -> str | None:
@@ -308,68 +282,53 @@ class PortusIO(CheckpointIO):
         """True if what is saved here is mirrored, also by $PORTUS_MIRROR."""
         return self._settings.has_mirror
 
-    def fetch(self, root: str | None, directory: str) -> None:
-        """Before Lightning looks in ``directory`` for a checkpoint to go on from: what a run
-        without a pool has in its mirror is fetched, and its files are put back. Raises as opening
-        a pool."""
-        self._root = root
-        run = self._run_of(directory)
-        try:
-            run.use(lambda checkpointer: None)
-        finally:
-            run.close()
-
     def fetch_shards(self, root: str | None, directory: str) -> None:
-        """The same for a strategy that saves in shards. On every rank."""
+        """The same as ``PooledCheckpoints.fetch`` for a strategy that saves in shards. On every
+        rank."""
         self._root = root
+        self._pooled.begin(root, None)
         self.open_shards(directory).prepare(0)
 
-    def put_aside(self, path: str) -> bool:
-        """If the save of the file at ``path`` was cut off before it was committed, put it aside;
-        True if it is not there any more. Leaves alone what another process is saving."""
-        reference = portus.read_reference(path) if os.path.isfile(path) else None
-        if reference is None:
-            return False
-        run = self._run_of(os.path.dirname(os.path.realpath(path)))
-        gone = portus.mend(
-            run.place, uncommitted=True, links=run.links, model=reference.model, wait_s=_MENDED_S
-        )
-        return os.path.realpath(path) in map(os.path.realpath, gone) or not os.path.exists(path)
-
-    def lead_to_newest(self, path: str) -> bool:
-        """Let ``path``, at which there is nothing, lead to the newest checkpoint of this run beside
-        it. True if there is one. What fails is logged."""
+    @contextlib.contextmanager
+    def saving(self, *, is_late: bool) -> Iterator[None]:
+        """A callback of the Trainer saves: while training goes on, if ``is_late``."""
+        before, self._thread.is_late = self._thread.is_late, is_late
         try:
-            return portus.lead_to_newest(path, self._run_of(os.path.dirname(path)).name)
-        except portus.MediumError as error:
-            _log.warning("Portus: there is no last checkpoint: %s", error)
-            return False
+            yield
+        finally:
+            self._thread.is_late = before
 
-    def lead_back(self, link: str) -> None:
-        """If the link at ``link`` leads nowhere, since the save was refused that Lightning made it
-        for, let it lead to the newest checkpoint of this run there. What fails is logged."""
-        directory = os.path.dirname(os.path.realpath(link))
-        try:
-            portus.lead_back(link, self._run_of(directory).name)
-        except portus.PortusError as error:
-            _log.warning("Portus: %s leads nowhere: %s", link, error)
+    def is_there(self, path: str) -> bool:
+        """Return whether there is, or will be, a file at ``path``."""
+        return os.path.exists(path) if self._files is None else self._files.is_there(path)
 
-    def make_room(self, directory: str, size: int) -> None:
-        """Training starts, and checkpoints of about ``size`` bytes will go to ``directory``.
+    def link(self, link: str, target: str) -> None:
+        """Have ``link`` lead to ``target`` as soon as that is there. Raises ``OSError`` where no
+        link can be made."""
+        if self._writes_files:
+            self._opened_files().link(link, target)
+        else:
+            portus.replace_link(link, target)
 
-        Raises what opening a pool raises: better now than at the first save, hours later.
-        """
-        self._opened(directory).use(lambda checkpointer: checkpointer.prepare(size))
+    def expect(self, directory: str, size: int) -> None:
+        """Training starts, and checkpoints of about ``size`` bytes will go to ``directory``. Raises
+        what opening a pool raises: better now than at the first save, hours later."""
+        if not self._writes_files:
+            self._pooled.make_room(directory, size)
+            return
+        run = self._pooled.run_of(directory)
+        if run.links is not None:
+            self._opened_files().begin(run.name, run.links)
 
-    def metrics(self) -> dict[str, float]:
-        """What the checkpoint that is about to be saved scored, as far as ``keep`` asks for it."""
-        best = None if self._keep is None else self._keep.best
-        if best is None or self._logged is None:
-            return {}
-        value = self._logged().get(best[0])
-        return (
-            {} if value is None or torch.as_tensor(value).numel() != 1 else {best[0]: float(value)}
-        )
+    def recover(self, directory: str) -> None:
+        """Put back what a killed process had removed too early from ``directory``."""
+        if self._writes_files:
+            self._opened_files().recover(directory)
+
+    def chose(self, path: str) -> None:
+        """Lightning chose the checkpoint at ``path`` to go on from: if it is damaged, another one
+        of its directory will do."""
+        self._chosen = path
 
     def is_on(self) -> bool:
         """False where saves are left to Lightning: ``$PORTUS_DISABLE``, or not on Linux."""
@@ -384,30 +343,7 @@ class PortusIO(CheckpointIO):
                 committed.append(handle.stats)
         return committed
 
-    def put_real_files(self, paths: Iterable[str]) -> None:
-        """Materialise these files, in this order; what stays a reference is said, with what to do
-        about it."""
-        portus.materialize_at_end(paths, within_s=self.materialize_within)
-
-    def give_back(self, directories: Iterable[str]) -> None:
-        """Training ended: pool files of this run to which nothing leads any more go, also where a
-        process before made the last real file and then died. directories: of checkpoints."""
-        runs = [run for run, _ in self._runs]
-        runs += [self._run_of(each) for each in directories if os.path.isdir(each)]
-        for run in {each.name: each for each in runs}.values():
-            run.give_back()
-
-    def say_what_stays(self, paths: Iterable[str]) -> None:
-        """Say which of these files stay references, since training did not come to its end."""
-        portus.say_remaining(portus.remaining_references(paths, "training did not finish"))
-
-    def saved_in(self, directories: Iterable[str]) -> list[str]:
-        """The files that this run saved, newest first, and those in ``directories`` that it saved
-        before it was resumed."""
-        older = portus.saved_in(directories, self._runs[-1][0].name) if self._runs else []
-        return list(dict.fromkeys([*reversed(self._saved), *filter(os.path.isfile, older)]))
-
-    # One instance goes through deepcopy, pickle and fork; its pool does not.
+    # One instance goes through deepcopy, pickle and fork; what it has open does not.
 
     def __getstate__(self) -> dict[str, object]:
         return {name: self.__dict__[name] for name in _KEPT}
@@ -418,35 +354,49 @@ class PortusIO(CheckpointIO):
         self.__dict__.update(state)
 
     def _start(self) -> None:
-        self._runs: list[tuple[portus.Run, str]] = []
-        """With the directories that they were made for. The last is in use; those before it may
-        be, until this is closed, where a signal handler saved while they were being opened."""
-        self.begin(None)
-        self._shards = None
+        self._files = self._shards = None
         self._guard = threading.RLock()
+        self._thread = _Thread()
         self._handles: deque[portus.SaveHandle] = deque(maxlen=16)
         self._count = 0
+        self._pooled = PooledCheckpoints(self._pool, self._model, self._settings, self._keep)
+        self.begin(None)
         stock.adopt(type(self), load=True)
-        portus.register_reference_loader()
-        if self._pool is not None:
-            portus.allow(self._pool)  # every rank loads, and most of them never save
+        place = self._shared()
+        is_pool = place is not None and not place.is_directory
+        self._writes_files = not is_pool and not self._settings.has_mirror
+        if self._writes_files:
+            portus.TrainingFiles(self._settings)  # says what makes no sense, now
         INSTANCES.append(True)
 
-    def _save(self, checkpoint: dict[str, Any], path: str) -> portus.SaveHandle | None:
-        """Start the save; None if the pool cannot store it, and Lightning has saved it."""
-        step = self._step_of(checkpoint)
-        now = self._over or self.materialize == "all" or _is_last_chance(path)
+    def _save_file(self, checkpoint: dict[str, Any], path: str, step: int) -> None:
+        handle = self._opened_files().save(checkpoint, path, step)
+        self._note(handle)
+        if self._over or self._thread.is_late is None:
+            handle.wait()
+        elif not self._thread.is_late:
+            handle.join()  # a failure is told as on_error says
 
-        def save(checkpointer: portus.PoolCheckpointer) -> portus.SaveHandle | None:
+    def _loaded(self, path: str, **settings: Any) -> dict[str, Any]:
+        """Return what is at ``path``; or at the newest one beside it, if Lightning chose it."""
+        verify = self._settings.verify
+        others = iter(_others(path) if path == self._chosen else ())
+        found = path
+        while True:
             try:
-                return checkpointer.save(
-                    checkpoint, step, reference=path, synchronous=now, metrics=self.metrics()
-                )
-            except portus.UsageError as error:
-                self._save_stock(checkpointer, checkpoint, path, error)
-                return None
+                state: dict[str, Any] = portus.load(found, verify=verify, **settings)
+                portus.decode_stand_ins(state)  # in place; what was exported may have some
+                return state
+            except portus.CorruptionError as error:  # all ranks find the same
+                other = next(others, None)
+                if other is None:
+                    raise
+                _log.error("Portus: %s; FALLING BACK to %s", error, other)
+                found = other
 
-        return self._opened(os.path.dirname(path)).use(save)
+    def _note(self, handle: portus.SaveHandle | None) -> None:
+        if handle is not None:
+            self._handles.append(handle)
 
     def _step_of(self, checkpoint: dict[str, Any]) -> int:
         for key in _STEP_KEYS:
@@ -456,62 +406,26 @@ class PortusIO(CheckpointIO):
         self._count += 1
         return self._count
 
-    def _save_stock(
-        self,
-        checkpointer: portus.PoolCheckpointer,
-        checkpoint: dict[str, Any],
-        path: str,
-        error: portus.UsageError,
-    ) -> None:
-        stock.LIGHTNING.say_it_saves(error)
-        checkpointer.wait()  # or a save in flight would replace the file
-        stock.torch_io().save_checkpoint(checkpoint, path)
-
-    @property
-    def _checkpointer(self) -> portus.PoolCheckpointer | None:
-        return self._runs[-1][0].checkpointer if self._runs else None
-
-    def _opened(self, directory: str) -> portus.Run:
-        """The run whose pool is open; if none is, that of checkpoints in ``directory``."""
-        with self._guard:
-            known = len(self._runs)
-            if known == 0 or (not self._checkpointer and self._runs[-1][1] != directory):
-                run = self._run_of(directory)
-                if len(self._runs) == known:  # else a signal handler that saved made one
-                    self._runs.append((run, directory))
-            return self._runs[-1][0]
-
-    def _run_of(self, directory: str) -> portus.Run:
-        """The run that saves checkpoints to ``directory``. Its ``.portus`` is in the Trainer's
-        ``default_root_dir``, or in the working directory, and never among the checkpoints."""
-        roots = [] if self._root is None else [os.path.abspath(self._root)]
-        with contextlib.suppress(OSError):  # the working directory may be gone
-            here = os.getcwd()
-            if os.path.commonpath([here, directory]) == here:
-                roots.append(here)
-        return portus.Run.beside(
-            directory,
-            self._settings,
-            roots=roots,
-            otherwise=os.path.dirname(directory),
-            pool=self._pool,
-            name=self._model,
-            keep=self._keep,
-        )
-
     def _shared(self) -> portus.Place | None:
         """What the user named, which other runs may share; None: the run has a place of its own."""
         return self._pool or portus.Place.by_variable()
 
+    def _opened_files(self) -> portus.TrainingFiles:
+        with self._guard:
+            if self._files is None:
+                self._files = portus.TrainingFiles(self._settings)
+            return self._files
+
     def _close(self) -> None:
         with self._guard:
+            files, self._files = self._files, None
             shards, self._shards = self._shards, None
             with contextlib.ExitStack() as closing:
+                closing.callback(self._pooled.close)
+                if files is not None:
+                    closing.callback(files.close)
                 if shards is not None:
                     closing.callback(shards.close)
-                for run, _ in self._runs:
-                    closing.callback(run.close)
-            del self._runs[:-1]
 
 
 # For LightningCLI, which asks about the class before it makes one.
@@ -521,28 +435,24 @@ INSTANCES: Final[deque[bool]] = deque(maxlen=1)
 """Not empty once a ``PortusIO`` was made in this process."""
 
 
-def _is_last_chance(path: str) -> bool:
+def is_last_chance(path: str) -> bool:
     """True for what Lightning saves when SLURM is about to end the job: it must be durable now."""
     return os.path.basename(path).startswith("hpc_ckpt_")
 
 
-def _moved(state: object, map_location: Any) -> object:
-    """``state`` on the device that ``map_location`` names; as it is for anything but a device."""
-    if not isinstance(map_location, str | torch.device):
-        return state
-    device = torch.device(map_location)
-    moved: dict[int, torch.Tensor] = {}
+def _on_cpu(storage: Any, location: str) -> Any:
+    """As Lightning loads where nothing else is said."""
+    return storage
 
-    def move(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return moved.setdefault(id(value), value.to(device))
-        if isinstance(value, dict):
-            for key in value:
-                value[key] = move(value[key])
-        elif isinstance(value, list):
-            value[:] = map(move, value)
-        elif type(value) is tuple:
-            return tuple(map(move, value))
-        return value
 
-    return move(state)
+def _others(path: str) -> Iterable[str]:
+    """Return the other checkpoints of the directory, newest first."""
+    directory, suffix = os.path.dirname(path), os.path.splitext(path)[1]
+    real, found = os.path.realpath(path), {}
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for each in entries:
+            is_other = each.name.endswith(suffix) and os.path.realpath(each.path) != real
+            with contextlib.suppress(OSError):
+                if is_other and each.is_file(follow_symlinks=False):
+                    found[each.path] = each.stat().st_mtime_ns
+    return sorted(found, key=found.__getitem__, reverse=True)

@@ -8,6 +8,7 @@ both: it is registered with the abstract base class of each copy that the progra
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -15,6 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
 import portus
@@ -111,33 +113,50 @@ def choose_again(
     connector._select_ckpt_path = selected
 
 
-def link_in_one_step(copy: str, is_meant: Callable[[Any], bool]) -> None:
-    """Where a ``ModelCheckpoint`` of this copy of Lightning makes its ``last`` link anew, of a
-    Trainer for which ``is_meant``: replace the link in one step.
-
-    Lightning removes the link first. A job that was killed right then had no last checkpoint, and
-    ``ckpt_path="last"`` began anew. Nothing happens where Lightning makes links otherwise.
+def save_late(
+    copy: str,
+    saving: Callable[[Any, Any], AbstractContextManager[None]],
+    is_there: Callable[[Any, Any], bool | None],
+    linked: Callable[[Any, str, str], bool],
+) -> None:
+    """Where a ``ModelCheckpoint`` of this copy of Lightning saves: enter ``saving``, with the
+    Trainer and the callback; ask ``is_there`` whether there is a file; and have ``linked`` make its
+    ``last`` link, which Lightning removes before it makes it anew. Nothing happens where Lightning
+    does these otherwise.
     """
-    module = importlib.import_module(f"{copy}.callbacks.model_checkpoint")
-    callback = module.ModelCheckpoint
-    make = getattr(callback, "_link_checkpoint", None)
-    if make is None or hasattr(make, "portus_links"):
+    callback = importlib.import_module(f"{copy}.callbacks.model_checkpoint").ModelCheckpoint
+    names = ("_save_checkpoint", "file_exists", "_link_checkpoint")
+    save, exists, make = (getattr(callback, name, None) for name in names)
+    if save is None or exists is None or make is None or hasattr(save, "portus_saves"):
         return
+
+    @functools.wraps(save)
+    def saved(self: Any, trainer: Any, filepath: str) -> None:
+        with saving(trainer, self):
+            save(self, trainer, filepath)
+
+    @functools.wraps(exists)
+    def existing(self: Any, filepath: Any, trainer: Any) -> bool:
+        known = is_there(trainer, filepath)
+        return bool(
+            exists(self, filepath, trainer) if known is None else trainer.strategy.broadcast(known)
+        )
 
     @functools.wraps(make)
     def made(trainer: Any, filepath: str, linkpath: str) -> None:
         target, link = os.path.abspath(filepath), os.path.abspath(linkpath)
-        if target != link and trainer.is_global_zero and is_meant(trainer):
-            try:
-                portus.replace_link(link, target)
-            except OSError:  # a directory is there, or no links are made here
-                make(trainer, filepath, linkpath)
-            else:
-                trainer.strategy.barrier()
+        is_made = target == link
+        if not is_made and trainer.is_global_zero:
+            with contextlib.suppress(OSError):  # a directory is there, or no links are made here
+                is_made = linked(trainer, link, target)
+        if is_made:
+            trainer.strategy.barrier()
         else:
             make(trainer, filepath, linkpath)
 
-    made.portus_links = True  # type: ignore[attr-defined]
+    saved.portus_saves = True  # type: ignore[attr-defined]
+    callback._save_checkpoint = saved
+    callback.file_exists = existing
     callback._link_checkpoint = staticmethod(made)
 
 

@@ -114,7 +114,7 @@ def main() -> None:
     callbacks = (LossCurve(_curve(arguments.out)), Announce())
     train(
         arguments.out,
-        PortusIO(materialize="none"),
+        PortusIO(),
         steps=arguments.steps,
         every=arguments.every,
         resume=arguments.resume,
@@ -244,7 +244,7 @@ def _measure(place: Path, picture: Path, steps: int = 20, rounds: int = 3) -> No
         "none": lambda: None,
         "Lightning default": TorchCheckpointIO,
         "AsyncCheckpointIO": AsyncCheckpointIO,
-        "Portus": lambda: PortusIO(materialize="none"),
+        "Portus": lambda: PortusIO(),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):

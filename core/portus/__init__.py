@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from portus.client.mend import mend as mend
     from portus.client.paths.face import load as load
     from portus.client.paths.face import save as save
+    from portus.client.paths.training_files import TrainingFiles as TrainingFiles
     from portus.client.pool_checkpointer import PoolCheckpointer as PoolCheckpointer
     from portus.client.run import Run as Run
     from portus.client.run import expected_bytes as expected_bytes
@@ -107,6 +108,7 @@ _MODULE_OF: Final = {
     "SettingsDict": "portus.client.job.settings",
     "Shelf": "portus.shelf.shelf",
     "StaleError": "portus.errors",
+    "TrainingFiles": "portus.client.paths.training_files",
     "TransportError": "portus.errors",
     "UsageError": "portus.errors",
     "VersionInfo": "portus.spec",

@@ -32,7 +32,7 @@ def main(run: str, mirror: str, epochs: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[every_step(Path(run), save_last=True)],
-        plugins=[PortusIO(mirror=mirror, materialize="none")],
+        plugins=[PortusIO(mirror=mirror)],
     ).fit(model, loader(), ckpt_path="last")
 
 

@@ -44,7 +44,7 @@ def run(
     seed_everything(7 if resume else 1, verbose=False)
     model, draws = net(), Draws()
     settings = {"max_epochs": 3, "callbacks": [draws, keep]} | changes
-    fit = trainer(root, plugin=PortusIO(materialize="none"), **settings)
+    fit = trainer(root, plugin=PortusIO(), **settings)
     fit.fit(model, data, loader(shuffle=False), ckpt_path=resume)
     return model, draws
 

@@ -19,7 +19,7 @@ pytestmark = NO_FUSS
 
 def fit(run: Path, epochs: int, resume: Path | None = None) -> None:
     """As in a process of its own: nothing that was learnt about the place before is known."""
-    plugin = PortusIO(materialize="none")
+    plugin = PortusIO()
     training = trainer(
         run, plugin=plugin, max_epochs=epochs, callbacks=[every_step(run, save_top_k=-1)]
     )
@@ -61,7 +61,7 @@ def test_a_run_that_is_renamed_while_it_trains_resumes_with_all(
 
     training = trainer(
         run,
-        plugin=PortusIO(materialize="none"),
+        plugin=PortusIO(),
         callbacks=[every_step(run, save_top_k=-1), Renames()],
     )
     training.fit(Net(), loader(), loader(shuffle=False))

@@ -29,7 +29,7 @@ def run(root: Path, *, resume: Any = None) -> OnDevice:
     model = OnDevice()
     fit = trainer(
         root,
-        plugin=PortusIO(materialize="none"),
+        plugin=PortusIO(),
         accelerator="cuda",
         devices=1,
         precision="16-mixed",

@@ -45,7 +45,7 @@ def test_a_run_on_a_storage_host_keeps_resumes_and_is_loaded_by_all(
     run.mkdir()
     monkeypatch.chdir(run)
     with serving(tmp_path / "host") as server:
-        plugin = PortusIO(pool=url(server), materialize="none")
+        plugin = PortusIO(pool=url(server))
         first = trainer(run, plugin=plugin, callbacks=[best_two(run)])
         net = Net()
         first.fit(net, loader(), loader(shuffle=False))
@@ -59,7 +59,7 @@ def test_a_run_on_a_storage_host_keeps_resumes_and_is_loaded_by_all(
 
         portus.allow(url(server))  # as each rank's plugin does
         state = torch.load(path, weights_only=True)
-        plugin = PortusIO(pool=url(server), materialize="none")
+        plugin = PortusIO(pool=url(server))
         again = trainer(run, plugin=plugin, max_epochs=2, callbacks=[best_two(run)])
         other = Net()
         again.fit(other, loader(), loader(shuffle=False), ckpt_path=str(path))

@@ -23,7 +23,7 @@ pytestmark = NO_FUSS
 def trained(root: Path, epochs: int, mirror: str, path: Any = None) -> dict[str, torch.Tensor]:
     torch.manual_seed(7)
     keep = every_step(root, save_top_k=2, monitor="loss", save_last=True)
-    plugin = PortusIO(mirror=mirror, materialize="none")
+    plugin = PortusIO(mirror=mirror)
     fit = trainer(root, callbacks=[keep], max_epochs=epochs, plugin=plugin)
     model = Net()
     fit.fit(model, loader(), ckpt_path=path)

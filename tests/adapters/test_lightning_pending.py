@@ -77,7 +77,7 @@ def fit(root: Path, data: Any, callback: Any, resume: Path | None, **changes: An
     callbacks = [] if callback is None else [callback]
     run = trainer(
         root,
-        plugin=PortusIO(materialize="none"),
+        plugin=PortusIO(),
         callbacks=callbacks,
         max_epochs=EPOCHS,
         enable_checkpointing=False,

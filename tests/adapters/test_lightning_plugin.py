@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
 from portus_lightning import PortusIO, stock
-from portus_lightning.companion import bypass, warnings_for
+from portus_lightning.companion import _may_be_late, bypass, warnings_for
 
 STATE = {"global_step": 3, "weight": torch.arange(6.0), "note": "x"}
 
@@ -87,24 +88,43 @@ def test_importing_the_package_imports_neither_torch_nor_lightning() -> None:
 
 
 def test_it_is_pickled_and_copied_before_and_after_use(io: PortusIO, root: Path) -> None:
-    fresh = PortusIO(root / "pool", model="m", materialize="none", max_bytes=1 << 30)
+    fresh = PortusIO(root / "m.portus", model="m", max_bytes=1 << 30)
     for made in (copy.deepcopy(fresh), pickle.loads(pickle.dumps(fresh))):
         made.save_checkpoint(STATE, root / "ckpt" / "a.ckpt")
         made.teardown()
-        assert made.materialize == "none"
-    assert (root / "pool" / "m.portus").is_file()
+    assert (root / "m.portus").is_file()
     io.save_checkpoint(STATE, root / "ckpt" / "b.ckpt")
     other = pickle.loads(pickle.dumps(copy.deepcopy(io)))
     assert equal(other.load_checkpoint(root / "ckpt" / "b.ckpt"))
 
 
 def test_arguments_out_of_range_say_so() -> None:
-    with pytest.raises(portus.UsageError, match="materialize"):
-        PortusIO(materialize="sometimes")  # type: ignore[arg-type]
     with pytest.raises(portus.UsageError, match="on_error"):
         PortusIO(on_error="ignore")  # type: ignore[arg-type]
     with pytest.raises(portus.UsageError, match="fence_timeout"):
         PortusIO(fence_timeout=0)
+    with pytest.raises(portus.UsageError, match="fixed_batch"):
+        PortusIO(fixed_batch="both")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ({"materialize": "all"}, "real files"),
+        ({"materialize_within": 3}, "real files"),
+        ({"prepare": False}, "leave it out"),
+        ({"copy_to": "/mnt/last.ckpt"}, "mirror"),
+        ({"copy_every_minutes": 3}, "mirror"),
+        ({"max_bytes": 1 << 30}, "files"),
+        ({"durable": 2}, "storage hosts"),
+        ({"keep": 3}, "save_top_k"),
+    ],
+)
+def test_an_argument_that_files_have_no_use_for_says_what_to_do(
+    argument: Any, instead: str
+) -> None:
+    with pytest.raises(portus.UsageError, match=f"{next(iter(argument))}: .*{instead}"):
+        PortusIO(**argument)
 
 
 # --- paths ---
@@ -161,35 +181,36 @@ def test_only_paths_of_this_machine_are_local(path: str, expected: str | None) -
     assert stock.local_path(path) == expected
 
 
-def test_a_removal_waits_its_turn_and_frees_the_version(io: PortusIO, root: Path) -> None:
+def test_a_removal_waits_for_the_save_that_replaces_it(io: PortusIO, root: Path) -> None:
     first, second = root / "ckpt" / "a.ckpt", root / "ckpt" / "b.ckpt"
     io.save_checkpoint(STATE, first)
-    io.save_checkpoint(STATE, second)
-    io.remove_checkpoint(first)
+    with io.saving(is_late=True):
+        io.save_checkpoint(STATE, second)
+        io.remove_checkpoint(first)
+    assert not io.is_there(os.fspath(first)), "for its user it is gone"
     io.teardown()
     assert os.listdir(root / "ckpt") == ["b.ckpt"]
-    with portus.open(root / ".portus") as pool:
-        assert len(pool.versions()) == 1
     io.remove_checkpoint(second)
     assert os.listdir(root / "ckpt") == []
 
 
-def test_steps_come_from_the_checkpoint_or_are_counted(io: PortusIO, root: Path) -> None:
+def test_steps_come_from_the_checkpoint_or_are_counted(root: Path) -> None:
+    io = PortusIO(root / "run.portus")
     for number, state in enumerate([{"global_step": 70}, {"iteration": 71}, {"a": 1}, {"b": 2}]):
         io.save_checkpoint(state, root / "ckpt" / f"{number}")
     io.teardown()
-    with portus.open(root / ".portus") as pool:
+    with portus.open(root / "run.portus") as pool:
         assert [info.step for info in pool.versions()] == [70, 71, 1, 2]
 
 
-# --- where the pool is ---
+# --- where the journal is, and a pool ---
 
 
-def test_the_pool_is_under_the_root_and_never_in_the_checkpoint_directory(root: Path) -> None:
+def test_the_journal_is_under_the_root_and_never_in_the_checkpoint_directory(root: Path) -> None:
     def root_of(directory: Path, default: Path | None) -> str:
         io = PortusIO()
         io.begin(None if default is None else str(default))
-        links = io._run_of(str(directory)).links
+        links = io.pooled.run_of(str(directory)).links
         assert links is not None
         return os.path.dirname(links)
 
@@ -200,10 +221,6 @@ def test_the_pool_is_under_the_root_and_never_in_the_checkpoint_directory(root: 
     if os.stat("/dev/shm").st_dev != os.stat(root).st_dev:
         # On the file system of the checkpoints, so that hard links can be.
         assert root_of(Path("/dev/shm/portus-test/ckpt"), root) == "/dev/shm/portus-test"
-
-
-def pools(place: Path) -> list[str]:
-    return sorted(name for name in os.listdir(place) if name.endswith(".portus"))
 
 
 def test_a_working_directory_that_is_gone_keeps_nothing_from_being_saved(
@@ -217,31 +234,19 @@ def test_a_working_directory_that_is_gone_keeps_nothing_from_being_saved(
     io.save_checkpoint(STATE, root / "run/a.ckpt")
     io.teardown()
     assert equal(io.load_checkpoint(root / "run/a.ckpt"))
-    assert (root / ".portus/run.portus").exists()
+    assert os.listdir(root / "run") == ["a.ckpt"]
 
 
-def test_each_run_has_its_pool_file_and_finds_it_again(root: Path) -> None:
-    for _ in range(2):
-        for run in ("lightning_logs/version_0", "lightning_logs/version_1"):
-            io = PortusIO()
-            io.begin(str(root))
-            io.save_checkpoint(STATE, root / run / "checkpoints" / "a.ckpt")
-            io.teardown()
-    names = ["lightning_logs%2Fversion_0.portus", "lightning_logs%2Fversion_1.portus"]
-    assert pools(root / ".portus") == names
-
-
-def test_projects_that_share_a_pool_directory_do_not_meet(
+def test_a_variable_that_names_a_directory_leaves_files_where_they_belong(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is for shards alone."""
     monkeypatch.setenv("PORTUS_POOL", str(root / "shared"))
-    for project in ("a", "b"):
-        io = PortusIO()
-        io.begin(str(root / project))
-        io.save_checkpoint(STATE, root / project / "ckpt" / "x.ckpt")
-        io.teardown()
-    assert len(pools(root / "shared")) == 2
-    assert all(name.startswith("ckpt-") for name in pools(root / "shared"))
+    io = PortusIO()
+    io.save_checkpoint(STATE, root / "a" / "ckpt" / "x.ckpt")
+    io.teardown()
+    assert zipfile.is_zipfile(root / "a" / "ckpt" / "x.ckpt")
+    assert not (root / "shared").exists()
 
 
 # --- switches and errors ---
@@ -271,20 +276,17 @@ def test_on_other_systems_it_says_so_once_and_saves_as_lightning_does(
     assert not portus.is_reference(root / "ckpt" / "a")
 
 
-def test_what_no_pool_stores_replaces_a_reference_only_after_its_save(
+def test_what_cannot_be_pickled_is_refused_by_its_place_and_harms_nothing(
     io: PortusIO, root: Path
 ) -> None:
     path = root / "ckpt" / "a.ckpt"
-    io.save_checkpoint(STATE, path)
-    io.save_checkpoint(STATE | {"global_step": 4}, path)
-    io.save_checkpoint(STATE | {"odd": OddThing()}, path)
+    with io.saving(is_late=True):
+        io.save_checkpoint(STATE, path)
+        with pytest.raises(portus.UsageError, match=r"state\['hyper_parameters'\]\['odd'\]"):
+            io.save_checkpoint(STATE | {"hyper_parameters": {"odd": lambda: None}}, path)
     io.teardown()
-    assert not portus.is_reference(path)
-    assert isinstance(torch.load(path, weights_only=False)["odd"], OddThing)
-
-
-class OddThing:
-    """A class that no pool stores."""
+    assert equal(torch.load(path))
+    assert os.listdir(root / "ckpt") == ["a.ckpt"]
 
 
 def test_a_pool_that_cannot_be_opened_raises_at_the_first_save(root: Path) -> None:
@@ -294,29 +296,18 @@ def test_a_pool_that_cannot_be_opened_raises_at_the_first_save(root: Path) -> No
     assert not (root / "ckpt").exists()
 
 
-def test_a_file_that_cannot_be_materialised_is_said_with_the_command(
-    io: PortusIO, root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = root / "ckpt" / "a.ckpt"
-    io.save_checkpoint(STATE, path)
-    io.teardown()
-    for name in pools(root / ".portus"):
-        (root / ".portus" / name).unlink()
-    io.put_real_files([str(path)])
-    assert f"portus materialize {path}" in caplog.text
-
-
-def test_a_forked_child_opens_a_pool_of_its_own(io: PortusIO, root: Path) -> None:
+def test_a_forked_child_loads_and_saves_by_itself(io: PortusIO, root: Path) -> None:
     io.save_checkpoint(STATE, root / "ckpt" / "a.ckpt")
     child = os.fork()
     if child == 0:
         try:
             assert equal(io.load_checkpoint(root / "ckpt" / "a.ckpt"))
-            assert io._checkpointer is None
+            io.save_checkpoint(STATE, root / "ckpt" / "b.ckpt")
             os._exit(0)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert equal(io.load_checkpoint(root / "ckpt" / "b.ckpt"))
 
 
 # --- what is said at setup ---
@@ -385,7 +376,6 @@ def test_strategies_that_save_in_shards_go_through_a_pool_directory_or_a_host(
     strategy: Any, is_sharded: bool, tmp_path: Path
 ) -> None:
     assert bypass(strategy, PortusIO(pool=tmp_path)) == ""
-    assert warnings_for(Fake(strategy), PortusIO(materialize="none")) == []
     assert bypass(strategy, PortusIO(pool="portus://host:7117")) == ""
     (tmp_path / "one.portus").touch()
     refused = bypass(strategy, PortusIO(pool=tmp_path / "one.portus"))
@@ -400,44 +390,58 @@ def logger(name: str, **attributes: object) -> Any:
     return _with(object.__new__(getattr(loggers, name)), attributes)
 
 
-def test_loggers_that_upload_get_real_files() -> None:
-    plain = named("DDPStrategy", Strategy)
-    io = PortusIO()
-    assert (
-        "WandbLogger" in warnings_for(Fake(plain, logger("WandbLogger", _log_model="all")), io)[0]
-    )
-    assert io.materialize == "all"
-    at_end = logger("WandbLogger", _log_model=True)
-    assert warnings_for(Fake(plain, at_end), PortusIO()) == []
-    never = PortusIO(materialize="none")
-    assert "1 KB" in warnings_for(Fake(plain, logger("MLFlowLogger", _log_model=True)), never)[0]
+def waits(*loggers: object, top_k: int = 1) -> bool:
+    """Whether training waits for each save because of these loggers; it is said then."""
+    fake: Any = Fake(named("DDPStrategy", Strategy), *loggers)
+    fake.checkpoint_callbacks = [ModelCheckpoint(monitor="loss", save_top_k=top_k)]
+    fake.lightning_module = torch.nn.Linear(1, 1)
+    is_late = _may_be_late(fake, fake.checkpoint_callbacks[0])
+    said = warnings_for(fake, PortusIO())
+    assert is_late == (said == [])
+    return not is_late
 
 
-def test_a_logger_that_uploads_each_where_all_are_kept_is_known() -> None:
+def test_training_waits_for_loggers_that_upload_each_checkpoint() -> None:
     """As WandbLogger and MLFlowLogger say it: at the end, unless ``save_top_k`` is -1."""
-    plain = named("DDPStrategy", Strategy)
-    for top_k, then in ((3, "end"), (-1, "all")):
-        io = PortusIO()
-        fake = Fake(plain, logger("WandbLogger", _log_model=True))
-        fake.checkpoint_callbacks = [ModelCheckpoint(monitor="loss", save_top_k=top_k)]
-        warnings_for(fake, io)
-        assert io.materialize == then
+    assert waits(logger("WandbLogger", _log_model="all"))
+    assert not waits(logger("WandbLogger", _log_model=True))
+    assert waits(logger("WandbLogger", _log_model=True), top_k=-1)
+    assert not waits(logger("MLFlowLogger", _log_model=False), top_k=-1)
 
 
 @pytest.mark.parametrize(
-    ("base", "looks", "then"),
-    [("Logger", False, "end"), ("Logger", True, "all"), ("TensorBoardLogger", False, "end")],
+    ("base", "looks"), [("Logger", False), ("Logger", True), ("TensorBoardLogger", False)]
 )
-def test_a_logger_that_nobody_knows_and_that_looks_at_checkpoints_gets_real_ones(
-    base: str, looks: bool, then: str
+def test_training_waits_for_a_logger_that_nobody_knows_and_that_looks_at_checkpoints(
+    base: str, looks: bool
 ) -> None:
     loggers = importlib.import_module("lightning.pytorch.loggers")
     methods = {"after_save_checkpoint": lambda self, callback: None} if looks else {}
     mine = type("Mine", (getattr(loggers, base),), methods)
     setattr(mine, "__abstractmethods__", frozenset())  # noqa: B010  # it is never used
-    io = PortusIO()
-    warnings_for(Fake(named("DDPStrategy", Strategy), object.__new__(mine)), io)
-    assert io.materialize == then
+    assert waits(object.__new__(mine)) == looks
+
+
+@pytest.mark.parametrize(
+    ("methods", "is_late"),
+    [
+        ({}, True),
+        ({"format_checkpoint_name": lambda self, *_: "x", "state_key": "y"}, True),
+        ({"_save_checkpoint": lambda self, *_: None}, False),
+        ({"on_train_epoch_end": lambda self, *_: None}, False),
+        ({"on_validation_end": lambda self, *_: None}, False),
+        ({"_remove_checkpoint": lambda self, *_: None}, False),
+    ],
+)
+def test_training_waits_for_a_callback_that_does_more_than_lightnings(
+    methods: dict[str, Any], is_late: bool
+) -> None:
+    fake: Any = Fake(named("DDPStrategy", Strategy))
+    fake.lightning_module = torch.nn.Linear(1, 1)
+    mine = type("Mine", (ModelCheckpoint,), methods)()
+    fake.checkpoint_callbacks = [ModelCheckpoint(), mine]
+    assert _may_be_late(fake, mine) == is_late
+    assert _may_be_late(fake, fake.checkpoint_callbacks[0]) == is_late, "it may look there too"
 
 
 def test_metrics_have_units_in_their_names() -> None:

@@ -46,7 +46,7 @@ def fit(root: Path, **changes: Any) -> Net:
     """Train one epoch, saving each step; from what SLURM made Lightning save, if there is any."""
     seed_everything(1, verbose=False)
     net = Net()
-    plugins = [PortusIO(materialize="none"), SLURMEnvironment(auto_requeue=True)]
+    plugins = [PortusIO(), SLURMEnvironment(auto_requeue=True)]
     settings = {"plugins": plugins, "callbacks": [every_step(root)]} | changes
     trainer(root, **settings).fit(net, loader(shuffle=False))
     return net

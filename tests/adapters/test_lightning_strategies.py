@@ -77,7 +77,7 @@ DDP = """
                                 filename="{step}", save_top_k=-1)
         callbacks = [draws, keep, auto] + ([] if resume else [Look()])
         fit = trainer(root.absolute(), strategy=STRATEGY, devices=2, max_epochs=2,
-                      callbacks=callbacks, plugin=PortusIO(materialize="none"))
+                      callbacks=callbacks, plugin=PortusIO())
         model = Net()
         fit.fit(model, loader(shuffle=False), ckpt_path=resume)
         if STRATEGY == "ddp":

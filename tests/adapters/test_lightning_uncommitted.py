@@ -62,7 +62,7 @@ fit(Path(sys.argv[1]))
 def fit(root: Path, resume: Any = None, last: Any = "link") -> Net:
     net = Net()
     callbacks = [every_step(root, save_last=last)]  # by default last.ckpt is a symbolic link
-    made = trainer(root, plugin=PortusIO(materialize="none"), callbacks=callbacks)
+    made = trainer(root, plugin=PortusIO(), callbacks=callbacks)
     made.fit(net, loader(), ckpt_path=resume)
     return net
 

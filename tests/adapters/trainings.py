@@ -117,7 +117,7 @@ class Lightning:
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            plugins=[PortusIO(order.pool, materialize="none")],
+            plugins=[PortusIO(order.pool)],
             callbacks=[PortusCompanion(), Tells(order)],
             max_steps=order.until,
             max_epochs=-1,

@@ -173,7 +173,7 @@ def train(
         num_sanity_val_steps=0,
         use_distributed_sampler=True,
         callbacks=[keep, PortusCompanion()],
-        plugins=[PortusIO(materialize="none", **io)],
+        plugins=[PortusIO(**io)],
         **named,
     )
     trainer.fit(net, ckpt_path=resume)

@@ -101,7 +101,7 @@ def train_for_ever(say: Say, root: str, resume: str | None, step: int) -> None:
         root,
         callbacks=[keep, Tells(say), PortusCompanion()],
         logger=Reports(say, step),
-        plugins=[PortusIO(materialize="none")],
+        plugins=[PortusIO()],
     )
     trainer.fit(Net(), loader_of(WORKERS), ckpt_path=resume)
 

@@ -138,7 +138,10 @@ class Publisher(Generic[File]):
                 self._close_unused()
                 return False
             kept = self._spare is None and self._spares and status.identity in self._written
-            record = folder.claim() if kept else None
+            record = None
+            if kept:
+                with contextlib.suppress(MediumError):  # a full disk: then it is no spare
+                    record = folder.claim()
             hidden = None if record is None else hidden_name(record.token, HOLD)
             if record is not None and hidden is not None:
                 try:
@@ -206,15 +209,17 @@ class Publisher(Generic[File]):
                     self._put_back(draft.folder, hold)
             self._end(draft)
 
-    def drop_spare(self) -> None:
-        """Remove the spare, whose space is needed, or which has no use any more."""
+    def drop_spare(self) -> bool:
+        """Remove the spare, whose space is needed, or which has no use any more; False if there is
+        none."""
         with self._lock:
             spare, self._spare = self._spare, None
             if spare is None:
-                return
+                return False
             with contextlib.suppress(MediumError):
                 self._system.unlink(spare.folder.make(), spare.name)
             self._system.close(spare.file)
+            return True
 
     def close(self) -> None:
         """Remove the spare and empty hidden folders, and close all directories."""

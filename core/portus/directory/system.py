@@ -14,16 +14,14 @@ import signal
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from portus.errors import MediumError, printable
-from portus.media.file import write_all
+from portus.media.file import OUT_OF_SPACE, write_all
 from portus.media.process import Descriptor
 
 File = TypeVar("File")
 """An open file or directory, of the kind that a system hands out."""
-
-OUT_OF_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True, slots=True)

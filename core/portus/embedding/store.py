@@ -34,10 +34,11 @@ from portus.errors import MediumError, UsageError
 from portus.format.layout import RecordKind
 from portus.index.commit_records import NewVersion
 from portus.index.log import Entry, LogWriter, entries, entry_size
-from portus.index.pool import NO_SPACE, PoolWriter
+from portus.index.pool import PoolWriter
 from portus.index.records import Pointer, VersionEntry, VersionRecord
 from portus.index.tables import MARKS as MARKS
 from portus.index.tables import MODEL as MODEL
+from portus.media.file import OUT_OF_SPACE
 from portus.pipeline.parts import rows_of, shared
 from portus.spec import PAGE
 from portus.transport.base import Stop
@@ -293,7 +294,7 @@ class TableStore:
         try:
             self._fold = Fold(self.pool, moment, self._log_length(moment))
         except MediumError as error:
-            if error.errno not in NO_SPACE:
+            if error.errno not in OUT_OF_SPACE:
                 raise
             self._has_no_room = True
 

@@ -72,15 +72,13 @@ from portus.index.space import (
     page_count,
 )
 from portus.media.base import Locks, Medium, SparseMedium
+from portus.media.file import OUT_OF_SPACE
 from portus.spec import PAGE, Extent
 
 _log: Final = logging.getLogger("portus")
 
 REFRESH_COMMITS: Final = 64
 """What versions share is written afresh after so many commits, so that rot cannot hide in all."""
-
-NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""What a medium says that cannot grow, or fill its holes."""
 
 _COPIES_MAX: Final = 16 << 20
 """Bytes of records of earlier commits that one commit copies; the rest is left to the next."""
@@ -470,7 +468,7 @@ class PoolWriter(PoolReader):
         """Room where the pool cannot grow any more: what was to be spared; many small pieces, given
         back for one at the end; copies of records, last."""
         extents = self._space.take(wanted)
-        scattered = extents is None and wanted.contiguous and why.errno in NO_SPACE
+        scattered = extents is None and wanted.contiguous and why.errno in OUT_OF_SPACE
         if scattered and self.give_back(wanted.pages * PAGE):
             with contextlib.suppress(MediumError):
                 self._grow(wanted.pages, contiguous=True)
@@ -560,11 +558,11 @@ class PoolWriter(PoolReader):
             try:
                 self.medium.grow(size)
             except MediumError as error:
-                if error.errno not in NO_SPACE or size == at_least:
+                if error.errno not in OUT_OF_SPACE or size == at_least:
                     raise
                 self.medium.grow(at_least)
         except MediumError as error:
-            if error.errno not in NO_SPACE:
+            if error.errno not in OUT_OF_SPACE:
                 raise
             raise MediumError(error.errno, f"{error.strerror}{self.advice()}") from error
 
@@ -577,7 +575,7 @@ class PoolWriter(PoolReader):
         try:
             self.medium.fill(extents)
         except MediumError as error:
-            if error.errno not in NO_SPACE:
+            if error.errno not in OUT_OF_SPACE:
                 raise
             return []  # there may be less at the end
         self._space.fill(extents)

@@ -41,6 +41,9 @@ UNCACHED: Final = 1 << 20
 _BLOCK: Final = 4096
 """Such reads begin and end at multiples of it, in memory too: no disk asks for more."""
 
+OUT_OF_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors that space would mend."""
+
 _ADVICE: Final = {
     errno.ENOSPC: "free space on it, or put the pool elsewhere",
     errno.EDQUOT: "raise the quota, or put the pool elsewhere",

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import numpy as np
@@ -20,7 +20,7 @@ from portus.errors import MediumError
 from portus.format.checksum import DIGEST_SIZE, unit_counts
 from portus.image.image import Image, Literal
 from portus.media import linux
-from portus.media.file import advice
+from portus.media.file import OUT_OF_SPACE, advice
 from portus.media.local import file_system_of
 from portus.transport.base import Column, Crcs, Digests, Sources, Stop, cut, ranges, unit_spans
 from portus.transport.local import best_engine
@@ -51,15 +51,18 @@ class ImageFile:
         is_spare: bool,
         ring: StagingRing,
         ways: Ways,
+        make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         """fd: of an open file, readable and writable, the caller's. path: for messages. is_spare:
-        the file has old bytes, and blocks. ways: which way it goes, and told how long it took."""
+        the file has old bytes, and blocks. ways: which way it goes, and told how long it took.
+        make_room: asked on a full disk, until it gives back no more."""
         self._fd: Final = fd
         self._path: Final = path
         self._image: Final = image
         self._is_spare: Final = is_spare
         self._ring: Final = ring
         self._ways: Final = ways
+        self._make_room: Final = make_room
         self._kind: Final = Kind(os.fstat(fd).st_dev, is_spare)
         self._spent_s = 0.0
         self._way: CachedWay | StagedWay | None = None
@@ -162,11 +165,15 @@ class ImageFile:
 
     def _allocate(self) -> None:
         """Have its blocks now: a disk that is full is told before anything is copied."""
-        try:
-            linux.allocate(self._fd, 0, self._image.size)
-        except OSError as error:
-            if error.errno not in _NO_BLOCKS_AHEAD:
-                raise
+        while True:  # ends: there is nothing left to give back
+            try:
+                linux.allocate(self._fd, 0, self._image.size)
+            except OSError as error:
+                if error.errno in OUT_OF_SPACE and self._make_room():
+                    continue
+                if error.errno not in _NO_BLOCKS_AHEAD:
+                    raise
+            return
 
     def _zeros(self, literals: Iterable[Literal]) -> Iterator[Literal]:
         """What nothing covers, where a spare has old bytes."""

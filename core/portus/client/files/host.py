@@ -25,10 +25,10 @@ from portus.format.checksum import DIGEST_SIZE, unit_counts
 from portus.format.layout import RecordKind
 from portus.format.reference import Reference, decode, encode
 from portus.index.catalogue import Catalogue, newest_catalogue
-from portus.index.pool import NO_SPACE
 from portus.index.reader import PoolReader
 from portus.index.records import VersionRecord, decode_version, digest_of
 from portus.index.roots import Superblock, read_superblock
+from portus.media.file import OUT_OF_SPACE
 from portus.mirror.leading import REPLICA
 from portus.mirror.objects import LOG, prefix_of
 from portus.pipeline.draft import Labels
@@ -187,7 +187,7 @@ class HostPool(PoolReader):
         try:
             yield
         except MediumError as error:
-            if error.errno not in NO_SPACE:
+            if error.errno not in OUT_OF_SPACE:
                 raise
             self.deleted()  # looks at the files: the advice is about those that are there now
             raise MediumError(error.errno, f"{error.strerror}{self.advice()}") from error

@@ -34,10 +34,10 @@ from portus.index.catalogue import Catalogue
 from portus.index.directory import links_directory, make_directory
 from portus.index.groups import part_of
 from portus.index.keep import Keep
-from portus.index.pool import NO_SPACE, PoolWriter
+from portus.index.pool import PoolWriter
 from portus.index.roots import Superblock
 from portus.media.base import FileSystem, Medium
-from portus.media.file import PlainFile
+from portus.media.file import OUT_OF_SPACE, PlainFile
 from portus.media.local import LocalFiles
 from portus.spec import VersionInfo
 
@@ -232,7 +232,7 @@ class Keeper:
             return act()
         except MediumError as error:
             pool = self._writer
-            if error.errno not in NO_SPACE or not isinstance(pool, PoolWriter):
+            if error.errno not in OUT_OF_SPACE or not isinstance(pool, PoolWriter):
                 raise
             if not pool.give_back(_FILE_ROOM):
                 raise

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from portus.client.checkpointer import Checkpointer, place_of
 from portus.client.fence.fence import before_write
 from portus.client.files.pending import PENDING
-from portus.client.job.journal import Journal
 from portus.client.job.settings import Settings, SettingsDict, mirror_of, say_unmirrored
 from portus.client.loading.loaded import note_loaded
 from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
 from portus.client.loading.torch_file import load_file, restore_file
+from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.process import is_blocking, join, leave, recover_left
 from portus.client.paths.saver import Extra, FileSaver
 from portus.client.paths.step_files import StepFiles
@@ -34,7 +34,7 @@ from portus.errors import (
     printable,
 )
 from portus.index.keep import Keep, checked_metrics
-from portus.index.place import Place, PlaceKind
+from portus.index.place import Place
 from portus.media import calls
 from portus.pipeline.handle import SaveHandle, SaveStats
 from portus.pipeline.run import Save
@@ -74,9 +74,8 @@ class DirectoryCheckpointer(Checkpointer):
         self._files: Final = StepFiles(place.path)
         self._saver: Final = FileSaver(join(self), self.settings)
         name = os.path.basename(place.path) or "checkpoints"
-        self._journal: Final = Journal(name) if self.settings.journal else None
-        if self._journal is not None:
-            self._journal.on_first_step(partial(_place_of_journal, place.path))
+        at = partial(_place_of_journal, place.path)
+        self._journal: Final = FileJournal(name, at) if self.settings.journal else None
         self._last: SaveHandle | None = None
         self._last_ns = 0
         self._process: Final = os.getpid()
@@ -217,7 +216,7 @@ class DirectoryCheckpointer(Checkpointer):
 
     def _begun(self, path: str, save: Save) -> None:
         if self._journal is not None:
-            self._journal.asked(save.token, save.step, path)
+            self._journal.begun(path, save)
 
     def _used(self, step: int | None, use: Callable[[str], Result]) -> tuple[VersionInfo, Result]:
         """What ``use`` gives for the file of a step, or for the newest that verifies."""
@@ -277,16 +276,8 @@ class DirectoryCheckpointer(Checkpointer):
             self._remove_surplus(self._keep)
 
     def _over(self, save: Save) -> None:
-        journal = self._journal
-        if journal is None:
-            return
-        place = _place_of_journal(self.path)
-        if place is not None:
-            journal.begin(*place)  # nothing, if it has begun
-        if save.error is None:
-            journal.committed(save.token, save.stats)
-        else:
-            journal.failed(save.step, str(save.error), save.token)
+        if self._journal is not None:
+            self._journal.over(save)
 
     def _remove_surplus(self, keep: Keep) -> None:
         try:
@@ -298,11 +289,9 @@ class DirectoryCheckpointer(Checkpointer):
             )
 
 
-def _place_of_journal(directory: str) -> tuple[str, str] | None:
-    """Return the arguments of ``Journal.begin``; None while there is no directory."""
-    if not os.path.isdir(directory):
-        return None
-    return os.path.join(directory, FOLDER, _JOURNAL), PlaceKind.DIRECTORY.value
+def _place_of_journal(directory: str) -> str | None:
+    """Return the directory of the journal; None while there is no place for it."""
+    return os.path.join(directory, FOLDER, _JOURNAL) if os.path.isdir(directory) else None
 
 
 def _refuse_names(place: Place, model: str, links: str | None) -> None:

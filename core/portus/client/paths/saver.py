@@ -28,7 +28,7 @@ from portus.client.job.settings import Settings
 from portus.client.paths.at_once import WrittenFile
 from portus.client.paths.draft import FileDraft, new_publisher
 from portus.client.state.pickling import PickledState, path_in, pickle_state
-from portus.directory.system import OUT_OF_SPACE
+from portus.directory.publisher import UnpublishedFile
 from portus.errors import (
     AbandonedError,
     MediumError,
@@ -38,10 +38,12 @@ from portus.errors import (
     printable,
 )
 from portus.media import calls
+from portus.media.file import OUT_OF_SPACE
+from portus.media.process import Descriptor
 from portus.pipeline.audit import Auditor
 from portus.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.pipeline.plan import Snapshot
-from portus.pipeline.queue import Queue, Turn
+from portus.pipeline.queue import Chore, Queue, Turn
 from portus.pipeline.run import Policy, Save
 from portus.writer.image_file import ImageFile
 from portus.writer.ring import StagingRing
@@ -68,9 +70,10 @@ _log: Final = logging.getLogger("portus")
 class Extra:
     """What belongs to one save besides its state.
 
-    step: of training. note: bytes for a record of the file. begun: called in the call, once the
-    save is sure to end. committed: called on the worker once the file is there, before anybody is
-    told. then: called on the worker when the save is over.
+    step: of training; None for a file that has a name alone. note: bytes for a record of the file.
+    begun: called in the call, once the save is sure to end. committed: called on the worker once
+    the file is there, before anybody is told. then: called on the worker when the save is over.
+    follows_links: False replaces a link that is at the path, and leaves alone where it leads.
     """
 
     step: int = _STEP
@@ -78,6 +81,7 @@ class Extra:
     begun: Callable[[Save], None] | None = None
     committed: Callable[[], None] | None = None
     then: Callable[[Save], None] | None = None
+    follows_links: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,9 @@ class FileTarget:
     real: str
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str]) -> FileTarget:
-        """Links are followed. Raises ``UsageError`` for what no file can be put at."""
+    def of(cls, path: str | os.PathLike[str], *, follows_links: bool = True) -> FileTarget:
+        """Links to directories are followed, and the last one if ``follows_links``. Raises
+        ``UsageError`` for what no file can be put at."""
         said = os.fspath(path) if isinstance(path, str | os.PathLike) else None
         if not isinstance(said, str) or not said or "\0" in said:
             raise UsageError(
@@ -97,16 +102,19 @@ class FileTarget:
                 "writes to file objects"
             )
         real = os.path.realpath(said)
+        if not follows_links:
+            where, name = os.path.split(said)
+            real = os.path.join(os.path.realpath(where or "."), name)
         directory = os.path.dirname(real)
         if not os.path.isdir(directory):
             raise UsageError(
                 f"{printable(said)}: there is no directory {printable(directory)}; create it first"
             )
         try:
-            mode = os.stat(real).st_mode
+            mode = os.stat(real, follow_symlinks=follows_links).st_mode
         except OSError:
             return cls(said, real)  # nothing is there; what else is wrong shows where it is opened
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
             kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
             raise UsageError(
                 f"{printable(said)}: expected the path of a file to write, found {kind}; name "
@@ -149,11 +157,14 @@ class FileSaver:
         self._auditor: Final = Auditor(settings.guard)
         self._reports: Final = Reports(settings.on_error)
         self._is_synchronous: Final = settings.snapshot == "sync"
+        self.make_room: Callable[[], bool] = lambda: False
+        """Asked where the disk is full: True if space was given back, by removals."""
 
     def _save_nested(
         self, state: object, path: str | os.PathLike[str], extra: Extra | None = None
     ) -> SaveHandle:
-        extra, target = extra or Extra(), FileTarget.of(path)
+        extra = extra or Extra()
+        target = FileTarget.of(path, follows_links=extra.follows_links)
         written = WrittenFile(
             pickle_state(state), target.said, target.real, step=extra.step, note=extra.note
         )
@@ -166,7 +177,8 @@ class FileSaver:
         """Begin to save ``state`` to ``path``. See ``portus.save``."""
         start, extra = time.perf_counter(), extra or Extra()
         self._reports.tell(self._first_may_commit, is_save=True, is_heard_of=False)
-        target, pickled = FileTarget.of(path), pickle_state(state)
+        target = FileTarget.of(path, follows_links=extra.follows_links)
+        pickled = pickle_state(state)
         turn = Turn(int(pickled.lengths.sum()))
         if not self._queue.admit(turn, self._fence_timeout):
             waited_s = time.perf_counter() - start
@@ -222,6 +234,10 @@ class FileSaver:
         self._fence.close()
         self._tell()
 
+    def later(self, act: Callable[[], None]) -> None:
+        """Call ``act`` on the worker, after the saves so far. It raises nothing."""
+        self._queue.put(_Errand(act))
+
     def remove(self, path: str) -> None:
         """Remove a file, durably. On the worker. Raises ``MediumError``."""
         directory, name = os.path.split(path)
@@ -238,6 +254,21 @@ class FileSaver:
         self._reports.failed(refused)
         return SaveHandle(refused)
 
+    def _unpublished(self, path: str) -> UnpublishedFile[Descriptor]:
+        while True:  # ends: there is nothing left to give back
+            try:
+                return self._publisher.begin(path)
+            except MediumError as error:
+                if error.errno not in OUT_OF_SPACE or not self._has_made_room():
+                    raise
+
+    def _has_made_room(self) -> bool:
+        if self._publisher.drop_spare():
+            return True
+        has_removed = self.make_room()
+        self._publisher.drop_spare()  # what was removed is the spare now
+        return has_removed
+
     def _first_may_commit(self) -> None:
         if not self._queue.on_worker():
             self._queue.catch_up(self._fence_timeout)
@@ -246,7 +277,7 @@ class FileSaver:
         """Open the draft, and copy what may not wait. Raises what opening raises."""
         asked, image = order.asked(), pickled.image(target.said, extra.note)
         snapshot = self._snapshot(target, pickled, extra)
-        unpublished = self._publisher.begin(target.real)
+        unpublished = self._unpublished(target.real)
         try:
             file = ImageFile(
                 unpublished.file.number,
@@ -255,6 +286,7 @@ class FileSaver:
                 is_spare=unpublished.is_spare,
                 ring=self._ring,
                 ways=self._ways,
+                make_room=self._has_made_room,
             )
             name = partial(path_in, pickled.pickle)
             draft = FileDraft(
@@ -334,6 +366,17 @@ def recover(directory: str) -> None:
         files.recover(directory)
     finally:
         files.close()
+
+
+class _Errand(Chore):
+    """Something to do between two saves."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act: Final = act
+
+    def run(self) -> None:
+        with PENDING.exempt():
+            self._act()
 
 
 class FileJob:

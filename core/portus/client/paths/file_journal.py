@@ -1,0 +1,42 @@
+"""``FileJournal``: what the saves of one training to files came to, for ``portus report``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from portus.client.job.journal import Journal
+from portus.index.place import PlaceKind
+from portus.pipeline.run import Save
+
+
+class FileJournal:
+    """Of one training, which is called ``name`` there. place: gives the directory of the journal;
+    None while there is none. It is asked again at each save."""
+
+    def __init__(self, name: str, place: Callable[[], str | None]) -> None:
+        self._journal: Final = Journal(name)
+        self._place: Final = place
+        self._journal.on_first_step(self._begin_at)
+
+    def begun(self, path: str, save: Save) -> None:
+        """A save to ``path``, absolute, is sure to end."""
+        self._journal.asked(save.token, save.step, path)
+
+    def over(self, save: Save) -> None:
+        """It has ended. On the worker."""
+        place = self._begin_at()
+        if place is not None:
+            self._journal.begin(*place)  # nothing, if it has begun
+        if save.error is None:
+            self._journal.committed(save.token, save.stats)
+        else:
+            self._journal.failed(save.step, str(save.error), save.token)
+
+    def close(self) -> None:
+        """Note that training ended by itself."""
+        self._journal.close()
+
+    def _begin_at(self) -> tuple[str, str] | None:
+        directory = self._place()
+        return None if directory is None else (directory, PlaceKind.DIRECTORY.value)

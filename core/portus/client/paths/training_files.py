@@ -1,0 +1,166 @@
+"""``TrainingFiles``: the checkpoints of one training, at paths that its framework chooses."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from typing import Any, Final
+
+from portus.client.job.settings import Settings
+from portus.client.paths.after_commit import AfterCommit
+from portus.client.paths.face import load
+from portus.client.paths.file_journal import FileJournal
+from portus.client.paths.process import join, leave, recover_left
+from portus.client.paths.saver import Extra, FileSaver
+from portus.errors import MediumError, PortusError, UsageError, printable
+from portus.index.directory import journal_directory
+from portus.index.place import Place
+from portus.media import calls
+from portus.pipeline.handle import SaveHandle
+from portus.pipeline.run import Save
+
+_log: Final = logging.getLogger("portus")
+
+
+class TrainingFiles:
+    """Saves, removals and links of one training, in the order of the calls; see ``AfterCommit``.
+
+    A forked child has no part in what its parent has in flight, and has savers of its own.
+
+    settings: how to save. Raises ``UsageError`` for what only pools have.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.max_bytes is not None:
+            raise UsageError(
+                "max_bytes: checkpoints are files, which have no largest size together; "
+                "how many stay is said where they are made"
+            )
+        if settings.durable != 1:
+            raise UsageError("durable: checkpoints are files; only storage hosts have copies")
+        self._settings: Final = settings
+        self._journal_at: tuple[str, str] | None = None
+        self._journal: FileJournal | None = None
+        self._saver: FileSaver | None = None
+        self._after: AfterCommit | None = None
+        self._process = os.getpid()
+
+    def begin(self, name: str, place: str) -> None:
+        """Have the journal of what follows in the directory ``place``, where the training is called
+        ``name``."""
+        self._journal_at = name, journal_directory(Place.named(place).pool_of(name).path)
+        if self._settings.journal and self._journal is None:
+            self._journal = FileJournal(name, lambda: self._journal_at and self._journal_at[1])
+
+    def save(self, state: object, path: str, step: int) -> SaveHandle:
+        """Begin to save ``state`` to ``path``, absolute; its directory is made, and a link there is
+        replaced. See ``portus.save``."""
+        _make_directory(os.path.dirname(path))
+        saver, after = self._opened()
+        number = after.asked(path)
+        begun: list[Save] = []
+        extra = Extra(
+            step=step,
+            begun=partial(self._begun, path, begun),
+            then=partial(self._over, number, path),
+            follows_links=False,
+        )
+        handle = None
+        try:
+            handle = saver.save(state, path, extra)
+        finally:
+            if not begun:  # refused, or written at once in a signal handler
+                is_there = handle is not None and handle.committed
+                after.over(number, path, is_committed=is_there, may_remove=not calls.is_nested())
+        return handle
+
+    def load(self, path: str, **settings: Any) -> Any:
+        """Return what is at ``path``, verified; see ``portus.load``."""
+        return load(path, verify=self._settings.verify, **settings)
+
+    def remove(self, path: str) -> None:
+        """Remove the file at ``path``, absolute, once the newest save that was asked for, or a
+        later one, is committed; at once, if none is in flight."""
+        self._opened()[1].remove(path)
+
+    def link(self, link: str, target: str) -> None:
+        """Have ``link`` lead to ``target``, both absolute, in one step, once that is there. Raises
+        ``OSError`` where no link can be made at once."""
+        self._opened()[1].link(link, target)
+
+    def is_there(self, path: str) -> bool:
+        """Return whether there is, or will be, a file at ``path``."""
+        return os.path.exists(path) if self._after is None else self._after.is_there(path)
+
+    def recover(self, directory: str) -> None:
+        """Put back what a killed process had removed too early from ``directory``."""
+        recover_left(os.path.realpath(directory))
+
+    def wait(self) -> None:
+        """Block until all saves are over. Raises what nobody heard of, as ``on_error`` says."""
+        if self._is_open():
+            self._opened()[0].wait()
+
+    def close(self) -> None:
+        """Finish what is in flight. May be used again. Raises as ``wait``."""
+        saver, after = self._saver, self._after
+        if not self._is_open() or saver is None or after is None:
+            return
+        try:
+            saver.close()
+        finally:
+            self._saver = self._after = None
+            leave(self)
+            journal, self._journal = self._journal, None
+            if journal is not None:
+                journal.close()
+            for path in after.left():
+                _log.warning(
+                    "portus: %s stays: the save that was to replace it failed, or a link leads "
+                    "there",
+                    printable(path),
+                )
+
+    def __del__(self) -> None:
+        try:
+            self.close()
+        except (PortusError, AttributeError):
+            return
+
+    def _is_open(self) -> bool:
+        return self._saver is not None and self._process == os.getpid()
+
+    def _opened(self) -> tuple[FileSaver, AfterCommit]:
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._saver = self._after = self._journal = None
+        if self._saver is None or self._after is None:
+            saver = FileSaver(join(self), self._settings)
+            self._after = AfterCommit(saver.remove, saver.later)
+            self._saver = saver
+            saver.make_room = self._after.make_room
+        return self._saver, self._after
+
+    def _begun(self, path: str, begun: list[Save], save: Save) -> None:
+        begun.append(save)
+        if self._journal is None and self._journal_at is not None and self._settings.journal:
+            name, place = self._journal_at
+            self._journal = FileJournal(name, lambda: place)
+        if self._journal is not None:
+            self._journal.begun(path, save)
+
+    def _over(self, number: int, path: str, save: Save) -> None:
+        if self._after is not None:
+            self._after.over(number, path, is_committed=save.error is None)
+        if self._journal is not None:
+            self._journal.over(save)
+
+
+def _make_directory(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise MediumError(
+            error.errno, f"{printable(path)}: cannot make the directory: {error.strerror}"
+        ) from error
