@@ -46,6 +46,12 @@ $(STAMP)/pins: $(STAMP)/torch requirements/dev.txt
 	@$(PIP) install -r requirements/dev.txt
 	@touch $@
 
+# What a user installs, and no more, unless all is there already.
+$(STAMP)/user: $(STAMP)/torch pyproject.toml core/portus_in_torch.py
+	@test -e $(STAMP)/portus || { echo "setup: portus, as a user installs it"; \
+	  $(PIP) install --editable '.[lightning,cli,plot]' -c requirements/dev.txt; }
+	@touch $@
+
 # Not isolated: hatchling is among the pins, so this step downloads nothing.
 $(STAMP)/portus: $(STAMP)/pins pyproject.toml core/portus_in_torch.py
 	@echo "setup: portus, from this tree"
@@ -93,7 +99,8 @@ s3: setup ## a real S3 server on loopback until Ctrl-C, and what to export to us
 test-s3: setup ## the tests marked s3, against such a server; about a minute
 	@$(BIN)/python -m pytest -v --durations=8 -m s3 tests/s3 $(ARGS)
 
-demo: setup ## train, kill in the middle of a save, resume, compare; about 4 minutes. ARGS=--dlrm: embedding tables
+demo: $(STAMP)/user ## train, kill in the middle of a save, resume, compare; about 3 minutes. ARGS=--dlrm: embedding tables
+	@test -e $(NATIVE) || $(BIN)/python core/build_native.py || true
 	@$(BIN)/python recipes/$(if $(filter --dlrm,$(ARGS)),dlrm_tiny,gpt_tiny_lightning).py --demo $(filter-out --dlrm,$(ARGS))
 
 test: setup ## the inner loop: all tests but the long ones; about 5 minutes

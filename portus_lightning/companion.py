@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -251,8 +252,12 @@ class CompanionHooks:
         io.teardown()  # some strategies forget it
         lead_back(trainer, _last_models(trainer))
         self._log_stats(trainer)
-        if io.is_on() and not io.writes_files and trainer.is_global_zero:
+        if not io.is_on() or not trainer.is_global_zero:
+            return
+        if not io.writes_files:
             io.pooled.end(checkpoints_of(trainer), _directories(trainer))
+        elif "portus.embedding" in sys.modules:
+            io.put_tables()
 
     def _log_stats(self, trainer: Any) -> None:
         io = plugin_of(trainer)

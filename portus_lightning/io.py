@@ -82,6 +82,8 @@ class PortusIO(CheckpointIO):
 
     _files: portus.TrainingFiles | None
     _chosen: str | None
+    _saved: dict[str, None]
+    _writes_files: bool
     _shards: PortusStorageWriter | None
 
     def __init__(
@@ -176,6 +178,7 @@ class PortusIO(CheckpointIO):
         elif local is None or os.path.isdir(local) or not self.is_on():
             stock.torch_io().remove_checkpoint(path)
         elif self._writes_files:
+            self._saved.pop(local, None)
             if self.is_there(local) or os.path.islink(local):
                 self._opened_files().remove(local)
         else:
@@ -261,7 +264,7 @@ class PortusIO(CheckpointIO):
         self._root = root
         self._pooled.begin(root, logged)
         self._over = False
-        self._chosen = None
+        self._saved = {}  # files that this run saved and has not removed, oldest first
 
     @property
     def writes_files(self) -> bool:
@@ -325,6 +328,21 @@ class PortusIO(CheckpointIO):
         if self._writes_files:
             self._opened_files().recover(directory)
 
+    def put_tables(self) -> None:
+        """Training ended: files of this run have their protected tables from now on, in place of
+        what leads to the tables' pool. What fails is logged."""
+        from portus.embedding import fill
+
+        for path in filter(os.path.isfile, list(self._saved)):
+            try:
+                state = portus.load(path, weights_only=False)  # what this run saved
+                filled: Any = fill(state)
+                if filled is not state:
+                    self._opened_files().save(filled, path, self._step_of(filled)).wait()
+            except portus.PortusError as error:
+                _log.error("Portus: %s has no tables: %s", path, error)
+        self._close()
+
     def chose(self, path: str) -> None:
         """Lightning chose the checkpoint at ``path`` to go on from: if it is damaged, another one
         of its directory will do."""
@@ -354,7 +372,7 @@ class PortusIO(CheckpointIO):
         self.__dict__.update(state)
 
     def _start(self) -> None:
-        self._files = self._shards = None
+        self._files = self._shards = self._chosen = None
         self._guard = threading.RLock()
         self._thread = _Thread()
         self._handles: deque[portus.SaveHandle] = deque(maxlen=16)
@@ -371,6 +389,8 @@ class PortusIO(CheckpointIO):
 
     def _save_file(self, checkpoint: dict[str, Any], path: str, step: int) -> None:
         handle = self._opened_files().save(checkpoint, path, step)
+        self._saved.pop(path, None)
+        self._saved[path] = None
         self._note(handle)
         if self._over or self._thread.is_late is None:
             handle.wait()
@@ -380,7 +400,8 @@ class PortusIO(CheckpointIO):
     def _loaded(self, path: str, **settings: Any) -> dict[str, Any]:
         """Return what is at ``path``; or at the newest one beside it, if Lightning chose it."""
         verify = self._settings.verify
-        others = iter(_others(path) if path == self._chosen else ())
+        chosen, self._chosen = self._chosen, None
+        others = iter(_others(path) if path == chosen else ())
         found = path
         while True:
             try:

@@ -60,6 +60,7 @@ def _sharded(layers: int, width: int, heads: int, ranks: int, rate: float) -> Si
 SIZES: Final = {
     "tiny": Size(layers=2, width=128, heads=4, context=64, vocabulary=256),
     "demo": Size(layers=4, width=256, heads=4, context=96, vocabulary=256),
+    "cost": Size(layers=4, width=416, heads=4, context=96, vocabulary=256),
     "124M": Size(layers=12, width=768, heads=12, batch=16, learning_rate=6e-4),
     "355M": Size(layers=24, width=1024, heads=16, batch=16, learning_rate=3e-4),
     "774M": Size(layers=36, width=1280, heads=20, learning_rate=2.5e-4),
@@ -68,8 +69,8 @@ SIZES: Final = {
     "13B": _sharded(40, 5120, heads=40, ranks=8, rate=1e-4),
     "22B": _sharded(48, 6144, heads=64, ranks=16, rate=1e-4),
 }
-"""By name. "tiny" is for tests and laptops, "demo" for ``make demo``; the others are GPT-2's four
-and three that are sharded; 22B is the largest of the Portus paper."""
+"""By name. "tiny" is for tests and laptops, "demo" and "cost" for ``make demo``; the others are
+GPT-2's four and three that are sharded; 22B is the largest of the Portus paper."""
 
 
 class Linear(nn.Linear):

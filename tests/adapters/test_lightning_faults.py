@@ -155,7 +155,7 @@ def test_a_full_disk_never_empties_the_checkpoint_directory(
     saves = every_step(small, monitor="step", mode="max", save_top_k=top_k, save_last=last)
     fit(small, FillsUp(small, 3), saves=saves, width=WIDTH // 4)
     found = steps(small)
-    assert max(found) == 2 if top_k == 1 else max(found) > 2, found
+    assert max(found) > 2, "the space of what was removed is used again"
     link = small / "ckpt" / "last.ckpt"
     assert last is None or link.exists()
 

@@ -72,7 +72,7 @@ def test_a_run_on_a_storage_host_keeps_resumes_and_is_loaded_by_all(
         assert "PORTUS_POOL=portus://" in refused.stderr, "a reference alone opens no host"
 
 
-def test_at_the_end_the_real_file_is_what_was_saved_on_the_host(
+def test_at_the_end_what_leads_to_the_host_loads_what_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -80,6 +80,7 @@ def test_at_the_end_the_real_file_is_what_was_saved_on_the_host(
         run = trainer(tmp_path, plugin=PortusIO(pool=url(server)), callbacks=[every_step(tmp_path)])
         net = Net()
         run.fit(net, loader(), loader(shuffle=False))
-    last = tmp_path / "ckpt" / "step=6.ckpt"
-    assert not portus.is_reference(last)
-    assert same(dict(torch.load(last, weights_only=False)["state_dict"]), dict(net.state_dict()))
+        last = tmp_path / "ckpt" / "step=6.ckpt"
+        assert portus.is_reference(last)
+        state = torch.load(last, weights_only=False)["state_dict"]
+        assert same(dict(state), dict(net.state_dict()))

@@ -96,7 +96,7 @@ def test_two_processes_save_once_and_resume_exactly(tmp_path: Path, installed: P
     ranks = loaded[KEY]["ranks"]
     assert ranks.shape == (2, portus.RANDOMNESS_BYTES)
     assert not torch.equal(ranks[0], ranks[1])
-    assert len([name for name in os.listdir(tmp_path / ".portus") if name.endswith(".portus")]) == 1
+    assert os.listdir(tmp_path / ".portus" / "ckpt.journal")
     [left] = [
         state["portus_cadence"]["left"]
         for name, state in loaded["callbacks"].items()
@@ -187,11 +187,9 @@ trainer:
   plugins:
     - class_path: portus_lightning.PortusIO
       init_args:
-        pool: pools
         model: from-yaml
-        materialize: none
         snapshot: sync
-        max_bytes: 100000000
+        fixed_batch: global
   callbacks:
     - class_path: lightning.pytorch.callbacks.ModelCheckpoint
       init_args: {dirpath: ckpt, filename: "{step}", every_n_train_steps: 3, save_top_k: -1}
@@ -204,8 +202,7 @@ def test_the_plugin_is_configured_from_yaml(tmp_path: Path, installed: Path) -> 
     (tmp_path / "config.yaml").write_text(YAML)
     script(tmp_path, installed, CLI, "fit", "--config", "config.yaml")
     assert sorted(os.listdir(tmp_path / "ckpt")) == ["step=3.ckpt", "step=6.ckpt"]
-    with portus.open(tmp_path / "pools") as pool:
-        assert pool.models() == ["from-yaml"]
+    assert os.listdir(tmp_path / ".portus" / "from-yaml.journal")
     # The command line reads the checkpoint itself, with weights_only=True, before it resumes.
     resume = ["--ckpt_path", "ckpt/step=6.ckpt", "--trainer.max_epochs", "2"]
     script(tmp_path, installed, CLI, "fit", "--config", "config.yaml", *resume)
@@ -239,7 +236,8 @@ def test_fabric_saves_and_loads_and_needs_no_end(
     assert state["iteration"] == 2
     assert remainder == {}
     assert torch.equal(model.weight, expected[2])
-    assert sorted(os.listdir(tmp_path)) == [".portus", "ckpt"]
+    assert sorted(os.listdir(tmp_path)) == ["ckpt"]
+    assert len(os.listdir(tmp_path / "ckpt")) == 5
     io.teardown()
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 import portus.embedding
-from portus.embedding import fill
 from portus.embedding.store import MODEL
 from portus.errors import UsageError
-from portus_lightning import PortusIO
 from tests.adapters.tiny import NO_FUSS, files, trainer
 
 pytestmark = [
@@ -89,18 +87,14 @@ class Module(LightningModule):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("materialize", ["none", "end"])
-def test_lightning_resumes_with_the_tables_of_the_checkpoint_that_it_loads(
-    tmp_path: Path, materialize: Literal["none", "end"]
-) -> None:
+def test_lightning_resumes_with_the_tables_of_the_checkpoint_that_it_loads(tmp_path: Path) -> None:
     pool = tmp_path / "tables.portus"
 
     def fit(module: Module, steps: int, **more: Any) -> None:
         saves = ModelCheckpoint(
             dirpath=tmp_path / "ckpt", filename="{step}", every_n_train_steps=3, save_top_k=-1
         )
-        plugin = PortusIO(materialize=materialize)
-        made = trainer(tmp_path, plugin=plugin, callbacks=[saves], max_steps=steps)
+        made = trainer(tmp_path, callbacks=[saves], max_steps=steps)
         made.fit(module, loader(), **more)
 
     whole = Module(None)
@@ -109,11 +103,6 @@ def test_lightning_resumes_with_the_tables_of_the_checkpoint_that_it_loads(
     fit(first, 5)
     assert files(tmp_path) == ["step=3.ckpt"]
     assert torch.equal(table_of(pool), first.rows.table.weight.detach())
-    if materialize == "none":
-        state = torch.load(tmp_path / "ckpt" / "step=3.ckpt")["state_dict"]
-        assert not isinstance(state["rows.table.weight"], torch.Tensor)
-        filled: Any = fill(state)
-        assert filled["rows.table.weight"].shape == (ROWS, 4)
     again = Module(pool)
     fit(again, 8, ckpt_path=str(tmp_path / "ckpt" / "step=3.ckpt"))
     for name, value in whole.rows.state_dict().items():
@@ -121,7 +110,7 @@ def test_lightning_resumes_with_the_tables_of_the_checkpoint_that_it_loads(
     assert torch.equal(table_of(pool), whole.rows.table.weight.detach())
 
 
-def test_at_the_end_of_a_lightning_run_its_files_have_their_tables(tmp_path: Path) -> None:
+def test_files_of_lightning_have_their_tables(tmp_path: Path) -> None:
     pool = tmp_path / "tables.portus"
     kept: dict[str, torch.Tensor] = {}
 
@@ -133,12 +122,9 @@ def test_at_the_end_of_a_lightning_run_its_files_have_their_tables(tmp_path: Pat
     saves = ModelCheckpoint(
         dirpath=tmp_path / "ckpt", filename="{step}", every_n_train_steps=3, save_top_k=-1
     )
-    trainer(tmp_path, plugin=PortusIO(materialize="all"), callbacks=[saves], max_steps=5).fit(
-        Noting(pool), loader()
-    )
+    trainer(tmp_path, callbacks=[saves], max_steps=5).fit(Noting(pool), loader())
     pool.unlink()
     state = torch.load(tmp_path / "ckpt" / "step=3.ckpt", weights_only=True)
-    assert not portus.is_reference(tmp_path / "ckpt" / "step=3.ckpt")
     for name, value in kept.items():
         assert torch.equal(state["state_dict"][f"rows.{name}"], value.detach())
     kept_of_rows = state["optimizer_states"][0]["state"][0]["sum"]

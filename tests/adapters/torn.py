@@ -15,6 +15,7 @@ import torch
 
 from portus.client.fence.fence import Fence
 from portus.client.fence.writers import Stability
+from portus.client.paths.saver import FileSaver
 from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.client.state.state import flatten
 from portus.errors import AbandonedError, PortusError
@@ -54,13 +55,13 @@ def _sleep() -> None:
 
 
 def slow_down(
-    checkpointer: PoolCheckpointer,
+    saver: PoolCheckpointer | FileSaver,
     pause: Callable[[], object] = _sleep,
     awaited: threading.Event | None = None,
 ) -> None:
     """Have the copier do ``pause`` before the next save. ``awaited`` is set when somebody waits
     for that."""
-    checkpointer._queue.put(_Before(pause, awaited or threading.Event()))
+    saver._queue.put(_Before(pause, awaited or threading.Event()))
 
 
 class Blind(Probed):

@@ -72,14 +72,13 @@ def test_a_place_is_absolute_whatever_becomes_of_the_working_directory(
 def test_a_plugin_saves_where_it_was_made_not_where_training_starts(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugin = pickle.loads(pickle.dumps(PortusIO("pools", copy_to="copy.ckpt")))
+    plugin = pickle.loads(pickle.dumps(PortusIO("pool.portus")))
     (here / "other").mkdir()
     monkeypatch.chdir(here / "other")
     plugin.begin(None)
     plugin.save_checkpoint({"global_step": 1, "weight": torch.ones(3)}, here / "run" / "1.ckpt")
     plugin.teardown()
-    assert len(list((here / "pools").glob("*.portus"))) == 1
-    assert (here / "copy.ckpt").is_file()
+    assert (here / "pool.portus").is_file()
     assert not list((here / "other").iterdir())
 
 
@@ -132,7 +131,6 @@ def _exported(url: str) -> Any:
 WAYS: dict[str, Callable[[str], Any]] = {
     "Checkpointer": lambda url: portus.PoolCheckpointer(url),
     "PortusIO": lambda url: PortusIO(url),
-    "copy_to": lambda url: PortusIO(copy_to=f"{url}/last.ckpt"),
     "materialize": lambda url: materialize("run.ckpt", to=f"{url}/last.ckpt"),
     "variable": _by_variable,
     "yaml": _by_yaml,

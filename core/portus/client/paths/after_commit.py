@@ -42,8 +42,8 @@ class AfterCommit:
         """Which save made each file that this training has."""
         self._removals: Final[dict[str, int]] = {}
         """What is to be removed, and after which save; oldest first."""
-        self._links: Final[dict[str, tuple[int, str]]] = {}
-        """Links that wait: after which save, and where they are to lead."""
+        self._links: list[tuple[int, str, str]] = []
+        """Links that wait: after which save, what they are called, and where they are to lead."""
 
     def asked(self, path: str) -> int:
         """Return the number of a save to ``path``, which begins. What is there is not to be removed
@@ -52,7 +52,7 @@ class AfterCommit:
             self._asked += 1
             self._in_flight[path] = self._asked
             self._removals.pop(path, None)
-            self._links.pop(path, None)
+            self._forget_link(path)
             return self._asked
 
     def over(self, number: int, path: str, *, is_committed: bool, may_remove: bool = True) -> None:
@@ -63,11 +63,10 @@ class AfterCommit:
             if is_committed:
                 self._committed = max(self._committed, number)
                 self._made[path] = number
-            ready = {link: to for link, (after, to) in self._links.items() if after == number}
-            for link in ready:
-                del self._links[link]
+            ready = [each for each in self._links if each[0] == number]
+            self._links = [each for each in self._links if each[0] != number]
         if is_committed:
-            for link, target in ready.items():
+            for _, link, target in ready:
                 _lead(link, target)
         if may_remove:
             self._remove_ready()
@@ -81,9 +80,9 @@ class AfterCommit:
             number = self._in_flight.get(target)
             self._removals.pop(link, None)
             if number is not None:
-                self._links[link] = number, target
+                self._links.append((number, link, target))
                 return
-            self._links.pop(link, None)
+            self._forget_link(link)
         if os.path.exists(target):  # else its save failed
             replace_link(link, target)
         self._remove_now_or_later()
@@ -91,7 +90,7 @@ class AfterCommit:
     def remove(self, path: str) -> None:
         """Have the file at ``path`` removed; at once, if no save is in flight."""
         with self._lock:
-            self._links.pop(path, None)
+            self._forget_link(path)
             self._removals.pop(path, None)
             self._removals[path] = self._asked
         self._remove_now_or_later()
@@ -100,7 +99,7 @@ class AfterCommit:
         """Return whether a file is there as far as its user knows: on its way counts, and one that
         is to be removed does not."""
         with self._lock:
-            if path in self._in_flight or path in self._links:
+            if path in self._in_flight or any(link == path for _, link, _ in self._links):
                 return True
             if path in self._removals:
                 return False
@@ -115,6 +114,9 @@ class AfterCommit:
                 return False
             del self._removals[path]
         return self._removed(path)
+
+    def _forget_link(self, path: str) -> None:
+        self._links = [each for each in self._links if each[1] != path]
 
     def left(self) -> list[str]:
         """Return what was to be removed, and stays: nothing was committed that replaces it."""
@@ -146,9 +148,18 @@ class AfterCommit:
         try:
             self._remove(path)
         except MediumError as error:
-            _log.warning("portus: %s was not removed; remove it yourself: %s", path, error)
+            say_it_stays(path, error)
             return False
         return True
+
+
+def say_it_stays(path: str, error: OSError | MediumError) -> None:
+    """Log that a file could not be removed."""
+    _log.warning(
+        "portus: %s was not removed; remove it yourself: %s",
+        printable(path),
+        error.strerror or error,
+    )
 
 
 def _lead(link: str, target: str) -> None:
@@ -156,7 +167,10 @@ def _lead(link: str, target: str) -> None:
         replace_link(link, target)
     except OSError as error:
         _log.warning(
-            "portus: %s: cannot make a link to %s: %s", printable(link), target, error.strerror
+            "portus: %s: cannot make a link to %s: %s",
+            printable(link),
+            printable(target),
+            error.strerror,
         )
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from portus.client.job.settings import Settings
-from portus.client.paths.after_commit import AfterCommit
+from portus.client.paths.after_commit import AfterCommit, say_it_stays
 from portus.client.paths.face import load
 from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.process import join, leave, recover_left
@@ -82,7 +82,15 @@ class TrainingFiles:
     def remove(self, path: str) -> None:
         """Remove the file at ``path``, absolute, once the newest save that was asked for, or a
         later one, is committed; at once, if none is in flight."""
-        self._opened()[1].remove(path)
+        if self._is_open():
+            self._opened()[1].remove(path)
+            return
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            say_it_stays(path, error)
 
     def link(self, link: str, target: str) -> None:
         """Have ``link`` lead to ``target``, both absolute, in one step, once that is there. Raises

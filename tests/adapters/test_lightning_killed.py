@@ -1,0 +1,200 @@
+"""Trainings that are killed, at any call that changes a name: what is there is whole, and the same
+script goes on from the newest. Who looks has no Portus."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from portus_lightning import PortusIO
+from tests.adapters.launching import run_program
+from tests.adapters.tiny import BATCHES, NO_FUSS, Net, every_step, files, loader, same, trainer
+
+pytestmark = [
+    *NO_FUSS,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from tests.adapters.test_lightning_killed import fit
+
+class Kills:
+    # At the call of this number that changes a name, before it or after it.
+    def __init__(self, number):
+        self.left = number
+        for name in ("rename", "replace", "unlink", "remove", "symlink", "link"):
+            setattr(os, name, self.around(getattr(os, name)))
+
+    def around(self, call):
+        def called(*arguments, **named):
+            self.count()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self.count()
+        return called
+
+    def count(self):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), 9)
+
+kills = Kills(int(sys.argv[2]))
+fit(Path(sys.argv[1]), "last", int(sys.argv[3]), sys.argv[4])
+"""
+
+LOOKS = """
+import json, os, sys, zipfile
+sys.modules["portus"] = sys.modules["portus_lightning"] = None
+import torch
+
+found = {}
+for name in os.listdir(sys.argv[1]):
+    path = os.path.join(sys.argv[1], name)
+    if name.endswith(".ckpt"):
+        assert zipfile.ZipFile(path).testzip() is None, name
+        state = torch.load(path, weights_only=True)
+        weight = state["state_dict"]["layers.0.weight"]
+        found[name] = [state["global_step"], weight.double().sum().item()]
+print(json.dumps(found))
+"""
+
+
+def fit(root: Path, resume: Any = None, top_k: int = -1, last: str = "link") -> Net:
+    torch.manual_seed(5)
+    net, saves_last = Net(), {"none": None, "true": True}.get(last, "link")
+    keep = every_step(
+        root,
+        save_last=saves_last,
+        save_top_k=top_k,
+        monitor=None if top_k == -1 else "step",
+        mode="max",
+    )
+    made = trainer(root, plugin=PortusIO(), callbacks=[keep])
+    made.fit(net, loader(shuffle=False), ckpt_path=resume)
+    return net
+
+
+def looked_at(root: Path) -> dict[str, Any]:
+    """What a process without Portus finds."""
+    if not (root / "ckpt").is_dir():
+        return {}
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS, str(root / "ckpt")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, dict[int, float]]:
+    """The run that nobody kills, and its weights at each step."""
+    root = tmp_path_factory.mktemp("whole")
+    net = fit(root)
+    return net, dict(looked_at(root).values())
+
+
+@pytest.mark.parametrize(
+    ("top_k", "last"),
+    [
+        (-1, "link"),
+        *(
+            pytest.param(top_k, last, marks=pytest.mark.long)
+            for top_k, last in ((1, "link"), (2, "true"), (1, "none"), (-1, "true"))
+        ),
+    ],
+)
+def test_a_run_that_is_killed_at_any_change_of_a_name_goes_on_from_the_newest(
+    tmp_path: Path, whole: tuple[Net, dict[int, float]], top_k: int, last: str
+) -> None:
+    net, weights = whole
+    numbers = (13, 40) if top_k == -1 and last == "link" else (1, 5, 9, 14, 22, 31, 45, 60)
+    for number in numbers:
+        root = tmp_path / str(number)
+        root.mkdir()
+        run_program(KILLED, str(root), str(number), str(top_k), last, code=-signal.SIGKILL)
+        found = looked_at(root)
+        for name, (step, total) in found.items():
+            assert total == weights[step], name
+        newest = max((step for step, _ in found.values()), default=0)
+        link = root / "ckpt" / "last.ckpt"
+        assert not link.is_symlink() or link.exists(), "a link leads nowhere"
+        at = found["last.ckpt"][0] if "last.ckpt" in found else 0
+        assert last == "none" or newest - at <= 1
+        goes_on = fit(root, "last", top_k, last)
+        assert goes_on.seen[0][0] == at
+        assert same(dict(goes_on.state_dict()), dict(net.state_dict()))
+        assert not list(root.glob("ckpt/.*")), "nothing hidden is left"
+        assert all(name.endswith(".ckpt") for name in files(root))
+
+
+def test_a_damaged_newest_file_is_passed_over_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: tuple[Net, dict[int, float]]
+) -> None:
+    fit(tmp_path)
+    newest = tmp_path / "ckpt" / f"step={BATCHES}.ckpt"
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    with caplog.at_level("ERROR", "portus_lightning"):
+        net = fit(tmp_path, "last")
+    assert net.seen[0][0] == BATCHES - 1
+    assert f"FALLING BACK to {tmp_path}/ckpt/step={BATCHES - 1}.ckpt" in caplog.text
+    assert same(dict(net.state_dict()), dict(whole[0].state_dict()))
+
+
+def test_a_damaged_file_that_the_user_names_is_an_error(tmp_path: Path) -> None:
+    fit(tmp_path)
+    path = tmp_path / "ckpt" / "step=3.ckpt"
+    os.truncate(path, path.stat().st_size - 100)
+    with pytest.raises(Exception, match=r"step=3\.ckpt"):
+        fit(tmp_path, os.fspath(path))
+
+
+@pytest.mark.parametrize("there", ["nothing", "a link", "a file", "a directory"])
+def test_a_last_link_takes_the_place_of(there: str, tmp_path: Path) -> None:
+    target, link = tmp_path / "step=1.ckpt", tmp_path / "last.ckpt"
+    target.write_bytes(b"new")
+    if there == "a link":
+        link.symlink_to("step=0.ckpt")
+    elif there == "a file":
+        link.write_bytes(b"old")
+    elif there == "a directory":
+        (link / "shards").mkdir(parents=True)
+    ModelCheckpoint._link_checkpoint(trainer(tmp_path), str(target), str(link))
+    assert os.readlink(link) == "step=1.ckpt"
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=1.ckpt"]
+
+
+def test_a_last_file_takes_the_place_of_a_link_and_leaves_alone_where_it_led(
+    tmp_path: Path,
+) -> None:
+    """As after ``save_last="link"`` was changed to ``True``."""
+    fit(tmp_path, last="link")
+    led_to = os.path.realpath(tmp_path / "ckpt" / "last.ckpt")
+    keep = every_step(tmp_path, filename="new-{step}", save_last=True, enable_version_counter=False)
+    made = trainer(tmp_path, callbacks=[keep])
+    made.fit(Net(), loader())
+    assert not (tmp_path / "ckpt" / "last.ckpt").is_symlink()
+    before = torch.load(led_to)["state_dict"]
+    after = torch.load(tmp_path / "ckpt" / "last.ckpt")["state_dict"]
+    assert not same(dict(before), dict(after))
