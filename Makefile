@@ -49,7 +49,7 @@ $(STAMP)/pins: $(STAMP)/torch requirements/dev.txt
 # What a user installs, and no more, unless all is there already.
 $(STAMP)/user: $(STAMP)/torch pyproject.toml core/portus_in_torch.py
 	@test -e $(STAMP)/portus || { echo "setup: portus, as a user installs it"; \
-	  $(PIP) install --editable '.[lightning,cli,plot]' -c requirements/dev.txt; }
+	  $(PIP) install --editable '.[lightning,cli,plot]' torchdata -c requirements/dev.txt; }
 	@touch $@
 
 # Not isolated: hatchling is among the pins, so this step downloads nothing.

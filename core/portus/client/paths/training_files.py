@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from portus.client.job.settings import Settings
 from portus.client.paths.after_commit import AfterCommit, say_it_stays
-from portus.client.paths.face import load
 from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.process import join, leave, recover_left
 from portus.client.paths.saver import Extra, FileSaver
@@ -75,10 +74,6 @@ class TrainingFiles:
                 after.over(number, path, is_committed=is_there, may_remove=not calls.is_nested())
         return handle
 
-    def load(self, path: str, **settings: Any) -> Any:
-        """Return what is at ``path``, verified; see ``portus.load``."""
-        return load(path, verify=self._settings.verify, **settings)
-
     def remove(self, path: str) -> None:
         """Remove the file at ``path``, absolute, once the newest save that was asked for, or a
         later one, is committed; at once, if none is in flight."""
@@ -95,7 +90,10 @@ class TrainingFiles:
     def link(self, link: str, target: str) -> None:
         """Have ``link`` lead to ``target``, both absolute, in one step, once that is there. Raises
         ``OSError`` where no link can be made at once."""
-        self._opened()[1].link(link, target)
+        if self._is_open():
+            self._opened()[1].link(link, target)
+        elif os.path.exists(target):
+            replace_link(link, target)
 
     def is_there(self, path: str) -> bool:
         """Return whether there is, or will be, a file at ``path``."""
@@ -112,23 +110,29 @@ class TrainingFiles:
 
     def close(self) -> None:
         """Finish what is in flight. May be used again. Raises as ``wait``."""
+        if self._process != os.getpid():
+            return
+        try:
+            self._finish()
+        finally:
+            journal, self._journal = self._journal, None
+            if journal is not None:
+                journal.close()
+
+    def _finish(self) -> None:
         saver, after = self._saver, self._after
-        if not self._is_open() or saver is None or after is None:
+        if saver is None or after is None:
             return
         try:
             saver.close()
         finally:
             self._saver = self._after = None
             leave(self)
-            journal, self._journal = self._journal, None
-            if journal is not None:
-                journal.close()
-            for path in after.left():
-                _log.warning(
-                    "portus: %s stays: the save that was to replace it failed, or a link leads "
-                    "there",
-                    printable(path),
-                )
+        for path in after.left():
+            _log.warning(
+                "portus: %s stays: the save that was to replace it failed, or a link leads there",
+                printable(path),
+            )
 
     def __del__(self) -> None:
         try:
