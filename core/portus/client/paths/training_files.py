@@ -7,6 +7,7 @@ import os
 from functools import partial
 from typing import Final
 
+from portus.client.files.reference import replace_link
 from portus.client.job.settings import Settings
 from portus.client.paths.after_commit import AfterCommit, say_it_stays
 from portus.client.paths.file_journal import FileJournal
