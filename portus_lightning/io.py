@@ -82,6 +82,7 @@ class PortusIO(CheckpointIO):
 
     _files: portus.TrainingFiles | None
     _chosen: str | None
+    _resumed_step: int | None
     _saved: dict[str, None]
     _writes_files: bool
     _shards: PortusStorageWriter | None
@@ -264,6 +265,7 @@ class PortusIO(CheckpointIO):
         self._root = root
         self._pooled.begin(root, logged)
         self._over = False
+        self._resumed_step = None
         self._saved = {}  # files that this run saved and has not removed, oldest first
 
     @property
@@ -321,7 +323,7 @@ class PortusIO(CheckpointIO):
             return
         run = self._pooled.run_of(directory)
         if run.links is not None:
-            self._opened_files().begin(run.name, run.links)
+            self._opened_files().begin(run.name, run.links, self._resumed_step)
 
     def recover(self, directory: str) -> None:
         """Put back what a killed process had removed too early from ``directory``."""
@@ -406,6 +408,7 @@ class PortusIO(CheckpointIO):
         while True:
             try:
                 state: dict[str, Any] = portus.load(found, verify=verify, **settings)
+                self._resumed_step = self._step_in(state)
                 portus.decode_stand_ins(state)  # in place; what was exported may have some
                 return state
             except portus.CorruptionError as error:  # all ranks find the same
@@ -420,12 +423,17 @@ class PortusIO(CheckpointIO):
             self._handles.append(handle)
 
     def _step_of(self, checkpoint: dict[str, Any]) -> int:
-        for key in _STEP_KEYS:
-            step = checkpoint.get(key)
-            if isinstance(step, int):
-                return step
-        self._count += 1
-        return self._count
+        step = self._step_in(checkpoint)
+        if step is None:
+            self._count += 1
+            return self._count
+        return step
+
+    @staticmethod
+    def _step_in(checkpoint: object) -> int | None:
+        found = checkpoint if isinstance(checkpoint, dict) else {}
+        steps = (found.get(key) for key in _STEP_KEYS)
+        return next((step for step in steps if isinstance(step, int)), None)
 
     def _shared(self) -> portus.Place | None:
         """What the user named, which other runs may share; None: the run has a place of its own."""

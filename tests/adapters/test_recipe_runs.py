@@ -137,7 +137,7 @@ def test_lightning_stores_what_was_computed(
     for name in names:
         with zipfile.ZipFile(folder / "checkpoints" / name) as archive:
             sizes = [each.file_size for each in archive.infolist() if "/data/" in each.filename]
-        assert sum(sizes) == expected.state
+        assert expected.state <= sum(sizes) < expected.state + OF_THE_FRAMEWORK_MAX
 
 
 @pytest.mark.long

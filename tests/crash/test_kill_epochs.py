@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import portus
 from portus.testing.nursery import nursery
@@ -83,14 +84,15 @@ def newest(root: Path, framework: str) -> tuple[int, str | None]:
         int(re.findall(r"(?:step[=_]|checkpoint-)(\d+)", str(each))[-1]): each for each in files
     }
     for step in sorted(found, reverse=True):
+        if framework == "lightning":
+            return step, os.fspath(found[step])
         try:
             state: Any = portus.load_reference(found[step])
         except portus.PortusError:
             continue
         if state.get("global_step", step) != step:
             continue  # this one was not committed, and the one before it was loaded
-        path = found[step] if framework == "lightning" else found[step].parent
-        return step, os.fspath(path)
+        return step, os.fspath(found[step].parent)
     return 0, None
 
 
@@ -243,7 +245,7 @@ def test_each_sample_comes_once_with_two_one_three_and_two_ranks(
         assert history.samples(epoch) == Counter(range(SAMPLES))
     first = steps[4:].index(4) + 4 - 3  # of the second epoch
     assert history.validated[-2:] == [first + 2, first + 4], "twice in an epoch of four batches"
-    state: Any = portus.load_reference(newest(tmp_path, "lightning")[1] or "")
+    state: Any = torch.load(newest(tmp_path, "lightning")[1] or "", weights_only=False)
     assert state["lr_schedulers"][0]["last_epoch"] == 2, "one step for each epoch"
 
 

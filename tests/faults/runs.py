@@ -25,6 +25,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import portus
+from portus.client.paths.training_files import TrainingFiles
 from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.pipeline.handle import SaveHandle
 from portus.testing.nursery import Say
@@ -84,14 +85,20 @@ class Told(logging.Handler):
         for name in ("portus", "portus_lightning", "portus_accelerate"):
             logging.getLogger(name).addHandler(self)
             logging.getLogger(name).propagate = False
-        stock = PoolCheckpointer.save
+        to_pool, to_file = PoolCheckpointer.save, TrainingFiles.save
 
         def save(own: PoolCheckpointer, state: object, step: int, **named: Any) -> SaveHandle:
-            handle = stock(own, state, step, **named)
+            handle = to_pool(own, state, step, **named)
+            self.handles.append((step, handle))
+            return handle
+
+        def save_file(own: TrainingFiles, state: object, path: str, step: int) -> SaveHandle:
+            handle = to_file(own, state, path, step)
             self.handles.append((step, handle))
             return handle
 
         setattr(PoolCheckpointer, "save", save)  # noqa: B010 - it only listens
+        setattr(TrainingFiles, "save", save_file)  # noqa: B010
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())

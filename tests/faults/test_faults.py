@@ -46,12 +46,9 @@ TELLING = {
         Fault(Call.ANY, POOL, 112, errno.ELOOP, True),
     ],
     "lightning": [
+        Fault(Call.FSTAT, POOL, 15, errno.EIO, False),
         Fault(Call.UNLINK, FILES, 0, errno.EIO, True),
-        Fault(Call.OPEN, FILES, 26, errno.ELOOP, True),
         Fault(Call.FSTAT, FILES, 27, errno.ESTALE, True),
-        Fault(Call.ANY, FILES, 181, errno.EACCES, True),
-        Fault(Call.FDATASYNC, POOL, 26, errno.ENOSPC, False),
-        Fault(Call.OPEN, LINKS, 11, errno.ESTALE, False),
     ],
     "accelerate": [
         Fault(Call.LIST, FILES, 66, errno.ELOOP, True),

@@ -63,8 +63,9 @@ class ImageFile:
         self._ring: Final = ring
         self._ways: Final = ways
         self._make_room: Final = make_room
-        self._kind: Final = Kind(os.fstat(fd).st_dev, is_spare)
         self._spent_s = 0.0
+        with self._translated():
+            self._kind: Final = Kind(os.fstat(fd).st_dev, is_spare)
         self._way: CachedWay | StagedWay | None = None
         units = unit_counts(image.length)
         self._first: Final = np.cumsum(units) - units

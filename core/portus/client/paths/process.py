@@ -55,7 +55,7 @@ def saver() -> FileSaver:
     if not _savers:
         with _making:
             if not _savers:
-                made = FileSaver(_writer(), Settings())
+                made = FileSaver(_writer(), Settings(), raises_wrong_path=True)
                 _open.add(made)
                 _savers.append(made)
     return _savers[0]

@@ -144,9 +144,17 @@ class SharedWriter:
 
 
 class FileSaver:
-    """Saves to paths, with settings of their own. Threads may share it."""
+    """Saves to paths, with settings of their own. Threads may share it.
 
-    def __init__(self, shared: SharedWriter, settings: Settings) -> None:
+    raises_wrong_path: whether a path that no file can be put at is always an error of the call.
+        Otherwise it is told as a save that failed, once one was committed: a training does not end
+        because its file system was mounted read-only.
+    """
+
+    def __init__(
+        self, shared: SharedWriter, settings: Settings, *, raises_wrong_path: bool = False
+    ) -> None:
+        self._raises_wrong_path: Final = raises_wrong_path
         self._queue: Final = shared.queue
         self._publisher: Final = shared.publisher
         self._ring: Final = shared.ring
@@ -182,7 +190,7 @@ class FileSaver:
         turn = Turn(int(pickled.lengths.sum()))
         if not self._queue.admit(turn, self._fence_timeout):
             waited_s = time.perf_counter() - start
-            return self._refuse(_too_late(target, waited_s), waited_s)
+            return self.refuse(_too_late(target, waited_s), waited_s)
         job = None
         try:
             with PENDING.exempt():
@@ -196,8 +204,8 @@ class FileSaver:
         except BaseException as error:  # Ctrl-C too: what nobody runs, nobody may wait for
             if self._queue.dismiss(turn) and job is not None:
                 job.fail(error)
-            if isinstance(error, MediumError) and self._goes_on_after(error):
-                return self._refuse(error, time.perf_counter() - start)
+            if isinstance(error, MediumError) and self.goes_on_after(error):
+                return self.refuse(error, time.perf_counter() - start)
             raise
         job.save.stats.call_s = time.perf_counter() - start
         return SaveHandle(job.save)
@@ -244,12 +252,17 @@ class FileSaver:
         with PENDING.exempt():
             self._publisher.remove(os.path.join(os.path.realpath(directory), name))
 
-    def _goes_on_after(self, error: MediumError) -> bool:
+    def goes_on_after(self, error: MediumError) -> bool:
         """True if a save that could not be begun is told as one that failed later is: a training
         that has saved before does not end because its disk failed once."""
-        return self._reports.has_committed and error.errno not in _WRONG_PATH
+        if self._raises_wrong_path and error.errno in _WRONG_PATH:
+            return False
+        if not self._reports.has_committed:
+            self._first_may_commit()
+        return self._reports.has_committed
 
-    def _refuse(self, error: PortusError, waited_s: float) -> SaveHandle:
+    def refuse(self, error: PortusError, waited_s: float = 0.0) -> SaveHandle:
+        """A save that could not be begun, told as one that failed later is."""
         refused = RefusedSave(error, SaveStats(call_s=waited_s, queue_s=waited_s))
         self._reports.failed(refused)
         return SaveHandle(refused)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from functools import partial
 from typing import Final
 
 from portus.client.files.reference import replace_link
 from portus.client.job.settings import Settings
+from portus.client.loading.loaded import note_loaded
 from portus.client.paths.after_commit import AfterCommit, say_it_stays
 from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.process import join, leave, recover_left
@@ -19,6 +21,7 @@ from portus.index.place import Place
 from portus.media import calls
 from portus.pipeline.handle import SaveHandle
 from portus.pipeline.run import Save
+from portus.spec import VersionInfo
 
 _log: Final = logging.getLogger("portus")
 
@@ -46,9 +49,11 @@ class TrainingFiles:
         self._after: AfterCommit | None = None
         self._process = os.getpid()
 
-    def begin(self, name: str, place: str) -> None:
+    def begin(self, name: str, place: str, resumed_step: int | None = None) -> None:
         """Have the journal of what follows in the directory ``place``, where the training is called
-        ``name``."""
+        ``name``. resumed_step: of the checkpoint that it goes on from, if it does."""
+        if resumed_step is not None:
+            note_loaded(VersionInfo(name, 0, 0, resumed_step, b"", time.time_ns(), 0))
         self._journal_at = name, journal_directory(Place.named(place).pool_of(name).path)
         if self._settings.journal and self._journal is None:
             self._journal = FileJournal(name, lambda: self._journal_at and self._journal_at[1])
@@ -56,8 +61,13 @@ class TrainingFiles:
     def save(self, state: object, path: str, step: int) -> SaveHandle:
         """Begin to save ``state`` to ``path``, absolute; its directory is made, and a link there is
         replaced. See ``portus.save``."""
-        _make_directory(os.path.dirname(path))
         saver, after = self._opened()
+        try:
+            _make_directory(os.path.dirname(path))
+        except MediumError as error:
+            if not saver.goes_on_after(error):
+                raise
+            return saver.refuse(error)
         number = after.asked(path)
         begun: list[Save] = []
         extra = Extra(
