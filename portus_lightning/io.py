@@ -333,14 +333,9 @@ class PortusIO(CheckpointIO):
     def put_tables(self) -> None:
         """Training ended: files of this run have their protected tables from now on, in place of
         what leads to the tables' pool. What fails is logged."""
-        from portus.embedding import fill
-
         for path in filter(os.path.isfile, list(self._saved)):
             try:
-                state = portus.load(path, weights_only=False)  # what this run saved
-                filled: Any = fill(state)
-                if filled is not state:
-                    self._opened_files().save(filled, path, self._step_of(filled)).wait()
+                self._opened_files().fill_tables(path)
             except portus.PortusError as error:
                 _log.error("Portus: %s has no tables: %s", path, error)
         self._close()

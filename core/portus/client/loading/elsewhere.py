@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from portus.client.loading.restore import load_where
+from portus.client.loading.restore import load, load_where
 from portus.client.loading.view import of_token
-from portus.client.state.elsewhere import Elsewhere
+from portus.client.state.elsewhere import Elsewhere, replaced
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.index.directory import open_reader
 from portus.index.place import Place, PlaceKind
@@ -63,3 +63,31 @@ def within(state: object, place: Elsewhere) -> torch.Tensor:
         if isinstance(found, torch.Tensor):
             return found
     raise CorruptionError(f"{place.pool}: no tensor is at {place.path} of batch {place.batch}")
+
+
+def fill(state: object, *, pool: str | os.PathLike[str] | None = None) -> object:
+    """Return ``state``, as loaded, with the tables filled in: each ``Elsewhere`` in its dicts,
+    lists and tuples is replaced by the tensor, which is read from the pool and verified. The caller
+    owns the tensors. Blocks while it reads.
+
+    pool: where the tables' pool is now; None: where it was when the state was saved.
+
+    Needed only for a model that is not protected: a protected one accepts such a state as it is.
+    Raises ``StaleError`` if the mark was deleted, ``CorruptionError``, ``MediumError``;
+    ``UsageError`` for a ``pool`` that is none.
+    """
+    with contextlib.ExitStack() as stack:
+        read: dict[tuple[str, str], object] = {}
+
+        def of(place: Elsewhere, path: str) -> torch.Tensor:
+            key = place.pool, place.token
+            if key not in read:
+                read[key] = marked(stack.enter_context(opened(place, pool)), place)
+            return within(read[key], place)
+
+        return replaced(state, of)
+
+
+def marked(pool: PoolReader, place: Elsewhere) -> object:
+    """The state of a mark. Raises as ``fill``."""
+    return load(pool, version_of(pool, place))

@@ -10,7 +10,9 @@ from typing import Final
 
 from portus.client.files.reference import replace_link
 from portus.client.job.settings import Settings
+from portus.client.loading.elsewhere import fill
 from portus.client.loading.loaded import note_loaded
+from portus.client.loading.torch_file import load_file
 from portus.client.paths.after_commit import AfterCommit, say_it_stays
 from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.process import join, leave, recover_left
@@ -109,6 +111,15 @@ class TrainingFiles:
     def is_there(self, path: str) -> bool:
         """Return whether there is, or will be, a file at ``path``."""
         return os.path.exists(path) if self._after is None else self._after.is_there(path)
+
+    def fill_tables(self, path: str) -> None:
+        """Put the protected tables into the file at ``path``, which this training saved, in place
+        of what leads to their pool. Blocks. Raises ``StaleError`` if they are not there any more,
+        ``CorruptionError``, ``MediumError``."""
+        state = load_file(path, weights_only=False)
+        filled = fill(state)
+        if filled is not state:
+            self.save(filled, path, 0).wait()
 
     def recover(self, directory: str) -> None:
         """Put back what a killed process had removed too early from ``directory``."""
