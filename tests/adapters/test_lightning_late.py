@@ -40,17 +40,27 @@ def steps(root: Path) -> dict[str, int]:
     return {name: torch.load(root / "ckpt" / name)["global_step"] for name in files(root)}
 
 
-def test_training_goes_on_while_a_checkpoint_is_on_its_way(tmp_path: Path) -> None:
-    took_s = []
+def test_training_goes_on_while_a_checkpoint_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit waits for the next batch."""
+    begun, seen = threading.Event(), []
+    finish = ImageFile.finish
 
-    class Times(Callback):
+    def after_the_next_batch(file: ImageFile) -> None:
+        seen.append(begun.wait(60))
+        finish(file)
+
+    class Begins(Callback):
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-            took_s.append(time.perf_counter())
+            if trainer.global_step == BATCHES // 2:
+                assert not (tmp_path / "ckpt" / "step=3.ckpt").exists()
+                begun.set()
 
+    monkeypatch.setattr(ImageFile, "finish", after_the_next_batch)
     keep = every_step(tmp_path, every_n_train_steps=BATCHES // 2)
-    trainer(tmp_path, callbacks=[keep, Times()]).fit(Net(), loader())
-    after_save = took_s[BATCHES // 2] - took_s[BATCHES // 2 - 1]
-    assert after_save < LATE_S
+    trainer(tmp_path, callbacks=[keep, Begins()]).fit(Net(), loader())
+    assert seen == [True, True]
     assert steps(tmp_path) == {"step=3.ckpt": 3, "step=6.ckpt": 6}
 
 
