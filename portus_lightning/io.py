@@ -137,16 +137,11 @@ class PortusIO(CheckpointIO):
         if local is None or storage_options is not None or not self.is_on():
             stock.torch_io().save_checkpoint(checkpoint, path, storage_options)
             return
-        step = self._step_of(checkpoint)
-        if self._writes_files:
-            self._save_file(checkpoint, local, step)
-        elif portus.is_nested():
-            portus.write_file(checkpoint, local)  # nobody would commit it later
-        else:
-            now = self._over or is_last_chance(local)
-            self._note(self._pooled.save(checkpoint, local, step, wait=now))
-        if self._over:
-            self._close()
+        try:
+            self._save(checkpoint, local, self._step_of(checkpoint))
+        finally:
+            if self._over:
+                self._close()
 
     def load_checkpoint(
         self,
@@ -383,6 +378,15 @@ class PortusIO(CheckpointIO):
         if self._writes_files:
             portus.TrainingFiles(self._settings)  # says what makes no sense, now
         INSTANCES.append(True)
+
+    def _save(self, checkpoint: dict[str, Any], path: str, step: int) -> None:
+        if self._writes_files:
+            self._save_file(checkpoint, path, step)
+        elif portus.is_nested():
+            portus.write_file(checkpoint, path)  # nobody would commit it later
+        else:
+            now = self._over or is_last_chance(path)
+            self._note(self._pooled.save(checkpoint, path, step, wait=now))
 
     def _save_file(self, checkpoint: dict[str, Any], path: str, step: int) -> None:
         handle = self._opened_files().save(checkpoint, path, step)

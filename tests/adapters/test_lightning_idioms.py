@@ -381,4 +381,4 @@ def test_runs_of_one_project_are_reported_and_listed_by_their_names_and_files(
         for said in (name, last, f"{name}/checkpoints"):
             found = document("report", said)
             assert (found["run"], found["title"]) == (name, f"{tmp_path.name}/{name}")
-        assert f"{name}: no pool is left; its files are real now" in command("ls").out
+        assert f"{name}: its files are {name}/checkpoints/" in command("ls").out

@@ -36,7 +36,7 @@ def _masking() -> Iterator[None]:
 app: Final = typer.Typer(
     name="portus",
     cls=_MaskedErrors,
-    help="Inspect, verify, export and clean up pools of checkpoints.",
+    help="Inspect, verify, export and clean up checkpoints: files, and pools.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
@@ -52,7 +52,9 @@ _WHERE: Final = (
 _OR_MIRROR: Final = f"{_WHERE}; or a mirror, such as s3://bucket/prefix or file:///path"
 
 Pool = Annotated[str | None, typer.Option("--pool", "-p", metavar="PATH", help=_WHERE)]
-PoolArgument = Annotated[str | None, typer.Argument(metavar="[POOL]", help="the same as --pool")]
+PoolArgument = Annotated[
+    str | None, typer.Argument(metavar="[POOL]", help="the same as --pool; or a directory of files")
+]
 PoolOrMirror = Annotated[
     str | None, typer.Option("--pool", "-p", metavar="PATH|MIRROR", help=_OR_MIRROR)
 ]
@@ -70,9 +72,7 @@ TablesPool = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document to stdout")]
 Target = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL[@STEP]", help="a version, a reference file, or MIRROR/MODEL[@STEP]"
-    ),
+    typer.Argument(metavar="MODEL[@STEP]", help="a version, a file, or MIRROR/MODEL[@STEP]"),
 ]
 PinTarget = Annotated[
     str, typer.Argument(metavar="MODEL[@STEP]", help="a version in a pool, or a reference file")
@@ -80,7 +80,7 @@ PinTarget = Annotated[
 OptionalTarget = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL[@STEP]]", help="a model, a version or a reference file; default: everything"
+        metavar="[MODEL[@STEP]]", help="a model, a version, a file or a directory; default: all"
     ),
 ]
 
@@ -103,7 +103,8 @@ def ls(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List models, their versions, and the reference files that hold them."""
+    """List checkpoints: the torch files of a directory and those below it; or the models of a pool,
+    their versions, and the reference files that hold them."""
     with reported(as_json) as output:
         from portus.cli import ls
 
@@ -112,7 +113,7 @@ def ls(
 
 @app.command(epilog=EXIT_CODES)
 def show(target: Target, pool: PoolOrMirror = None, as_json: AsJson = False) -> None:
-    """Show the versions of a model, or everything in one version."""
+    """Show what is in a torch file; or the versions of a model, or everything in one version."""
     with reported(as_json) as output:
         from portus.cli import show
 
@@ -152,7 +153,8 @@ def report(
 def verify(
     target: OptionalTarget = None, pool: PoolOrMirror = None, as_json: AsJson = False
 ) -> None:
-    """Read every byte and check every rule of the format. Exit code 1 if damage was found."""
+    """Read every byte of a torch file, of those below a directory, or of a pool, and check every
+    rule of the format. Exit code 1 if damage was found."""
     with reported(as_json) as output:
         from portus.cli import verify
 
@@ -422,7 +424,8 @@ def gc(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete versions whose reference files were deleted, and return their space to the disk."""
+    """Remove what processes that were killed left in a directory of files; of a pool, delete
+    versions whose reference files were deleted, and return their space to the disk."""
     with reported(as_json) as output:
         from portus.cli import gc
 

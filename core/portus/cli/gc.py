@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
-from portus.cli import mirrored
+from portus.cli import files, mirrored
 from portus.cli.output import Json, Output, error_document, exit_code, said, size_text
 from portus.cli.pools import find_pool, nearest, version_document
 from portus.cli.rm import writing
@@ -58,6 +58,9 @@ class GcOptions:
 
 def run(pool: str | None, options: GcOptions, output: Output) -> int:
     """Collect; the exit code."""
+    path = None if options.missing or options.empty or options.links else files.meant(pool, None)
+    if path is not None and os.path.isdir(path):
+        return files.gc(path, output, dry_run=options.dry_run)
     documents: list[Json] = []
     code = 0
     where = find_pool(pool, mirrors=True)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from portus.cli import mirrored
+from portus.cli import files, mirrored
 from portus.cli.grouped import group_document, ranks_text
 from portus.cli.output import (
     Json,
@@ -39,18 +39,25 @@ from portus.index.catalogue import Catalogue
 from portus.index.directory import on_disk
 from portus.index.groups import Group, groups_of
 from portus.index.messages import read_failure
-from portus.index.place import Place, PlaceKind
+from portus.index.place import DEFAULT_DIRECTORY, Place, PlaceKind
 from portus.index.reader import PoolReader
 from portus.spec import VersionInfo
 
 NEWEST: Final = 10
 """Versions of a model that are listed, unless all are asked for."""
 
+SHOWN: Final = 3
+"""Files of a training that are named."""
+
 Holders = dict[bytes, list[FileLink]]
 
 
 def run(pool: str | None, every: bool, output: Output) -> int:
     """List; the exit code."""
+    directory = files.meant(pool, None)
+    if directory is not None:
+        _list_files(directory, every, output)
+        return 0
     documents: list[Json] = []
     infos: list[tuple[Place, VersionInfo]] = []
     where = find_pool(pool, mirrors=True)
@@ -98,25 +105,35 @@ def run(pool: str | None, every: bool, output: Output) -> int:
         return max(map(exit_code, pools.failed.values()), default=0)
 
 
+def _list_files(directory: str, every: bool, output: Output) -> None:
+    """A directory of files, and the trainings that made them."""
+    listed = files.ls(directory, every, output)
+    hidden = os.path.join(directory, DEFAULT_DIRECTORY)
+    ended = _say_runs(Place.named(hidden), output) if os.path.isdir(hidden) else []
+    output.document({"directories": listed, "pools": [], "groups": [], "ended": ended})
+
+
 def _say_ended(place: Place, output: Output) -> list[Json]:
-    """Where there is no pool: the trainings that were here, and where their files are."""
+    """Where there is no pool."""
+    documents = _say_runs(place, output)
+    if not documents:
+        output.line(f"{place}: no pools yet; the first save makes one")
+    return documents
+
+
+def _say_runs(place: Place, output: Output) -> list[Json]:
+    """The trainings that were here, and where their files are."""
     found, failed = runs_in(directories_of(place))
     for error in failed:
         output.note(f"portus: skipped: {said(error)}")
-    if not found:
-        output.line(f"{place}: no pools yet; the first save makes one")
     documents: list[Json] = []
     for name, journals in sorted(found.items()):
-        files = real_files(journals)
-        paths = [min(os.path.relpath(each), each, key=len) for each in files]
-        documents.append({"run": name, "files": list[Json](files)})
-        more = f" and {len(paths) - NEWEST} more" if len(paths) > NEWEST else ""
-        now = (
-            f"its files are real now, and need no pool: {', '.join(paths[-NEWEST:])}{more}"
-            if paths
-            else "no real file of it is where it was saved"
-        )
-        output.line(f"{name}: no pool is left; {now} (portus report {shlex.quote(name)})")
+        paths = real_files(journals)
+        documents.append({"run": name, "files": list[Json](paths)})
+        shown = [min(os.path.relpath(each), each, key=len) for each in paths[-SHOWN:]]
+        more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+        now = f"its files are {', '.join(shown)}{more}" if paths else "none of its files is there"
+        output.line(f"{name}: {now} (portus report {shlex.quote(name)})")
     return documents
 
 

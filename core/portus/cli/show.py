@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
+from portus.cli import files
 from portus.cli.grouped import FoundGroup, cuts_of, find_groups, group_document, ranks_text
 from portus.cli.output import Json, Output, age_text, count_text, moment_text, size_text
 from portus.cli.pools import (
@@ -34,6 +36,12 @@ _VALUE_MAX: Final = 60
 
 def run(target: str, pool: str | None, output: Output) -> int:
     """Show; the exit code."""
+    path = files.meant(target, pool)
+    if path is not None and os.path.isdir(path):
+        output.document({"directories": files.ls(path, True, output)})
+        return 0
+    if path is not None:
+        return files.show(path, output)
     target, pool = aimed(target, pool)
     with open_pools(pool, target, mirrors=True) as pools:
         groups = find_groups(pools, target)

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from portus.cli import files
 from portus.cli.output import (
     FOUND,
     MEND,
@@ -71,6 +72,9 @@ def run(
     target: str | None, pool: str | None, output: Output, *, bytes_per_s: int | None = None
 ) -> int:
     """Verify; the exit code. bytes_per_s: scrub, and say at once what is found."""
+    path = None if bytes_per_s is not None else files.meant(target, pool)
+    if path is not None:
+        return files.verify(path, output)
     verdicts = []
     if target is not None and pool is None and is_address(target):
         target, pool = None, target

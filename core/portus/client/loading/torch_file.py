@@ -24,7 +24,7 @@ from portus.errors import CorruptionError, MediumError, PortusError, UsageError,
 from portus.format.checksum import unit_counts
 from portus.image.key_paths import storage_places
 from portus.image.torch_reader import Read, TorchFile, read_record, read_torch
-from portus.image.torch_zip import NOTE
+from portus.image.torch_zip import DIGESTS, NOTE
 from portus.media.file import FileSystemTraits, PlainFile
 from portus.media.process import Descriptor
 from portus.spec import Extent
@@ -127,6 +127,24 @@ def read_note(path: str | os.PathLike[str]) -> bytes | None:
         if _is_old(_reads(file)):
             return None
         return read_record(_reads(file), file.size, printable(where), NOTE)
+
+
+def has_digests(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file has digests of its storages, as one that Portus saved. Reads little of
+    it. Raises as ``read_note``."""
+    where = os.fspath(path)
+    with _opened(where, as_torch=False) as (file, _):
+        if _is_old(_reads(file)):
+            return False
+        return read_record(_reads(file), file.size, printable(where), DIGESTS) is not None
+
+
+def outlined(path: str | os.PathLike[str]) -> TorchFile:
+    """Return where everything is in a file of torch 1.6 or newer. Raises ``CorruptionError``,
+    ``MediumError``."""
+    where = os.fspath(path)
+    with _opened(where, as_torch=False) as (file, _):
+        return read_torch(_reads(file), file.size, printable(where))
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch.serialization import location_tag, normalize_storage_type
-from torch.utils.serialization import config
 
 from portus.errors import UsageError
 from portus.image.image import Column, Image
@@ -116,8 +115,11 @@ def torch_format() -> TorchFormat:
     Of ``torch.utils.serialization.config.save``, ``storage_alignment`` is followed. CRC32s are
     computed whatever ``compute_crc32`` says, and no memory is pinned.
     """
-    save = getattr(config, "save", None)
-    return _probed(getattr(save, "storage_alignment", 64))
+    with contextlib.suppress(ImportError):  # torch 2.6 has none
+        from torch.utils.serialization import config
+
+        return _probed(config.save.storage_alignment)
+    return _probed(64)
 
 
 @lru_cache(maxsize=8)

@@ -24,7 +24,11 @@ def in_process(program: str) -> subprocess.CompletedProcess[str]:
     """What becomes of a program, here, with the modules of this process."""
     return subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONWARNINGS": "ignore::DeprecationWarning",  # newer Pythons warn of each fork
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -1,0 +1,274 @@
+"""Commands on checkpoints that are files: ``ls``, ``show`` and ``verify`` of torch files, and of
+directories that have some."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from portus.cli.output import (
+    FOUND,
+    Json,
+    Output,
+    age_text,
+    count_text,
+    error_document,
+    exit_code,
+    moment_text,
+    said,
+    size_text,
+)
+from portus.cli.pools import nearest, reference_at
+from portus.directory.folder import FOLDER, HiddenFolder
+from portus.directory.system import Linux
+from portus.errors import MediumError, PortusError, UsageError
+from portus.index.directory import pools_at
+from portus.index.place import DEFAULT_DIRECTORY, Place
+
+_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin")
+_ZIP: Final = b"PK\x03\x04"
+_END: Final = b"PK\x05\x06"
+_END_SIZE: Final = 22
+"""The first bytes of a zip file, and of its last record, with its size."""
+_STEP: Final = re.compile(r"step[=_-]?(\d+)")
+
+NEWEST: Final = 20
+"""Files of a directory that are listed, unless all are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A torch file. ``time_ns``: of its last change."""
+
+    path: str
+    size: int
+    time_ns: int
+
+    @property
+    def step(self) -> int | None:
+        """That its name says; None if it says none."""
+        found = _STEP.search(os.path.basename(self.path))
+        return None if found is None else int(found[1])
+
+
+def meant(target: str | None, pool: str | None) -> str | None:
+    """Return the file, or the directory of files, that a command's target is; None if that is a
+    pool, or something in one. Without a target: what is around the nearest ``.portus``, if no pool
+    is in it."""
+    if pool is not None:
+        return None
+    if target is None:
+        hidden = nearest(os.getcwd())
+        if hidden is None or Place.by_variable() is not None or pools_at(Place.named(hidden)):
+            return None
+        above = os.path.dirname(hidden)
+        return above if next(found_below(above), None) is not None else None
+    if os.path.isfile(target):
+        return target if _is_torch_file(target) else None
+    if not os.path.isdir(target) or os.path.basename(os.path.abspath(target)) == DEFAULT_DIRECTORY:
+        return None
+    if pools_at(Place.named(target)):
+        return None
+    has_any = next(found_below(target), None) or next(_hidden_below(target), None)
+    return None if has_any is None else target
+
+
+def found_below(path: str) -> Iterator[FoundFile]:
+    """Yield the torch files in a directory and those below it, hidden ones excepted; or the one at
+    ``path``. Links are not followed. Raises ``MediumError``."""
+    if not os.path.isdir(path):
+        yield _found(path)
+        return
+    for directory, names, files in os.walk(path, onerror=_raise):
+        names[:] = sorted(name for name in names if not name.startswith("."))
+        for name in sorted(files):
+            each = os.path.join(directory, name)
+            is_one = name.endswith(_SUFFIXES) and not os.path.islink(each)
+            if is_one and _is_torch_file(each):
+                yield _found(each)
+
+
+def ls(path: str, every: bool, output: Output) -> list[Json]:
+    """List the files of each directory; what was found, for machines."""
+    by_directory: dict[str, list[FoundFile]] = {}
+    for each in found_below(path):
+        by_directory.setdefault(os.path.dirname(each.path), []).append(each)
+    documents: list[Json] = []
+    for directory, files in by_directory.items():
+        files.sort(key=lambda each: (each.time_ns, each.path))
+        total = size_text(sum(each.size for each in files))
+        if documents:
+            output.line()
+        output.line(f"{_short(directory)}: {count_text(len(files), 'checkpoint')}, {total}")
+        shown = files if every else files[-NEWEST:]
+        rows = [
+            (
+                os.path.basename(each.path),
+                "" if each.step is None else str(each.step),
+                age_text(each.time_ns),
+                size_text(each.size),
+            )
+            for each in shown
+        ]
+        if len(shown) < len(files):
+            rows.insert(0, (f"{len(files) - len(shown)} older: --all", "", "", ""))
+        output.table(("FILE", ">STEP", "SAVED", ">SIZE"), rows)
+        documents.append(
+            {"path": directory, "files": [_document(each) for each in files]},
+        )
+    return documents
+
+
+def verify(path: str, output: Output) -> int:
+    """Read every byte of each file; the exit code."""
+    from portus.client.loading.torch_file import has_digests, verify_file  # and torch with it
+
+    documents: list[Json] = []
+    codes = []
+    for each in found_below(path):
+        document, start, by = _document(each), time.monotonic(), ""
+        try:
+            by = "checksums of Portus" if has_digests(each.path) else "CRC32s of the zip"
+            size = verify_file(each.path)
+        except PortusError as error:
+            codes.append(exit_code(error))
+            document.update(healthy=False, error=error_document(error))
+            output.line(f"{_short(each.path)}: DAMAGED: {said(error)}")
+        else:
+            passed_s = time.monotonic() - start
+            codes.append(0)
+            document.update(healthy=True, seconds=round(passed_s, 3), by=by, error=None)
+            speed = size_text(int(size / max(passed_s, 1e-9)))
+            output.line(
+                f"{_short(each.path)}: healthy by the {by}; {size_text(size)} read in "
+                f"{passed_s:.1f} s ({speed}/s)"
+            )
+        documents.append(document)
+    if not codes:
+        raise UsageError(f"{path}: there is no torch file to verify")
+    damaged = sum(map(bool, codes))
+    if len(codes) > 1:
+        output.line(
+            f"{count_text(len(codes), 'file')}: "
+            + (f"{damaged} DAMAGED" if damaged else "all are healthy")
+        )
+    output.document({"healthy": not damaged, "files": documents})
+    return FOUND if FOUND in codes else max(codes)
+
+
+def show(path: str, output: Output) -> int:
+    """Show the tensors of one file; the exit code."""
+    from portus.client.loading.outline import outline_of  # and torch with it
+
+    found, outline = _found(path), outline_of(path)
+    by = "checksums of Portus" if outline.has_digests else "CRC32s of the zip alone"
+    output.line(f"{_short(path)}: {size_text(found.size)}, saved {age_text(found.time_ns)}, {by}")
+    if outline.note:
+        output.line(f"noted: {outline.note}")
+    output.table(
+        ("NAME", "TYPE", "SHAPE", ">BYTES"),
+        [
+            (each.name, each.dtype, f"[{', '.join(map(str, each.shape))}]", f"{each.size:,}")
+            for each in outline.tensors
+        ],
+    )
+    if outline.others:
+        output.line()
+        output.table(("NAME", "VALUE"), outline.others)
+    document = _document(found)
+    document.update(
+        verified_by="digests" if outline.has_digests else "crc32",
+        tensors=[
+            {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "size": e.size}
+            for e in outline.tensors
+        ],
+        others=dict(outline.others),
+    )
+    output.document(document)
+    return 0
+
+
+def gc(path: str, output: Output, *, dry_run: bool) -> int:
+    """Remove what processes that ended left beside checkpoints; the exit code. A checkpoint that
+    was removed before its replacement was there is put back."""
+    documents: list[Json] = []
+    would = "would be " if dry_run else ""
+    for directory in _hidden_below(path):
+        left = _abandoned_in(directory)
+        if left and not dry_run:
+            from portus.client.paths.saver import recover  # and torch with it
+
+            recover(directory)
+        documents.append({"path": directory, "files": len(left), "freed": sum(left)})
+        if left:
+            output.line(
+                f"{_short(directory)}: {count_text(len(left), 'file')} of saves that were cut off, "
+                f"{size_text(sum(left))}, {would}removed"
+            )
+    if not any(isinstance(each, dict) and each["files"] for each in documents):
+        output.line(f"{_short(path)}: nothing to do")
+    output.document({"dry_run": dry_run, "directories": documents})
+    return 0
+
+
+def _hidden_below(path: str) -> Iterator[str]:
+    """Directories that have a hidden folder of ours."""
+    for directory, names, _ in os.walk(path, onerror=_raise):
+        if FOLDER in names:
+            yield os.path.realpath(directory)
+        names[:] = sorted(name for name in names if not name.startswith("."))
+
+
+def _abandoned_in(directory: str) -> list[int]:
+    """Sizes of the files that processes that ended left there."""
+    folder = HiddenFolder(Linux(), directory)
+    try:
+        left = [name for names in folder.abandoned() for name in names]
+        paths = [os.path.join(directory, FOLDER, name) for name in left]
+        return [os.lstat(path).st_size for path in paths if os.path.lexists(path)]
+    finally:
+        folder.forget()
+        folder.system.close(folder.directory)
+
+
+def _document(found: FoundFile) -> dict[str, Json]:
+    return {
+        "path": found.path,
+        "step": found.step,
+        "size": found.size,
+        "time": moment_text(found.time_ns),
+        "time_ns": found.time_ns,
+    }
+
+
+def _found(path: str) -> FoundFile:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise MediumError(error.errno, f"{path}: {error.strerror}") from error
+    return FoundFile(path, status.st_size, status.st_mtime_ns)
+
+
+def _is_torch_file(path: str) -> bool:
+    """True for a file of ``torch.save`` that leads nowhere else; by its first bytes, or its end
+    where those are damaged."""
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(len(_ZIP))
+            file.seek(-min(_END_SIZE, os.path.getsize(path)), os.SEEK_END)
+            end = file.read(len(_END))
+    except OSError:
+        return False
+    return (begin == _ZIP or end == _END) and reference_at(path) is None
+
+
+def _short(path: str) -> str:
+    return min(os.path.relpath(path), path, key=len)
+
+
+def _raise(error: OSError) -> None:
+    raise MediumError(error.errno, f"{error.filename}: {error.strerror}") from error

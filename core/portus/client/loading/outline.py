@@ -1,0 +1,86 @@
+"""What is in a torch file, without the bytes of its tensors: for people who look."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from portus.client.loading.torch_file import has_digests, outlined, read_note
+from portus.image.key_paths import storage_places
+
+_VALUE_MAX: Final = 60
+
+
+@dataclass(frozen=True, slots=True)
+class OutlinedTensor:
+    """One tensor. ``dtype``: empty if it is of a class that was not made; then ``size`` is that of
+    its storage. ``size``: in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileOutline:
+    """``note``: what a ``Checkpointer`` noted, as text. ``others``: key paths and values that are
+    no tensors."""
+
+    has_digests: bool
+    note: str
+    tensors: tuple[OutlinedTensor, ...]
+    others: tuple[tuple[str, str], ...]
+
+
+def outline_of(path: str | os.PathLike[str]) -> FileOutline:
+    """Return what is in the torch file at ``path``. Runs no code that it names: of classes that
+    ``weights_only`` refuses, only the names and storages of tensors are told. Raises
+    ``CorruptionError``, ``MediumError``."""
+    found, note = outlined(path), read_note(path)
+    try:
+        state = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError):
+        lengths = dict(zip(found.keys, found.length.tolist(), strict=True))
+        places = [each for each in storage_places(found.pickle) if each.storage in lengths]
+        tensors = [OutlinedTensor(e.dotted, "", (), lengths[e.storage]) for e in places]
+        leaves: list[tuple[str, Any]] = []
+    else:
+        leaves = list(_leaves(state, ()))
+        tensors = [
+            OutlinedTensor(
+                name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.nbytes
+            )
+            for name, value in leaves
+            if isinstance(value, torch.Tensor)
+        ]
+    return FileOutline(
+        has_digests=has_digests(path),
+        note="" if note is None else note.decode(errors="replace"),
+        tensors=tuple(tensors),
+        others=tuple(
+            (name, _text(value)) for name, value in leaves if not isinstance(value, torch.Tensor)
+        ),
+    )
+
+
+def _leaves(value: Any, keys: tuple[object, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from _leaves(each, (*keys, key))
+    elif isinstance(value, (list, tuple)) and value:
+        for index, each in enumerate(value):
+            yield from _leaves(each, (*keys, index))
+    else:
+        yield ".".join(map(str, keys)), value
+
+
+def _text(value: object) -> str:
+    plain = value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
+    text = repr(value) if plain else type(value).__name__
+    return text if len(text) <= _VALUE_MAX else f"{text[: _VALUE_MAX - 3]}..."
