@@ -12,7 +12,9 @@ import contextlib
 import copyreg
 import gc
 import io
+import os
 import pickle
+import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -150,11 +152,15 @@ def _skips_data() -> bool:
 
 def _pickled(state: object, shortcut: bool) -> PickledState:
     file = io.BytesIO()
-    pickler = _Pickler(file) if shortcut else _SlowPickler(file)
-    pickler.dump(state)
+    pickler: _Pickler | _SlowPickler = _Pickler(file) if shortcut else _SlowPickler(file)
+    try:
+        pickler.dump(state)
+        data = pickler.finished(file.getvalue())
+    except _NotPlainError:
+        return _pickled(state, False)
     storages = list(pickler.storages.values())
     return PickledState(
-        pickle=file.getvalue(),
+        pickle=data,
         storages=storages,
         tensors=pickler.tensors,
         lengths=np.array([storage.nbytes() for storage in storages], np.int64),
@@ -192,19 +198,17 @@ class _NoHooks:
 
 _NO_STORAGES: Final = frozenset(
     {str, int, float, bool, tuple, list, dict, OrderedDict, bytes, type(None), torch.Tensor}
-    | {type, FunctionType, _NoHooks}
+    | {type, FunctionType}
 )
 """What most of a state is: hundreds of thousands of objects are asked about."""
 
 
-class _Stored(tuple[tuple[object, ...]]):
-    """Takes the place of a typed storage that exists only to be pickled: what stands for it."""
-
-    __slots__ = ()
+class _NotPlainError(Exception):
+    """There is something in a state that the shortcut does not know."""
 
 
-class _SlowPickler(pickle.Pickler):
-    """What torch does, but for copies: all reductions are torch's own."""
+class _Collecting(pickle.Pickler):
+    """Collects the storages, uncopied, and says what stands for them."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
@@ -214,41 +218,9 @@ class _SlowPickler(pickle.Pickler):
         self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
 
-    def persistent_id(self, obj: Any) -> Any:
-        if type(obj) in _NO_STORAGES:
-            return None
-        storage: Any
-        if isinstance(obj, torch.storage.TypedStorage):
-            legacy = getattr(torch, obj._pickle_storage_type())
-            storage, dtype, count = obj._untyped_storage, obj.dtype, obj._size()
-        elif torch.is_storage(obj):
-            legacy = normalize_storage_type(type(obj))
-            storage, dtype, count = obj, torch.uint8, obj.nbytes()
-        else:
-            return None
-        fake = getattr(obj, "_fake_device", None)
-        return self.persistent(storage, dtype, legacy, count, None if fake is None else str(fake))
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            self.tensors.append(obj)
-        return NotImplemented
-
-    def persistent(
-        self,
-        storage: torch.UntypedStorage,
-        dtype: torch.dtype,
-        legacy: type,
-        count: int,
-        location: str | None = None,
-    ) -> tuple[object, ...]:
-        """What stands for a storage in the pickle; the storage is collected."""
-        kind = storage.device.type
-        self.has_devices |= kind != "cpu"
-        key = self._key(storage, dtype, 0 if kind == "meta" else storage.data_ptr())
-        if location is None:
-            location = location_tag(storage)
-        return ("storage", legacy, key, location, count)
+    def finished(self, data: bytes) -> bytes:
+        """The pickle, of what was dumped. Raises ``_NotPlainError``."""
+        return data
 
     def _key(self, storage: torch.UntypedStorage, dtype: torch.dtype, address: int) -> str:
         if address and self._dtypes.setdefault(address, dtype) != dtype:
@@ -263,6 +235,33 @@ class _SlowPickler(pickle.Pickler):
         return key
 
 
+class _SlowPickler(_Collecting):
+    """What torch does, but for copies: all reductions are torch's own."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) in _NO_STORAGES:
+            return None
+        storage: Any
+        if isinstance(obj, torch.storage.TypedStorage):
+            legacy = getattr(torch, obj._pickle_storage_type())
+            storage, dtype, count = obj._untyped_storage, obj.dtype, obj._size()
+        elif torch.is_storage(obj):
+            legacy = normalize_storage_type(type(obj))
+            storage, dtype, count = obj, torch.uint8, obj.nbytes()
+        else:
+            return None
+        kind = storage.device.type
+        self.has_devices |= kind != "cpu"
+        key = self._key(storage, dtype, 0 if kind == "meta" else storage.data_ptr())
+        fake = getattr(obj, "_fake_device", None)
+        return "storage", legacy, key, location_tag(storage) if fake is None else str(fake), count
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            self.tensors.append(obj)
+        return NotImplemented
+
+
 _LEGACY: Final = {
     dtype: (getattr(torch, name), dtype.itemsize)
     for dtype, name in torch.storage._dtype_to_storage_type_map().items()
@@ -274,22 +273,42 @@ _REBUILD: Final = torch._utils._rebuild_tensor_v2
 _EMPTY_HOOKS: Final = (OrderedDict, ())
 
 
-class _Pickler(_SlowPickler):
-    """The same bytes, without the objects that torch makes for each plain tensor."""
+_PERSISTENT: Final = b"Q"
+"""The opcode behind what stands for a storage, see ``pickletools``."""
+_SIGN: Final[float] = struct.unpack(">d", b"\x7f\xf8" + os.urandom(6))[0]
+"""A NaN that no state has."""
+_SIGNED: Final = b"G" + struct.pack(">d", _SIGN)
+"""As it is pickled."""
 
-    def persistent_id(self, obj: Any) -> Any:
-        kind = type(obj)
-        if kind in _NO_STORAGES:
-            return None
-        return obj[0] if kind is _Stored else super().persistent_id(obj)
+
+class _Pickler(_Collecting):
+    """The same bytes, without the objects that torch makes for each plain tensor, and without a
+    question for each object of a state.
+
+    A pickler with ``persistent_id`` asks about every object. This one has none: what stands for a
+    storage is pickled as the tuple that it is, with a sign behind it, which ``finished`` replaces
+    by the opcode.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._signs = 0
+
+    def finished(self, data: bytes) -> bytes:
+        if data.count(_SIGNED) != self._signs:
+            raise _NotPlainError
+        return data.replace(_SIGNED, _PERSISTENT)
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is _NoHooks:
             return _EMPTY_HOOKS
         if kind is not torch.Tensor:
-            return super().reducer_override(obj)
-        self.tensors.append(obj)
+            if isinstance(obj, torch.Tensor):
+                self.tensors.append(obj)
+            elif torch.is_storage(obj):
+                raise _NotPlainError
+            return NotImplemented
         dtype, is_cpu = obj.dtype, obj.is_cpu
         if (
             obj.__dict__
@@ -301,7 +320,9 @@ class _Pickler(_SlowPickler):
             or not (is_cpu or obj.is_cuda)
             or _metadata_of(obj)
         ):
-            return NotImplemented
+            raise _NotPlainError
+        self.tensors.append(obj)
+        self._signs += 1
         storage = obj.untyped_storage()
         key = self._key(storage, dtype, storage.data_ptr())
         if is_cpu:
@@ -309,9 +330,10 @@ class _Pickler(_SlowPickler):
         else:
             location, self.has_devices = location_tag(storage), True
         legacy, itemsize = _LEGACY[dtype]
-        stored = _Stored((("storage", legacy, key, location, storage.nbytes() // itemsize),))
+        stored = ("storage", legacy, key, location, storage.nbytes() // itemsize)
         size, offset = tuple(obj.shape), obj.storage_offset()
-        return _REBUILD, (stored, offset, size, obj.stride(), obj.requires_grad, _NoHooks())
+        arguments = stored, _SIGN, offset, size, obj.stride(), obj.requires_grad, _NoHooks()
+        return _REBUILD, arguments
 
 
 def _shortcut_is_right() -> bool:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from portus.client.state import pickling
 from portus.client.state.pickling import path_in, pickle_state
 from portus.errors import CorruptionError, UsageError
 from portus.image.torch_reader import read_torch
@@ -175,6 +176,31 @@ def test_the_archive_has_the_name_that_torch_gives_it(name: str, tmp_path: Path)
     path = str(tmp_path / name)
     torch.save([torch.ones(2)], path)
     ours, end = saved([torch.ones(2)], path)
+    assert ours[:end] == Path(path).read_bytes()[:end]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pickling._SIGN,
+        pickling._SIGNED,
+        pickling._SIGNED.decode("latin-1"),
+        torch.storage.TypedStorage(
+            wrap_storage=torch.ones(3).untyped_storage(), dtype=torch.float32, _internal=True
+        ),
+        torch.ones(3).untyped_storage(),
+        torch.nn.Parameter(torch.ones(3)),
+        torch.nn.Linear(2, 2),
+        torch.ones(3).to_sparse(),
+        torch.ones(2, dtype=torch.complex64).conj(),
+    ],
+    ids=lambda odd: type(odd).__name__,
+)
+def test_what_the_shortcut_does_not_know_is_pickled_as_torch_does(odd: Any, tmp_path: Path) -> None:
+    state = {"before": torch.zeros(2), "odd": odd, "after": [torch.ones(1), odd]}
+    path = str(tmp_path / "a.pt")
+    torch.save(state, path)
+    ours, end = saved(state, path)
     assert ours[:end] == Path(path).read_bytes()[:end]
 
 
