@@ -74,6 +74,7 @@ print(json.dumps(found))
 
 
 def fit(root: Path, resume: Any = None, top_k: int = -1, last: str = "link") -> Net:
+    torch.set_num_threads(1)  # other sums in other processes, else
     torch.manual_seed(5)
     net, saves_last = Net(), {"none": None, "true": True}.get(last, "link")
     keep = every_step(

@@ -89,7 +89,7 @@ def training_rows(memory: Path, rounds: int) -> list[Row]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     makers: dict[str, Callable[[], CheckpointIO]] = {
         "none": NoCheckpointIO,
-        "portus": lambda: PortusIO(pool=memory / "run" / "pool"),
+        "portus": PortusIO,
         "Lightning default": TorchCheckpointIO,
         "AsyncCheckpointIO": AsyncCheckpointIO,
     }

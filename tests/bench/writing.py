@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import mmap
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +42,70 @@ def writer_rows(memory: Path, disk: Path, rounds: int) -> Iterator[Row]:
     }
     row = Row(name="writer: spare, tmpfs, 288 MiB", bar=1.2, that="memcpy")
     yield row.run(contenders, rounds, warmups=2)
+    for layers, bar, name in ((125, 5.0, "1,000"), (1250, 60.0, "10,000")):
+        yield _call_row(disk / "called", layers, bar, name, rounds)
+    yield from _load_rows(disk / "load.pt", tensors(_COUNT, 288 * MIB), rounds)
     yield from _beside_training(disk, 2 * rounds)
+
+
+def _call_row(place: Path, layers: int, bar: float, name: str, rounds: int) -> Row:
+    """How long ``save`` itself takes for a file, of tensors that it has seen before."""
+    trained = Trained(layers, 64)
+    with portus.Checkpointer(place, keep=1, journal=False) as checkpointer:
+        steps = itertools.count()
+
+        def call() -> float:
+            trained.step()
+            handle = checkpointer.save(trained.state(), next(steps))
+            handle.wait()
+            return handle.stats.call_s * 1e3
+
+        row = Row(name=f"writer: save() returns, {name} known tensors", bar=bar, unit="ms")
+        row.run({"portus": call}, 2 * rounds, warmups=4)
+    shutil.rmtree(place)
+    return row
+
+
+def _load_rows(path: Path, state: dict[str, torch.Tensor], rounds: int) -> Iterator[Row]:
+    """Verified loads, of a file in the page cache and of one that is not."""
+    portus.save(state, path, wait=True)
+    contenders: dict[str, Run] = {
+        "copy to fresh memory": timed(lambda: [each.clone() for each in state.values()]),
+        "portus.load": timed(lambda: portus.load(path)),
+        "torch.load": timed(lambda: torch.load(path)),
+        "read past the cache": lambda: _read_directly(path),
+        "portus.load, cold": lambda: _cold(path, lambda: portus.load(path)),
+        "torch.load, cold": lambda: _cold(path, lambda: torch.load(path)),
+    }
+    cached = Row(name="writer: verified load, page cache, 288 MiB", bar=1.4, this="portus.load",
+                 that="copy to fresh memory")  # fmt: skip
+    yield cached.run(contenders, rounds, warmups=2)
+    yield Row(name="writer: verified load, cold, 288 MiB", bar=1.2, this="portus.load, cold",
+              that="read past the cache", figures=cached.figures)  # fmt: skip
+    path.unlink()
+
+
+def _cold(path: Path, load: Callable[[], object]) -> float:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    start = time.perf_counter()
+    load()
+    return time.perf_counter() - start
+
+
+def _read_directly(path: Path) -> float:
+    """Seconds to read the file past the page cache, 4 MiB at a time, into memory that is warm."""
+    buffer = mmap.mmap(-1, 4 * MIB)
+    buffer.write(bytes(len(buffer)))
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        start, at = time.perf_counter(), 0
+        while (count := os.preadv(descriptor, [buffer], at)) == len(buffer):
+            at += count
+        return time.perf_counter() - start
+    finally:
+        os.close(descriptor)
 
 
 def _beside_training(disk: Path, rounds: int) -> Iterator[Row]:

@@ -56,7 +56,8 @@ while time.monotonic() < until:
         continue
     try:
         state = torch.load(max(names), mmap=bool(loads % 2))
-    except FileNotFoundError:  # it was rotated away after it was listed
+    except (FileNotFoundError, RuntimeError) as error:  # it was rotated away after it was listed
+        assert "No such file" in str(error), error
         gone += 1
         continue
     check(state)

@@ -6,7 +6,7 @@ verify, the tensors are untouched. What stores it, a pool or a file, is a ``Stor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -43,6 +43,10 @@ class StoredState(Protocol):
     @property
     def where(self) -> str:
         """What errors call it."""
+
+    @property
+    def unknown(self) -> Sequence[object] | None:
+        """The leaves that its tree does not hold; None where a state may have none."""
 
     @property
     def lengths(self) -> Column:
@@ -125,7 +129,7 @@ class _Pairs:
     def __init__(
         self, stored: StoredState, state: object, keep: Callable[[str], bool] | None, rename: Rename
     ) -> None:
-        flat = flatten(state)
+        flat = flatten(state, None if stored.unknown is None else [])
         saved, here = object_paths(stored.tree), object_paths(flat.tree)
         both = {*saved.values()} & {*here.values()}
         targets = {spec.name: spec for spec in flat.tensors if spec.name not in here}
@@ -319,6 +323,7 @@ def _leaves(
         fetched(stored, np.array(needed, np.int64)),
         lambda name: name not in left and (keep is None or keep(name)),
         HOLE,
+        unknown=stored.unknown or (),
     )
 
 

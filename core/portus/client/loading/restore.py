@@ -67,6 +67,11 @@ class _Opened:
         return named(self.record.info)
 
     @property
+    def unknown(self) -> None:
+        """None: a tree of a pool has all."""
+        return None
+
+    @property
     def lengths(self) -> Column:
         lengths: Column = self.record.storages["length"].astype(np.int64)
         return lengths

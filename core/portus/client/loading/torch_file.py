@@ -391,7 +391,8 @@ class _FileState:
     nobody has filled. verified: the file; None if ``outline`` has all of it."""
 
     def __init__(self, where: str, outline: object, verified: _Verified | None) -> None:
-        flat = flatten(outline)
+        self.unknown: Final[list[object]] = []
+        flat = flatten(outline, self.unknown)
         self.where: Final = where
         self.tree: Final = flat.tree
         self.tensors: Final = flat.tensors

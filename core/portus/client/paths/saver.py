@@ -94,7 +94,7 @@ class FileTarget:
     @classmethod
     def of(cls, path: str | os.PathLike[str], *, follows_links: bool = True) -> FileTarget:
         """Links to directories are followed, and the last one if ``follows_links``. Raises
-        ``UsageError`` for what no file can be put at."""
+        ``UsageError`` for what no file can be put at, ``MediumError`` if that cannot be told."""
         said = os.fspath(path) if isinstance(path, str | os.PathLike) else None
         if not isinstance(said, str) or not said or "\0" in said:
             raise UsageError(
@@ -106,7 +106,7 @@ class FileTarget:
             where, name = os.path.split(said)
             real = os.path.join(os.path.realpath(where or "."), name)
         directory = os.path.dirname(real)
-        if not os.path.isdir(directory):
+        if not _is_directory(directory):
             raise UsageError(
                 f"{printable(said)}: there is no directory {printable(directory)}; create it first"
             )
@@ -121,6 +121,15 @@ class FileTarget:
                 "another path"
             )
         return cls(said, real)
+
+
+def _is_directory(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise MediumError(error.errno, f"{printable(path)}: {error.strerror}") from error
 
 
 class SharedWriter:
@@ -185,7 +194,12 @@ class FileSaver:
         """Begin to save ``state`` to ``path``. See ``portus.save``."""
         start, extra = time.perf_counter(), extra or Extra()
         self._reports.tell(self._first_may_commit, is_save=True, is_heard_of=False)
-        target = FileTarget.of(path, follows_links=extra.follows_links)
+        try:
+            target = FileTarget.of(path, follows_links=extra.follows_links)
+        except MediumError as error:
+            if not self.goes_on_after(error):
+                raise
+            return self.refuse(error, time.perf_counter() - start)
         pickled = pickle_state(state)
         turn = Turn(int(pickled.lengths.sum()))
         if not self._queue.admit(turn, self._fence_timeout):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import types
 from collections import deque
@@ -35,8 +36,10 @@ class Merge:
 
     def merged(self, old: object, value: object) -> object:
         """What goes in the place of ``old``."""
-        if value is HOLE or isinstance(old, torch.Tensor):
+        if value is HOLE:
             return old
+        if isinstance(old, torch.Tensor):
+            return _filled(old, value)
         if codec_of(type(value)) is not None:
             return value
         if isinstance(old, dict) and isinstance(value, dict):
@@ -73,6 +76,17 @@ class Merge:
             old.clear()
             old.extend(items)
         return old
+
+
+def _filled(old: torch.Tensor, value: object) -> object:
+    """A tensor that is no plain one comes with what is no tensor: it is copied in place, if torch
+    can do that."""
+    if not isinstance(value, torch.Tensor):
+        return old
+    if type(value) is type(old) and value.shape == old.shape and value.dtype == old.dtype:
+        with contextlib.suppress(RuntimeError, NotImplementedError), torch.no_grad():
+            return old.copy_(value)
+    return value
 
 
 def _is_dataclass(value: object) -> bool:

@@ -61,22 +61,25 @@ class Flattener:
     def __init__(self) -> None:
         self._table = TensorTable()
 
-    def flatten(self, state: object) -> FlatState:
+    def flatten(self, state: object, unknown: list[object] | None = None) -> FlatState:
         """See ``flatten``. ``tensors`` is the very same tuple if all tensors look the same."""
         with _no_collection():
-            walk = TreeWriter([])
+            walk = TreeWriter([], unknown)
             tree = _encode(walk, state)
             specs, storages = self._table.describe(_names(walk, tree), walk.tensors)
             owned = frozenset(specs[index].storage for index in walk.owned)
             return FlatState(tree, specs, storages, owned, tuple(walk.tensors))
 
 
-def flatten(state: object) -> FlatState:
+def flatten(state: object, unknown: list[object] | None = None) -> FlatState:
     """Take ``state`` apart. Reads no tensor data and does not wait for a device.
+
+    unknown: takes the leaves that no tree can hold: objects of unknown classes, tensors that are no
+        plain ones. Such a tree is of use in this process alone. None: they are refused.
 
     Raises ``UsageError`` that names the key path of what cannot be saved, and what to do.
     """
-    return Flattener().flatten(state)
+    return Flattener().flatten(state, unknown)
 
 
 def unflatten(
@@ -87,13 +90,15 @@ def unflatten(
     hole: object = None,
     *,
     stand_ins: bool = False,
+    unknown: Sequence[object] = (),
 ) -> object:
     """The state again. Its tensors and big arrays use the memory of ``storages``; no copy.
 
     With ``keep``, only leaves whose key path it accepts: other dict entries (and namespace
     attributes) disappear, other places in lists, tuples and dataclasses are ``hole``; of a dict of
     which nothing is kept comes an empty one, of all else None. A storage that only dropped leaves
-    use may be None. stand_ins: objects of codecs are not made, see codecs.py.
+    use may be None. stand_ins: objects of codecs are not made, see codecs.py. unknown: what
+    ``flatten`` put beside the tree.
 
     Raises ``CorruptionError`` for a tree or specs that no ``flatten`` made, and ``UsageError``
     that names the key path if a class in the state must be imported first, if an object needs a
@@ -102,7 +107,9 @@ def unflatten(
     root = decode(tree)
     with _no_collection(), torch.inference_mode(False), torch.no_grad(), said_at(""):
         paths = iter(distinct([path for path, _ in leaf_nodes(root)]))
-        reader = TreeReader(tensors, storages, paths, keep, hole, stand_ins=stand_ins)
+        reader = TreeReader(
+            tensors, storages, paths, keep, hole, stand_ins=stand_ins, unknown=unknown
+        )
         state: object = reader.value(root, "", 0)
     return _nothing(root) if state is DROPPED else state
 

@@ -38,6 +38,9 @@ PLAIN_TAGS: Final = frozenset({"$int", "$float", "$str"})
 
 OBJECT: Final = "$object"
 
+UNKNOWN: Final = "$unknown"
+"""The tag of a leaf that no tree can hold, and that is kept beside it, in memory alone."""
+
 ELSEWHERE: Final = "portus.embedding.Elsewhere"
 """The codec of what stands for a tensor that is in another pool: see elsewhere.py."""
 

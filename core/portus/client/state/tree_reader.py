@@ -17,6 +17,7 @@ from portus.client.state.leaves import unpack
 from portus.client.state.tensors import rebuild
 from portus.client.state.tree import (
     OBJECT,
+    UNKNOWN,
     WRAPPERS,
     below,
     check_depth,
@@ -41,10 +42,12 @@ class TreeReader:
     ``paths`` are the key paths of the leaves, in order; None while inside of a leaf, where
     nothing has a path. ``keep`` decides by them; None keeps all. ``hole`` is in the place of what
     is dropped from a list. ``stand_ins``: make those of objects of codecs, and not the objects.
+    ``unknown``: the leaves that the tree could not hold.
     """
 
     __slots__ = (
         *("_drops", "_hole", "_keep", "_made", "_paths", "_specs", "_stand_ins", "_storages"),
+        "_unknown",
     )
 
     def __init__(
@@ -56,7 +59,9 @@ class TreeReader:
         hole: object = None,
         *,
         stand_ins: bool = False,
+        unknown: Sequence[object] = (),
     ) -> None:
+        self._unknown = unknown
         self._hole = hole
         self._stand_ins = stand_ins
         self._drops = 0
@@ -144,6 +149,8 @@ class TreeReader:
         [(tag, payload)] = node.items()
         if tag == "$tensor":
             return self._tensor(payload)
+        if tag == UNKNOWN:
+            return self._unknown[_place(payload, self._unknown, "unknown leaf")]
         if tag == "$array":
             return self._array(payload)
         if tag in ("$bytes", "$bytearray"):

@@ -18,7 +18,15 @@ import torch
 
 from portus.client.state import classes, codecs, leaves
 from portus.client.state.tensors import PLAIN_TENSORS, check_kind
-from portus.client.state.tree import DEPTH_MAX, OBJECT, SaidUsageError, below, key_text, said_at
+from portus.client.state.tree import (
+    DEPTH_MAX,
+    OBJECT,
+    UNKNOWN,
+    SaidUsageError,
+    below,
+    key_text,
+    said_at,
+)
 from portus.errors import UsageError
 from portus.format import arrays
 from portus.format.text import is_text
@@ -48,11 +56,13 @@ class TreeWriter:
     After it, ``tensors`` are those met, ``names`` their key paths (not yet distinct), ``nodes``
     their nodes, ``others`` the key paths of all other leaves, ``owned`` the indices of the
     tensors that are private copies, and ``has_objects`` whether a codec was asked for.
+    ``unknown``: takes the leaves that no tree can hold, which are refused if it is None.
     """
 
-    __slots__ = ("_stack", "has_objects", "names", "nodes", "others", "owned", "tensors")
+    __slots__ = ("_stack", "has_objects", "names", "nodes", "others", "owned", "tensors", "unknown")
 
-    def __init__(self, stack: list[int]) -> None:
+    def __init__(self, stack: list[int], unknown: list[object] | None = None) -> None:
+        self.unknown = unknown
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self.nodes: list[TensorNode] = []
@@ -64,7 +74,7 @@ class TreeWriter:
     def node(self, value: object, path: str) -> object:
         """The node of ``value``, which is at ``path``. Raises ``UsageError``."""
         kind = type(value)
-        if kind in PLAIN_TENSORS:
+        if kind in PLAIN_TENSORS and self._takes(value):
             return self._tensor(value, path)  # type: ignore[arg-type]
         if kind in leaves.PLAIN:
             self.others.append(path)
@@ -114,7 +124,8 @@ class TreeWriter:
             return {"$dict": [self._pair(key, item, path, start) for key, item in items.items()]}
         nodes: dict[str, object] = {}
         for key, item in items.items():
-            if type(item) in PLAIN_TENSORS:  # without a call: most of what is saved comes here
+            # Without a call: most of what is saved comes here.
+            if type(item) in PLAIN_TENSORS and (self.unknown is None or self._takes(item)):
                 nodes[key] = node = TensorNode(len(self.nodes))
                 self.nodes.append(node)
                 self.names.append(start + key)
@@ -180,14 +191,35 @@ class TreeWriter:
         return [node, self.node(item, start + name)]
 
     def _leaf(self, value: object, path: str) -> object:
+        try:
+            return self._known_leaf(value, path)
+        except UsageError:
+            if self.unknown is None:
+                raise
+        self.others.append(path)
+        self.unknown.append(value)
+        return {UNKNOWN: len(self.unknown) - 1}
+
+    def _takes(self, tensor: Any) -> bool:
+        """False for a tensor that is to be kept beside the tree."""
+        if self.unknown is None:
+            return True
+        try:
+            check_kind("", tensor)
+        except UsageError:
+            return False
+        return True
+
+    def _known_leaf(self, value: object, path: str) -> object:
         if isinstance(value, torch.Tensor):
             check_kind(path or "the state", value)
         with said_at(path):
             kind = leaves.kind_of(value)
             if kind is None:
                 raise UsageError(_refusal(value))
+            node = kind.node(value, functools.partial(self.inside, path=path))
             self.others.append(path)
-            return kind.node(value, functools.partial(self.inside, path=path))
+            return node
 
 
 def _as_json(node: object) -> object:

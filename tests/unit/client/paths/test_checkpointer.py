@@ -379,6 +379,62 @@ class Dropped:
         return torch.numel, (self.tensor,)
 
 
+class Config:
+    """An object that only torch's own rules can make, with a tensor in it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.tensor = torch.full((3,), float(number))
+
+
+def odd_state(number: int) -> dict[str, Any]:
+    return {
+        "weight": torch.full((4,), float(number)),
+        "config": Config(number),
+        "rows": [Config(number), torch.full((2,), float(number)), number],
+        "pair": (Config(number), number),
+        "sparse": torch.eye(3).to_sparse() * number,
+    }
+
+
+def test_objects_and_tensors_of_any_kind_are_restored_beside_those_in_place() -> None:
+    with portus.Checkpointer("run") as checkpointer:
+        checkpointer.save(odd_state(1), 1)
+        into = odd_state(9)
+        weight, row, sparse = into["weight"], into["rows"][1], into["sparse"]
+        restored = checkpointer.restore_into(into, weights_only=False)
+        assert restored.missing == restored.unexpected == ()
+        part = odd_state(9)
+        checkpointer.restore_into(part, weights_only=False, names="weight")
+    assert into["weight"] is weight
+    assert into["rows"][1] is row
+    assert into["sparse"] is sparse
+    assert torch.equal(weight, torch.ones(4))
+    assert torch.equal(row, torch.ones(2))
+    assert torch.equal(sparse.to_dense(), torch.eye(3))
+    for config in (into["config"], into["rows"][0], into["pair"][0]):
+        assert config.number == 1
+        assert torch.equal(config.tensor, torch.ones(3))
+    assert (into["rows"][2], into["pair"][1]) == (1, 1)
+    assert part["config"].number == 9
+    assert torch.equal(part["weight"], torch.ones(4))
+
+
+def test_a_damaged_file_with_such_objects_leaves_the_state_as_it_was() -> None:
+    with portus.Checkpointer("run") as checkpointer:
+        checkpointer.save(odd_state(1), 1).wait()
+        path = Path("run/step-00000001.pt")
+        data = bytearray(path.read_bytes())
+        at = data.index(torch.ones(4).numpy().tobytes())
+        data[at] ^= 1
+        path.write_bytes(data)
+        into = odd_state(9)
+        with pytest.raises(portus.CorruptionError):
+            checkpointer.restore_into(into, weights_only=False)
+    assert into["config"].number == 9
+    assert torch.equal(into["weight"], torch.full((4,), 9.0))
+
+
 def test_a_part_of_a_file_is_read_for_a_part_of_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     save("run", 3)
     read: list[int] = []
