@@ -106,7 +106,7 @@ class FileTarget:
             where, name = os.path.split(said)
             real = os.path.join(os.path.realpath(where or "."), name)
         directory = os.path.dirname(real)
-        if not _is_directory(directory):
+        if not _is_directory(directory, is_made=not follows_links):
             raise UsageError(
                 f"{printable(said)}: there is no directory {printable(directory)}; create it first"
             )
@@ -123,12 +123,13 @@ class FileTarget:
         return cls(said, real)
 
 
-def _is_directory(path: str) -> bool:
+def _is_directory(path: str, *, is_made: bool) -> bool:
+    """is_made: by us, just now; so if it is not there, the file system is to blame."""
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
     except OSError as error:
+        if isinstance(error, FileNotFoundError | NotADirectoryError) and not is_made:
+            return False
         raise MediumError(error.errno, f"{printable(path)}: {error.strerror}") from error
 
 
