@@ -50,7 +50,7 @@ class FoundFile:
 
     @property
     def step(self) -> int | None:
-        """That its name says; None if it says none."""
+        """Return the step that the name says; None if it says none."""
         found = _STEP.search(os.path.basename(self.path))
         return None if found is None else int(found[1])
 

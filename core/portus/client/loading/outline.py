@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from portus.client.loading.torch_file import has_digests, outlined, read_note
+from portus.client.loading.torch_file import outlined, read_note
 from portus.image.key_paths import storage_places
 
 _VALUE_MAX: Final = 60
@@ -60,7 +60,7 @@ def outline_of(path: str | os.PathLike[str]) -> FileOutline:
             if isinstance(value, torch.Tensor)
         ]
     return FileOutline(
-        has_digests=has_digests(path),
+        has_digests=found.digests is not None,
         note="" if note is None else note.decode(errors="replace"),
         tensors=tuple(tensors),
         others=tuple(

@@ -57,8 +57,7 @@ class TrainingFiles:
         if resumed_step is not None:
             note_loaded(VersionInfo(name, 0, 0, resumed_step, b"", time.time_ns(), 0))
         self._journal_at = name, journal_directory(Place.named(place).pool_of(name).path)
-        if self._settings.journal and self._journal is None:
-            self._journal = FileJournal(name, lambda: self._journal_at and self._journal_at[1])
+        self._begin_journal()
 
     def save(self, state: object, path: str, step: int) -> SaveHandle:
         """Begin to save ``state`` to ``path``, absolute; its directory is made, and a link there is
@@ -176,11 +175,14 @@ class TrainingFiles:
             saver.make_room = self._after.make_room
         return self._saver, self._after
 
-    def _begun(self, path: str, begun: list[Save], save: Save) -> None:
-        begun.append(save)
-        if self._journal is None and self._journal_at is not None and self._settings.journal:
+    def _begin_journal(self) -> None:
+        if self._settings.journal and self._journal is None and self._journal_at is not None:
             name, place = self._journal_at
             self._journal = FileJournal(name, lambda: place)
+
+    def _begun(self, path: str, begun: list[Save], save: Save) -> None:
+        begun.append(save)
+        self._begin_journal()
         if self._journal is not None:
             self._journal.begun(path, save)
 
