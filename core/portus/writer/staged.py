@@ -73,7 +73,6 @@ class StagedWay:
         self._rest_length: Final = ends - starts
         self._rest_at: Final = np.cumsum(self._rest_length) - self._rest_length
         self._rest: Final = np.zeros(int(self._rest_length.sum()), np.uint8)
-        self._is_direct = True
         self._tasks: Final = RingTasks(ring)
         self._failure: OSError | None = None
         self._probes: Final[list[tuple[Column, NDArray[np.uint8]]]] = []
@@ -153,7 +152,7 @@ class StagedWay:
         """Write what is left; return when all of it is on the medium."""
         self._tasks.drain()
         self._raise_failure()
-        self._end_direct()
+        set_direct(self._number, on=False)
         for offset, at, length in zip(
             self._rest_offset.tolist(),
             self._rest_at.tolist(),
@@ -212,15 +211,11 @@ class StagedWay:
         try:
             write_all(self._number, data, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._is_direct:
+            if error.errno != errno.EINVAL:
                 raise
-            self._end_direct()  # this file system takes the flag, and refuses the write
-            write_all(self._number, data, offset)
-
-    def _end_direct(self) -> None:
-        if self._is_direct:
-            self._is_direct = False
+            # This file system takes the flag and refuses the write, maybe on several threads.
             set_direct(self._number, on=False)
+            write_all(self._number, data, offset)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -267,6 +267,28 @@ def test_nobody_goes_on_while_a_write_is_in_flight(
     os.close(number)
 
 
+def test_direct_writes_that_are_refused_at_the_same_time_are_all_written_another_way(
+    tmp_path: Path, ring: StagingRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, real, both = state((UNIT, UNIT)), write_all, threading.Barrier(2)
+
+    def refuse(number: int, data: memoryview, offset: int) -> None:
+        import fcntl
+
+        if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_DIRECT:
+            both.wait(30)
+            raise OSError(errno.EINVAL, "no")
+        real(number, data, offset)
+
+    monkeypatch.setattr(staged, "write_all", refuse)
+    number, file = opened(tmp_path / "file", "fresh", of, ring)
+    written(file, addresses(of))
+    file.close()
+    os.close(number)
+    for index, found in enumerate(torch.load(tmp_path / "file")):
+        assert found.numpy().tobytes() == content(of, index)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_write_in_flight_that_fails_is_told_by_the_next_call(
     tmp_path: Path, ring: StagingRing, number: int, monkeypatch: pytest.MonkeyPatch
