@@ -392,12 +392,12 @@ def prepare_to_choose(trainer: Any) -> None:
     io = plugin_in_use(trainer)
     if io is None:
         return
-    if io.writes_files:
-        if trainer.is_global_zero:
-            for directory in _directories(trainer):
-                io.recover(directory)
-        return
+    if io.writes_files and trainer.is_global_zero:
+        for directory in _directories(trainer):
+            io.recover(directory)
     _fetch(trainer)
+    if io.writes_files:
+        return
     finds = [getattr(each, "_find_last_checkpoints", None) for each in trainer.checkpoint_callbacks]
     lead_back(trainer, [path for find in finds if find is not None for path in find(trainer)])
 
@@ -434,7 +434,7 @@ def _fetch(trainer: Any) -> None:
             if found and found[0]:
                 io.fetch_shards(stock.local_path(trainer.default_root_dir), found[0])
         elif trainer.is_global_zero and found and found[0]:
-            io.pooled.fetch(stock.local_path(trainer.default_root_dir), found[0])
+            io.fetch(stock.local_path(trainer.default_root_dir), found[0])
     finally:
         trainer.strategy.barrier()
 

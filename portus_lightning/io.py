@@ -82,6 +82,8 @@ class PortusIO(CheckpointIO):
 
     _files: portus.TrainingFiles | None
     _chosen: str | None
+    _directory: str | None
+    _pooled: PooledCheckpoints
     _resumed_step: int | None
     _saved: dict[str, None]
     _writes_files: bool
@@ -316,14 +318,24 @@ class PortusIO(CheckpointIO):
         if not self._writes_files:
             self._pooled.make_room(directory, size)
             return
-        run = self._pooled.run_of(directory)
-        if run.links is not None:
-            self._opened_files().begin(run.name, run.links, self._resumed_step)
+        self._directory = directory
+        self._begin_files(directory)
 
     def recover(self, directory: str) -> None:
         """Put back what a killed process had removed too early from ``directory``."""
         if self._writes_files:
             self._opened_files().recover(directory)
+
+    def fetch(self, root: str | None, directory: str) -> None:
+        """Before Lightning looks for a checkpoint in ``directory``: if this machine lost its run,
+        the mirror has it. root: the Trainer's directory, if local. Raises as opening a pool."""
+        if not self._writes_files:
+            self._pooled.fetch(root, directory)
+            return
+        self._pooled.begin(root, None)
+        run, self._directory = self._pooled.run_of(directory), directory
+        if run.links is not None:
+            self._opened_files().fetch(run.name, run.links, directory)
 
     def put_tables(self) -> None:
         """Training ended: files of this run have their protected tables from now on, in place of
@@ -364,7 +376,8 @@ class PortusIO(CheckpointIO):
         self.__dict__.update(state)
 
     def _start(self) -> None:
-        self._files = self._shards = self._chosen = None
+        self._files = self._shards = self._chosen = self._directory = None
+        self._has_begun = False
         self._guard = threading.RLock()
         self._thread = _Thread()
         self._handles: deque[portus.SaveHandle] = deque(maxlen=16)
@@ -374,7 +387,7 @@ class PortusIO(CheckpointIO):
         stock.adopt(type(self), load=True)
         place = self._shared()
         is_pool = place is not None and not place.is_directory
-        self._writes_files = not is_pool and not self._settings.has_mirror
+        self._writes_files = not is_pool and self._settings.can_mirror_files
         if self._writes_files:
             portus.TrainingFiles(self._settings)  # says what makes no sense, now
         INSTANCES.append(True)
@@ -388,7 +401,15 @@ class PortusIO(CheckpointIO):
             now = self._over or is_last_chance(path)
             self._note(self._pooled.save(checkpoint, path, step, wait=now))
 
+    def _begin_files(self, directory: str) -> None:
+        run = self._pooled.run_of(directory)
+        if run.links is not None:
+            self._opened_files().begin(run.name, run.links, directory, self._resumed_step)
+            self._has_begun = True
+
     def _save_file(self, checkpoint: dict[str, Any], path: str, step: int) -> None:
+        if not self._has_begun and self._settings.has_mirror:  # no callback said where
+            self._begin_files(self._directory or os.path.dirname(path))
         handle = self._opened_files().save(checkpoint, path, step)
         self._saved.pop(path, None)
         self._saved[path] = None
@@ -447,6 +468,7 @@ class PortusIO(CheckpointIO):
     def _close(self) -> None:
         with self._guard:
             files, self._files = self._files, None
+            self._has_begun = False
             shards, self._shards = self._shards, None
             with contextlib.ExitStack() as closing:
                 closing.callback(self._pooled.close)

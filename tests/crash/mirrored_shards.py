@@ -11,7 +11,7 @@ from typing import Any
 import portus.dcp
 from portus.client.files import run_mirror
 from portus.dcp import PortusStorageReader, PortusStorageWriter
-from portus.mirror import copier
+from portus.mirror import behind
 from portus.mirror.address import StoreAddress
 from portus.mirror.opening import open_store
 from tests.unit.client import sharded
@@ -57,7 +57,7 @@ def train(
     that is 0. slow: a rank at a quarter of the speed. nodes: over 1, machines with disks of their
     own; the ranks go round."""
     say(f"process {rank} {os.getpid()}")
-    setattr(copier, "_PAUSE_MIN_S", PAUSE_MIN_S)  # noqa: B010
+    setattr(behind, "_PAUSE_MIN_S", PAUSE_MIN_S)  # noqa: B010
     if int(slow) >= 0:
         put_s = SLOW_S if rank == int(slow) else QUICK_S
         setattr(run_mirror, "open_store", lambda address: Paced(address, put_s))  # noqa: B010

@@ -76,7 +76,7 @@ def test_a_request_that_fails_ends_no_training_and_the_mirror_catches_up(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("portus.mirror.copier._PAUSE_MIN_S", 0.05)
+    monkeypatch.setattr("portus.mirror.behind._PAUSE_MIN_S", 0.05)
     with caplog.at_level(logging.WARNING, "portus"):
         train(tmp_path, url, 1)
         # What is refused at the start is an error; what is to be copied, later.

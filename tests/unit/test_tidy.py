@@ -27,7 +27,7 @@ BROAD_EXCEPT = {
     "core/portus/image/key_paths.py: storage_places": "a message without it is better than none",
     "core/portus/client/fence/fence.py: _await_copy": "in the user's step; must not end training",
     "core/portus/client/job/exchange.py: together": "all ranks raise what one of them met",
-    "core/portus/mirror/copier.py: _run": "the top of the thread that copies; it is told",
+    "core/portus/mirror/behind.py: _run": "the top of the thread that copies; it is told",
     "core/portus/client/shards/planned.py: _plans_alike": "other ranks wait; torch tells it",
     "core/portus/client/shards/planned.py: agreed": "other ranks wait for a word; raised after",
     "core/portus/transport/abreast.py: run": "raised in the thread that asks for the result",

@@ -22,7 +22,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -57,6 +65,11 @@ _SINGLY: Final = (StoreKind.GOOGLE, StoreKind.AZURE)
 
 _SIDE_BY_SIDE: Final = 16
 """Deletions, one by one."""
+
+_PART_SIZE: Final = 16 << 20
+_PARTS_ABREAST: Final = 4
+_PARTS_MAX: Final = 10_000
+"""Of an object that is sent in parts, at S3."""
 
 Result = TypeVar("Result")
 
@@ -104,6 +117,10 @@ class Bucket:
         path = checked_name(name, self._address)
         views = [bytes_of(part, self._address) for part in parts]
         self._ask("put", name, lambda: self._put(path, views))
+
+    def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
+        path = checked_name(name, self._address)
+        self._ask("put", name, lambda: self._put_stream(path, parts, size))
 
     def create(self, name: str, data: bytes) -> bool:
         path = checked_name(name, self._address)
@@ -217,6 +234,17 @@ class Bucket:
         finally:
             await _released(views)
 
+    async def _put_stream(self, path: str, parts: Iterable[bytes], size: int) -> None:
+        """In several parts, which are one object once all of them are there."""
+        await self._obstore.put_async(
+            self._store,
+            path,
+            _asked_for(parts),
+            use_multipart=True,
+            chunk_size=max(_PART_SIZE, -(-size // _PARTS_MAX)),
+            max_concurrency=_PARTS_ABREAST,
+        )
+
     async def _create(self, path: str, data: bytes) -> bool:
         try:
             await self._obstore.put_async(self._once, path, data, mode="create")
@@ -268,6 +296,11 @@ def _left_out(kind: StoreKind) -> dict[str, str]:
 
 _MEMORY: Final[dict[str, ObjectStore]] = {}
 """By name: what one store of this process writes, the others read."""
+
+
+async def _asked_for(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
 
 
 async def _next_page(stream: Any) -> Sequence[Any]:

@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import platform
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,42 +27,27 @@ from portus.errors import (
     PortusError,
     StaleError,
     TransportError,
-    UsageError,
 )
 from portus.index.keep import Keep
 from portus.index.pool import PoolWriter
 from portus.index.reader import PoolReader
+from portus.mirror.behind import PAUSE_MAX_S, READ_ALONE, Behind, ElsewhereError, who
 from portus.mirror.fetching import fill, missing, place_of
 from portus.mirror.log import SupersededError
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import Added, Fact, Referred, Removed, State, Unreferred
 from portus.mirror.opening import configured_key
 from portus.mirror.store import Store, UnwritableError
-from portus.mirror.waiting import Show, bar
 from portus.spec import VersionInfo
 from portus.transport.base import Stop, StoppedError
-from portus.transport.beside import Beside
 
 _log: Final = logging.getLogger("portus")
-
-_PAUSE_MIN_S: Final = 1.0
-_PAUSE_MAX_S: Final = 60.0
-"""Between two tries, where the store does not answer."""
 
 _COLLECT_S: Final = 24 * 3600.0
 """Between two times that what nobody needs any more is deleted."""
 
-_SHOW_S: Final = 0.2
-"""How often a bar is drawn."""
 
-_SAY_S: Final = 10.0
-"""How often who waits hears how far it is."""
-
-_READ_ALONE: Final = "it may be read, not written"
-"""What a refused write means, after a read that was not."""
-
-
-class Copier:
+class Copier(Behind):
     """Copies what is committed of one model to its mirror. Thread-safe but for ``begin``."""
 
     _advice = (
@@ -86,47 +68,28 @@ class Copier:
         turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         is_whole: bool = False,
         newest: int | None = None,
-        pause_max_s: float = _PAUSE_MAX_S,
+        pause_max_s: float = PAUSE_MAX_S,
     ) -> None:
-        """Asks nobody. address: of the store, for messages. keep: which versions stay in the
-        mirror, besides those that the pool has; None: all. wait_s: the longest that ``close``
-        waits. turn: entered while it copies, for several that share a store. is_whole: the mirror
-        has what the pool has, no more, and an empty pool gets all of it. newest: as of ``Mirror``.
-        pause_max_s: between two tries, where the store does not answer."""
-        self.address: Final = address
-        self._model: Final = model
+        """As of ``Behind``. keep: which versions stay in the mirror, besides those that the pool
+        has; None: all. turn: entered while it copies, for several that share a store. is_whole: the
+        mirror has what the pool has, no more, and an empty pool gets all of it. newest: as of
+        ``Mirror``."""
+        super().__init__(store, address, model, wait_s=wait_s, pause_max_s=pause_max_s)
         self._keep: Final = keep
-        self._wait_s = wait_s
         self._turn: Final = turn
         self._is_whole: Final = is_whole
-        self._pause_max_s: Final = pause_max_s
-        self._store: Final = store
         self._mirror: Final = Mirror(
             self._store, model, key=configured_key(), name=self.address, newest=newest
         )
-        self._changed: Final = threading.Condition()
         self._joined: Joined | None = None
-        self._thread: Beside | None = None
-        self._wanted = False
-        """True if there may be something to do."""
-        self._closing = False
-        """True if the thread is to end once there is nothing to do any more."""
-        self._ended = False
-        """True if it is to end now."""
-        self._copying: Stop | None = None
         self._collecting: Stop | None = None
         self._collected_s: float | None = None
         """When it was tried last, here or by who had the term before; None: not yet asked."""
         self._uncollected = ""
         """Why that failed last."""
-        self._copies = 0
-        self._has_copied = False
-        """True if something was mirrored after the last failure."""
         self._skipped: Final[set[bytes]] = set()
         self._unread: Final[set[bytes]] = set()
         """What could not be fetched: it stays where it is."""
-        self._failure = ""
-        self._mirrored_ns = 0
 
     # Before the first save.
 
@@ -138,7 +101,7 @@ class Copier:
     def claim_for(self, pool: bytes) -> None:
         """Claim it for a pool that is to be made, and will have this identity. Raises
         ``UsageError`` if it may be read, not written."""
-        self._written(lambda: self._mirror.claim(_who(), pool, 0))
+        self._written(lambda: self._mirror.claim(who(), pool, 0))
 
     def begin(self, joined: Joined) -> None:
         """This is saved to from now on: at the start, and when the pool has a successor. Blocks
@@ -200,7 +163,7 @@ class Copier:
             self._say(error)
         except UnwritableError as error:
             raise UnwritableError(
-                f"{self.address}: nothing can be mirrored there: {_READ_ALONE}: {error}. Expected "
+                f"{self.address}: nothing can be mirrored there: {READ_ALONE}: {error}. Expected "
                 f"a mirror that this process may write to: give it that right, {self._instead}"
             ) from error
 
@@ -248,16 +211,9 @@ class Copier:
     # While it saves.
 
     def wake(self) -> None:
-        """Something was committed, or let go of."""
-        with self._changed:
-            if self._closing or self._joined is None:
-                return
-            self._wanted = True
-            if self._thread is None:
-                name = f"portus-mirror-{self._model}"
-                self._thread = Beside(self._run, name)
-                self._thread.start()
-            self._changed.notify_all()
+        """As of ``Behind``; nothing before there is a pool."""
+        if self._joined is not None:
+            super().wake()
 
     def yield_space(self) -> bool:
         """A save finds no room: end the upload, whose version may hold some. True if there was one;
@@ -271,86 +227,24 @@ class Copier:
             self._changed.wait_for(lambda: self._copies != copies)
             return True
 
-    @property
-    def lag_s(self) -> float | None:
-        """Seconds of training that the loss of this machine would cost now: since the newest
-        version was saved that is mirrored. None before there is one."""
-        return (time.time_ns() - self._mirrored_ns) / 1e9 if self._mirrored_ns else None
-
-    @property
-    def failure(self) -> str:
-        """Why it is behind; empty if nothing is wrong."""
-        return self._failure
-
-    def close(self) -> None:
-        """Wait, for ``wait_s`` seconds at most, until all is mirrored that the pool has; say what
-        is not. A second call after an interrupt does not wait."""
-        try:
-            self.finish(self._wait_s)
-        except BaseException:  # Ctrl-C: whoever ends the wait does not want the next one
-            self._wait_s = 0.0
-            raise
-        self.end()
-        self._store.close()  # which ends the request that is under way
-        self.ended()
-
     def finish(self, wait_s: float) -> None:
-        """Nothing is committed any more: wait until all is mirrored, ``wait_s`` seconds at most."""
+        """As of ``Behind``."""
         with self._changed:
-            self._closing = self._wanted = True  # once more: what waited does not any longer
+            self._closing = True
             if self._collecting is not None:
                 self._collecting.set()  # the next run does that
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._wait_for(self._thread, wait_s)
-
-    def end(self) -> None:
-        """End what is under way, once the store is closed. ``ended`` is to be called then."""
-        with self._changed:
-            self._closing = self._ended = True
-            if self._copying is not None:
-                self._copying.set()
-            self._changed.notify_all()
+        super().finish(wait_s)
 
     def ended(self) -> None:
-        """Return when the thread is over; say what is not mirrored."""
-        if self._thread is not None:
-            self._thread.join()
-        left = self._left()
-        if left:
-            _log.error("portus: the mirror is behind: %s. %s", left, self._failure)
+        """As of ``Behind``; whoever was joined is so no more."""
+        super().ended()
         self._joined = None
-
-    def _wait_for(self, thread: Beside, wait_s: float) -> None:
-        """Until it has mirrored all, or ``wait_s`` have passed; at a terminal with a bar."""
-        until_s, total = time.monotonic() + wait_s, len(self.unmirrored())
-        with bar("portus: mirror") as show:
-            while thread.is_alive():
-                often_s = _SAY_S if show is None else _SHOW_S
-                thread.join(max(0.0, min(often_s, until_s - time.monotonic())))
-                if time.monotonic() >= until_s:
-                    return
-                if thread.is_alive():
-                    self._say_wait(show, total)
-
-    def _say_wait(self, show: Show | None, total: int) -> None:
-        if show is None:
-            text = "portus: waiting for the mirror, Ctrl-C ends that: %s. %s"
-            _log.warning(text, self._awaited(), self._failure)
-            return
-        copying, left = self._copying, len(self.unmirrored())
-        sent = f", {copying.done >> 20} MiB of the next" if copying else ""
-        show(max(0, total - left), total, f"{sent}; Ctrl-C ends it. {self._failure}".rstrip())
 
     def unmirrored(self) -> list[VersionInfo]:
         """The versions of the pool that are not mirrored, oldest commit first."""
         joined = self._joined
         there = {each.token for each in self._mirror.state.versions}
         return [each for each in (joined.infos() if joined else ()) if each.token not in there]
-
-    def _awaited(self) -> str:
-        """What the wait at the end is for, in words."""
-        return self._left() or "older versions are to be removed there"
 
     def _left(self) -> str:
         """What is not mirrored, in words; nothing if all is."""
@@ -364,72 +258,18 @@ class Copier:
 
     # The thread.
 
-    def _run(self) -> None:
-        pause_s = _PAUSE_MIN_S
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._wanted or self._closing or self._ended)
-                if self._ended or not self._wanted:
-                    return
-                self._wanted, joined = False, self._joined
-            assert joined is not None
-            try:
-                with self._turn():
-                    self._catch_up(joined)
-                pause_s, self._failure = _PAUSE_MIN_S, ""
-            except StoppedError:
-                self._again(None)
-            except StaleError:
-                self._again(0.0)  # the version went meanwhile
-            except SupersededError as error:
-                if not error.passing:
-                    self._fail(error)
-                    return
-                joined.since = joined.writer.catalogue().root.sequence
-                self._again(0.0)
-            except ElsewhereError as error:
-                self._fail(error)
-                return
-            except Exception as error:  # MemoryError and the like, too: else nobody hears of it
-                self._say(error)
-                if self._has_copied:  # it is another failure, not the same one still
-                    self._has_copied, pause_s = False, _PAUSE_MIN_S
-                self._again(pause_s)
-                pause_s = min(2 * pause_s, self._pause_max_s)
+    def _catch_up(self) -> None:
+        joined = self._joined
+        assert joined is not None
+        with self._turn():
+            self._catch_up_with(joined)
 
-    def _again(self, pause_s: float | None) -> None:
-        """Try again after a pause; None: after the next commit, if there is to be one."""
-        with self._changed:
-            if pause_s is None:
-                self._wanted = self._wanted or self._closing
-                return
-            if self._closing:
-                self._changed.wait_for(lambda: self._ended, min(pause_s, _PAUSE_MIN_S))
-            else:
-                self._changed.wait_for(lambda: self._closing or self._ended, pause_s)
-            self._wanted = True
+    def _passed_by(self) -> None:
+        joined = self._joined
+        if joined is not None:
+            joined.since = joined.writer.catalogue().root.sequence
 
-    def _say(self, error: Exception) -> None:
-        """Say why the mirror is behind, each cause once until it is over."""
-        if self._ended:
-            return  # the store was closed, and the cause is that of before
-        foreign = not isinstance(error, PortusError)
-        said = f"{_READ_ALONE}: {error}" if isinstance(error, UnwritableError) else str(error)
-        text = f"{type(error).__name__}: {error}" if foreign else said
-        if text != self._failure:
-            self._failure = text
-            _log.warning(
-                "portus: %s is behind; retrying: %s",
-                self.address,
-                text,
-                exc_info=error if foreign else None,
-            )
-
-    def _fail(self, error: PortusError) -> None:
-        self._failure = str(error)
-        _log.error("portus: no longer mirroring to %s: %s", self.address, error)
-
-    def _catch_up(self, joined: Joined) -> None:
+    def _catch_up_with(self, joined: Joined) -> None:
         """Mirror what is not there, until all is."""
         if not (joined.is_claimed and self._mirror.is_claimed):
             self._claim(joined)
@@ -502,7 +342,7 @@ class Copier:
                     self.address,
                 )
                 continue
-            with self._uploading(joined) as stop:
+            with self._uploading_of(joined) as stop:
                 count = self._mirror.mend(added, joined.reader_of(info), info.id, stop)
             if count:
                 _log.error(
@@ -523,7 +363,7 @@ class Copier:
             raise self._elsewhere(state.newest, joined, own)
 
     def _take_term(self, joined: Joined, at: int | None = None) -> None:
-        self._mirror.claim(_who(), joined.writer.superblock.uuid, joined.since, at=at)
+        self._mirror.claim(who(), joined.writer.superblock.uuid, joined.since, at=at)
         self._claimed(joined)
 
     def _claimed(self, joined: Joined) -> None:
@@ -534,7 +374,7 @@ class Copier:
 
     def _copy(self, joined: Joined, info: VersionInfo, facts: Sequence[Fact]) -> None:
         try:
-            with self._uploading(joined) as stop:
+            with self._uploading_of(joined) as stop:
                 self._copy_from(joined, info, stop, facts)
             self._has_copied = True
         except CorruptionError as error:
@@ -542,20 +382,12 @@ class Copier:
             _log.error("portus: step %d is not mirrored: %s", info.step, error)
 
     @contextlib.contextmanager
-    def _uploading(self, joined: Joined) -> Iterator[Stop]:
-        """What is sent inside ends when a save needs the space of what it pins."""
-        stop = Stop()
-        with self._changed:
-            if self._ended or joined is not self._joined:
-                raise StoppedError("the run ends, or continues in another pool")
-            self._copying = stop
-        try:
+    def _uploading_of(self, joined: Joined) -> Iterator[Stop]:
+        """``_uploading``, unless the run goes on in another pool."""
+        with self._uploading() as stop:
+            if joined is not self._joined:
+                raise StoppedError("the run continues in another pool")
             yield stop
-        finally:
-            with self._changed:
-                self._copying = None
-                self._copies += 1
-                self._changed.notify_all()
 
     def _copy_from(
         self, joined: Joined, info: VersionInfo, stop: Stop, facts: Sequence[Fact]
@@ -596,14 +428,6 @@ class Copier:
         every: list[Added | VersionInfo] = [*mirrored]
         every += [info for info in infos if info.token not in tokens]
         return local | {each.token for each in self._keep.staying(every)}
-
-
-def _who() -> str:
-    return f"pid {os.getpid()} on {platform.node()}"
-
-
-class ElsewhereError(UsageError):
-    """The mirror has the newer history, of another pool."""
 
 
 class Joined:

@@ -15,7 +15,7 @@ import functools
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from portus.errors import MediumError, TransportError, UsageError
@@ -69,6 +69,9 @@ class Folder:
         return f"Folder({self._root!r})"
 
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        self.put_stream(name, [bytes_of(part, self) for part in parts], 0)
+
+    def put_stream(self, name: str, parts: Iterable[Buffer], size: int) -> None:
         with self._translated():
             target = self._path(name)
             with self._written(parts) as partial:
@@ -149,9 +152,8 @@ class Folder:
         return os.path.join(self._root, checked_name(name, self))
 
     @contextlib.contextmanager
-    def _written(self, parts: Sequence[Buffer]) -> Iterator[str]:
+    def _written(self, parts: Iterable[Buffer]) -> Iterator[str]:
         """A file of ``parts``, synced, under a name that is gone at the end."""
-        views = [bytes_of(part, self) for part in parts]
         home = os.path.join(self._root, PARTIAL)
         is_first = home not in self._safe
         self._make_safe(home)
@@ -160,7 +162,7 @@ class Folder:
         number = _told("create a file in", home, lambda: os.open(path, _NEW, 0o666))
         try:
             try:
-                _told("write a file in", home, lambda: _write(number, views))
+                _told("write a file in", home, lambda: _write(number, parts))
             finally:
                 os.close(number)
             if is_first:
@@ -264,9 +266,9 @@ def _make_directory(path: str) -> None:
         os.mkdir(path)
 
 
-def _write(number: int, views: Sequence[memoryview]) -> None:
-    for view in views:
-        done = 0
+def _write(number: int, parts: Iterable[Buffer]) -> None:
+    for part in parts:
+        view, done = memoryview(part), 0
         while done < len(view):
             done += os.write(number, view[done : done + _SIZE_MAX])
     os.fsync(number)
@@ -275,6 +277,8 @@ def _write(number: int, views: Sequence[memoryview]) -> None:
 def _told(operation: str, path: str, call: Callable[[], Result]) -> Result:
     try:
         return call()
+    except MediumError:
+        raise  # by whoever was asked for what is to be written
     except OSError as error:
         raise file_error(operation, path, error) from error
 

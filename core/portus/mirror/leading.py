@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager
 from typing import Final
 
 from portus.errors import BusyError, PortusError, StaleError, TransportError
-from portus.mirror.copier import Copier, ElsewhereError, Joined
+from portus.mirror.behind import ElsewhereError
+from portus.mirror.copier import Copier, Joined
 from portus.mirror.log import SupersededError
 from portus.mirror.objects import Added, State
 from portus.mirror.store import Store

@@ -39,6 +39,7 @@ from portus.mirror.objects import (
     Claimed,
     Collected,
     Fact,
+    Filed,
     Gone,
     LogEntry,
     Referred,
@@ -47,6 +48,7 @@ from portus.mirror.objects import (
     SealError,
     State,
     Term,
+    Unfiled,
     Unreferred,
     entry_name,
     entry_number,
@@ -309,6 +311,7 @@ def _with_facts(state: State, entry: LogEntry) -> State:
     versions = {each.token: each for each in state.versions}
     references = {each.path: each for each in state.references}
     gone = {each.manifest: each for each in state.gone}
+    files = {each.path: each for each in state.files}
     for fact in entry.facts:
         if isinstance(fact, Claimed):
             terms.append(Term(entry.term, fact.pool, fact.commit))
@@ -328,6 +331,10 @@ def _with_facts(state: State, entry: LogEntry) -> State:
             references[fact.path] = fact
         elif isinstance(fact, Unreferred):
             references.pop(fact.path, None)
+        elif isinstance(fact, Filed):
+            files[fact.path] = fact
+        elif isinstance(fact, Unfiled):
+            files.pop(fact.path, None)
         elif isinstance(fact, Collected):
             for name in fact.manifests:
                 gone.pop(name, None)
@@ -338,4 +345,5 @@ def _with_facts(state: State, entry: LogEntry) -> State:
         versions=tuple(versions.values()),
         gone=tuple(gone.values())[-GONE_MAX:],
         references=tuple(references.values()),
+        files=tuple(files.values()),
     )

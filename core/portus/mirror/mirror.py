@@ -171,6 +171,11 @@ class Mirror:
         added = self._perform(self._writer.add(source.version(), facts, damaged), source)
         return MirroringCost(added, source.packs, source.put_bytes)
 
+    def require(self) -> None:
+        """Raise ``SupersededError`` if another writer took the term by now. One small read."""
+        self._perform(self._writer.log.read())
+        self._writer.log.require()
+
     def note(self, facts: Sequence[Fact]) -> State:
         """Say ``facts``, all or none: versions removed, reference files. Raises as ``copy``."""
         return self._perform(self._writer.note(facts))

@@ -5,6 +5,8 @@ All objects of a model are below one prefix (``prefix_of``)::
     log/<number>        numbered from the newest down: the first one of a list is the newest
     manifests/<name>    one for each version: where each of its units is
     packs/<name>        one unit, or several small ones end to end
+    files/<path>        a checkpoint file, whole, and its digest beside it; those of a directory
+    quoted/<path>       the same, of a path that no object can be called by
 
 An entry of the log is created if absent, and never changed or deleted. Manifests and packs have
 names that nobody ever uses for anything else: digest, length, who put them, and in which epoch.
@@ -31,11 +33,16 @@ from portus.errors import CorruptionError, UsageError
 from portus.format.checksum import DIGEST_SIZE, digest
 from portus.format.record import Field, Record
 from portus.index.groups import COUNT_MAX, part_model
+from portus.mirror.names import is_name
 from portus.spec import VersionInfo
 
 LOG: Final = "log/"
 MANIFESTS: Final = "manifests/"
 PACKS: Final = "packs/"
+FILES: Final = "files/"
+QUOTED: Final = "quoted/"
+DIGEST_SUFFIX: Final = ".xxh128"
+"""Of what is beside a file: its digest, as ``xxhsum`` prints and checks it."""
 
 FORMAT_VERSION: Final = 1
 NUMBER_MAX: Final = 10**12 - 1
@@ -170,6 +177,31 @@ class Unreferred(msgspec.Struct, frozen=True, array_like=True, tag="unreferred")
     path: _Path
 
 
+class Filed(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
+    """The checkpoint file at ``path`` (POSIX, relative to the directory of the run) is there, as
+    the object ``name``. Replaces what was said of the path before.
+
+    ``time_ns``: when it was changed last, by the clock of its machine. With ``term`` that tells
+    which is the newest. ``digest``: xxh3_128 of all of it. ``link``: where the link at ``path``
+    leads, relative to it; then there is no object, and ``size`` is 0.
+    """
+
+    path: _Path
+    name: _Name
+    digest: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
+    size: _Count
+    step: int
+    time_ns: _Count
+    term: _Count
+    link: Annotated[str, Meta(max_length=PATH_SIZE_MAX)] = ""
+
+
+class Unfiled(msgspec.Struct, frozen=True, array_like=True, tag="unfiled"):
+    """There is no file at ``path`` any more."""
+
+    path: _Path
+
+
 class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
     """What only these manifests named, of versions long removed, is about to be deleted.
     ``time_ns``: when, by the clock of who says so; 0: nobody knows."""
@@ -178,7 +210,7 @@ class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
     time_ns: _Count = 0
 
 
-Fact = Claimed | Added | Removed | Referred | Unreferred | Collected
+Fact = Claimed | Added | Removed | Referred | Unreferred | Filed | Unfiled | Collected
 """What an entry of the log says, one after another, all at once."""
 
 
@@ -203,6 +235,7 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     ``term``, ``writer``, ``who``, ``passing``: of the last claim that counts. ``terms``: oldest
     first. ``versions``: in the order in which they were added. ``gone``: manifests, and what they
     name, that readers may still need. ``collected_ns``: ``time_ns`` of the last ``Collected``.
+    ``files``: those of a run in a directory, which has no versions.
     """
 
     number: _Count = 0
@@ -215,6 +248,17 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     gone: tuple[Gone, ...] = ()
     references: tuple[Referred, ...] = ()
     collected_ns: _Count = 0
+    files: tuple[Filed, ...] = ()
+
+    @property
+    def newest_file(self) -> Filed | None:
+        """The file that a training goes on from; None if there is none."""
+        files = (each for each in self.files if not each.link)
+        return max(files, key=lambda each: (each.term, each.time_ns), default=None)
+
+    def file(self, path: str) -> Filed | None:
+        """What is said of the file at ``path``, if it is there."""
+        return next((each for each in self.files if each.path == path), None)
 
     @property
     def newest(self) -> Added | None:
@@ -253,7 +297,7 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     term: _Count
     writer: _Writer
     facts: Annotated[
-        tuple[Claimed | Added | Removed | Referred | Unreferred | Collected, ...],
+        tuple[Claimed | Added | Removed | Referred | Unreferred | Filed | Unfiled | Collected, ...],
         Meta(min_length=1, max_length=FACTS_MAX),
     ]
     state: State | None = None
@@ -293,6 +337,19 @@ def prefix_of(model: str) -> str:
     if len(quoted) > _QUOTED_MAX:
         quoted = f"{quoted[:_QUOTED_MAX]}={digest(model.encode()).hex()}"
     return quoted + "/"
+
+
+def file_name(path: str) -> str:
+    """What the file at ``path`` is called, below the prefix of its run: by its own name, if that is
+    one that all stores take."""
+    own = FILES + path
+    if is_name(own + DIGEST_SUFFIX):
+        return own
+    plain = urllib.parse.quote(path, safe="/").replace("~", "%7E").replace(".", "%2E")
+    quoted = plain.replace("%", "=")
+    if len(quoted) > _QUOTED_MAX:
+        quoted = f"{quoted[:_QUOTED_MAX]}={digest(path.encode()).hex()}"
+    return QUOTED + quoted
 
 
 def first_parts_prefix(model: str) -> str | None:

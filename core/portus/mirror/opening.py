@@ -11,7 +11,7 @@ from portus.mirror.address import StoreAddress, StoreKind
 from portus.mirror.bucket import Bucket, BucketTimeouts
 from portus.mirror.folder import Folder
 from portus.mirror.hosted import HostStore
-from portus.mirror.store import Store
+from portus.mirror.store import FileStore, Store
 
 KEY_VARIABLE: Final = "PORTUS_MIRROR_KEY"
 
@@ -31,6 +31,12 @@ def open_store(address: StoreAddress, patience: BucketTimeouts | None = None) ->
     """
     if address.kind is StoreKind.HOST:
         return HostStore(address.bucket, address.prefix)
+    return open_file_store(address, patience)
+
+
+def open_file_store(address: StoreAddress, patience: BucketTimeouts | None = None) -> FileStore:
+    """As ``open_store``, for files of any size. Not on a storage host."""
+    assert address.kind is not StoreKind.HOST, "objects on a storage host are small"
     if address.kind is StoreKind.FOLDER:
         return Folder(address.prefix)
     return Bucket(address, patience)

@@ -22,7 +22,7 @@ A message names the cause and the address, and no secret.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,3 +80,11 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Let go of connections. A second call does nothing."""
+
+
+class FileStore(Store, Protocol):
+    """A store of objects of any size."""
+
+    def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
+        """As ``put``, of parts that are asked for as they are needed, about ``size`` bytes in all.
+        What asking raises is raised, and nothing has changed then."""

@@ -335,7 +335,7 @@ def before(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[str, str], None]]:
     stock = opening.open_store
     gated = lambda address: Gate(stock(address), lambda *asked: gates[-1](*asked))  # noqa: E731
     monkeypatch.setattr(run_mirror, "open_store", gated)
-    monkeypatch.setattr(copier, "_PAUSE_MIN_S", 0.01)
+    monkeypatch.setattr("portus.mirror.behind._PAUSE_MIN_S", 0.01)
     return gates
 
 
@@ -830,7 +830,7 @@ def said_by(url: str) -> State:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallBucket]:
     """A bucket, to which the environment leads."""
-    monkeypatch.setattr(copier, "_PAUSE_MIN_S", 0.01)
+    monkeypatch.setattr("portus.mirror.behind._PAUSE_MIN_S", 0.01)
     with SmallBucket() as bucket:
         bucket.lead(monkeypatch)
         yield bucket

@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links of reference files are in a directory of the test, and nobody waits for long."""
     monkeypatch.chdir(tmp_path)
     connect_again_at_once(monkeypatch)
-    monkeypatch.setattr("portus.mirror.copier._PAUSE_MIN_S", 0.01)
+    monkeypatch.setattr("portus.mirror.behind._PAUSE_MIN_S", 0.01)
     monkeypatch.setattr("portus.mirror.leading.PAUSE_MAX_S", 0.05)
     monkeypatch.setattr("portus.daemon.replicas._ANSWER_S", 0.5)
 

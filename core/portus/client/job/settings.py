@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal, TypedDict
 from portus.client.loading.resolve import POOLS
 from portus.client.loading.stock import say_once
 from portus.index.fits import Fits, Seconds, SomeBytes, SomeSeconds, refuse_misfits
-from portus.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
+from portus.mirror.address import MIRROR_VARIABLE, StoreAddress, StoreKind, parse
 from portus.mirror.address import UNMIRRORED as UNMIRRORED
 from portus.pipeline.audit import Guard
 
@@ -88,6 +88,13 @@ class Settings:
         """True if a run with these settings has a mirror, here or by $PORTUS_MIRROR. Raises
         ``UsageError`` if the variable is no address."""
         return mirror_of(self) is not None
+
+    @property
+    def can_mirror_files(self) -> bool:
+        """False if the mirror is on a storage host, whose objects are small. Raises as
+        ``has_mirror``."""
+        address = mirror_of(self)
+        return address is None or address.kind is not StoreKind.HOST
 
     def allow_mirror(self) -> None:
         """Let loads of reference files in this process take damaged or missing data from the mirror

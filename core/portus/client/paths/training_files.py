@@ -9,12 +9,13 @@ from functools import partial
 from typing import Final
 
 from portus.client.files.reference import replace_link
-from portus.client.job.settings import Settings
+from portus.client.job.settings import Settings, mirror_of
 from portus.client.loading.elsewhere import fill
 from portus.client.loading.loaded import note_loaded
 from portus.client.loading.torch_file import load_file
 from portus.client.paths.after_commit import AfterCommit, say_it_stays
 from portus.client.paths.file_journal import FileJournal
+from portus.client.paths.file_mirror import DirectoryMirror
 from portus.client.paths.process import join, leave, recover_left
 from portus.client.paths.saver import Extra, FileSaver
 from portus.errors import MediumError, PortusError, UsageError, printable
@@ -47,17 +48,37 @@ class TrainingFiles:
         self._settings: Final = settings
         self._journal_at: tuple[str, str] | None = None
         self._journal: FileJournal | None = None
+        self._mirror: DirectoryMirror | None = None
         self._saver: FileSaver | None = None
         self._after: AfterCommit | None = None
         self._process = os.getpid()
 
-    def begin(self, name: str, place: str, resumed_step: int | None = None) -> None:
-        """Have the journal of what follows in the directory ``place``, where the training is called
-        ``name``. resumed_step: of the checkpoint that it goes on from, if it does."""
+    def fetch(self, name: str, place: str, checkpoints: str) -> None:
+        """If the settings name a mirror, and this machine has nothing of the training ``name``,
+        fetch the files that the mirror has. Blocks. place: the directory that notes and the journal
+        of the training are in; checkpoints: that of its checkpoints; both absolute.
+
+        Raises ``UsageError`` if both have what the other one lacks, ``CorruptionError`` if the
+        mirror has no file that is as it was uploaded, and ``TransportError``.
+        """
+        mirror = self._mirror_at(name, place, checkpoints)
+        if mirror is not None:
+            mirror.fetch()
+
+    def begin(
+        self, name: str, place: str, checkpoints: str, resumed_step: int | None = None
+    ) -> None:
+        """The training ``name`` begins: from now on its saves are in the journal, and in the
+        mirror, if the settings name one. resumed_step: of the checkpoint that it goes on from, if
+        it does. The others, and what is raised: as of ``fetch``; and ``UsageError`` for a mirror
+        that may not be written."""
         if resumed_step is not None:
             note_loaded(VersionInfo(name, 0, 0, resumed_step, b"", time.time_ns(), 0))
-        self._journal_at = name, journal_directory(Place.named(place).pool_of(name).path)
+        self._journal_at = name, _journal_of(name, place)
         self._begin_journal()
+        mirror = self._mirror_at(name, place, checkpoints)
+        if mirror is not None:
+            mirror.begin()
 
     def save(self, state: object, path: str, step: int) -> SaveHandle:
         """Begin to save ``state`` to ``path``, absolute; its directory is made, and a link there is
@@ -74,6 +95,7 @@ class TrainingFiles:
         extra = Extra(
             step=step,
             begun=partial(self._begun, path, begun),
+            committed=partial(self._committed, path, begun),
             then=partial(self._over, number, path),
             follows_links=False,
         )
@@ -92,6 +114,7 @@ class TrainingFiles:
         if self._is_open():
             self._opened()[1].remove(path)
             return
+        self._tell_mirror(path)
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -106,6 +129,8 @@ class TrainingFiles:
             self._opened()[1].link(link, target)
         elif os.path.exists(target):
             replace_link(link, target)
+        if self._mirror is not None:
+            self._mirror.linked(link)
 
     def is_there(self, path: str) -> bool:
         """Return whether there is, or will be, a file at ``path``."""
@@ -139,6 +164,19 @@ class TrainingFiles:
             journal, self._journal = self._journal, None
             if journal is not None:
                 journal.close()
+            self._close_mirror()
+
+    def _close_mirror(self) -> None:
+        """Wait until it has everything; Ctrl-C ends the wait, and closes it all the same."""
+        mirror = self._mirror
+        if mirror is not None:
+            try:
+                mirror.close()
+            except KeyboardInterrupt:
+                mirror.close()
+                raise
+            finally:
+                self._mirror = None
 
     def _finish(self) -> None:
         saver, after = self._saver, self._after
@@ -167,13 +205,42 @@ class TrainingFiles:
     def _opened(self) -> tuple[FileSaver, AfterCommit]:
         if self._process != os.getpid():
             self._process = os.getpid()
-            self._saver = self._after = self._journal = None
+            self._saver = self._after = self._journal = self._mirror = None
         if self._saver is None or self._after is None:
             saver = FileSaver(join(self), self._settings)
-            self._after = AfterCommit(saver.remove, saver.later)
+            self._after = AfterCommit(partial(self._remove, saver), saver.later)
             self._saver = saver
-            saver.make_room = self._after.make_room
+            saver.make_room = self._make_room
         return self._saver, self._after
+
+    def _remove(self, saver: FileSaver, path: str) -> None:
+        self._tell_mirror(path)
+        saver.remove(path)
+
+    def _make_room(self) -> bool:
+        has_removed = self._after is not None and self._after.make_room()
+        has_ended = self._mirror is not None and self._mirror.yield_space()
+        return has_removed or has_ended
+
+    def _tell_mirror(self, path: str) -> None:
+        """The file at ``path`` is about to be removed."""
+        if self._mirror is not None:
+            self._mirror.removing(path)
+
+    def _mirror_at(self, name: str, place: str, checkpoints: str) -> DirectoryMirror | None:
+        address = mirror_of(self._settings)
+        if self._mirror is None and address is not None:
+            root = os.path.dirname(place)
+            is_below = os.path.commonpath([root, checkpoints]) == root
+            self._mirror = DirectoryMirror(
+                address,
+                name,
+                root=root if is_below else checkpoints,
+                checkpoints=checkpoints,
+                home=_journal_of(name, place),
+                wait_s=self._settings.mirror_wait,
+            )
+        return self._mirror
 
     def _begin_journal(self) -> None:
         if self._settings.journal and self._journal is None and self._journal_at is not None:
@@ -186,11 +253,22 @@ class TrainingFiles:
         if self._journal is not None:
             self._journal.begun(path, save)
 
+    def _committed(self, path: str, begun: list[Save]) -> None:
+        """Before anybody is told: what is removed after that goes after this in the mirror too."""
+        if self._mirror is not None:
+            for save in begun:
+                save.stats.mirror_lag_s = self._mirror.lag_s
+                self._mirror.committed(path, save.step)
+
     def _over(self, number: int, path: str, save: Save) -> None:
         if self._after is not None:
             self._after.over(number, path, is_committed=save.error is None)
         if self._journal is not None:
             self._journal.over(save)
+
+
+def _journal_of(name: str, place: str) -> str:
+    return journal_directory(Place.named(place).pool_of(name).path)
 
 
 def _make_directory(path: str) -> None:

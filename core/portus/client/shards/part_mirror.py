@@ -174,9 +174,9 @@ class PartMirroring(Mirroring):
         _end(held)
         return True
 
-    def _catch_up(self, joined: Joined) -> None:
+    def _catch_up_with(self, joined: Joined) -> None:
         closing = self._closing  # if it becomes so meanwhile, what waits was not looked at
-        super()._catch_up(joined)
+        super()._catch_up_with(joined)
         if not closing or self._ended or self._has_met:
             return
         self._has_met = True
@@ -184,7 +184,7 @@ class PartMirroring(Mirroring):
         own = [info.token[:ID_SIZE] for info in joined.infos() if info.token in there]
         found = self._parting.shared(own[-_MET_MAX:], lambda: self._ended)
         self._complete += tuple(each for each in own if each in found - set(self._complete))
-        super()._catch_up(joined)
+        super()._catch_up_with(joined)
 
     # What is different from a run of one process.
 

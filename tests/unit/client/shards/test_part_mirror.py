@@ -156,7 +156,7 @@ def before(monkeypatch: pytest.MonkeyPatch) -> list[Before]:
 
     for each in (run_mirror, mirrored_groups):
         monkeypatch.setattr(each, "open_store", gated)
-    monkeypatch.setattr(copier, "_PAUSE_MIN_S", 0.01)
+    monkeypatch.setattr("portus.mirror.behind._PAUSE_MIN_S", 0.01)
     return gates
 
 
@@ -454,7 +454,7 @@ def test_a_bucket_that_may_be_read_and_not_written_is_an_error_at_once_and_no_la
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(copier, "_PAUSE_MIN_S", 0.01)
+    monkeypatch.setattr("portus.mirror.behind._PAUSE_MIN_S", 0.01)
     with SmallBucket() as small:
         mirror = small.lead(monkeypatch)
         small.is_read_only = True

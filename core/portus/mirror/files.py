@@ -1,0 +1,200 @@
+"""``MirroredFiles``: the checkpoint files of one run in a store, whole, under their own names.
+
+A file counts once the log of the mirror says so, with its digest. So whoever was superseded may
+overwrite an object, and nobody takes that for the file: its digest is another one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import xxhash
+
+from portus.errors import CorruptionError, MediumError, StaleError, printable
+from portus.mirror.mirror import Mirror
+from portus.mirror.objects import (
+    DIGEST_SUFFIX,
+    FACTS_MAX,
+    FILES,
+    LOG,
+    QUOTED,
+    Filed,
+    State,
+    Unfiled,
+    file_name,
+    prefix_of,
+)
+from portus.mirror.opening import configured_key
+from portus.mirror.store import FileStore, MissingError
+from portus.mirror.writer import GRACE_S
+from portus.transport.abreast import in_any_order
+from portus.transport.base import Stop
+
+PIECE: Final = 16 << 20
+"""Bytes that are read, or asked for, at once."""
+
+_ABREAST: Final = 4
+
+
+class MirroredFiles:
+    """See the module. Whoever made the store closes it. One thread at a time.
+
+    All raise what the store raises, and as ``Mirror``.
+    """
+
+    def __init__(self, store: FileStore, model: str, name: str) -> None:
+        """Asks nothing. name: of the store, for messages."""
+        self._store: Final = store
+        self._prefix: Final = prefix_of(model)
+        self._name: Final = name
+        self._mirror: Final = Mirror(store, model, key=configured_key(), name=name)
+
+    @property
+    def state(self) -> State:
+        """What the log said when this object last claimed it or said something."""
+        return self._mirror.state
+
+    @property
+    def is_claimed(self) -> bool:
+        """True from a claim until it was found to be superseded."""
+        return self._mirror.is_claimed
+
+    def read(self) -> State:
+        """Return what the log says now."""
+        return self._mirror.read()
+
+    def claim(self, who: str, run: bytes) -> State:
+        """From now on what this process says counts, and nobody else. run: 16 bytes, of the run on
+        this machine."""
+        return self._mirror.claim(who, run, 0)
+
+    def put(self, path: str, number: int, step: int, stop: Stop, *, term: int | None = None) -> int:
+        """Upload the open file ``number`` as the one at ``path``; its bytes. When this returns, it
+        counts. term: in which it was saved, if not in this one.
+
+        Raises ``SupersededError``; ``StoppedError`` within a piece after ``stop`` is set;
+        ``StaleError`` if the file was written to meanwhile.
+        """
+        self._mirror.require()
+        before, hasher = os.fstat(number), xxhash.xxh3_128()
+        name, size = file_name(path), before.st_size
+
+        def pieces() -> Iterator[bytes]:
+            for start in range(0, size, PIECE):
+                stop.check()
+                data = _read(number, start, min(PIECE, size - start), path)
+                hasher.update(data)
+                yield data
+                stop.add(len(data))
+
+        self._store.put_stream(self._prefix + name, pieces(), size)
+        if _changed(os.fstat(number)) != _changed(before):
+            raise StaleError(f"{printable(path)}: it was written to while it was mirrored")
+        line = f"{hasher.hexdigest()}  {os.path.basename(name)}\n"
+        self._store.put(self._prefix + name + DIGEST_SUFFIX, [line.encode()])
+        filed = Filed(
+            path=path,
+            name=name,
+            digest=hasher.digest(),
+            size=size,
+            step=step,
+            time_ns=before.st_mtime_ns,
+            term=self.state.term if term is None else term,
+        )
+        self._mirror.note([filed])
+        return size
+
+    def link(self, path: str, target: str) -> None:
+        """Say that the link at ``path`` leads to ``target``, which is relative to it."""
+        before = self.state.file(path)
+        said = Filed(path, file_name(path), bytes(16), 0, 0, 0, self.state.term, target)
+        self._mirror.note([said])
+        if before is not None and not before.link:
+            self._delete([before.name])
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove files; those that are not there are no error. Raises ``SupersededError``, and
+        ``UsageError`` without the right to delete: they do not count any more then."""
+        there = {each.path: each for each in self.state.files}
+        gone = [there[path] for path in dict.fromkeys(paths) if path in there]
+        for start in range(0, len(gone), FACTS_MAX):
+            self._mirror.note([Unfiled(each.path) for each in gone[start : start + FACTS_MAX]])
+        self._delete([each.name for each in gone if not each.link])
+
+    def sweep(self) -> int:
+        """Delete what was uploaded a day ago or before that, and never counted; how many objects.
+        Call it after ``claim``: the entry of that says what time it is in the store."""
+        entries = self._store.list(self._prefix + LOG)
+        now = next((each.modified for each in entries), 0.0)
+        named = {self._prefix + each.name for each in self.state.files}
+        named |= {name + DIGEST_SUFFIX for name in named}
+        found = [
+            each.name
+            for folder in (FILES, QUOTED)
+            for each in self._store.list(self._prefix + folder)
+            if each.name not in named and each.modified < now - GRACE_S
+        ]
+        if found:
+            self._store.delete(found)
+        return len(found)
+
+    def fetch(self, filed: Filed, number: int, advanced: Callable[[int], None]) -> None:
+        """Write a file into the open and empty file ``number``, verified. advanced: told of bytes.
+
+        Raises ``CorruptionError`` if it is not there as it was uploaded, or was replaced
+        meanwhile: then ``read`` says by what.
+        """
+
+        def get(start: int) -> None:
+            data = bytearray(min(PIECE, filed.size - start))
+            self._store.get_range(self._prefix + filed.name, start, memoryview(data))
+            _write(number, memoryview(data), start, filed.path)
+            advanced(len(data))
+
+        try:
+            in_any_order(get, range(0, filed.size, PIECE), _ABREAST)
+        except MissingError as error:
+            raise CorruptionError(f"{self._name}: {filed.name} is missing") from error
+        hasher = xxhash.xxh3_128()
+        for start in range(0, filed.size, PIECE):
+            hasher.update(_read(number, start, min(PIECE, filed.size - start), filed.path))
+        if hasher.digest() != filed.digest:
+            raise CorruptionError(
+                f"{self._name}: {filed.name}: expected the digest {filed.digest.hex()}, found "
+                f"{hasher.hexdigest()}"
+            )
+
+    def _delete(self, names: Sequence[str]) -> None:
+        if names:
+            self._store.delete(
+                [self._prefix + name + more for name in names for more in ("", DIGEST_SUFFIX)]
+            )
+
+
+def _read(number: int, start: int, length: int, path: str) -> bytes:
+    try:
+        data = os.pread(number, length, start)
+    except OSError as error:
+        raise MediumError(
+            error.errno, f"{printable(path)}: cannot be read: {error.strerror}"
+        ) from error
+    if len(data) < length:
+        raise StaleError(f"{printable(path)}: it became shorter while it was mirrored")
+    return data
+
+
+def _write(number: int, data: memoryview, start: int, path: str) -> None:
+    try:
+        while data:
+            done = os.pwrite(number, data, start)
+            data, start = data[done:], start + done
+    except OSError as error:
+        raise MediumError(
+            error.errno, f"{printable(path)}: cannot be written: {error.strerror}"
+        ) from error
+
+
+def _changed(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns

@@ -1,0 +1,486 @@
+"""The mirror of the files of one run: newest first, and never without the newest."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import portus
+from portus.client.job.settings import Settings
+from portus.client.paths import file_mirror
+from portus.client.paths.training_files import TrainingFiles
+from portus.errors import CorruptionError, MediumError, TransportError, UsageError
+from portus.mirror.address import parse
+from portus.mirror.files import MirroredFiles
+from portus.mirror.opening import open_file_store
+from portus.mirror.store import FileStore, UnwritableError
+from tests.unit.client.stuck import until
+
+NUMBERS = itertools.count()
+
+
+class Bucket:
+    """What a store has, and what it is told to do. ``gate``: an upload waits for it."""
+
+    def __init__(self) -> None:
+        self.address = f"memory:mirror-{next(NUMBERS)}"
+        self.store: FileStore = open_file_store(parse(self.address))
+        self.behind: FileStore = open_file_store(parse(self.address))
+        """The same objects, for who looks: an upload that waits holds the first one up."""
+        self.sent: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun = threading.Event()
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
+        def asked() -> Iterator[bytes]:
+            for part in parts:
+                self.begun.set()
+                assert self.gate.wait(30)
+                if self.error is not None:
+                    raise self.error
+                yield part
+
+        self.store.put_stream(name, asked(), size)
+        self.sent.append(name.removeprefix("run/files/"))
+
+    def files(self) -> dict[str, int]:
+        """The names that count, and the steps of their checkpoints, as plain torch reads them."""
+        state = MirroredFiles(self.behind, "run", "bucket").read()
+        found = {}
+        for each in state.files:
+            if each.link:
+                found[each.path] = -1
+                continue
+            Path("read.ckpt").write_bytes(self.behind.get(f"run/{each.name}"))
+            found[each.path] = torch.load("read.ckpt")["step"]
+        return found
+
+    def close(self) -> None:
+        """Of the run: the objects stay."""
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bucket]:
+    made = Bucket()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(file_mirror, "open_file_store", lambda _: made)
+    monkeypatch.setattr("portus.mirror.behind._PAUSE_MIN_S", 0.01)
+    yield made
+    made.store.close()
+    made.behind.close()
+
+
+class Run:
+    """A training in ``root`` that saves to ``root/ckpt``."""
+
+    def __init__(self, bucket: Bucket, root: Path, *, wait: float = 60.0) -> None:
+        self.root, self.place = root, str(root / ".portus")
+        self.checkpoints = str(root / "ckpt")
+        self.files = TrainingFiles(Settings(mirror=bucket.address, mirror_wait=wait))
+
+    def fetch(self) -> Run:
+        self.files.fetch("run", self.place, self.checkpoints)
+        return self
+
+    def begin(self) -> Run:
+        os.makedirs(self.root, exist_ok=True)
+        self.files.begin("run", self.place, self.checkpoints)
+        return self
+
+    def save(self, name: str, step: int, size: int = 100) -> portus.SaveHandle:
+        state = {"step": step, "w": torch.full((size,), float(step))}
+        return self.files.save(state, os.path.join(self.checkpoints, name), step)
+
+    def remove(self, name: str) -> None:
+        self.files.remove(os.path.join(self.checkpoints, name))
+
+    def here(self) -> set[str]:
+        return set(os.listdir(self.checkpoints)) - {".portus"}
+
+    def kill(self) -> None:
+        """It is gone, and its thread with it."""
+        mirror = self.files._mirror
+        assert mirror is not None
+        self.files._mirror = None
+        self.files.close()
+        mirror.end()
+        assert mirror._thread is not None
+        mirror._thread.join()
+
+
+def test_each_committed_file_is_there_whole_under_its_own_name(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    for step in (1, 2, 3):
+        run.save(f"step={step}.ckpt", step)
+    run.files.close()
+    assert bucket.files() == {f"ckpt/step={step}.ckpt": step for step in (1, 2, 3)}
+
+
+def test_the_newest_goes_first_and_what_was_removed_before_its_turn_never_goes(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    bucket.gate.clear()
+    run.save("0.ckpt", 0).wait()
+    assert bucket.begun.wait(30)
+    for step in (1, 2, 3):
+        run.save(f"{step}.ckpt", step).wait()
+    run.remove("1.ckpt")
+    until(lambda: run.here() == {"0.ckpt", "2.ckpt", "3.ckpt"})
+    bucket.gate.set()
+    run.files.close()
+    assert bucket.sent == ["ckpt/0.ckpt", "ckpt/3.ckpt", "ckpt/2.ckpt"]
+
+
+def test_what_the_run_removes_goes_after_the_newest_is_there(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save("1.ckpt", 1).wait()
+    until(lambda: bucket.files() == {"ckpt/1.ckpt": 1})
+    bucket.gate.clear()
+    bucket.begun.clear()
+    run.save("2.ckpt", 2).wait()
+    run.remove("1.ckpt")
+    assert bucket.begun.wait(30)
+    until(lambda: run.here() == {"2.ckpt"})
+    assert bucket.files() == {"ckpt/1.ckpt": 1}, "the only one there stays"
+    bucket.gate.set()
+    run.files.close()
+    assert bucket.files() == {"ckpt/2.ckpt": 2}
+
+
+def test_a_file_that_is_removed_while_it_is_uploaded_is_removed_there(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    bucket.gate.clear()
+    run.save("1.ckpt", 1).wait()
+    assert bucket.begun.wait(30)
+    run.save("2.ckpt", 2).wait()
+    run.remove("1.ckpt")
+    until(lambda: run.here() == {"2.ckpt"})
+    bucket.gate.set()
+    run.files.close()
+    assert bucket.files() == {"ckpt/2.ckpt": 2}
+
+
+def test_a_file_under_upload_is_no_spare(bucket: Bucket, tmp_path: Path) -> None:
+    """The next save would write over the bytes that are being sent."""
+    run = Run(bucket, tmp_path / "run").begin()
+    bucket.gate.clear()
+    run.save("1.ckpt", 1, size=1 << 20).wait()
+    assert bucket.begun.wait(30)
+    run.save("2.ckpt", 2, size=1 << 20).wait()
+    run.remove("1.ckpt")
+    run.save("3.ckpt", 3, size=1 << 20).wait()
+    run.save("4.ckpt", 4, size=1 << 20).wait()
+    sent = {}
+    real = bucket.store.put_stream
+
+    def put_stream(name: str, parts: Iterable[bytes], size: int) -> None:
+        data = b"".join(parts)
+        sent[name] = data
+        real(name, [data], size)
+
+    bucket.store.put_stream = put_stream  # type: ignore[method-assign]
+    bucket.gate.set()
+    run.files.close()
+    assert bucket.files() == {f"ckpt/{step}.ckpt": step for step in (2, 3, 4)}
+
+
+def test_a_path_that_is_saved_to_again_is_replaced(bucket: Bucket, tmp_path: Path) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    for step in range(4):
+        run.save("last.ckpt", step).wait()
+    run.files.close()
+    assert bucket.files() == {"ckpt/last.ckpt": 3}
+
+
+def test_links_lead_where_they_led(bucket: Bucket, tmp_path: Path) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    last = str(tmp_path / "run/ckpt/last.ckpt")
+    for step in (1, 2):
+        run.save(f"{step}.ckpt", step)
+        run.files.link(last, str(tmp_path / f"run/ckpt/{step}.ckpt"))
+    run.files.close()
+    shutil.rmtree(tmp_path / "run")
+    fresh = Run(bucket, tmp_path / "run").fetch()
+    fresh.files.close()
+    assert os.readlink(last) == "2.ckpt"
+    assert torch.load(last)["step"] == 2
+
+
+def test_a_machine_that_lost_everything_has_it_again_with_the_times_of_its_files(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    for step in (1, 2, 3):
+        run.save(f"{step}.ckpt", step).wait()
+    run.files.close()
+    times = {name: (tmp_path / "run/ckpt" / name).stat().st_mtime_ns for name in run.here()}
+    shutil.rmtree(tmp_path / "run")
+    again = Run(bucket, tmp_path / "run").fetch().begin()
+    assert again.here() == set(times)
+    assert {n: (tmp_path / "run/ckpt" / n).stat().st_mtime_ns for n in times} == times
+    for step in (1, 2, 3):
+        assert portus.load(tmp_path / f"run/ckpt/{step}.ckpt")["step"] == step
+    before = list(bucket.sent)
+    again.save("4.ckpt", 4).wait()
+    again.files.close()
+    assert bucket.sent == [*before, "ckpt/4.ckpt"], "what was fetched is not sent again"
+
+
+def test_a_fetch_that_was_interrupted_is_finished_by_the_next(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    for step in (1, 2, 3):
+        run.save(f"{step}.ckpt", step).wait()
+    run.files.close()
+    shutil.rmtree(tmp_path / "run")
+    real, count = bucket.store.get_range, itertools.count()
+
+    def get_range(name: str, start: int, into: memoryview) -> None:
+        if next(count) == 2:
+            raise TransportError("the network is gone")
+        real(name, start, into)
+
+    monkeypatch.setattr(bucket.store, "get_range", get_range)
+    with pytest.raises(TransportError):
+        Run(bucket, tmp_path / "run").fetch()
+    assert 0 < len(os.listdir(tmp_path / "run/ckpt")) < 3
+    assert Run(bucket, tmp_path / "run").fetch().here() == {"1.ckpt", "2.ckpt", "3.ckpt"}
+
+
+def test_a_run_that_was_killed_mirrors_and_removes_what_it_had_not_come_to(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save("1.ckpt", 1).wait()
+    until(lambda: bucket.files() == {"ckpt/1.ckpt": 1})
+    bucket.gate.clear()
+    bucket.begun.clear()
+    run.save("2.ckpt", 2).wait()
+    assert bucket.begun.wait(30)
+    run.save("3.ckpt", 3).wait()
+    run.remove("1.ckpt")
+    until(lambda: run.here() == {"2.ckpt", "3.ckpt"})
+    bucket.error = TransportError("killed")
+    bucket.gate.set()
+    run.kill()
+    bucket.error = None
+    assert bucket.files() == {"ckpt/1.ckpt": 1}
+    again = Run(bucket, tmp_path / "run").fetch().begin()
+    assert again.here() == {"2.ckpt", "3.ckpt"}, "what the run removed does not come back"
+    again.files.close()
+    assert bucket.files() == {"ckpt/2.ckpt": 2, "ckpt/3.ckpt": 3}
+
+
+def test_what_a_user_deletes_here_stays_in_the_mirror_and_is_not_fetched(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    for step in (1, 2):
+        run.save(f"{step}.ckpt", step).wait()
+    run.files.close()
+    shutil.rmtree(run.checkpoints)
+    again = Run(bucket, tmp_path / "run").fetch().begin()
+    assert not os.path.exists(again.checkpoints)
+    again.save("3.ckpt", 3).wait()
+    again.files.close()
+    assert bucket.files() == {f"ckpt/{step}.ckpt": step for step in (1, 2, 3)}
+
+
+def test_a_machine_whose_run_went_on_elsewhere_is_told_before_it_trains(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save("1.ckpt", 1).wait()
+    until(lambda: bucket.files() == {"ckpt/1.ckpt": 1})
+    (tmp_path / "elsewhere").mkdir()
+    other = Run(bucket, tmp_path / "elsewhere/run").fetch().begin()
+    other.save("2.ckpt", 2).wait()
+    other.files.close()
+    run.save("3.ckpt", 3).wait()
+    run.files.close()
+    assert bucket.files() == {"ckpt/1.ckpt": 1, "ckpt/2.ckpt": 2}, "one writer counts"
+    for act in (Run.fetch, Run.begin):
+        with pytest.raises(UsageError, match="went on elsewhere"):
+            act(Run(bucket, tmp_path / "run"))
+
+
+def test_who_is_superseded_says_so_and_trains_on(
+    bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save("1.ckpt", 1).wait()
+    until(lambda: bucket.files() == {"ckpt/1.ckpt": 1})
+    MirroredFiles(bucket.store, "run", "bucket").claim("somebody", bytes(16))
+    run.save("2.ckpt", 2).wait()
+    run.files.close()
+    assert "no longer mirroring" in caplog.text
+    assert "somebody goes on with it" in caplog.text
+    assert run.here() == {"1.ckpt", "2.ckpt"}
+
+
+def test_a_command_that_passes_by_takes_nothing_away(bucket: Bucket, tmp_path: Path) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save("1.ckpt", 1).wait()
+    until(lambda: bucket.files() == {"ckpt/1.ckpt": 1})
+    passing = MirroredFiles(bucket.store, "run", "bucket")
+    passing._mirror.claim("a command", bytes(16), 0, passing=True)
+    run.save("2.ckpt", 2).wait()
+    run.files.close()
+    assert bucket.files() == {"ckpt/1.ckpt": 1, "ckpt/2.ckpt": 2}
+
+
+@pytest.mark.parametrize(
+    "error", [TransportError("no answer"), MediumError(28, "it is full"), ValueError("a bug")]
+)
+def test_a_store_that_fails_for_a_while_loses_nothing(
+    bucket: Bucket, tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    bucket.error = error
+    run.save("1.ckpt", 1).wait()
+    until(lambda: "is behind; retrying" in caplog.text)
+    bucket.error = None
+    run.files.close()
+    assert bucket.files() == {"ckpt/1.ckpt": 1}
+
+
+def test_a_store_that_does_not_come_back_is_waited_for_no_longer_than_said(
+    bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(bucket, tmp_path / "run", wait=0.05).begin()
+    bucket.error = TransportError("no answer")
+    run.save("1.ckpt", 1).wait()
+    run.files.close()
+    assert "1 files of" in caplog.text
+    assert "the newest ckpt/1.ckpt" in caplog.text
+
+
+def test_a_mirror_that_cannot_be_written_is_an_error_at_the_start(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(name: str, data: bytes) -> bool:
+        raise UnwritableError("permission is denied")
+
+    monkeypatch.setattr(bucket.store, "create", create)
+    with pytest.raises(UsageError, match="may be read, not written"):
+        Run(bucket, tmp_path / "run").begin()
+
+
+def test_a_mirror_that_does_not_answer_is_an_error_only_where_there_is_nothing_to_go_on_from(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save("1.ckpt", 1).wait()
+    run.files.close()
+
+    def fail(*_: object) -> None:
+        raise TransportError("no answer")
+
+    with monkeypatch.context() as patch:
+        for name in ("get", "list"):
+            patch.setattr(bucket.store, name, fail)
+        with pytest.raises(TransportError):
+            Run(bucket, tmp_path / "empty").begin()
+        again = Run(bucket, tmp_path / "run").begin()
+        again.save("2.ckpt", 2).wait()
+    again.files.close()
+    assert bucket.files() == {"ckpt/1.ckpt": 1, "ckpt/2.ckpt": 2}
+
+
+def test_a_damaged_file_of_the_mirror_is_left_out_and_said(
+    bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    for step in (1, 2):
+        run.save(f"{step}.ckpt", step).wait()
+    run.files.close()
+    bucket.store.put("run/files/ckpt/2.ckpt", [b"damaged"])
+    shutil.rmtree(tmp_path / "run")
+    assert Run(bucket, tmp_path / "run").fetch().here() == {"1.ckpt"}
+    assert "ckpt/2.ckpt" in caplog.text
+    bucket.store.put("run/files/ckpt/1.ckpt", [b"damaged"])
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(CorruptionError):
+        Run(bucket, tmp_path / "run").fetch()
+    assert not os.listdir(tmp_path / "run/ckpt")
+
+
+def test_a_full_disk_gets_the_space_of_a_removed_file_that_is_being_sent(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    bucket.gate.clear()
+    run.save("1.ckpt", 1, size=16 << 20).wait()
+    assert bucket.begun.wait(30)
+    assert not run.files._make_room(), "it is there still"
+    run.save("2.ckpt", 2).wait()
+    run.remove("1.ckpt")
+    until(lambda: run.here() == {"2.ckpt"})
+    threading.Timer(0.05, bucket.gate.set).start()
+    assert run.files._make_room()
+    run.files.close()
+    assert bucket.files() == {"ckpt/2.ckpt": 2}
+
+
+def test_files_of_others_and_elsewhere_are_not_mirrored(
+    bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(bucket, tmp_path / "run")
+    os.makedirs(run.checkpoints)
+    torch.save({"step": 1}, os.path.join(run.checkpoints, "stock.ckpt"))
+    Path(run.checkpoints, "notes.txt").write_text("mine")
+    run.begin()
+    run.files.save({"step": 1}, str(tmp_path / "outside.ckpt"), 1).wait()
+    run.save("1.ckpt", 1).wait()
+    run.files.close()
+    assert bucket.files() == {"ckpt/1.ckpt": 1}
+
+
+def test_a_forked_child_neither_takes_the_mirror_nor_writes_there(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save("1.ckpt", 1).wait()
+    mirror, own = run.files._mirror, run.files._process
+    assert mirror is not None
+    run.files._process = -1  # as a child sees it
+    run.save("2.ckpt", 2).wait()
+    assert run.files._mirror is None
+    run.files.close()
+    mirror.end()
+    run.files._process = own
+    assert "ckpt/2.ckpt" not in bucket.files()
+
+
+def test_the_lag_is_the_age_of_the_newest_that_is_there(bucket: Bucket, tmp_path: Path) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    first = run.save("1.ckpt", 1)
+    first.wait()
+    assert first.stats.mirror_lag_s is None
+    until(lambda: bucket.files() == {"ckpt/1.ckpt": 1})
+    second = run.save("2.ckpt", 2)
+    second.wait()
+    run.files.close()
+    assert second.stats.mirror_lag_s is not None
+    assert second.stats.mirror_lag_s > 0

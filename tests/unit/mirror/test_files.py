@@ -1,0 +1,268 @@
+"""Files in a store: whole, verified, of one writer at a time."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from portus.errors import CorruptionError, StaleError, UsageError
+from portus.mirror.address import parse
+from portus.mirror.files import PIECE, MirroredFiles
+from portus.mirror.log import SupersededError
+from portus.mirror.objects import DIGEST_SUFFIX, file_name, prefix_of
+from portus.mirror.opening import open_file_store
+from portus.mirror.store import FileStore, MissingError
+from portus.transport.base import Stop, StoppedError
+
+RUN = bytes(range(16))
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(params=["folder", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileStore]:
+    folder, memory = f"file://{tmp_path}/store", f"memory:files-{next(NUMBERS)}"
+    opened = open_file_store(parse(folder if request.param == "folder" else memory))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def files(store: FileStore) -> MirroredFiles:
+    made = MirroredFiles(store, "run", "the store")
+    made.claim("a test", RUN)
+    return made
+
+
+def put(files: MirroredFiles, path: Path, name: str | None = None, stop: Stop | None = None) -> int:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        return files.put(name or path.name, number, 7, stop or Stop())
+    finally:
+        os.close(number)
+
+
+def fetched(files: MirroredFiles, name: str, into: Path) -> bytes:
+    said = files.read().file(name)
+    assert said is not None
+    number = os.open(into, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        files.fetch(said, number, lambda _: None)
+    finally:
+        os.close(number)
+    return into.read_bytes()
+
+
+def made(path: Path, size: int) -> bytes:
+    data = os.urandom(size)
+    path.write_bytes(data)
+    return data
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE, 2 * PIECE + 5])
+def test_a_file_comes_back_as_it_was_and_its_digest_is_beside_it(
+    tmp_path: Path, store: FileStore, files: MirroredFiles, size: int
+) -> None:
+    data = made(tmp_path / "epoch=1-step=7.ckpt", size)
+    assert put(files, tmp_path / "epoch=1-step=7.ckpt") == size
+    assert fetched(files, "epoch=1-step=7.ckpt", tmp_path / "back") == data
+    assert store.get("run/files/epoch=1-step=7.ckpt") == data
+    beside = store.get("run/files/epoch=1-step=7.ckpt.xxh128").decode()
+    assert beside == f"{xxhash.xxh3_128_hexdigest(data)}  epoch=1-step=7.ckpt\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b c.ckpt", "ü.ckpt", "../x", ".hidden", "x" * 900, "a=41", "~"]
+)
+def test_names_that_not_all_stores_take_are_kept_apart(
+    tmp_path: Path, files: MirroredFiles, name: str
+) -> None:
+    one, other = made(tmp_path / "one", 100), made(tmp_path / "other", 100)
+    put(files, tmp_path / "one", name)
+    put(files, tmp_path / "other", f"{name}.other")
+    assert fetched(files, name, tmp_path / "back") == one
+    assert fetched(files, f"{name}.other", tmp_path / "back") == other
+
+
+def test_names_that_are_quoted_are_never_those_of_others() -> None:
+    names = ["a b", "a=20b", "quoted/a=20b", "files/a b", "a b" * 400, "a b" * 400 + "c"]
+    assert len({file_name(each) for each in names}) == len(names)
+
+
+def test_a_file_that_replaces_one_counts_at_its_entry_and_not_before(
+    tmp_path: Path, store: FileStore, files: MirroredFiles
+) -> None:
+    first = made(tmp_path / "last.ckpt", 1000)
+    put(files, tmp_path / "last.ckpt")
+    second = made(tmp_path / "last.ckpt", 500)
+    put(files, tmp_path / "last.ckpt")
+    assert fetched(files, "last.ckpt", tmp_path / "back") == second != first
+    [said] = files.read().files
+    assert (said.size, said.step) == (500, 7)
+
+
+def test_what_a_superseded_writer_overwrites_is_never_taken_for_the_file(
+    tmp_path: Path, store: FileStore, files: MirroredFiles
+) -> None:
+    made(tmp_path / "last.ckpt", 1000)
+    put(files, tmp_path / "last.ckpt")
+    other = MirroredFiles(store, "run", "the store")
+    other.claim("another", bytes(16))
+    with pytest.raises(SupersededError):
+        put(files, tmp_path / "last.ckpt")
+    store.put("run/files/last.ckpt", [os.urandom(1000)])  # it was under way
+    with pytest.raises(CorruptionError, match="expected the digest"):
+        fetched(other, "last.ckpt", tmp_path / "back")
+
+
+def test_a_writer_that_is_superseded_in_the_middle_says_nothing_more(
+    tmp_path: Path, store: FileStore
+) -> None:
+    made(tmp_path / "a.ckpt", 10)
+    other = MirroredFiles(store, "run", "the store")
+
+    class Overtaken:
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
+            store.put_stream(name, parts, size)
+            other.claim("another", bytes(16))
+
+    files = MirroredFiles(Overtaken(), "run", "the store")  # type: ignore[arg-type]
+    files.claim("a test", RUN)
+    with pytest.raises(SupersededError):
+        put(files, tmp_path / "a.ckpt")
+    assert other.read().files == ()
+
+
+def test_a_stop_ends_an_upload_and_what_was_there_stays(
+    tmp_path: Path, store: FileStore, files: MirroredFiles
+) -> None:
+    before = made(tmp_path / "a.ckpt", 100)
+    put(files, tmp_path / "a.ckpt")
+    made(tmp_path / "a.ckpt", 3 * PIECE)
+    stop = Stop()
+    stop.set()
+    with pytest.raises(StoppedError):
+        put(files, tmp_path / "a.ckpt", stop=stop)
+    assert fetched(files, "a.ckpt", tmp_path / "back") == before
+
+
+def test_a_file_that_is_written_to_meanwhile_does_not_count(
+    tmp_path: Path, files: MirroredFiles
+) -> None:
+    made(tmp_path / "a.ckpt", 2 * PIECE)
+
+    class Writing(Stop):
+        def check(self) -> None:
+            with open(tmp_path / "a.ckpt", "r+b") as file:
+                file.truncate(PIECE + 5)
+
+    with pytest.raises(StaleError):
+        put(files, tmp_path / "a.ckpt", stop=Writing())
+    assert files.read().files == ()
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "flipped"])
+def test_a_damaged_file_is_told(
+    tmp_path: Path, store: FileStore, files: MirroredFiles, damage: str
+) -> None:
+    data = bytearray(made(tmp_path / "a.ckpt", PIECE + 100))
+    put(files, tmp_path / "a.ckpt")
+    name = prefix_of("run") + file_name("a.ckpt")
+    if damage == "missing":
+        store.delete([name])
+    elif damage == "short":
+        store.put(name, [bytes(data[:-1])])
+    else:
+        data[-1] ^= 1
+        store.put(name, [bytes(data)])
+    with pytest.raises(CorruptionError):
+        fetched(files, "a.ckpt", tmp_path / "back")
+
+
+def test_what_is_removed_is_gone_with_its_digest(
+    tmp_path: Path, store: FileStore, files: MirroredFiles
+) -> None:
+    for name in ("a.ckpt", "b.ckpt"):
+        made(tmp_path / name, 10)
+        put(files, tmp_path / name)
+    files.link("last.ckpt", "b.ckpt")
+    files.remove(["a.ckpt", "never.ckpt", "a.ckpt", "last.ckpt"])
+    assert [each.path for each in files.read().files] == ["b.ckpt"]
+    assert [each.name for each in store.list("run/files/")] == [
+        "run/files/b.ckpt",
+        f"run/files/b.ckpt{DIGEST_SUFFIX}",
+    ]
+
+
+def test_a_link_that_replaces_a_file_takes_its_object_away(
+    tmp_path: Path, store: FileStore, files: MirroredFiles
+) -> None:
+    made(tmp_path / "last.ckpt", 10)
+    put(files, tmp_path / "last.ckpt")
+    files.link("last.ckpt", "b.ckpt")
+    said = files.read().file("last.ckpt")
+    assert said is not None
+    assert said.link == "b.ckpt"
+    assert files.read().newest_file is None
+    with pytest.raises(MissingError):
+        store.get("run/files/last.ckpt")
+
+
+def test_what_never_counted_is_swept_a_day_later_and_nothing_else(
+    tmp_path: Path, store: FileStore, files: MirroredFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path / "a.ckpt", 10)
+    put(files, tmp_path / "a.ckpt")
+    store.put("run/files/stray.ckpt", [b"x"])
+    store.put("run/mine.txt", [b"not of Portus"])
+    store.put("files/mine.txt", [b"not of Portus"])
+    assert files.sweep() == 0
+    monkeypatch.setattr("portus.mirror.files.GRACE_S", -10.0)
+    assert files.sweep() == 1
+    left = [each.name for each in store.list("")]
+    assert "run/files/a.ckpt" in left
+    assert "run/files/stray.ckpt" not in left
+    assert {"run/mine.txt", "files/mine.txt", "run/files/a.ckpt.xxh128"} <= set(left)
+
+
+def test_a_key_seals_what_the_log_says(
+    tmp_path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PORTUS_MIRROR_KEY", "secret")
+    sealed = MirroredFiles(store, "sealed", "the store")
+    sealed.claim("a test", RUN)
+    made(tmp_path / "a.ckpt", 10)
+    put(sealed, tmp_path / "a.ckpt")
+    monkeypatch.setenv("PORTUS_MIRROR_KEY", "another")
+    with pytest.raises(UsageError, match="PORTUS_MIRROR_KEY"):
+        MirroredFiles(store, "sealed", "the store").read()
+
+
+def test_a_closed_store_ends_an_upload(tmp_path: Path) -> None:
+    store = open_file_store(parse(f"memory:files-{next(NUMBERS)}"))
+    asked, closed = threading.Event(), threading.Event()
+
+    def parts() -> Iterator[bytes]:
+        yield bytes(100)
+        asked.set()
+        closed.wait(30)
+        yield bytes(100)
+
+    def close() -> None:
+        asked.wait(30)
+        threading.Timer(0.05, closed.set).start()
+        store.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    with pytest.raises(Exception, match="closed"):
+        store.put_stream("a", parts(), 200)
+    closing.join()
