@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from portus.mirror.address import parse
+from portus.mirror.files import MirroredFiles
+from portus.mirror.opening import open_file_store
 from portus.testing.hosting import serving, url
 from portus_lightning import PortusIO
 from tests.adapters.launching import TWO
 from tests.adapters.tiny import NO_FUSS, Net, every_step, files, loader, same, trainer
 
 pytestmark = NO_FUSS
+
+ROOT = Path(__file__).parents[2]
+LOSSES = int(os.environ.get("PORTUS_TEST_LOSSES", "3"))
 
 
 def trained(root: Path, epochs: int, mirror: str, path: Any = None) -> dict[str, torch.Tensor]:
@@ -62,6 +72,78 @@ def lose_its_machine(
     assert set(before) & set(files(run)), "what was best came back"
     for each in (run / "ckpt").iterdir():
         assert torch.load(each)["global_step"]
+
+
+WITHOUT = """
+import sys, torch
+sys.modules["portus"] = None
+print(torch.load(sys.argv[1], weights_only=False)["global_step"])
+"""
+
+
+def mirrored_step(mirror: Path) -> int:
+    """That of the last checkpoint in the mirror, as a process without Portus reads it; -1 if there
+    is none."""
+    with contextlib.closing(open_file_store(parse(f"file://{mirror}"))) as store:
+        files = {each.path: each for each in MirroredFiles(store, "ckpt", "mirror").read().files}
+    last = files.get("ckpt/last.ckpt")
+    if last is not None and last.link:
+        last = files.get(f"ckpt/{last.link}")
+    if last is None:
+        return -1
+    path = str(mirror / "ckpt" / last.name)
+    done = subprocess.run(
+        (sys.executable, "-c", WITHOUT, path), capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kept", ["all", "best", "newest", "link"])
+def test_machines_are_lost_one_after_another_and_the_training_ends_bit_for_bit(
+    tmp_path: Path, kept: str, seed: int
+) -> None:
+    """Killed at a random moment, and the disk wiped: the next one goes on from what was mirrored,
+    with a save in flight at most behind the newest."""
+    source, run, mirror = random.Random(seed), tmp_path / "run", tmp_path / "bucket"
+
+    def begin(root: Path, where: str) -> subprocess.Popen[str]:
+        root.mkdir()
+        command = (sys.executable, "-m", "tests.adapters.lost_script", str(root), where, "9", kept)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+
+    def starts(training: subprocess.Popen[str]) -> int:
+        assert training.stdout is not None
+        for line in training.stdout:
+            if line.startswith("starts at "):
+                return int(line.split()[-1])
+        assert training.stderr is not None
+        raise AssertionError(training.stderr.read())
+
+    def ends(root: Path, where: str, start: int) -> None:
+        with begin(root, where) as training:
+            assert starts(training) == start
+            _, errors = training.communicate(timeout=200)
+        assert training.returncode == 0, errors
+
+    ends(tmp_path / "whole", "none", 0)
+    expected = 0
+    for _ in range(LOSSES):
+        with begin(run, f"file://{mirror}") as training:
+            assert starts(training) == expected
+            time.sleep(source.uniform(0.1, 0.6))
+            training.kill()
+        expected = max(0, mirrored_step(mirror))
+        shutil.rmtree(run)
+    ends(run, f"file://{mirror}", expected)
+    assert same(torch.load(run / "weights.pt"), torch.load(tmp_path / "whole" / "weights.pt"))
+    here = {each.name for each in (run / "ckpt").iterdir()}
+    there = {each.name for each in (mirror / "ckpt/files/ckpt").iterdir()}
+    assert {name for name in there if not name.endswith(".xxh128")} <= here
+    assert expected > 0
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -121,7 +121,6 @@ class DirectoryMirror(Behind):
         if self._has_begun:
             return
         check_writable(self._place)
-        self._has_begun = True
         with PENDING.exempt():
             try:
                 self.fetch()
@@ -136,6 +135,7 @@ class DirectoryMirror(Behind):
                     "Expected a mirror that this process may write to: give it that right, name "
                     "another mirror, or say mirror='none'"
                 ) from error
+            self._has_begun = True
             self._look()
         self.wake()
 
@@ -300,19 +300,18 @@ class DirectoryMirror(Behind):
     def _look(self) -> None:
         """Note what is in the directory and not in the store: a process that was killed did not
         come to it."""
-        state = self._mirror.state
-        there, newest = {each.path: each for each in state.files}, state.newest_file
+        newest = self._mirror.state.newest_file
         for path in self._images():
             name = os.path.relpath(path, self._directory)
             found = _committed(path, name, self._step_of.get(name, 0))
             with self._guard:
-                if found is None or name in self._waiting or _is_same(found, there.get(name)):
+                if found is None or name in self._waiting:
+                    continue
+                if _is_same(found, self._mirror.state.file(name)):  # asked last: it was waiting
                     continue
                 is_old = newest is not None and found.time_ns < newest.time_ns
                 term = newest.term if newest is not None and is_old else None
-                self._waiting[name] = _Committed(
-                    name, found.step, found.identity, found.time_ns, found.size, term
-                )
+                self._waiting[name] = replace(found, term=term)
 
     # What a machine that has nothing gets.
 

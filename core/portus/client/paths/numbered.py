@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from portus.client.checkpointer import Checkpointer, place_of
 from portus.client.fence.fence import before_write
 from portus.client.files.pending import PENDING
-from portus.client.job.settings import Settings, SettingsDict, mirror_of, say_unmirrored
+from portus.client.job.settings import Settings, SettingsDict, mirror_of
 from portus.client.loading.loaded import note_loaded
 from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
 from portus.client.loading.torch_file import load_file, restore_file
 from portus.client.paths.file_journal import FileJournal
+from portus.client.paths.file_mirror import DirectoryMirror
 from portus.client.paths.process import is_blocking, join, leave, recover_left
 from portus.client.paths.saver import Extra, FileSaver
 from portus.client.paths.step_files import StepFiles
@@ -80,7 +81,11 @@ class DirectoryCheckpointer(Checkpointer):
         self._last_ns = 0
         self._process: Final = os.getpid()
         recover_left(place.path)
+        self._mirror: Final = self._mirror_of(name)
         self._is_closed = False
+        if self._mirror is not None:
+            self._saver.make_room = self._mirror.yield_space
+            self._mirror.fetch()
 
     def save(
         self,
@@ -92,14 +97,17 @@ class DirectoryCheckpointer(Checkpointer):
     ) -> SaveHandle:
         self._check_usable()
         path, scored, number = self._files.path_of(step), checked_metrics(metrics), int(step)
+        if self._mirror is not None:
+            self._mirror.begin()
         is_new = self._make_directory()
         self._last_ns = max(time.time_ns(), (self._last_ns or self._newest_ns()) + 1)
         note = self._files.note(self._last_ns, scored)
+        begun: list[Save] = []
         extra = Extra(
             step=number,
             note=note,
-            begun=partial(self._begun, path),
-            committed=partial(self._committed, number, note),
+            begun=partial(self._begun, path, begun),
+            committed=partial(self._committed, number, note, begun),
             then=self._over,
         )
         try:
@@ -160,18 +168,30 @@ class DirectoryCheckpointer(Checkpointer):
     def close(self) -> None:
         if self._is_closed or self._process != os.getpid():
             return
-        try:
+        with contextlib.ExitStack() as closing:  # from the last one on
+            if self._mirror is not None:
+                closing.callback(self._mirror.close)
+            closing.callback(self._end)
             self._saver.close()
-        except PortusError:
-            self._end()
-            raise
-        self._end()
 
     def _end(self) -> None:
         self._is_closed = True
         leave(self)
         if self._journal is not None:
             self._journal.close()
+
+    def _mirror_of(self, name: str) -> DirectoryMirror | None:
+        address = mirror_of(self.settings)
+        if address is None:
+            return None
+        return DirectoryMirror(
+            address,
+            name,
+            root=self.path,
+            checkpoints=self.path,
+            home=os.path.join(self.path, FOLDER, _JOURNAL),
+            wait_s=self.settings.mirror_wait,
+        )
 
     @property
     def path(self) -> str:
@@ -214,7 +234,8 @@ class DirectoryCheckpointer(Checkpointer):
             return self._files.newest_ns()
         return 0
 
-    def _begun(self, path: str, save: Save) -> None:
+    def _begun(self, path: str, begun: list[Save], save: Save) -> None:
+        begun.append(save)
         if self._journal is not None:
             self._journal.begun(path, save)
 
@@ -270,8 +291,12 @@ class DirectoryCheckpointer(Checkpointer):
 
     # On the worker.
 
-    def _committed(self, step: int, note: bytes) -> None:
+    def _committed(self, step: int, note: bytes, begun: list[Save]) -> None:
         self._files.committed(step, note)
+        if self._mirror is not None:
+            for save in begun:
+                save.stats.mirror_lag_s = self._mirror.lag_s
+            self._mirror.committed(self._files.path_of(step), step)
         if self._keep is not None:
             self._remove_surplus(self._keep)
 
@@ -282,6 +307,8 @@ class DirectoryCheckpointer(Checkpointer):
     def _remove_surplus(self, keep: Keep) -> None:
         try:
             for path in self._files.surplus(keep):
+                if self._mirror is not None:
+                    self._mirror.removing(path)
                 self._saver.remove(path)
         except MediumError as error:
             _log.warning(
@@ -316,13 +343,9 @@ def _checked(path: str, settings: Settings) -> Settings:
         )
     if settings.durable != 1:
         raise UsageError(f"durable: {where} is a directory; only storage hosts have copies")
-    if settings.mirror is not None and mirror_of(settings) is not None:
+    if not settings.can_mirror_files:
         raise UsageError(
-            f"mirror: {where} is a directory of files, which is not mirrored; save to a pool file "
-            f"({pool}), or copy the files"
-        )
-    if settings.mirror is None and mirror_of(settings) is not None:
-        say_unmirrored(
-            os.path.basename(path), f"it is in {where}, a directory of files, which has no mirror"
+            f"mirror: {where} is a directory of files, and objects on a storage host are small; "
+            f"mirror to a bucket or a directory, or save to a pool file ({pool})"
         )
     return settings

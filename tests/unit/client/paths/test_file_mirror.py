@@ -484,3 +484,47 @@ def test_the_lag_is_the_age_of_the_newest_that_is_there(bucket: Bucket, tmp_path
     run.files.close()
     assert second.stats.mirror_lag_s is not None
     assert second.stats.mirror_lag_s > 0
+
+
+def test_the_directory_of_a_checkpointer_has_a_mirror_with_the_same_files(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    def run() -> portus.Checkpointer:
+        return portus.Checkpointer("run", mirror=bucket.address, keep=2)
+
+    with run() as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save({"step": step, "w": torch.full((9,), float(step))}, step)
+    expected = {f"step-{step:08d}.pt": step for step in (2, 3)}
+    assert bucket.files() == expected
+    shutil.rmtree("run")
+    with run() as checkpointer:
+        assert [each.step for each in checkpointer.versions()] == [2, 3]
+        assert checkpointer.load()["step"] == 3
+        checkpointer.save({"step": 4}, 4)
+    assert bucket.files() == {"step-00000003.pt": 3, "step-00000004.pt": 4}
+
+
+def test_a_checkpointer_that_loads_takes_nothing_from_the_one_that_saves(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    with portus.Checkpointer("run", mirror=bucket.address) as saves:
+        saves.save({"step": 1}, 1).wait()
+        with portus.Checkpointer("run", mirror=bucket.address) as loads:
+            assert loads.load()["step"] == 1
+        saves.save({"step": 2}, 2).wait()
+    assert bucket.files() == {"step-00000001.pt": 1, "step-00000002.pt": 2}
+
+
+def test_a_mirror_that_may_not_be_written_is_an_error_of_each_save(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(name: str, data: bytes) -> bool:
+        raise UnwritableError("permission is denied")
+
+    monkeypatch.setattr(bucket.store, "create", create)
+    with portus.Checkpointer("run", mirror=bucket.address) as checkpointer:
+        for step in (1, 2):
+            with pytest.raises(UsageError, match="may be read, not written"):
+                checkpointer.save({"step": step}, step)
+    assert not os.path.exists("run")
