@@ -281,10 +281,11 @@ def pull(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch what a run on a machine with an empty disk would fetch: pool and reference files.
+    """Fetch what a run on a machine with an empty disk would fetch.
 
-    Fetches the newest version, and every version that a reference file leads to. Started again
-    after an interruption, it resumes.
+    Of a run that saves files: all files that are not in DIR. Of a pool: the newest version, and
+    every version that a reference file leads to, with these files. Started again after an
+    interruption, it resumes.
     """
     with reported(as_json) as output:
         from portus.cli import pull as command

@@ -36,14 +36,14 @@ def status(url: str | None, pool: str | None, output: Output) -> int:
                 for each in local.values()
                 if each.info.model == model and state.version(each.info.token) is None
             ]
-            newest = state.newest
+            newest = state.newest or state.newest_file
             rows.append(
                 (
                     model,
                     "" if newest is None else str(newest.step),
                     "" if newest is None else age_text(newest.time_ns),
-                    str(len(state.versions)),
-                    size_text(sum(each.size for each in state.versions)),
+                    str(len(state.versions) + len(state.files)),
+                    size_text(_size(state)),
                     str(state.term),
                     state.who,
                     _behind_text(model, behind, local),
@@ -51,7 +51,7 @@ def status(url: str | None, pool: str | None, output: Output) -> int:
             )
             documents.append(_document(model, state, behind))
     if rows:
-        heads = ("MODEL", ">NEWEST", "SAVED", ">VERSIONS", ">SIZE", ">TERM", "WRITER", "POOL")
+        heads = ("MODEL", ">NEWEST", "SAVED", ">THERE", ">SIZE", ">TERM", "WRITER", "POOL")
         output.line(f"{place}:")
         output.table(heads, rows)
     else:
@@ -139,14 +139,20 @@ def _behind_text(model: str, behind: Sequence[int], local: _Versions) -> str:
     return f"{count_text(len(behind), 'version')} not mirrored, the newest of step {behind[-1]}"
 
 
+def _size(state: State) -> int:
+    """Bytes of versions, or less, and of files."""
+    return sum(each.size for each in state.versions) + sum(each.size for each in state.files)
+
+
 def _document(model: str, state: State, behind: Sequence[int]) -> dict[str, Json]:
-    newest = state.newest
+    newest = state.newest or state.newest_file
     return {
         "name": model,
         "newest": None if newest is None else newest.step,
         "time_ns": None if newest is None else newest.time_ns,
         "versions": len(state.versions),
-        "size": sum(each.size for each in state.versions),
+        "files": len(state.files),
+        "size": _size(state),
         "references": len(state.references),
         "not_mirrored": list(behind),
         **term_document(state),

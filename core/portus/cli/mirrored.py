@@ -28,7 +28,7 @@ from portus.mirror.address import parse
 from portus.mirror.log import SupersededError
 from portus.mirror.mirror import Mirror
 from portus.mirror.mirrors import Mirrors
-from portus.mirror.objects import FACTS_MAX, Added, Removed, State
+from portus.mirror.objects import FACTS_MAX, Added, Filed, Removed, State
 from portus.mirror.writer import Freed
 
 Result = TypeVar("Result")
@@ -80,6 +80,7 @@ def ls(place: Place, every: bool, newest: int, output: Output) -> int:
     code = 0
     infos = []
     rows: list[tuple[str, ...]] = []
+    kept: list[tuple[str, Filed]] = []
     with mirrors_at(place) as mirrors:
         for model in mirrors.models():
             try:
@@ -104,11 +105,22 @@ def ls(place: Place, every: bool, newest: int, output: Output) -> int:
                     names = ", ".join(map(link_text, held))
                     age, size = age_text(info.time_ns), size_text(info.size)
                     rows.append((model, str(info.step), age, size, names))
-            documents.append({"name": model, "versions": versions, **term_document(state)})
-    total = size_text(sum(info.size for _, info in infos))
-    output.line(f"{place}: {count_text(len(infos), 'version')}, {total} or less")
+            kept += [(model, each) for each in state.files]
+            documents.append(
+                {
+                    "name": model,
+                    "versions": versions,
+                    "files": [_file_document(each) for each in state.files],
+                    **term_document(state),
+                }
+            )
+    if infos or not kept:
+        total = size_text(sum(info.size for _, info in infos))
+        output.line(f"{place}: {count_text(len(infos), 'version')}, {total} or less")
     if rows:
         output.table(("MODEL", ">STEP", "SAVED", ">SIZE", "REFERENCES"), rows)
+    if kept:
+        _list_files(place, kept, every, newest, output)
     groups = groups_of(infos)
     if groups:
         output.line()
@@ -123,6 +135,37 @@ def ls(place: Place, every: bool, newest: int, output: Output) -> int:
         }
     )
     return code
+
+
+def _list_files(
+    place: Place, kept: Sequence[tuple[str, Filed]], every: bool, newest: int, output: Output
+) -> None:
+    """Those of runs that save to directories, the newest last."""
+    total = size_text(sum(each.size for _, each in kept))
+    output.line(f"{place}: {count_text(len(kept), 'file')}, {total}")
+    ordered = sorted(kept, key=lambda of: (of[0], of[1].term, of[1].time_ns))
+    rows = [
+        (model, each.path, "", "", f"leads to {each.link}")
+        if each.link
+        else (model, each.path, str(each.step), age_text(each.time_ns), size_text(each.size))
+        for model, each in ordered
+    ]
+    left_out = 0 if every else max(0, len(rows) - newest)
+    if left_out:
+        rows[:left_out] = [("", f"{left_out} older: --all", "", "", "")]
+    output.table(("RUN", "FILE", ">STEP", "SAVED", ">SIZE"), rows)
+
+
+def _file_document(said: Filed) -> Json:
+    return {
+        "path": said.path,
+        "object": said.name,
+        "digest": said.digest.hex(),
+        "size": said.size,
+        "step": said.step,
+        "time_ns": said.time_ns,
+        "link": said.link or None,
+    }
 
 
 def gc(place: Place, *, dry_run: bool, output: Output) -> int:

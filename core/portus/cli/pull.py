@@ -1,4 +1,4 @@
-"""``portus pull MIRROR [DIR]``: the pool and the reference files of a fresh node."""
+"""``portus pull MIRROR [DIR]``: the files, or the pool and its files, of a fresh node."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import version_document
 from portus.cli.progress import bar
 from portus.client.files.home import FileHome
+from portus.directory.folder import FOLDER
 from portus.errors import UsageError
 from portus.index.groups import part_of
 from portus.index.place import DEFAULT_DIRECTORY, Place
@@ -43,7 +44,10 @@ def run(url: str, directory: str | None, pool: str | None, output: Output) -> in
             )
         os.makedirs(root, exist_ok=True)
         for each in models:
-            documents.append(_pulled(mirrors.of(each), place.pool_of(each), output))
+            if mirrors.of(each).read().files:
+                documents.append(_pulled_files(address, each, root, output))
+            else:
+                documents.append(_pulled(mirrors.of(each), place.pool_of(each), output))
     output.document({"pulled": documents})
     return 0
 
@@ -70,6 +74,20 @@ def _models(mirrors: Mirrors, model: str | None) -> list[str]:
         return [model]
     named = [(each, part_of(each)) for each in mirrors.models()]
     return [each for each, part in named if part is not None and part[0] == model]
+
+
+def _pulled_files(address: StoreAddress, model: str, root: str, output: Output) -> Json:
+    from portus.client.paths.file_mirror import DirectoryMirror  # it needs torch
+
+    mirror = DirectoryMirror(
+        address, model, root=root, checkpoints=root, home=os.path.join(root, FOLDER), wait_s=0
+    )
+    try:
+        paths = mirror.pull()
+    finally:
+        mirror.close()
+    output.line(f"{root}: {model}: {count_text(len(paths), 'file')} from {address}")
+    return {"model": model, "files": [os.path.join(root, each) for each in paths]}
 
 
 def _pulled(mirror: Mirror, place: Place, output: Output) -> Json:

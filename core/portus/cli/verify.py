@@ -30,8 +30,11 @@ from portus.index.check import RULES, CheckOptions, Finding, Severity, check_fil
 from portus.index.directory import pools_at
 from portus.index.place import Place
 from portus.index.scrub import scrub
-from portus.mirror.address import is_store, parse
+from portus.mirror.address import StoreKind, is_store, parse
+from portus.mirror.files import MirroredFiles
+from portus.mirror.mirror import models
 from portus.mirror.mirrors import Mirrors
+from portus.mirror.opening import configured_key, open_file_store
 from portus.protocol.address import is_address
 from portus.spec import VersionInfo
 
@@ -84,7 +87,7 @@ def run(
             raise UsageError(
                 f"{elsewhere[1]}: scrub takes pools only; portus verify reads a mirror"
             )
-        for verdict in _verified_mirror(*elsewhere):
+        for verdict in (*_verified_mirror(*elsewhere), *_verified_files(*elsewhere)):
             verdicts.append(verdict)
             _say(verdict, output)
         return _ended(verdicts, elsewhere[1], output)
@@ -137,6 +140,34 @@ def _verified_mirror(target: str | None, url: str) -> Iterator[Verdict]:
                 verdict.error = error
             verdict.passed_s = time.monotonic() - start
             yield verdict
+
+
+def _verified_files(target: str | None, url: str) -> Iterator[Verdict]:
+    """Each file of the runs that save to directories."""
+    address = parse(url)
+    if target is not None or address.kind is StoreKind.HOST:
+        return
+    with closing(open_file_store(address)) as store:
+        for model in models(store, key=configured_key()):
+            mirrored = MirroredFiles(store, model, url)
+            for said in [each for each in mirrored.read().files if not each.link]:
+                verdict, start = Verdict(f"{url}: {model}: {said.path}", 1), time.monotonic()
+                try:
+                    with bar(said.path) as advanced:
+
+                        def read(
+                            count: int,
+                            verdict: Verdict = verdict,
+                            advanced: Progress = advanced,
+                            size: int = said.size,
+                        ) -> None:
+                            _count(verdict, advanced, verdict.size + count, size)
+
+                        mirrored.check(said, read)
+                except PortusError as error:
+                    verdict.error = error
+                verdict.passed_s = time.monotonic() - start
+                yield verdict
 
 
 def _count(verdict: Verdict, advanced: Progress, done: int, total: int) -> None:

@@ -157,9 +157,26 @@ class MirroredFiles:
             in_any_order(get, range(0, filed.size, PIECE), _ABREAST)
         except MissingError as error:
             raise CorruptionError(f"{self._name}: {filed.name} is missing") from error
+        self._compare(filed, lambda start, size: _read(number, start, size, filed.path))
+
+    def check(self, filed: Filed, advanced: Callable[[int], None]) -> None:
+        """Read all of a file and compare its digest. Raises as ``fetch``."""
+
+        def get(start: int, size: int) -> bytes:
+            data = bytearray(size)
+            self._store.get_range(self._prefix + filed.name, start, memoryview(data))
+            advanced(size)
+            return bytes(data)
+
+        try:
+            self._compare(filed, get)
+        except MissingError as error:
+            raise CorruptionError(f"{self._name}: {filed.name} is missing") from error
+
+    def _compare(self, filed: Filed, read: Callable[[int, int], bytes]) -> None:
         hasher = xxhash.xxh3_128()
         for start in range(0, filed.size, PIECE):
-            hasher.update(_read(number, start, min(PIECE, filed.size - start), filed.path))
+            hasher.update(read(start, min(PIECE, filed.size - start)))
         if hasher.digest() != filed.digest:
             raise CorruptionError(
                 f"{self._name}: {filed.name}: expected the digest {filed.digest.hex()}, found "

@@ -484,3 +484,61 @@ def test_every_command_needs_the_key_that_a_mirror_was_made_with(
     monkeypatch.setenv("PORTUS_MIRROR_KEY", "a secret of some length")
     assert portus("verify", url).code == 0
     assert portus("verify", scene.url).code == 2, "it was made without one"
+
+
+# Runs that save files.
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a mirror that has steps 10 and 20 of ``gpt``."""
+    url = f"file://{tmp_path}/bucket/runs"
+    monkeypatch.chdir(tmp_path)
+    with face.Checkpointer("gpt", mirror=url) as checkpointer:
+        for step in (10, 20):
+            checkpointer.save(state(step), step)
+    return url
+
+
+def test_ls_and_status_name_the_files_of_a_run(files: str) -> None:
+    said = portus("ls", files)
+    assert said.code == 0
+    assert "2 files" in said.out
+    assert [line.split()[:3] for line in said.out.splitlines()[2:]] == [
+        ["gpt", "step-00000010.pt", "10"],
+        ["gpt", "step-00000020.pt", "20"],
+    ]
+    [model] = portus_json("ls", files)["pools"][0]["models"]
+    assert [each["object"] for each in model["files"]] == [
+        "files/step-00000010.pt",
+        "files/step-00000020.pt",
+    ]
+    [shown] = portus_json("mirror", "status", files)["models"]
+    assert (shown["newest"], shown["files"], shown["versions"]) == (20, 2, 0)
+
+
+def test_verify_reads_every_byte_of_the_files_and_names_the_damaged_one(files: str) -> None:
+    assert portus("verify", files).code == 0
+    damage(Path(parse(files).prefix) / "gpt/files/step-00000010.pt")
+    said = portus("verify", files)
+    assert said.code == 1
+    assert "step-00000010.pt" in said.err
+    assert "step-00000020.pt: healthy" in said.out
+    (Path(parse(files).prefix) / "gpt/files/step-00000020.pt").unlink()
+    assert "step-00000020.pt is missing" in portus("verify", files).err
+
+
+def test_pull_fetches_the_files_that_are_not_there(files: str) -> None:
+    [pulled] = portus_json("pull", files, "fresh")["pulled"]
+    assert len(pulled["files"]) == 2
+    for step in (10, 20):
+        assert same(torch.load(f"fresh/step-000000{step}.pt"), state(step))
+    assert sorted(os.listdir("fresh")) == ["step-00000010.pt", "step-00000020.pt"]
+    os.unlink("fresh/step-00000010.pt")
+    [again] = portus_json("pull", f"{files}/gpt", "fresh")["pulled"]
+    assert list(map(os.path.basename, again["files"])) == ["step-00000010.pt"]
+
+
+def test_gc_leaves_the_files_of_a_run_alone(files: str) -> None:
+    assert portus("gc", files).code == 0
+    assert portus("verify", files).code == 0

@@ -111,6 +111,13 @@ class DirectoryMirror(Behind):
             state = self._mirror.read()
             return self._fetch_all(state) if self._is_lost(state) else 0
 
+    def pull(self) -> list[str]:
+        """Fetch what the store has and is not here, whoever has a newer history; the paths. Blocks.
+        Raises as ``fetch``."""
+        before = self._missing(state := self._mirror.read())
+        self._fetch_all(state)
+        return [each.path for each in before if self._has(each)]
+
     def begin(self) -> None:
         """``fetch``, and from now on what the run commits is mirrored, and nobody else's: before
         the first save.
@@ -345,10 +352,16 @@ class DirectoryMirror(Behind):
             return os.stat(os.path.join(self._directory, said.path)).st_size == said.size
         return False
 
+    def _missing(self, state: State) -> list[Filed]:
+        """What is not here, oldest first."""
+        files = [each for each in state.files if not each.link and not self._has(each)]
+        return sorted(files, key=lambda each: (each.term, each.time_ns))
+
     def _fetch_all(self, state: State) -> int:
         """Oldest first: whoever is killed in it finds the newest missing, and goes on."""
-        files = [each for each in state.files if not each.link and not self._has(each)]
-        files.sort(key=lambda each: (each.term, each.time_ns))
+        files = self._missing(state)
+        if not files:
+            return 0
         total = sum(each.size for each in files)
         _log.warning(
             "portus: %s: %d files of run %r, %d bytes, are fetched from %s",
