@@ -12,16 +12,16 @@ import obstore
 import pytest
 
 from portus.mirror.address import parse
-from portus.mirror.opening import open_store
-from portus.mirror.store import MissingError, Store
+from portus.mirror.opening import open_file_store, open_store
+from portus.mirror.store import FileStore, MissingError, Store
 from portus.testing.hosting import serving, url
 from portus.testing.model_store import ModelStore
-from portus.testing.stores import CountingStore, StoreContract
+from portus.testing.stores import CountingStore, FileStoreContract, StoreContract
 
 NUMBERS = itertools.count()
 
 
-class TestFolder(StoreContract):
+class TestFolder(FileStoreContract):
     @pytest.fixture(autouse=True, params=["/dev/shm", tempfile.gettempdir()])
     def place(self, request: pytest.FixtureRequest) -> Iterator[None]:
         if not os.path.isdir(request.param):
@@ -30,8 +30,8 @@ class TestFolder(StoreContract):
             self.root = Path(root, "made", "by the store")
             yield
 
-    def open(self) -> Store:
-        return open_store(parse(f"file://{self.root}"))
+    def open(self) -> FileStore:
+        return open_file_store(parse(f"file://{self.root}"))
 
     def read_behind(self, name: str) -> bytes | None:
         path = self.root / name
@@ -43,17 +43,17 @@ class TestFolder(StoreContract):
         path.write_bytes(data)
 
 
-class TestMemory(StoreContract):
+class TestMemory(FileStoreContract):
     @pytest.fixture(autouse=True)
     def place(self) -> None:
         self.name = f"contract-{next(NUMBERS)}"
         self.behind = obstore.store.MemoryStore()
 
-    def open(self) -> Store:
+    def open(self) -> FileStore:
         from portus.mirror import bucket
 
         bucket._MEMORY.setdefault(self.name, self.behind)
-        return open_store(parse(f"memory:{self.name}"))
+        return open_file_store(parse(f"memory:{self.name}"))
 
     def read_behind(self, name: str) -> bytes | None:
         try:
@@ -65,9 +65,19 @@ class TestMemory(StoreContract):
         obstore.put(self.behind, name, data)
 
 
-class TestCounting(TestMemory):
+class TestCounting(StoreContract):
+    @pytest.fixture(autouse=True)
+    def place(self) -> None:
+        self.behind = ModelStore()
+
     def open(self) -> Store:
-        return CountingStore(super().open())
+        return CountingStore(ModelStore(self.behind.objects))
+
+    def read_behind(self, name: str) -> bytes | None:
+        return self.behind.objects.get(name, (None, 0.0))[0]
+
+    def write_behind(self, name: str, data: bytes) -> None:
+        self.behind.objects[name] = data, self.behind.now
 
 
 class TestHost(StoreContract):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import portus
 from portus.errors import UsageError
@@ -119,3 +122,66 @@ def test_who_may_read_and_not_write_is_told_at_the_start_and_may_load(
     with pytest.raises(UsageError, match=refused):
         train(tmp_path / "new", f"{url}-new", 1)
     assert not (tmp_path / "new" / ".portus").exists(), "and no pool was made"
+
+
+# Runs that save files.
+
+
+def saved(run: Path, url: str, steps: range) -> None:
+    with portus.Checkpointer(run, mirror=url, keep=2) as checkpointer:
+        for step in steps:
+            state = {"step": step, "w": torch.full((5 << 20,), float(step))}
+            checkpointer.save(state, step).wait()
+
+
+def read_plainly(url: str) -> dict[str, int]:
+    """The names of the files in the bucket, and their steps, as ``torch.load`` reads them."""
+    store = open_store(parse(url))
+    try:
+        state = Mirror(store, "gpt").read()
+        found = {each.path: store.get(f"gpt/{each.name}") for each in state.files}
+    finally:
+        store.close()
+    return {path: torch.load(io.BytesIO(data))["step"] for path, data in found.items()}
+
+
+def test_files_in_a_bucket_load_plainly_and_a_machine_goes_on_from_them(
+    tmp_path: Path, url: str
+) -> None:
+    run = tmp_path / "gpt"
+    for first in (1, 4, 7):
+        saved(run, url, range(first, first + 3))
+        expected = {f"step-{step:08d}.pt": step for step in (first + 1, first + 2)}
+        assert read_plainly(url) == expected
+        shutil.rmtree(run)
+        with portus.Checkpointer(run, mirror=url) as checkpointer:
+            assert checkpointer.load()["step"] == first + 2
+            assert sorted(name for name in os.listdir(run) if name != ".portus") == list(expected)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_request_of_an_upload_that_fails_loses_no_file(
+    tmp_path: Path,
+    url: str,
+    proxy: RequestProxy,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("portus.mirror.behind._PAUSE_MIN_S", 0.05)
+    saved(tmp_path / "gpt", url, range(1, 2))
+    proxy.fail(FAULTS[fault], method="PUT", target="/files/", times=2)
+    saved(tmp_path / "gpt", url, range(2, 4))
+    assert read_plainly(url) == {"step-00000002.pt": 2, "step-00000003.pt": 3}
+
+
+def test_who_may_only_read_the_files_of_a_run_is_told_and_may_load(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "gpt", url, range(1, 2))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", READER[0])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", READER[1])
+    for run in (tmp_path / "gpt", tmp_path / "fresh" / "gpt"):
+        with portus.Checkpointer(run, mirror=url) as checkpointer:
+            assert checkpointer.load()["step"] == 1
+            with pytest.raises(UsageError, match=r"may be read, not written: .*s3:PutObject"):
+                checkpointer.save({}, 2)

@@ -15,9 +15,9 @@ from obstore.store import S3Store
 from portus.errors import PortusError, TransportError, UsageError
 from portus.mirror.address import parse
 from portus.mirror.bucket import Bucket, BucketTimeouts
-from portus.mirror.store import MissingError, Store
+from portus.mirror.store import FileStore, MissingError, Store
 from portus.testing.proxy import ConnectionCut, RequestFault, RequestProxy
-from portus.testing.stores import CountingStore, StoreContract
+from portus.testing.stores import CountingStore, FileStoreContract
 from tests.s3.conftest import BUCKET, STRANGER
 from tests.s3.server import Server
 
@@ -28,7 +28,7 @@ HASTY = BucketTimeouts(connect_s=1, request_s=1, retries=2, retry_s=10)
 MIB = 1 << 20
 
 
-class TestBucket(StoreContract):
+class TestBucket(FileStoreContract):
     many = 1100
 
     @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ class TestBucket(StoreContract):
         self.url = url
         self.behind = S3Store(BUCKET, prefix=url.removeprefix(f"s3://{BUCKET}/"))
 
-    def open(self) -> Store:
+    def open(self) -> FileStore:
         return Bucket(parse(self.url))
 
     def read_behind(self, name: str) -> bytes | None:

@@ -18,8 +18,8 @@ from typing import Final
 
 import pytest
 
-from portus.errors import CorruptionError, UsageError
-from portus.mirror.store import Buffer, ListedObject, MissingError, Store
+from portus.errors import CorruptionError, StaleError, UsageError
+from portus.mirror.store import Buffer, FileStore, ListedObject, MissingError, Store
 
 RACERS: Final = 8
 CLOCK_S_MAX: Final = 60.0
@@ -281,6 +281,51 @@ class StoreContract(abc.ABC):
         with pytest.raises(UsageError, match="closed"):
             store.put("a", [b"y"])
         assert self.read_behind("a") == b"x"
+
+
+class FileStoreContract(StoreContract):
+    """Tests of a ``FileStore``, besides."""
+
+    @abc.abstractmethod
+    def open(self) -> FileStore:
+        """As of ``StoreContract``."""
+
+    @pytest.fixture
+    def files(self) -> Iterator[FileStore]:
+        """The store of this test."""
+        store = self.open()
+        yield store
+        store.close()
+
+    @pytest.mark.parametrize("size", [0, 1, 16 << 20, (35 << 20) + 7])
+    def test_a_stream_becomes_one_object_however_it_is_cut(
+        self, files: FileStore, size: int
+    ) -> None:
+        data = random.Random(3).randbytes(size)
+        cuts = [data[at : at + (3 << 20)] for at in range(0, size, 3 << 20)]
+        files.put_stream("a/big=1.ckpt", iter(cuts), size)
+        assert self.read_behind("a/big=1.ckpt") == data
+        assert [(each.name, each.size) for each in files.list("")] == [("a/big=1.ckpt", size)]
+
+    @pytest.mark.parametrize("before", [0, 1, (20 << 20)])
+    def test_a_stream_that_raises_changes_nothing(self, files: FileStore, before: int) -> None:
+        files.put("a", [b"as it was"])
+
+        def parts() -> Iterator[bytes]:
+            yield bytes(before)
+            raise StaleError("it was written to")
+
+        for name in ("a", "b"):
+            with pytest.raises(StaleError, match="it was written to"):
+                files.put_stream(name, parts(), 1 << 30)
+        assert self.read_behind("a") == b"as it was"
+        assert self.read_behind("b") is None
+        assert [each.name for each in files.list("")] == ["a"]
+
+    def test_a_stream_replaces_all_of_an_object(self, files: FileStore) -> None:
+        files.put_stream("a", [bytes(17 << 20), b"long"], 0)
+        files.put_stream("a", [b"short"], 1 << 40)
+        assert self.read_behind("a") == files.get("a") == b"short"
 
 
 class CountingStore:
