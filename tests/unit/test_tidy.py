@@ -68,6 +68,7 @@ PICKLE = {
     "core/portus/image/key_paths.py": "every class is a stand-in, so nothing of a pickle runs",
     "core/portus/client/leaving/nested.py": "writes a torch file where no pool can be saved to",
     "core/portus/client/loading/torch_file.py": "has torch load a file, by its own rules",
+    "core/portus/client/leaving/from_file.py": "loads with weights_only, and saves plain tensors",
     "core/portus/client/loading/outline.py": "shows a file, with weights_only and without bytes",
     "core/portus/client/leaving/torch_file.py": "writes what torch.save would, verified",
     "core/portus/client/leaving/materialize_shards.py": "writes torch's files, verified",

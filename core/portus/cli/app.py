@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
@@ -13,9 +13,43 @@ from portus import __version__
 from portus.cli.output import EXIT_CODES, reported
 from portus.errors import masked
 
+_GROUPS: Final = {
+    "Checkpoints": {
+        "ls": "list the checkpoints of a directory, a pool or a mirror",
+        "show": "show what is in one",
+        "verify": "read every byte and compare the checksums",
+        "export": "write one as safetensors, or as a torch file",
+        "rm": "delete one",
+        "gc": "remove what killed processes left",
+        "scrub": "verify slowly, from the disk: for cron",
+        "report": "where the time of a training went",
+        "doctor": "what to change here, and how fast this machine is",
+    },
+    "Mirrors": {
+        "pull": "fetch what a mirror has of a run",
+        "mirror": "compare a mirror with its pool, or repair it",
+    },
+    "Pools on devices and storage hosts": {
+        "materialize": "replace reference files by torch files",
+        "pin": "keep a step, whatever else lets it go",
+        "unpin": "let it go again",
+        "rescue": "list or rebuild what a damaged pool holds",
+        "format": "make an empty pool on a DAX device",
+        "serve": "serve pools to other machines",
+        "admin": "administer a storage host",
+    },
+}
+"""What the help lists, in its order."""
 
-class _MaskedErrors(TyperGroup):
-    """Says what is wrong with a command line without the passwords in it."""
+
+class _Commands(TyperGroup):
+    """Lists them by what they are for, and says what is wrong with a command line without the
+    passwords in it."""
+
+    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        for title, lines in _GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(list(lines.items()))
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
         with _masking():
@@ -35,7 +69,7 @@ def _masking() -> Iterator[None]:
 
 app: Final = typer.Typer(
     name="portus",
-    cls=_MaskedErrors,
+    cls=_Commands,
     help="Inspect, verify, export and clean up checkpoints: files, and pools.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
@@ -236,7 +270,9 @@ def export(
     tables_pool: TablesPool = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a version, verified, as safetensors (streamed) or as a torch file.
+    """Write a torch file or a version, verified, as safetensors or as a torch file.
+
+    MODEL may be a torch file: of that, what --names say, or all. No code that it names is run.
 
     Without a step: the newest version of the model. Safetensors hold contiguous tensors only:
     other values are left out, and tensors that share memory are written separately. The numpy
@@ -336,9 +372,10 @@ def rm(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete versions, or a reference file and the version that only this file led to.
+    """Delete a torch file; or versions; or a reference file and what only it led to.
 
-    For a model saved in shards, deletes the parts of all ranks.
+    A torch file that a link beside it leads to takes --force. For a model saved in shards, deletes
+    the parts of all ranks.
     """
     with reported(as_json) as output:
         from portus.cli import rm
@@ -379,7 +416,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what this machine has, how fast it is, how much space pools have, and what to change."""
+    """Say what to change here, and how fast this machine is: verdict first."""
     with reported(as_json) as output:
         from portus.cli import doctor as command
 

@@ -66,31 +66,28 @@ class Speeds:
 def run(places: Sequence[str], output: Output, *, size: int = SIZE) -> int:
     """Look and measure; the exit code, 0 even if there is something to do."""
     meant, failed = _all_meant(places)
-    found = [
-        *Machine().found(),
-        *loopback.found(),
-        *adapters(entry_points(group=ADAPTERS)),
-        *(pools_here() if not places else _pools_of_all(meant)),
-    ]
-    for each in found:
-        output.line(f"{each.topic:17} {each.name:16} {each.text}")
-    for place, why in failed.items():
-        output.line(f"{'place':17} {place}: not measured: {why}")
+    frameworks = list(adapters(entry_points(group=ADAPTERS)))
+    pools = list(pools_here() if not places else _pools_of_all(meant))
+    machine = [*Machine().found(), *loopback.found()]
+    lines = [f"{'place':17} {place}: not measured: {why}" for place, why in failed.items()]
     measured = []
     for place in _places_of(meant) if places else _usual_places():
         try:
             measured.append(measure(place, size))
         except PortusError as error:
             failed[place] = said(error)
-            output.line(f"{'place':17} {place}: cannot be measured: {failed[place]}")
+            lines.append(f"{'place':17} {place}: cannot be measured: {failed[place]}")
         else:
-            output.line(_speed_text(measured[-1]))
-            for text in _file_texts(measured[-1]):
-                output.line(text)
+            lines += [*_file_texts(measured[-1]), _speed_text(measured[-1])]
+            lines += _space_texts(place)
+    found = [*frameworks, *pools, *machine]
     advice = [*_advice(found), *(text for each in measured for text in _advice_of(each))]
+    output.line(f"{count_text(len(advice), 'thing')} to do:" if advice else "ready: nothing to do")
+    for line in advice:
+        output.line(f"- {line}")
     output.line("")
-    for line in advice or ["nothing to do"]:
-        output.line(f"- {line}" if advice else line)
+    for line in (*_lines(frameworks), *lines, *_lines(pools), *_lines(machine)):
+        output.line(line)
     failed.update((each.pool.path, _ELSEWHERE) for each in meant if each.pool.is_host)
     output.document(_document(found, measured, failed, advice))
     return 0
@@ -334,6 +331,18 @@ def _pool_text(pool: Place, reader: PoolReader, catalogue: Catalogue) -> Machine
         "hard links do not reach there, so a version stays when its file is deleted: run "
         "`portus gc --missing` after deleting files, or move the pool",
     )
+
+
+def _lines(found: Sequence[MachineFinding]) -> list[str]:
+    return [f"{each.topic:17} {each.name:16} {each.text}" for each in found]
+
+
+def _space_texts(place: str) -> Iterator[str]:
+    if os.path.isdir(place):
+        with contextlib.suppress(OSError):
+            space = os.statvfs(place)
+            free, whole = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+            yield f"{'space':17} {place:16} {size_text(free)} free of {size_text(whole)}"
 
 
 def _free_on_disk(path: str) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from portus.cli import files
 from portus.cli.consolidate import (
     Box,
     Part,
@@ -120,6 +121,9 @@ def run(options: ExportOptions, pool: str | None, output: Output) -> int:
         )
     if not options.is_directory and os.path.lexists(options.out) and not options.force:
         raise UsageError(f"{options.out} already exists; --force replaces it")
+    path = files.meant(options.target, pool)
+    if path is not None:
+        return _run_file(path, options, output)
     target, pool = aimed(options.target, pool)
     options = replace(options, target=target)
     with (
@@ -146,6 +150,38 @@ def run(options: ExportOptions, pool: str | None, output: Output) -> int:
             "left_out": list(job.done.left_out),
             "no_weights": list(job.done.no_weights),
             "batches": dict(job.done.batches),
+        }
+    )
+    return 0
+
+
+def _run_file(path: str, options: ExportOptions, output: Output) -> int:
+    """Of a torch file: what ``names`` say, or all of it."""
+    if os.path.isdir(path) or options.is_directory:
+        raise UsageError(
+            f"{path}: expected a torch file, and a file to write, that ends in one of "
+            f"{', '.join((SAFETENSORS_SUFFIX, *TORCH_SUFFIXES))}"
+        )
+    from portus.client.leaving import from_file  # and torch with it
+
+    with _kept(options, path), _in_place(options.out) as temporary:
+        done = from_file.write(
+            path,
+            temporary,
+            names=options.names,
+            strip=options.strip,
+            is_torch=not options.out.lower().endswith(SAFETENSORS_SUFFIX),
+        )
+    result = ExportResult(done.size, done.tensors, done.shared, done.left_out)
+    _say(path, options, result, output)
+    output.document(
+        {
+            "file": os.path.abspath(path),
+            "out": os.path.abspath(options.out),
+            "size": done.size,
+            "tensors": done.tensors,
+            "shared": [list(names) for names in done.shared],
+            "left_out": list(done.left_out),
         }
     )
     return 0
@@ -390,9 +426,7 @@ def _weights(
 def _say(title: str, options: ExportOptions, done: ExportResult, output: Output) -> None:
     for names in done.shared:
         listed = _listed(names)
-        output.note(
-            f"note: these share memory in the version, and are written separately: {listed}"
-        )
+        output.note(f"note: these share memory, and are written separately: {listed}")
     if len({*done.batches.values()}) > 1:
         parts = ", ".join(f"the {name} at batch {number}" for name, number in done.batches.items())
         output.note(f"note: this is of several batches, as relaxed mode leaves it: {parts}")

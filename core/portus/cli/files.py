@@ -1,5 +1,5 @@
-"""Commands on checkpoints that are files: ``ls``, ``show`` and ``verify`` of torch files, and of
-directories that have some."""
+"""Commands on checkpoints that are files: ``ls``, ``show``, ``verify``, ``scrub``, ``rm`` and
+``gc`` of torch files, and of directories that have some."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from portus.directory.system import Linux
 from portus.errors import MediumError, PortusError, UsageError
 from portus.index.directory import pools_at
 from portus.index.place import DEFAULT_DIRECTORY, Place
+from portus.media.local import LocalFiles
 
 _SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin")
 _ZIP: Final = b"PK\x03\x04"
@@ -123,8 +124,8 @@ def ls(path: str, every: bool, output: Output) -> list[Json]:
     return documents
 
 
-def verify(path: str, output: Output) -> int:
-    """Read every byte of each file; the exit code."""
+def verify(path: str, output: Output, *, bytes_per_s: int | None = None) -> int:
+    """Read every byte of each file; the exit code. bytes_per_s: from the disk, and no faster."""
     from portus.client.loading.torch_file import has_digests, verify_file  # and torch with it
 
     documents: list[Json] = []
@@ -133,7 +134,7 @@ def verify(path: str, output: Output) -> int:
         document, start, by = _document(each), time.monotonic(), ""
         try:
             by = "checksums of Portus" if has_digests(each.path) else "CRC32s of the zip"
-            size = verify_file(each.path)
+            size = verify_file(each.path, None if bytes_per_s is None else _Pace(bytes_per_s))
         except PortusError as error:
             codes.append(exit_code(error))
             document.update(healthy=False, error=error_document(error))
@@ -158,6 +159,43 @@ def verify(path: str, output: Output) -> int:
         )
     output.document({"healthy": not damaged, "files": documents})
     return FOUND if FOUND in codes else max(codes)
+
+
+class _Pace:
+    """Waits where more was read than ``bytes_per_s`` allow."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._bytes_per_s: Final = bytes_per_s
+        self._start: Final = time.monotonic()
+        self._done = 0
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        due_s = self._start + self._done / self._bytes_per_s
+        time.sleep(max(0.0, due_s - time.monotonic()))
+
+
+def rm(path: str, output: Output, *, force: bool) -> int:
+    """Remove one file, durably; the exit code. Raises ``UsageError`` for a directory, and for a
+    file that a link beside it leads to, unless ``force``."""
+    if os.path.isdir(path):
+        raise UsageError(f"{path}: expected a file; name the checkpoint to remove")
+    found, directory = _found(path), os.path.dirname(os.path.abspath(path))
+    real = os.path.realpath(path)
+    with os.scandir(directory) as entries:
+        links = [
+            each.name
+            for each in entries
+            if each.is_symlink() and os.path.realpath(each.path) == real
+        ]
+    if links and not force:
+        raise UsageError(f"{path}: {', '.join(sorted(links))} leads to it; --force removes it")
+    files = LocalFiles()
+    files.remove(os.path.abspath(path))
+    files.sync(directory)
+    output.line(f"{_short(path)}: removed, {size_text(found.size)}")
+    output.document({"removed": [_document(found)]})
+    return 0
 
 
 def show(path: str, output: Output) -> int:

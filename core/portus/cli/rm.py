@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from portus.cli import mirrored
+from portus.cli import files, mirrored
 from portus.cli.grouped import FoundGroup, find_groups, ranks_text
 from portus.cli.output import Json, Output, count_text, size_text
 from portus.cli.pools import (
@@ -42,6 +42,11 @@ def run(
 ) -> int:
     """Remove; the exit code. keep: of a model, what this says stays, see ``Keep.parse``."""
     kept = None if keep is None else Keep.parse(keep)
+    path = files.meant(target, pool)
+    if path is not None:
+        if keep is not None:
+            raise UsageError(f"--keep is for a model, and {target} is a file, or has files")
+        return files.rm(path, output, force=force)
     target, pool = aimed(target, pool)
     reference = reference_at(target)
     if reference is not None and keep is not None:

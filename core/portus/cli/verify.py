@@ -75,9 +75,9 @@ def run(
     target: str | None, pool: str | None, output: Output, *, bytes_per_s: int | None = None
 ) -> int:
     """Verify; the exit code. bytes_per_s: scrub, and say at once what is found."""
-    path = None if bytes_per_s is not None else files.meant(target, pool)
+    path = files.meant(target, pool) if bytes_per_s is None else files.meant(pool, None)
     if path is not None:
-        return files.verify(path, output)
+        return files.verify(path, output, bytes_per_s=bytes_per_s)
     verdicts = []
     if target is not None and pool is None and is_address(target):
         target, pool = None, target

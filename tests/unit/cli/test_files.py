@@ -1,4 +1,5 @@
-"""The commands on checkpoints that are files: ``ls``, ``show``, ``verify``, ``gc``."""
+"""The commands on checkpoints that are files: ``ls``, ``show``, ``verify``, ``gc``, ``scrub``,
+``rm``, ``export``."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file as load_safetensors
 
 import portus
 from tests.unit.cli.scene import portus as command
@@ -137,3 +139,81 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("no checkpoint")
     assert command("show", tmp_path / "text.pt").code == 2
     assert command("verify", tmp_path / "nothing.pt").code == 2
+
+
+def test_scrub_reads_all_files_of_a_directory_at_the_pace_that_is_said(runs: Path) -> None:
+    said = document("scrub", runs, "--rate", "100k/s")
+    assert [each["healthy"] for each in said["files"]] == [True] * 3
+    for each in said["files"]:
+        assert each["seconds"] >= 48 / 100_000, "its storage alone takes that long"
+    path = runs / "a" / "step-00000002.pt"
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.full((4,), 2.0).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    damaged = command("scrub", runs)
+    assert damaged.code == 4
+    assert "step-00000002.pt: DAMAGED" in damaged.out
+    assert command("scrub", runs / "b" / "epoch=1-step=7.ckpt").code == 0
+
+
+def test_rm_removes_one_file_and_none_that_a_link_leads_to(runs: Path) -> None:
+    assert command("rm", runs / "a" / "step-00000001.pt").code == 0
+    assert sorted(os.listdir(runs / "a"))[-1:] == ["step-00000002.pt"]
+    led = runs / "b" / "epoch=1-step=7.ckpt"
+    said = command("rm", led)
+    assert said.code == 2
+    assert "last.ckpt leads to it" in said.err
+    assert command("rm", led, "--force").code == 0
+    assert not led.exists()
+    for wrong in (runs / "a", runs / "b" / "notes.txt", runs / "nothing.pt"):
+        assert command("rm", wrong).code == 2
+    assert (runs / "b" / "notes.txt").exists()
+    assert (runs / "a" / "step-00000002.pt").exists()
+
+
+def test_export_writes_the_tensors_of_a_file_as_safetensors(runs: Path, tmp_path: Path) -> None:
+    source, out = runs / "a" / "step-00000002.pt", tmp_path / "model.safetensors"
+    said = command("export", source, out, "--strip", "model.")
+    assert said.code == 0
+    assert "left out 2 values" in said.err
+    found = load_safetensors(out)
+    assert list(found) == ["weight"]
+    assert torch.equal(found["weight"], state(2)["model"]["weight"])
+    assert command("export", source, out).code == 2, "it is there already"
+    assert command("export", source, out, "--force").code == 0
+    assert list(load_safetensors(out)) == ["model.weight"]
+
+
+def test_export_takes_what_names_say_also_to_a_torch_file(tmp_path: Path) -> None:
+    w = torch.arange(6.0).reshape(2, 3)
+    torch.save({"model": {"w": w, "t": w.T, "b": torch.ones(2)}, "step": 3}, tmp_path / "a.pt")
+    assert (
+        command("export", tmp_path / "a.pt", tmp_path / "b.pt", "--names", "model.[wb]").code == 0
+    )
+    found = torch.load(tmp_path / "b.pt")
+    assert torch.equal(found["model"]["w"], w)
+    assert sorted(found["model"]) == ["b", "w"]
+    said = command("export", tmp_path / "a.pt", tmp_path / "c.safetensors")
+    assert "share memory" in said.err
+    assert torch.equal(load_safetensors(tmp_path / "c.safetensors")["model.t"], w.T)
+    assert (
+        "no tensor"
+        in command("export", tmp_path / "a.pt", tmp_path / "d.pt", "--names", "step").err
+    )
+    assert not (tmp_path / "d.pt").exists()
+
+
+def test_export_runs_nothing_of_a_file_and_writes_nothing_of_a_damaged_one(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3), "odd": Odd(torch.ones(1))}, tmp_path / "odd.pt")
+    said = command("export", tmp_path / "odd.pt", tmp_path / "out.safetensors")
+    assert said.code == 2
+    assert "Odd" in said.err
+    with portus.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save({"w": torch.full((99,), 7.0)}, 1)
+    os.replace(tmp_path / "run" / "step-00000001.pt", tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[data.index(torch.full((9,), 7.0).numpy().tobytes())] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    assert command("export", tmp_path / "a.pt", tmp_path / "out.safetensors").code == 1
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "odd.pt", "run"]
+    assert command("export", tmp_path, tmp_path / "out.safetensors").code == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -304,3 +305,14 @@ def test_closed_streams_do_no_harm(run: Run, arguments: str) -> None:
     )
     assert done.returncode == (2 if "nonsense" in arguments else 0)
     assert process("verify", cwd=run.root).returncode == 0
+
+
+def test_the_help_lists_every_command_once_and_those_of_files_first() -> None:
+    from typer.main import get_command
+
+    from portus.cli.app import app
+
+    said = process("--help").stdout
+    listed = re.findall(r"^  ([a-z]+)  +[a-z]", said, re.MULTILINE)
+    assert sorted(listed) == sorted(get_command(app).commands)  # type: ignore[attr-defined]
+    assert listed[0] == "ls"

@@ -147,14 +147,6 @@ def test_a_reference_into_an_unknown_pool_is_left(run: Run) -> None:
     assert run.last.exists()
 
 
-def test_a_file_that_is_no_reference_is_left(run: Run) -> None:
-    torch.save({}, run.root / "own.ckpt")
-    said = portus("rm", "own.ckpt")
-    assert said.code == 2
-    assert "not a Portus reference file" in said.err
-    assert (run.root / "own.ckpt").exists()
-
-
 def test_all_but_the_newest_are_let_go_of_and_what_files_hold_stays(run: Run) -> None:
     with run.trainer() as trainer:
         for step in (30, 40, 50):

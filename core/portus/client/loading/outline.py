@@ -51,7 +51,7 @@ def outline_of(path: str | os.PathLike[str]) -> FileOutline:
         tensors = [OutlinedTensor(e.dotted, "", (), lengths[e.storage]) for e in places]
         leaves: list[tuple[str, Any]] = []
     else:
-        leaves = list(_leaves(state, ()))
+        leaves = leaves_of(state)
         tensors = [
             OutlinedTensor(
                 name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.nbytes
@@ -67,6 +67,11 @@ def outline_of(path: str | os.PathLike[str]) -> FileOutline:
             (name, _text(value)) for name, value in leaves if not isinstance(value, torch.Tensor)
         ),
     )
+
+
+def leaves_of(state: object) -> list[tuple[str, Any]]:
+    """Return the values in nested dicts, lists and tuples, and their key paths, with dots."""
+    return list(_leaves(state, ()))
 
 
 def _leaves(value: Any, keys: tuple[object, ...]) -> Iterator[tuple[str, Any]]:

@@ -160,18 +160,37 @@ def _opened(where: str, *, as_torch: bool = True) -> Iterator[tuple[PlainFile, i
         yield file, descriptor.number
 
 
-def verify_file(path: str | os.PathLike[str]) -> int:
+def verify_file(path: str | os.PathLike[str], pace: Callable[[int], object] | None = None) -> int:
     """Read every byte of a file of ``torch.save`` and compare it with the digests in it; how many
-    bytes. Of a stock file the CRCs of the zip are compared. Raises ``CorruptionError``,
-    ``MediumError``."""
+    bytes. Of a stock file the CRCs of the zip are compared. pace: called after each piece with its
+    bytes, and waits as long as it likes; what is cached of the file is read from the disk then.
+    Raises ``CorruptionError``, ``MediumError``."""
     where = os.fspath(path)
-    with _opened(where, as_torch=False) as (file, _):
+    with _opened(where, as_torch=False) as (file, number):
         found = read_torch(_reads(file), file.size, printable(where))
-        if found.digests is None:
+        if pace is not None:
+            _drop_cached(number)
+            found.verify(_paced(_reads(file), pace))
+        elif found.digests is None:
             found.verify(_reads(file))
         else:
             _Verified(file, found, None).check_all()
         return found.size
+
+
+def _drop_cached(number: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _paced(read: Read, pace: Callable[[int], object]) -> Read:
+    def paced(offset: int, length: int) -> bytes:
+        data = read(offset, length)
+        pace(len(data))
+        return data
+
+    return paced
 
 
 def is_whole(number: int, name: str) -> bool:

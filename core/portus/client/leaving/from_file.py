@@ -1,0 +1,84 @@
+"""Tensors of a torch file, as safetensors or as another torch file."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from portus.client.loading.outline import leaves_of
+from portus.client.loading.torch_file import load_file
+from portus.errors import UsageError, printable
+
+
+@dataclass(slots=True)
+class WrittenExport:
+    """``size``: of the file, in bytes. ``shared``: names of tensors that share memory in the
+    source, and are written separately. ``left_out``: of values that are no tensors."""
+
+    size: int = 0
+    tensors: int = 0
+    shared: list[list[str]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def write(
+    path: str, out: str, *, names: Sequence[str], strip: str, is_torch: bool
+) -> WrittenExport:
+    """Write what ``names`` say of the torch file at ``path`` to ``out``, verified and synced.
+
+    names: shell patterns of key paths; none means all. strip: taken off the front of names. Runs
+    no code that the file names. Raises ``UsageError`` for a file with objects of other classes than
+    ``weights_only`` allows, ``CorruptionError``, ``MediumError``.
+    """
+    if is_torch and strip:
+        raise UsageError("--strip is for .safetensors files")
+    try:
+        state = load_file(path, list(names) or None, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        raise UsageError(
+            f"{printable(path)}: it has objects that are no tensors and no plain values"
+            f"{f' ({named[1]})' if named else ''}. Load it with torch.load in a program that "
+            "trusts it, and save the tensors"
+        ) from error
+    found = leaves_of(state)
+    tensors = {name: value for name, value in found if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise UsageError(f"{printable(path)} has no tensor of such a name; portus show lists them")
+    done = WrittenExport(tensors=len(tensors), shared=_shared(tensors))
+    if is_torch:
+        done.shared = []
+        torch.save(state, out)
+    else:
+        done.left_out = [name for name, value in found if not isinstance(value, torch.Tensor)]
+        _write_safetensors(tensors, strip, out)
+    with open(out, "rb") as file:
+        os.fsync(file.fileno())
+    done.size = os.path.getsize(out)
+    return done
+
+
+def _write_safetensors(tensors: dict[str, torch.Tensor], strip: str, out: str) -> None:
+    try:
+        from safetensors.torch import save_file
+    except ModuleNotFoundError:
+        raise UsageError("this needs safetensors; pip install safetensors") from None
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        short = name.removeprefix(strip) or "tensor"
+        if short in named:
+            raise UsageError(f"two tensors would be called {short}; strip less")
+        named[short] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    save_file(named, out, metadata={"format": "pt"})
+
+
+def _shared(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
+    by_storage: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    return [names for place, names in by_storage.items() if place and len(names) > 1]
