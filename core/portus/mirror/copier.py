@@ -230,7 +230,7 @@ class Copier(Behind):
     def finish(self, wait_s: float) -> None:
         """As of ``Behind``."""
         with self._changed:
-            self._closing = True
+            self._closing = self._wanted = True
             if self._collecting is not None:
                 self._collecting.set()  # the next run does that
         super().finish(wait_s)

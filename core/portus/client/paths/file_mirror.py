@@ -146,6 +146,11 @@ class DirectoryMirror(Behind):
             self._look()
         self.wake()
 
+    def wake(self) -> None:
+        """As of ``Behind``; nothing before ``begin``: who only loads takes the mirror from nobody."""
+        if self._has_begun:
+            super().wake()
+
     # While it saves. On the worker, as a rule.
 
     def committed(self, path: str, step: int) -> None:
@@ -268,11 +273,13 @@ class DirectoryMirror(Behind):
         with self._guard:
             links = list(self._links)
         for name in links:
-            path = os.path.join(self._directory, name)
-            with contextlib.suppress(OSError):
-                target, before = os.readlink(path), self._mirror.state.file(name)
-                if before is None or before.link != target:
-                    self._mirror.link(name, target)
+            before = self._mirror.state.file(name)
+            try:
+                target = os.readlink(os.path.join(self._directory, name))
+            except OSError:
+                continue  # it is not there yet, or is a file now
+            if before is None or before.link != target:
+                self._mirror.link(name, target)
 
     def _remove_gone(self) -> None:
         with self._guard:
@@ -328,10 +335,9 @@ class DirectoryMirror(Behind):
         newest = state.newest_file
         if newest is None or self._has(newest):
             return False
-        if any(
-            term.number == newest.term and term.pool.hex() == self._note.run for term in state.terms
-        ):
-            return False  # it is older than what is here, or was removed here
+        own = [each.number for each in state.terms if each.pool.hex() == self._note.run]
+        if max(own, default=-1) >= newest.term:
+            return False  # this run had all of that, and what is missing here was removed here
         there = {each.path: each for each in state.files}
         for path in self._images():
             said = there.get(os.path.relpath(path, self._directory))

@@ -263,6 +263,8 @@ class TrainingFiles:
     def _over(self, number: int, path: str, save: Save) -> None:
         if self._after is not None:
             self._after.over(number, path, is_committed=save.error is None)
+        if self._mirror is not None:
+            self._mirror.wake()  # links lead elsewhere now
         if self._journal is not None:
             self._journal.over(save)
 

@@ -292,6 +292,47 @@ def test_a_run_that_was_killed_mirrors_and_removes_what_it_had_not_come_to(
     assert bucket.files() == {"ckpt/2.ckpt": 2, "ckpt/3.ckpt": 3}
 
 
+def test_a_machine_that_fetched_and_was_killed_goes_on_from_what_it_has(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    """What it removed was saved by another machine, and what it saved is not mirrored yet."""
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save("1.ckpt", 1).wait()
+    run.files.close()
+    shutil.rmtree(tmp_path / "run")
+    second = Run(bucket, tmp_path / "run").fetch().begin()
+    bucket.gate.clear()
+    bucket.begun.clear()
+    second.save("2.ckpt", 2).wait()
+    second.remove("1.ckpt")
+    until(lambda: second.here() == {"2.ckpt"})
+    assert bucket.begun.wait(30)
+    bucket.error = TransportError("killed")
+    bucket.gate.set()
+    second.kill()
+    bucket.error = None
+    assert bucket.files() == {"ckpt/1.ckpt": 1}
+    third = Run(bucket, tmp_path / "run").fetch().begin()
+    assert third.here() == {"2.ckpt"}
+    third.files.close()
+    assert bucket.files() == {"ckpt/2.ckpt": 2}
+
+
+def test_who_only_fetches_takes_the_mirror_from_nobody(bucket: Bucket, tmp_path: Path) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save("1.ckpt", 1).wait()
+    until(lambda: bucket.files() == {"ckpt/1.ckpt": 1})
+    (tmp_path / "other").mkdir()
+    other = Run(bucket, tmp_path / "other").fetch()
+    last = str(tmp_path / "other/ckpt/last.ckpt")
+    other.files.link(last, str(tmp_path / "other/ckpt/1.ckpt"))
+    other.remove("1.ckpt")
+    other.files.close()
+    run.save("2.ckpt", 2).wait()
+    run.files.close()
+    assert bucket.files() == {"ckpt/1.ckpt": 1, "ckpt/2.ckpt": 2}
+
+
 def test_what_a_user_deletes_here_stays_in_the_mirror_and_is_not_fetched(
     bucket: Bucket, tmp_path: Path
 ) -> None:
