@@ -147,7 +147,7 @@ class DirectoryMirror(Behind):
         self.wake()
 
     def wake(self) -> None:
-        """As of ``Behind``; nothing before ``begin``: who only loads takes the mirror from nobody."""
+        """As of ``Behind``; nothing before ``begin``: who only loads takes no mirror over."""
         if self._has_begun:
             super().wake()
 
