@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from portus_lightning import PortusIO
-from tests.adapters.launching import run_program
+from tests.adapters.launching import TWO, run_program
 from tests.adapters.tiny import BATCHES, NO_FUSS, Net, every_step, files, loader, same, trainer
 
 pytestmark = [
@@ -27,30 +28,10 @@ pytestmark = [
 ]
 
 KILLED = """
-import os, sys
+import sys
 from pathlib import Path
+from tests.adapters.killed_script import Kills
 from tests.adapters.test_lightning_killed import fit
-
-class Kills:
-    # At the call of this number that changes a name, before it or after it.
-    def __init__(self, number):
-        self.left = number
-        for name in ("rename", "replace", "unlink", "remove", "symlink", "link"):
-            setattr(os, name, self.around(getattr(os, name)))
-
-    def around(self, call):
-        def called(*arguments, **named):
-            self.count()
-            try:
-                return call(*arguments, **named)
-            finally:
-                self.count()
-        return called
-
-    def count(self):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), 9)
 
 kills = Kills(int(sys.argv[2]))
 fit(Path(sys.argv[1]), "last", int(sys.argv[3]), sys.argv[4])
@@ -146,6 +127,50 @@ def test_a_run_that_is_killed_at_any_change_of_a_name_goes_on_from_the_newest(
         assert same(dict(goes_on.state_dict()), dict(net.state_dict()))
         assert not list(root.glob("ckpt/.*")), "nothing hidden is left"
         assert all(name.endswith(".ckpt") for name in files(root))
+
+
+KILLS = int(os.environ.get("PORTUS_TEST_KILLS", "3"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["ddp", "fabric"])
+def test_so_does_one_of_two_ranks_and_one_of_fabric(tmp_path: Path, what: str, seed: int) -> None:
+    source = random.Random(seed)
+
+    def ends(root: Path, number: int) -> tuple[int, bool]:
+        """Where it began, and whether it was killed."""
+        root.mkdir(exist_ok=True)
+        program = (*TWO, "-m") if what == "ddp" else ("-m",)
+        done = subprocess.run(
+            (sys.executable, *program, "tests.adapters.killed_script", what, root, str(number)),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+            cwd=Path(__file__).parents[2],
+        )
+        assert number or done.returncode == 0, done.stderr
+        starts = [line for line in done.stdout.splitlines() if line.startswith("starts at ")]
+        return int(starts[0].split()[-1]), done.returncode != 0
+
+    ends(tmp_path / "whole", 0)
+    expected, run, killed = 0, tmp_path / "run", 0
+    for _ in range(KILLS):
+        start, was_killed = ends(run, source.randint(1, 60))
+        assert start == expected
+        killed += was_killed
+        found = [torch.load(path) for path in sorted(run.glob("ckpt/*.ckpt"))]  # each is whole
+        steps = [each["global_step" if what == "ddp" else "step"] for each in found]
+        link = run / "ckpt" / "last.ckpt"
+        assert not link.is_symlink() or link.exists(), "a link leads nowhere"
+        expected = max(steps, default=0)
+        if what == "ddp":
+            assert not steps or link.exists() or expected == 1
+            expected = torch.load(link)["global_step"] if link.exists() else 0
+            assert max(steps, default=0) - expected <= 1
+    assert killed
+    assert ends(run, 0)[0] == expected
+    assert same(torch.load(run / "weights.pt"), torch.load(tmp_path / "whole" / "weights.pt"))
 
 
 def test_a_damaged_newest_file_is_passed_over_and_that_is_said(
