@@ -176,9 +176,10 @@ class PortusIO(CheckpointIO):
         elif local is None or os.path.isdir(local) or not self.is_on():
             stock.torch_io().remove_checkpoint(path)
         elif self._writes_files:
-            self._saved.pop(local, None)
-            if self.is_there(local) or os.path.islink(local):
-                self._opened_files().remove(local)
+            with self._guard:
+                self._saved.pop(local, None)
+                if self.is_there(local) or os.path.islink(local):
+                    self._opened_files().remove(local)
         else:
             self._pooled.remove(local)
 
@@ -408,12 +409,13 @@ class PortusIO(CheckpointIO):
             self._has_begun = True
 
     def _save_file(self, checkpoint: dict[str, Any], path: str, step: int) -> None:
-        if not self._has_begun and self._settings.has_mirror:  # no callback said where
-            self._begin_files(self._directory or os.path.dirname(path))
-        handle = self._opened_files().save(checkpoint, path, step)
-        self._saved.pop(path, None)
-        self._saved[path] = None
-        self._note(handle)
+        with self._guard:  # AsyncCheckpointIO saves on a thread of its own, also while this closes
+            if not self._has_begun and self._settings.has_mirror:  # no callback said where
+                self._begin_files(self._directory or os.path.dirname(path))
+            handle = self._opened_files().save(checkpoint, path, step)
+            self._saved.pop(path, None)
+            self._saved[path] = None
+            self._note(handle)
         if self._over or self._thread.is_late is None:
             handle.wait()
         elif not self._thread.is_late:
