@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -137,12 +138,23 @@ def no_thread_left() -> Iterator[None]:
     """Every thread of Portus (named ``portus...``) has ended when its test has."""
     before = set(threading.enumerate())
     yield
+    _end_saver()
     ours = [t for t in threading.enumerate() if t not in before and t.name.startswith("portus")]
     until = time.monotonic() + THREAD_END_S_MAX
     for thread in ours:
         thread.join(max(0.0, until - time.monotonic()))
     left = [thread.name for thread in ours if thread.is_alive()]
     assert not left, f"threads left running: {left}; close what you opened"
+
+
+def _end_saver() -> None:
+    """That of ``portus.save`` lives as long as its process: a later test would find its threads."""
+    process = sys.modules.get("portus.client.paths.process")
+    while process is not None and process._savers:
+        saver = process._savers.pop()
+        with contextlib.suppress(Exception):
+            saver.close()
+        process.leave(saver)
 
 
 @pytest.hookimpl(wrapper=True)

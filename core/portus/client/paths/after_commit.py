@@ -42,6 +42,8 @@ class AfterCommit:
         """Which save made each file that this training has."""
         self._removals: Final[dict[str, int]] = {}
         """What is to be removed, and after which save; oldest first."""
+        self._leaving: Final[set[str]] = set()
+        """What is being removed."""
         self._links: list[tuple[int, str, str]] = []
         """Links that wait: after which save, what they are called, and where they are to lead."""
 
@@ -52,6 +54,7 @@ class AfterCommit:
             self._asked += 1
             self._in_flight[path] = self._asked
             self._removals.pop(path, None)
+            self._leaving.discard(path)
             self._forget_link(path)
             return self._asked
 
@@ -99,10 +102,10 @@ class AfterCommit:
         """Return whether a file is there as far as its user knows: on its way counts, and one that
         is to be removed does not."""
         with self._lock:
+            if path in self._removals or path in self._leaving:
+                return False  # asked for after any save to it, which may not be over yet
             if path in self._in_flight or any(link == path for _, link, _ in self._links):
                 return True
-            if path in self._removals:
-                return False
         return os.path.exists(path)
 
     def make_room(self) -> bool:
@@ -113,6 +116,7 @@ class AfterCommit:
             if path is None or self._committed <= self._made.get(path, 0) or _is_led_to(path):
                 return False
             del self._removals[path]
+            self._leaving.add(path)
         return self._removed(path)
 
     def _forget_link(self, path: str) -> None:
@@ -140,6 +144,7 @@ class AfterCommit:
             ]
             for path in ready:
                 del self._removals[path]
+            self._leaving.update(ready)
         for path in ready:
             self._removed(path)
 
@@ -150,6 +155,9 @@ class AfterCommit:
         except MediumError as error:
             say_it_stays(path, error)
             return False
+        finally:
+            with self._lock:
+                self._leaving.discard(path)
         return True
 
 

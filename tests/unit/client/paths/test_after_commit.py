@@ -62,6 +62,30 @@ def test_a_removal_waits_for_the_newest_save_that_was_asked_for(scene: Scene) ->
     assert scene.there() == ["b"]
 
 
+def test_a_file_is_gone_for_its_user_while_it_is_being_removed(tmp_path: Path) -> None:
+    seen = []
+    path = os.fspath(tmp_path / "a")
+
+    def remove(each: str) -> None:
+        seen.append(after.is_there(each))
+        raise MediumError(5, "the disk fails")
+
+    after = AfterCommit(remove, lambda act: act())
+    Path(path).write_text("a")
+    after.remove(path)
+    assert seen == [False]
+    assert after.is_there(path), "it stays"
+
+
+def test_a_file_that_is_removed_before_its_save_is_over_is_gone_for_its_user(scene: Scene) -> None:
+    """Whoever waits for a save goes on before the worker has noted its end."""
+    scene.save("a", "b")
+    scene.after.remove(scene.path("a"))
+    assert not scene.after.is_there(scene.path("a"))
+    scene.commits("a", "b")
+    assert scene.there() == ["b"]
+
+
 def test_if_that_save_fails_a_later_one_will_do(scene: Scene) -> None:
     scene.save("a")
     scene.commits("a")

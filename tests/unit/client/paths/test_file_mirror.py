@@ -15,7 +15,7 @@ import torch
 
 import portus
 from portus.client.job.settings import Settings
-from portus.client.paths import file_mirror
+from portus.client.paths import file_mirror, process
 from portus.client.paths.training_files import TrainingFiles
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
 from portus.mirror.address import parse
@@ -76,9 +76,12 @@ class Bucket:
 def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bucket]:
     made = Bucket()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(process, "_savers", [])
+    monkeypatch.setattr(process, "_writers", [])
     monkeypatch.setattr(file_mirror, "open_file_store", lambda _: made)
     monkeypatch.setattr("portus.mirror.behind._PAUSE_MIN_S", 0.01)
     yield made
+    process._finish()
     made.store.close()
     made.behind.close()
 
