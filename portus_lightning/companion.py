@@ -57,6 +57,11 @@ class CompanionHooks:
         self._ended = False
         self._leaving: Leaving | None = None
 
+    def __getstate__(self) -> dict[str, object]:
+        """A copy of the Trainer, as of ``torch.save(trainer)``, has no run."""
+        gone = dict.fromkeys(("_generators", "_loaded", "_data", "_leaving"))
+        return {**self.__dict__, **gone}
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Tell the plugin where the run is; say what it cannot do."""
         io = plugin_of(trainer)

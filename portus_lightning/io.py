@@ -137,7 +137,7 @@ class PortusIO(CheckpointIO):
         """
         local = stock.local_path(path)
         if local is None or storage_options is not None or not self.is_on():
-            stock.torch_io().save_checkpoint(checkpoint, path, storage_options)
+            stock.torch_io().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         try:
             self._save(checkpoint, local, self._step_of(checkpoint))

@@ -382,3 +382,12 @@ def test_runs_of_one_project_are_reported_and_listed_by_their_names_and_files(
             found = document("report", said)
             assert (found["run"], found["title"]) == (name, f"{tmp_path.name}/{name}")
         assert f"{name}: its files are {name}/checkpoints/" in command("ls").out
+
+
+def test_a_trainer_is_pickled_as_with_stock(tmp_path: Path) -> None:
+    made = trainer(tmp_path, callbacks=[every_step(tmp_path)])
+    made.fit(Net(), loader())
+    torch.save(made, tmp_path / "trainer.pt")
+    found = torch.load(tmp_path / "trainer.pt", weights_only=False)
+    assert found.global_step == made.global_step
+    assert isinstance(found.strategy.checkpoint_io, PortusIO)
