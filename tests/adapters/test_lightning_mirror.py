@@ -8,7 +8,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from portus.testing.hosting import serving, url
 from portus_lightning import PortusIO
 from tests.adapters.launching import TWO
 from tests.adapters.tiny import NO_FUSS, Net, every_step, files, loader, same, trainer
+from tests.unit.client.stuck import until
 
 pytestmark = NO_FUSS
 
@@ -81,6 +81,13 @@ print(torch.load(sys.argv[1], weights_only=False)["global_step"])
 """
 
 
+def has_any(mirror: Path) -> bool:
+    """True once the last checkpoint is there, and what it leads to."""
+    with contextlib.closing(open_file_store(parse(f"file://{mirror}"))) as store:
+        last = MirroredFiles(store, "ckpt", "mirror").read().file("ckpt/last.ckpt")
+    return last is not None
+
+
 def mirrored_step(mirror: Path) -> int:
     """That of the last checkpoint in the mirror, as a process without Portus reads it; -1 if there
     is none."""
@@ -104,8 +111,7 @@ def mirrored_step(mirror: Path) -> int:
 def test_machines_are_lost_one_after_another_and_the_training_ends_bit_for_bit(
     tmp_path: Path, kept: str, seed: int
 ) -> None:
-    """Killed at a random moment, and the disk wiped: the next one goes on from what was mirrored,
-    with a save in flight at most behind the newest."""
+    """Killed at a random step, and the disk wiped: the next one goes on from what was mirrored."""
     source, run, mirror = random.Random(seed), tmp_path / "run", tmp_path / "bucket"
 
     def begin(root: Path, where: str) -> subprocess.Popen[str]:
@@ -131,10 +137,14 @@ def test_machines_are_lost_one_after_another_and_the_training_ends_bit_for_bit(
 
     ends(tmp_path / "whole", "none", 0)
     expected = 0
-    for _ in range(LOSSES):
+    for number in range(LOSSES):
         with begin(run, f"file://{mirror}") as training:
             assert starts(training) == expected
-            time.sleep(source.uniform(0.1, 0.6))
+            assert training.stdout is not None
+            for _ in range(source.randint(1, 8)):
+                training.stdout.readline()
+            if number == 0:
+                until(lambda: has_any(mirror))
             training.kill()
         expected = max(0, mirrored_step(mirror))
         shutil.rmtree(run)
