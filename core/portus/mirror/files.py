@@ -1,20 +1,23 @@
 """``MirroredFiles``: the checkpoint files of one run in a store, whole, under their own names.
 
-A file counts once the log of the mirror says so, with its digest. So whoever was superseded may
-overwrite an object, and nobody takes that for the file: its digest is another one.
+A file counts once the log of the mirror says so, with its digest. Until then what it replaces is
+there and counts, under another name. Whoever was superseded may overwrite an object, and nobody
+takes that for the file: its digest is another one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import xxhash
 
-from portus.errors import CorruptionError, MediumError, StaleError, printable
+from portus.errors import CorruptionError, MediumError, PortusError, StaleError, printable
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import (
+    AGAIN,
     DIGEST_SUFFIX,
     FACTS_MAX,
     FILES,
@@ -79,7 +82,9 @@ class MirroredFiles:
         """
         self._mirror.require()
         before, hasher = os.fstat(number), xxhash.xxh3_128()
-        name, size = file_name(path), before.st_size
+        replaced = self.state.file(path)
+        name = file_name(path, "" if replaced is None else replaced.name)
+        size = before.st_size
 
         def pieces() -> Iterator[bytes]:
             for start in range(0, size, PIECE):
@@ -104,6 +109,8 @@ class MirroredFiles:
             term=self.state.term if term is None else term,
         )
         self._mirror.note([filed])
+        if replaced is not None and not replaced.link:
+            self._sweep_away(replaced.name)
         return size
 
     def link(self, path: str, target: str) -> None:
@@ -112,7 +119,7 @@ class MirroredFiles:
         said = Filed(path, file_name(path), bytes(16), 0, 0, 0, self.state.term, target)
         self._mirror.note([said])
         if before is not None and not before.link:
-            self._delete([before.name])
+            self._sweep_away(before.name)
 
     def remove(self, paths: Sequence[str]) -> None:
         """Remove files; those that are not there are no error. Raises ``SupersededError``, and
@@ -132,7 +139,7 @@ class MirroredFiles:
         named |= {name + DIGEST_SUFFIX for name in named}
         found = [
             each.name
-            for folder in (FILES, QUOTED)
+            for folder in (FILES, QUOTED, AGAIN)
             for each in self._store.list(self._prefix + folder)
             if each.name not in named and each.modified < now - GRACE_S
         ]
@@ -182,6 +189,11 @@ class MirroredFiles:
                 f"{self._name}: {filed.name}: expected the digest {filed.digest.hex()}, found "
                 f"{hasher.hexdigest()}"
             )
+
+    def _sweep_away(self, name: str) -> None:
+        """Delete what does not count any more. What fails is done by ``sweep``, a day later."""
+        with contextlib.suppress(PortusError):
+            self._delete([name])
 
     def _delete(self, names: Sequence[str]) -> None:
         if names:

@@ -7,6 +7,7 @@ All objects of a model are below one prefix (``prefix_of``)::
     packs/<name>        one unit, or several small ones end to end
     files/<path>        a checkpoint file, whole, and its digest beside it; those of a directory
     quoted/<path>       the same, of a path that no object can be called by
+    again/<one of those> what replaced such a file
 
 An entry of the log is created if absent, and never changed or deleted. Manifests and packs have
 names that nobody ever uses for anything else: digest, length, who put them, and in which epoch.
@@ -41,6 +42,9 @@ MANIFESTS: Final = "manifests/"
 PACKS: Final = "packs/"
 FILES: Final = "files/"
 QUOTED: Final = "quoted/"
+AGAIN: Final = "again/"
+"""Before the names of files that replace those without it: the one before is there until the log
+says that the new one counts."""
 DIGEST_SUFFIX: Final = ".xxh128"
 """Of what is beside a file: its digest, as ``xxhsum`` prints and checks it."""
 
@@ -339,11 +343,16 @@ def prefix_of(model: str) -> str:
     return quoted + "/"
 
 
-def file_name(path: str) -> str:
+def file_name(path: str, before: str = "") -> str:
     """What the file at ``path`` is called, below the prefix of its run: by its own name, if that is
-    one that all stores take."""
+    one that all stores take. before: the name of what it replaces, which it does not get."""
+    name = _file_name(path)
+    return AGAIN + name if before == name else name
+
+
+def _file_name(path: str) -> str:
     own = FILES + path
-    if is_name(own + DIGEST_SUFFIX):
+    if is_name(AGAIN + own + DIGEST_SUFFIX):
         return own
     plain = urllib.parse.quote(path, safe="/").replace("~", "%7E").replace(".", "%2E")
     quoted = plain.replace("%", "=")

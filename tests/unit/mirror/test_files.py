@@ -106,6 +106,49 @@ def test_a_file_that_replaces_one_counts_at_its_entry_and_not_before(
     assert (said.size, said.step) == (500, 7)
 
 
+def test_a_writer_that_is_killed_before_the_entry_leaves_the_file_before(
+    tmp_path: Path, store: FileStore, files: MirroredFiles
+) -> None:
+    for number in range(4):
+        before = made(tmp_path / "last.ckpt", 1000 + number)
+        put(files, tmp_path / "last.ckpt")
+        killed = MirroredFiles(_Killed(store), "run", "the store")  # type: ignore[arg-type]
+        killed.claim("a test", RUN)
+        made(tmp_path / "last.ckpt", 500)
+        with pytest.raises(KeyboardInterrupt):
+            put(killed, tmp_path / "last.ckpt")
+        assert fetched(files, "last.ckpt", tmp_path / "back") == before
+        files.claim("a test", RUN)
+    [said] = files.read().files
+    there = [each.name for each in store.list("run/") if each.name.endswith("last.ckpt")]
+    assert f"run/{said.name}" in there
+
+
+class _Killed:
+    """A store whose user is killed once the object is there."""
+
+    def __init__(self, store: FileStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
+        self._store.put_stream(name, parts, size)
+        raise KeyboardInterrupt
+
+
+def test_what_is_replaced_goes_when_the_new_one_counts(
+    tmp_path: Path, store: FileStore, files: MirroredFiles
+) -> None:
+    for number in range(5):
+        made(tmp_path / "last.ckpt", 100 + number)
+        put(files, tmp_path / "last.ckpt")
+        [said] = files.read().files
+        there = [each.name for each in store.list("run/") if "log/" not in each.name]
+        assert there == [f"run/{said.name}", f"run/{said.name}{DIGEST_SUFFIX}"]
+
+
 def test_what_a_superseded_writer_overwrites_is_never_taken_for_the_file(
     tmp_path: Path, store: FileStore, files: MirroredFiles
 ) -> None:
