@@ -93,9 +93,9 @@ def mirrored_step(mirror: Path) -> int:
     is none."""
     with contextlib.closing(open_file_store(parse(f"file://{mirror}"))) as store:
         files = {each.path: each for each in MirroredFiles(store, "ckpt", "mirror").read().files}
-    last = files.get("ckpt/last.ckpt")
-    if last is not None and last.link:
-        last = files.get(f"ckpt/{last.link}")
+    named = [each for path, each in files.items() if path.startswith("ckpt/last")]  # last-v1, too
+    found = [files.get(f"ckpt/{each.link}") if each.link else each for each in named]
+    last = max(filter(None, found), key=lambda each: each.time_ns, default=None)
     if last is None:
         return -1
     path = str(mirror / "ckpt" / last.name)
