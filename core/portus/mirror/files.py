@@ -15,6 +15,7 @@ from typing import Final
 import xxhash
 
 from portus.errors import CorruptionError, MediumError, PortusError, StaleError, printable
+from portus.media.file import write_all
 from portus.mirror.mirror import Mirror
 from portus.mirror.objects import (
     AGAIN,
@@ -216,9 +217,7 @@ def _read(number: int, start: int, length: int, path: str) -> bytes:
 
 def _write(number: int, data: memoryview, start: int, path: str) -> None:
     try:
-        while data:
-            done = os.pwrite(number, data, start)
-            data, start = data[done:], start + done
+        write_all(number, data, start)
     except OSError as error:
         raise MediumError(
             error.errno, f"{printable(path)}: cannot be written: {error.strerror}"

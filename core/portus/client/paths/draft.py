@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from portus.client.loading.torch_file import is_whole
 from portus.directory.publisher import Publisher, UnpublishedFile
 from portus.directory.system import Linux, System
+from portus.errors import MediumError, printable
 from portus.media.process import Descriptor
 from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Before, Column, Feed
@@ -108,6 +110,16 @@ class FileDraft:
 def new_publisher() -> Publisher[Descriptor]:
     """Return what publishes files, and puts back none that is not whole."""
     return Publisher(Linux(), _is_whole)
+
+
+def make_directory(path: str) -> None:
+    """Make a directory, and those above it; nothing if it is there. Raises ``MediumError``."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise MediumError(
+            error.errno, f"{printable(path)}: cannot make the directory: {error.strerror}"
+        ) from error
 
 
 def _is_whole(system: System[Descriptor], file: Descriptor, name: str) -> bool:

@@ -25,8 +25,15 @@ import msgspec
 from portus.client.files.pending import PENDING
 from portus.client.files.reference import replace_link
 from portus.client.loading.torch_file import has_digests
-from portus.client.paths.draft import new_publisher
-from portus.errors import CorruptionError, MediumError, PortusError, TransportError, printable
+from portus.client.paths.draft import make_directory, new_publisher
+from portus.errors import (
+    CorruptionError,
+    MediumError,
+    PortusError,
+    TransportError,
+    UsageError,
+    printable,
+)
 from portus.media.local import LocalFiles
 from portus.media.process import Descriptor
 from portus.mirror.address import StoreAddress
@@ -288,7 +295,7 @@ class DirectoryMirror(Behind):
             return
         try:
             self._mirror.remove(gone)
-        except UnwritableError as error:  # they do not count any more
+        except UsageError as error:  # no right to delete; they do not count any more
             self._say(error)
         with self._guard:
             self._note.gone[:] = [each for each in self._note.gone if each not in gone]
@@ -304,7 +311,7 @@ class DirectoryMirror(Behind):
             self._write_note()
         try:
             self._mirror.sweep()
-        except UnwritableError as error:
+        except UsageError as error:  # no right to delete
             self._say(error)
         if state.newest_file is not None:
             newest_ns = state.newest_file.time_ns
@@ -404,7 +411,7 @@ class DirectoryMirror(Behind):
 
     def _fetch(self, said: Filed, advanced: Callable[[int], None]) -> None:
         path = os.path.realpath(os.path.join(self._directory, said.path))
-        _make_directory(os.path.dirname(path))
+        make_directory(os.path.dirname(path))
         publisher = new_publisher()
         try:
             draft = publisher.begin(path)
@@ -488,15 +495,6 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 def _is_same(file: _Committed, said: Filed | None) -> bool:
     return said is not None and (said.size, said.time_ns) == (file.size, file.time_ns)
-
-
-def _make_directory(path: str) -> None:
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise MediumError(
-            error.errno, f"{printable(path)}: cannot make the directory: {error.strerror}"
-        ) from error
 
 
 def _sync(number: int, path: str) -> None:

@@ -14,6 +14,7 @@ from portus.client.loading.elsewhere import fill
 from portus.client.loading.loaded import note_loaded
 from portus.client.loading.torch_file import load_file
 from portus.client.paths.after_commit import AfterCommit, say_it_stays
+from portus.client.paths.draft import make_directory
 from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.file_mirror import DirectoryMirror
 from portus.client.paths.process import join, leave, recover_left
@@ -85,7 +86,7 @@ class TrainingFiles:
         replaced. See ``portus.save``."""
         saver, after = self._opened()
         try:
-            _make_directory(os.path.dirname(path))
+            make_directory(os.path.dirname(path))
         except MediumError as error:
             if not saver.goes_on_after(error):
                 raise
@@ -271,12 +272,3 @@ class TrainingFiles:
 
 def _journal_of(name: str, place: str) -> str:
     return journal_directory(Place.named(place).pool_of(name).path)
-
-
-def _make_directory(path: str) -> None:
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise MediumError(
-            error.errno, f"{printable(path)}: cannot make the directory: {error.strerror}"
-        ) from error
