@@ -572,3 +572,20 @@ def test_a_mirror_that_may_not_be_written_is_an_error_of_each_save(
             with pytest.raises(UsageError, match="may be read, not written"):
                 checkpointer.save({"step": step}, step)
     assert not os.path.exists("run")
+
+
+def test_a_run_without_the_right_to_delete_starts_and_mirrors(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def delete(names: list[str]) -> None:
+        raise UsageError("permission is denied: s3:DeleteObject")
+
+    monkeypatch.setattr("portus.mirror.files.GRACE_S", -10.0)
+    monkeypatch.setattr(bucket.store, "delete", delete)
+    bucket.store.put("run/files/stray.ckpt", [b"x"])
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save("1.ckpt", 1).wait()
+    run.save("2.ckpt", 2).wait()
+    run.remove("1.ckpt")
+    run.files.close()
+    assert bucket.files() == {"ckpt/2.ckpt": 2}
