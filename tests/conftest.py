@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import random
@@ -135,16 +136,29 @@ def nothing_said_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
-    """Every thread of Portus (named ``portus...``) has ended when its test has."""
+    """Every thread of Portus (named ``portus...``) has ended when its test has, and so has every
+    use of what a process writes files with: one that is left would keep the threads of later tests.
+    """
     before = set(threading.enumerate())
     yield
     _end_saver()
+    users = _users_of_files()
+    if users:  # an error that a test caught may hold what it was raised by until it is collected
+        names = ", ".join(map(repr, users))
+        users.clear()
+        gc.collect()
+        assert not _users_of_files(), f"left open: {names}; close what you opened"
     ours = [t for t in threading.enumerate() if t not in before and t.name.startswith("portus")]
     until = time.monotonic() + THREAD_END_S_MAX
     for thread in ours:
         thread.join(max(0.0, until - time.monotonic()))
     left = [thread.name for thread in ours if thread.is_alive()]
     assert not left, f"threads left running: {left}; close what you opened"
+
+
+def _users_of_files() -> list[Any]:
+    process = sys.modules.get("portus.client.paths.process")
+    return [] if process is None else list(process._open)
 
 
 def _end_saver() -> None:

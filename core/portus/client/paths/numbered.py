@@ -73,15 +73,15 @@ class DirectoryCheckpointer(Checkpointer):
         self.settings: Final = _checked(place.path, Settings(**settings))
         """How it saves and loads."""
         self._files: Final = StepFiles(place.path)
-        self._saver: Final = FileSaver(join(self), self.settings)
         name = os.path.basename(place.path) or "checkpoints"
+        self._mirror: Final = self._mirror_of(name)
         at = partial(_place_of_journal, place.path)
         self._journal: Final = FileJournal(name, at) if self.settings.journal else None
         self._last: SaveHandle | None = None
         self._last_ns = 0
         self._process: Final = os.getpid()
         recover_left(place.path)
-        self._mirror: Final = self._mirror_of(name)
+        self._saver: Final = FileSaver(join(self), self.settings)
         self._is_closed = False
         if self._mirror is not None:
             self._saver.make_room = self._mirror.yield_space

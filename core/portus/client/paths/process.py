@@ -105,6 +105,7 @@ def _finish() -> None:
                 owner.close()
             except PortusError as error:
                 _log.error("portus: a save failed: %s", error)
+        _open.clear()
         _savers.clear()
         while _writers:
             _writers.pop().close()
