@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from portus.client.mend import mend as mend
     from portus.client.paths.face import load as load
     from portus.client.paths.face import save as save
+    from portus.client.paths.face import save_safetensors as save_safetensors
     from portus.client.paths.training_files import TrainingFiles as TrainingFiles
     from portus.client.pool_checkpointer import PoolCheckpointer as PoolCheckpointer
     from portus.client.run import Run as Run
@@ -141,6 +142,7 @@ _MODULE_OF: Final = {
     "replace_link": "portus.client.files.reference",
     "restore_randomness": "portus.client.state.randomness",
     "save": "portus.client.paths.face",
+    "save_safetensors": "portus.client.paths.face",
     "saved_in": "portus.client.leaving.in_turn",
     "say_remaining": "portus.client.leaving.in_turn",
     "this_is_a_reference_run_portus_materialize": "portus._autoload",

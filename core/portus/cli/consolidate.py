@@ -129,7 +129,7 @@ def write_files(
         opened = []
         for path, placed in files:
             file = stack.enter_context(open(path, "wb"))
-            head = safetensors.header(placed, metadata)
+            head = safetensors.head_of(placed, metadata)
             file.write(head)
             file.flush()
             offset = len(head)

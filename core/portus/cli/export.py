@@ -45,6 +45,7 @@ from portus.client.state.tree import (
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.arrays import read_shape
 from portus.format.layout import RecordKind
+from portus.image.safetensors import DTYPES, SUFFIX
 from portus.index.log import logged
 from portus.index.place import Place, local_path
 from portus.index.reader import PoolReader
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from portus.client.shards.cuts import Cut
 
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt")
-SAFETENSORS_SUFFIX: Final = ".safetensors"
 
 _NAMED_MAX: Final = 5
 """Names that a message lists."""
@@ -114,8 +114,8 @@ def run(options: ExportOptions, pool: str | None, output: Output) -> int:
     """Export; the exit code."""
     local_path(options.out, "OUT")  # raises for a URL
     suffix = os.path.splitext(options.out)[1].lower()
-    if not options.is_directory and suffix not in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX):
-        known = ", ".join((SAFETENSORS_SUFFIX, *TORCH_SUFFIXES))
+    if not options.is_directory and suffix not in (*TORCH_SUFFIXES, SUFFIX):
+        known = ", ".join((SUFFIX, *TORCH_SUFFIXES))
         raise UsageError(
             f"{options.out}: expected a directory, or a name that ends in one of {known}"
         )
@@ -160,7 +160,7 @@ def _run_file(path: str, options: ExportOptions, output: Output) -> int:
     if os.path.isdir(path) or options.is_directory:
         raise UsageError(
             f"{path}: expected a torch file, and a file to write, that ends in one of "
-            f"{', '.join((SAFETENSORS_SUFFIX, *TORCH_SUFFIXES))}"
+            f"{', '.join((SUFFIX, *TORCH_SUFFIXES))}"
         )
     from portus.client.leaving import from_file  # and torch with it
 
@@ -170,7 +170,7 @@ def _run_file(path: str, options: ExportOptions, output: Output) -> int:
             temporary,
             names=options.names,
             strip=options.strip,
-            is_torch=not options.out.lower().endswith(SAFETENSORS_SUFFIX),
+            is_torch=not options.out.lower().endswith(SUFFIX),
         )
     result = ExportResult(done.size, done.tensors, done.shared, done.left_out)
     _say(path, options, result, output)
@@ -539,7 +539,7 @@ def _tensor_of(node: object, specs: Sequence[TensorSpec], *, arrays: bool) -> Te
     _, dtype, sizes, fortran = node["$array"]
     shape = read_shape(dtype, sizes, fortran)
     offset, gap = divmod(specs[index].offset, shape.dtype.itemsize or 1)
-    is_plain = shape.dtype.name in safetensors.DTYPES and shape.dtype.isnative
+    is_plain = shape.dtype.name in DTYPES and shape.dtype.isnative
     if not is_plain or shape.fortran or gap:
         return None
     own = specs[index]

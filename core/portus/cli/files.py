@@ -1,5 +1,5 @@
 """Commands on checkpoints that are files: ``ls``, ``show``, ``verify``, ``scrub``, ``rm`` and
-``gc`` of torch files, and of directories that have some."""
+``gc`` of torch and safetensors files, and of directories that have some."""
 
 from __future__ import annotations
 
@@ -26,16 +26,24 @@ from portus.cli.pools import nearest, reference_at
 from portus.directory.folder import FOLDER, HiddenFolder
 from portus.directory.system import Linux
 from portus.errors import MediumError, PortusError, UsageError
+from portus.image.safetensors import LENGTH_SIZE, SUFFIX
+from portus.image.safetensors_reader import ZIP, is_safetensors
 from portus.index.directory import pools_at
 from portus.index.place import DEFAULT_DIRECTORY, Place
 from portus.media.local import LocalFiles
 
-_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin")
-_ZIP: Final = b"PK\x03\x04"
+_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", SUFFIX)
 _END: Final = b"PK\x05\x06"
 _END_SIZE: Final = 22
-"""The first bytes of a zip file, and of its last record, with its size."""
+"""The first bytes of the last record of a zip file, and its size."""
 _STEP: Final = re.compile(r"step[=_-]?(\d+)")
+
+_SAID: Final = {
+    "digests": "checksums of Portus",
+    "crc32": "CRC32s of the zip",
+    "structure": "structure alone: it has no checksums",
+}
+"""By what a file is verified, in words."""
 
 NEWEST: Final = 20
 """Files of a directory that are listed, unless all are asked for."""
@@ -43,7 +51,7 @@ NEWEST: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A torch file. ``time_ns``: of its last change."""
+    """A checkpoint file. ``time_ns``: of its last change."""
 
     path: str
     size: int
@@ -69,7 +77,7 @@ def meant(target: str | None, pool: str | None) -> str | None:
         above = os.path.dirname(hidden)
         return above if next(found_below(above), None) is not None else None
     if os.path.isfile(target):
-        return target if _is_torch_file(target) else None
+        return target if _is_checkpoint(target) else None
     if not os.path.isdir(target) or os.path.basename(os.path.abspath(target)) == DEFAULT_DIRECTORY:
         return None
     if pools_at(Place.named(target)):
@@ -79,8 +87,8 @@ def meant(target: str | None, pool: str | None) -> str | None:
 
 
 def found_below(path: str) -> Iterator[FoundFile]:
-    """Yield the torch files in a directory and those below it, hidden ones excepted; or the one at
-    ``path``. Links are not followed. Raises ``MediumError``."""
+    """Yield the checkpoint files in a directory and those below it, hidden ones excepted; or the
+    one at ``path``. Links are not followed. Raises ``MediumError``."""
     if not os.path.isdir(path):
         yield _found(path)
         return
@@ -89,7 +97,7 @@ def found_below(path: str) -> Iterator[FoundFile]:
         for name in sorted(files):
             each = os.path.join(directory, name)
             is_one = name.endswith(_SUFFIXES) and not os.path.islink(each)
-            if is_one and _is_torch_file(each):
+            if is_one and _is_checkpoint(each):
                 yield _found(each)
 
 
@@ -126,14 +134,14 @@ def ls(path: str, every: bool, output: Output) -> list[Json]:
 
 def verify(path: str, output: Output, *, bytes_per_s: int | None = None) -> int:
     """Read every byte of each file; the exit code. bytes_per_s: from the disk, and no faster."""
-    from portus.client.loading.torch_file import has_digests, verify_file  # and torch with it
+    from portus.client.loading.checkpoint_file import has_digests, verify_file  # and torch with it
 
     documents: list[Json] = []
     codes = []
     for each in found_below(path):
         document, start, by = _document(each), time.monotonic(), ""
         try:
-            by = "checksums of Portus" if has_digests(each.path) else "CRC32s of the zip"
+            by = _SAID[_verified_by(each.path, has_digests(each.path))]
             size = verify_file(each.path, None if bytes_per_s is None else _Pace(bytes_per_s))
         except PortusError as error:
             codes.append(exit_code(error))
@@ -150,7 +158,7 @@ def verify(path: str, output: Output, *, bytes_per_s: int | None = None) -> int:
             )
         documents.append(document)
     if not codes:
-        raise UsageError(f"{path}: there is no torch file to verify")
+        raise UsageError(f"{path}: there is no checkpoint file to verify")
     damaged = sum(map(bool, codes))
     if len(codes) > 1:
         output.line(
@@ -159,6 +167,14 @@ def verify(path: str, output: Output, *, bytes_per_s: int | None = None) -> int:
         )
     output.document({"healthy": not damaged, "files": documents})
     return FOUND if FOUND in codes else max(codes)
+
+
+def _verified_by(path: str, has_digests: bool) -> str:
+    """A key of ``_SAID``."""
+    if has_digests:
+        return "digests"
+    with open(path, "rb") as file:
+        return "structure" if is_safetensors(file.read(LENGTH_SIZE + 1)) else "crc32"
 
 
 class _Pace:
@@ -203,8 +219,9 @@ def show(path: str, output: Output) -> int:
     from portus.client.loading.outline import outline_of  # and torch with it
 
     found, outline = _found(path), outline_of(path)
-    by = "checksums of Portus" if outline.has_digests else "CRC32s of the zip alone"
-    output.line(f"{_short(path)}: {size_text(found.size)}, saved {age_text(found.time_ns)}, {by}")
+    by = _verified_by(path, outline.has_digests)
+    age = age_text(found.time_ns)
+    output.line(f"{_short(path)}: {size_text(found.size)}, saved {age}, {_SAID[by]}")
     if outline.note:
         output.line(f"noted: {outline.note}")
     output.table(
@@ -219,7 +236,7 @@ def show(path: str, output: Output) -> int:
         output.table(("NAME", "VALUE"), outline.others)
     document = _document(found)
     document.update(
-        verified_by="digests" if outline.has_digests else "crc32",
+        verified_by=by,
         tensors=[
             {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "size": e.size}
             for e in outline.tensors
@@ -291,17 +308,20 @@ def _found(path: str) -> FoundFile:
     return FoundFile(path, status.st_size, status.st_mtime_ns)
 
 
-def _is_torch_file(path: str) -> bool:
-    """True for a file of ``torch.save`` that leads nowhere else; by its first bytes, or its end
-    where those are damaged."""
+def _is_checkpoint(path: str) -> bool:
+    """True for a file of safetensors, or one of ``torch.save`` that leads nowhere else; by its
+    first bytes, or its end or its name where those are damaged."""
+    if path.endswith(SUFFIX):
+        return True
     try:
         with open(path, "rb") as file:
-            begin = file.read(len(_ZIP))
+            begin = file.read(LENGTH_SIZE + 1)
             file.seek(-min(_END_SIZE, os.path.getsize(path)), os.SEEK_END)
             end = file.read(len(_END))
     except OSError:
         return False
-    return (begin == _ZIP or end == _END) and reference_at(path) is None
+    is_zip = begin.startswith(ZIP) or end == _END
+    return is_safetensors(begin) or (is_zip and reference_at(path) is None)
 
 
 def _short(path: str) -> str:

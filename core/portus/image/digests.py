@@ -19,7 +19,7 @@ from portus.image.image import Column, Digests
 
 FORMAT: Final = 1
 
-_MAGIC: Final = b"PORTUSDG"
+MAGIC: Final = b"PORTUSDG"
 
 HEAD: Final = Record(
     "digests of an image",
@@ -46,7 +46,7 @@ def packed(size: int, lengths: Column, digests: Digests, rest: bytes) -> bytes:
     units = int(unit_counts(lengths).sum())
     if digests.shape != (units, DIGEST_SIZE):
         raise UsageError(f"digests of an image: expected {units} units, found {digests.shape}")
-    head = HEAD.row(_MAGIC, FORMAT, 0, size, len(lengths), units, rest)
+    head = HEAD.row(MAGIC, FORMAT, 0, size, len(lengths), units, rest)
     body = head + np.ascontiguousarray(digests).tobytes()
     return body + digest(body)
 
@@ -59,17 +59,27 @@ class Noted:
     rest: bytes
 
 
+def size_noted(record: bytes) -> int | None:
+    """Return the size of the file that a record speaks of; None for one that is damaged."""
+    body, own = record[:-DIGEST_SIZE], record[-DIGEST_SIZE:]
+    if len(body) < HEAD.size or digest(body) != own:
+        return None
+    size = HEAD.unpack(body)["size"]
+    assert isinstance(size, int)
+    return size
+
+
 def unpacked(record: bytes, size: int, lengths: Column, where: str) -> Noted:
     """What the record at ``where`` says of a file of ``size`` bytes with such storages.
 
     Raises ``CorruptionError`` when it is damaged or is that of another file, and ``UsageError``
     when a later version of Portus wrote it.
     """
-    body, own = record[:-DIGEST_SIZE], record[-DIGEST_SIZE:]
-    if digest(body) != own:
+    if size_noted(record) is None:
         raise CorruptionError(f"{where}: the record of digests does not match its own digest")
+    body = record[:-DIGEST_SIZE]
     head = HEAD.unpack(body)
-    if head["magic"] != _MAGIC or head["format"] != FORMAT:
+    if head["magic"] != MAGIC or head["format"] != FORMAT:
         raise UsageError(
             f"{where}: expected digests of format {FORMAT}, found {head['format']!r}; a later "
             "version of Portus wrote this file: upgrade Portus"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple, NoReturn
 
@@ -17,9 +17,10 @@ import numpy as np
 import xxhash
 
 from portus.errors import CorruptionError, printable
-from portus.format.checksum import UNIT, digest, unit_counts
 from portus.image.digests import unpacked
 from portus.image.image import Column, Digests
+from portus.image.key_paths import storage_places
+from portus.image.stored import Read, StoredFile, exactly
 from portus.image.torch_zip import (
     CENTRAL,
     CENTRAL_CRC,
@@ -41,9 +42,6 @@ from portus.image.torch_zip import (
     ZIP64,
 )
 
-Read = Callable[[int, int], bytes]
-"""``read(offset, length)``: at most ``length`` bytes of a file, fewer only at its end."""
-
 _CHUNK: Final = 1 << 20
 _EXTRA: Final = struct.Struct("<HH")
 
@@ -58,54 +56,34 @@ class ZipRecord(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchFile:
+class TorchFile(StoredFile):
     """What is in a file of ``torch.save``.
 
-    ``records``: all but the storages, by name. ``keys``: of the storages, as the pickle has them,
-    "0" first; ``offset``, ``length`` and ``crc`` are columns in that order. ``digests``: of each
-    unit of each storage in that order, ``None`` if the file has none, as one of stock torch.
+    ``keys``: as the pickle has them, "0" first. ``records``: all but the storages, by name.
+    ``crc``: of each storage; one without digests is compared with it.
     """
 
-    name: str
-    size: int
     archive: str
     pickle: bytes
     records: Mapping[str, ZipRecord]
-    keys: tuple[str, ...]
-    offset: Column
-    length: Column
     crc: Column
-    digests: Digests | None
 
-    def units(self, index: int) -> Iterator[tuple[int, int, bytes | None]]:
-        """Offset, length and digest of each unit of a storage."""
-        first = int(unit_counts(self.length[:index]).sum())
-        offset, length = int(self.offset[index]), int(self.length[index])
-        for at, begin in enumerate(range(0, max(1, length), UNIT), first):
-            noted = None if self.digests is None else self.digests[at].tobytes()
-            yield offset + begin, min(UNIT, length - begin), noted
+    def places_of(self, key: str) -> list[str]:
+        places = storage_places(self.pickle)
+        return [each.subscript for each in places if each.storage == key] or [f"storage {key}"]
 
-    def verify(self, read: Read) -> None:
-        """Read all storages. Raises ``CorruptionError`` for one that is not as it was saved.
-
-        A file without digests is compared with the CRC32s of the zip.
-        """
-        for index, key in enumerate(self.keys):
-            crc = 0
-            for offset, length, noted in self.units(index):
-                data = _exactly(read, offset, length, self.name)
-                if noted is None:
-                    crc = zlib.crc32(data, crc)
-                elif digest(data) != noted:
-                    raise CorruptionError(
-                        f"{self.name}: storage {key}: {length} bytes at {offset} do not match "
-                        "their digest"
-                    )
-            if self.digests is None and crc != self.crc[index]:
-                raise CorruptionError(
-                    f"{self.name}: storage {key}: {self.length[index]} bytes at "
-                    f"{self.offset[index]} do not match their CRC32"
-                )
+    def _verify(self, index: int, read: Read) -> None:
+        if self.digests is not None:
+            StoredFile._verify(self, index, read)  # super() needs a cell that slots do not have
+            return
+        crc = 0
+        for offset, length, _ in self.units(index):
+            crc = zlib.crc32(exactly(read, offset, length, self.name), crc)
+        if crc != self.crc[index]:
+            raise CorruptionError(
+                f"{self.name}: storage {self.keys[index]}: {self.length[index]} bytes at "
+                f"{self.offset[index]} do not match their CRC32"
+            )
 
 
 def read_torch(read: Read, size: int, name: str) -> TorchFile:
@@ -144,7 +122,7 @@ def read_torch(read: Read, size: int, name: str) -> TorchFile:
         name=name,
         size=size,
         archive=archive,
-        pickle=_exactly(read, pickle.offset, pickle.length, name),
+        pickle=exactly(read, pickle.offset, pickle.length, name),
         records=records,
         keys=tuple(keys),
         offset=offset,
@@ -163,7 +141,7 @@ def read_record(read: Read, size: int, name: str, record: str) -> bytes | None:
     directory = _Directory(read, size, name)
     for entry in directory.entries:
         if entry.name.partition("/")[2] == record:
-            data = _exactly(read, directory.begin(entry), entry.length, name)
+            data = exactly(read, directory.begin(entry), entry.length, name)
             if zlib.crc32(data) != entry.crc:
                 directory.bad(entry.at, f"the CRC32 of {record}", entry.crc, zlib.crc32(data))
             return data
@@ -173,13 +151,6 @@ def read_record(read: Read, size: int, name: str, record: str) -> bytes | None:
 def _in_order(key: str) -> tuple[int, str]:
     """Numbers by their size; torch 1.6 had other keys."""
     return (int(key), "") if key.isascii() and key.isdigit() and len(key) < 20 else (-1, key)
-
-
-def _exactly(read: Read, offset: int, length: int, name: str) -> bytes:
-    data = read(offset, length)
-    if len(data) != length:
-        raise CorruptionError(f"{name}: byte {offset}: expected {length} bytes, found {len(data)}")
-    return data
 
 
 class _Central(NamedTuple):
@@ -202,7 +173,7 @@ class _Directory:
         self._size = size
         self._name = name
         self._start, length, count = self._end()
-        raw = _exactly(read, self._start, length, name)
+        raw = exactly(read, self._start, length, name)
         self.entries = list(self._parsed(raw, count))
         if not self.entries:
             raise CorruptionError(f"{name}: expected a file of torch.save, found an empty zip file")
@@ -220,7 +191,7 @@ class _Directory:
         if at < 0:
             self.bad(0, "a zip file", f"{END.size} bytes or more", self._size)
         magic, disk, disk2, here, count, length, start, comment = END.unpack(
-            _exactly(self._read, at, END.size, self._name)
+            exactly(self._read, at, END.size, self._name)
         )
         if magic != END_MAGIC or disk or disk2 or comment or here != count:
             self.bad(at, "the end of a zip file", "an end record", "other bytes")
@@ -229,14 +200,14 @@ class _Directory:
         at -= LOCATOR.size
         if at >= END64.size:
             magic, disk, at64, disks = LOCATOR.unpack(
-                _exactly(self._read, at, LOCATOR.size, self._name)
+                exactly(self._read, at, LOCATOR.size, self._name)
             )
             if magic == LOCATOR_MAGIC:
                 until = at - END64.size
                 if disk or disks != 1 or at64 != until:
                     self.bad(at, "the place of the zip64 end record", until, at64)
                 magic, own, _, _, disk, disk2, here, count, length, start = END64.unpack(
-                    _exactly(self._read, until, END64.size, self._name)
+                    exactly(self._read, until, END64.size, self._name)
                 )
                 if magic != END64_MAGIC or own != END64.size - 12 or disk or disk2 or here != count:
                     self.bad(until, "the zip64 end record", "one of 56 bytes", "other bytes")
@@ -325,7 +296,7 @@ class _Directory:
         if at < least or at + LOCAL.size > self._start:
             self.bad(entry.at, f"where {entry.name} begins", f"{least} to {self._start}", at)
         begin = at + LOCAL.size + len(entry.raw_name)
-        header = _exactly(self._read, at, begin - at, self._name)
+        header = exactly(self._read, at, begin - at, self._name)
         magic, _, flags, method, *_, name, extra = LOCAL.unpack_from(header)
         if (magic, flags, method, name) != (LOCAL_MAGIC, entry.flags, 0, len(entry.raw_name)):
             self.bad(at, f"the header of {entry.name}", "that of its record", "other bytes")
@@ -342,12 +313,12 @@ class _Directory:
     ) -> Digests:
         """The digests of all units, after everything but the storages was verified."""
         where = f"{self._name}: byte {record.offset}"
-        payload = _exactly(self._read, record.offset, record.length, self._name)
+        payload = exactly(self._read, record.offset, record.length, self._name)
         noted = unpacked(payload, self._size, length, where)
         crc = zlib.crc32(payload).to_bytes(4, "little")
         places = (record.offset + record.length + DESCRIPTOR_CRC, central.at + CENTRAL_CRC)
         for place in places:
-            found = _exactly(self._read, place, 4, self._name)
+            found = exactly(self._read, place, 4, self._name)
             if found != crc:
                 self.bad(place, "the CRC32 of the digests", crc.hex(), found.hex())
         covered = list(zip(offset.tolist(), length.tolist(), strict=True))
@@ -356,7 +327,7 @@ class _Directory:
         begin = 0
         for place, bytes_there in [*sorted(covered), (self._size, 0)]:
             for at in range(begin, place, _CHUNK):
-                rest.update(_exactly(self._read, at, min(_CHUNK, place - at), self._name))
+                rest.update(exactly(self._read, at, min(_CHUNK, place - at), self._name))
             begin = place + bytes_there
         if rest.digest() != noted.rest:
             raise CorruptionError(

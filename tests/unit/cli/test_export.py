@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from portus.cli.output import size_text
-from portus.client.leaving.safetensors import DTYPES
 from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.format.checksum import UNIT
+from portus.image.safetensors import DTYPES
 from portus.shelf import Shelf
 from tests.golden.make import scattered
 from tests.unit.cli.scene import Run, portus, portus_json

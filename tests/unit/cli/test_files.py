@@ -217,3 +217,36 @@ def test_export_runs_nothing_of_a_file_and_writes_nothing_of_a_damaged_one(tmp_p
     assert command("export", tmp_path / "a.pt", tmp_path / "out.safetensors").code == 1
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "odd.pt", "run"]
     assert command("export", tmp_path, tmp_path / "out.safetensors").code == 2
+
+
+def test_safetensors_files_are_checkpoints_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors = {"layer.weight": torch.ones(3, 4), "half": torch.ones(2).half()}
+    portus.save_safetensors(tensors, path, {"format": "pt"}).wait()
+    assert "model.safetensors" in command("ls", tmp_path).out
+    said = command("show", path)
+    assert said.out.splitlines()[0].endswith("checksums of Portus")
+    assert "layer.weight  float32  [3, 4]" in said.out
+    assert "format  'pt'" in said.out
+    found = document("show", path)
+    assert found["verified_by"] == "digests"
+    assert found["tensors"][0] == {
+        "name": "layer.weight",
+        "dtype": "float32",
+        "shape": [3, 4],
+        "size": 48,
+    }
+    assert "healthy by the checksums of Portus" in command("verify", tmp_path).out
+    assert "healthy by the checksums of Portus" in command("scrub", path).out
+    command("export", path, tmp_path / "half.pt", "--names", "half")
+    assert torch.equal(torch.load(tmp_path / "half.pt")["half"], tensors["half"])
+    whole = path.read_bytes()
+    for at in [*range(0, 800, 13), len(whole) - 1]:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
+        said = command("verify", path)
+        assert (said.code, "DAMAGED" in said.out) == (1, True), at
+    stock = pytest.importorskip("safetensors.torch")
+    stock.save_file(tensors, path)
+    said = command("verify", path)
+    assert (said.code, "healthy by the structure alone" in said.out) == (0, True)
+    assert document("show", path)["verified_by"] == "structure"

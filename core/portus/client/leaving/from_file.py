@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from portus.client.loading.checkpoint_file import load_file
 from portus.client.loading.outline import leaves_of
-from portus.client.loading.torch_file import load_file
 from portus.errors import UsageError, printable
 
 

@@ -39,7 +39,7 @@ def write(
     with whole.outlined(pool, entry, part, tables_pool=tables_pool) as outline:
         tensors, storages = _tensors(outline)
         placed = safetensors.place(tensors)
-        head = safetensors.header(placed, {"format": "pt"})
+        head = safetensors.head_of(placed, {"format": "pt"})
         fits(len(head) + sum(each.size for each in placed))
         target.write(head)
         for each in placed:

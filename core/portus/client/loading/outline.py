@@ -1,4 +1,4 @@
-"""What is in a torch file, without the bytes of its tensors: for people who look."""
+"""What is in a checkpoint file, without the bytes of its tensors: for people who look."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from typing import Any, Final
 
 import torch
 
-from portus.client.loading.torch_file import outlined, read_note
+from portus.client.loading.checkpoint_file import outlined
+from portus.client.loading.torch_file import read_note
 from portus.image.key_paths import storage_places
+from portus.image.safetensors import DTYPES
+from portus.image.safetensors_reader import SafetensorsFile
+from portus.image.torch_reader import TorchFile
 
 _VALUE_MAX: Final = 60
+_NAMES: Final = {code: name for name, code in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +44,22 @@ class FileOutline:
 
 
 def outline_of(path: str | os.PathLike[str]) -> FileOutline:
-    """Return what is in the torch file at ``path``. Runs no code that it names: of classes that
+    """Return what is in the file at ``path``. Runs no code that it names: of classes that
     ``weights_only`` refuses, only the names and storages of tensors are told. Raises
     ``CorruptionError``, ``MediumError``."""
-    found, note = outlined(path), read_note(path)
+    found = outlined(path)
+    if isinstance(found, SafetensorsFile):
+        return FileOutline(
+            has_digests=found.digests is not None,
+            note="",
+            tensors=tuple(
+                OutlinedTensor(e.name, _NAMES.get(e.dtype, e.dtype), e.shape, e.size)
+                for e in found.tensors
+            ),
+            others=tuple((key, _text(value)) for key, value in found.metadata.items()),
+        )
+    assert isinstance(found, TorchFile)
+    note = read_note(path)
     try:
         state = torch.load(path, map_location="meta", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError):

@@ -8,9 +8,8 @@ changes nothing.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -19,74 +18,53 @@ import torch
 
 from portus.client.loading.over import Rename, restore_over
 from portus.client.loading.patterns import Patterns, matcher
+from portus.client.loading.stored_bytes import StoredBytes, opened, reads
 from portus.client.state.state import flatten
-from portus.errors import CorruptionError, MediumError, PortusError, UsageError, printable
-from portus.format.checksum import unit_counts
+from portus.errors import CorruptionError, PortusError, UsageError, printable
 from portus.image.key_paths import storage_places
-from portus.image.torch_reader import Read, TorchFile, read_record, read_torch
+from portus.image.stored import Read
+from portus.image.torch_reader import TorchFile, read_record, read_torch
 from portus.image.torch_zip import DIGESTS, NOTE
-from portus.media.file import FileSystemTraits, PlainFile
-from portus.media.process import Descriptor
-from portus.spec import Extent
-from portus.transport.base import Column, Digests, Source, Stop, memory, ranges
-from portus.transport.local import check, fetch
+from portus.media.file import PlainFile
+from portus.transport.base import Column, memory
 
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
 _TAR: Final = (257, b"ustar")
 """By what the files of torch before 1.6 and 0.4 are known, and where."""
 
-_TRAITS: Final = FileSystemTraits(volatile=False, early=False)
-"""Of a file that is only read from."""
 
-
-def load_file(
-    path: str | os.PathLike[str],
-    names: Patterns = None,
+def load_torch(
+    file: PlainFile,
+    number: int,
+    where: str,
+    names: Patterns,
     *,
-    mmap: bool = False,
-    verify: bool = True,
-    **settings: Any,
+    verify: bool,
+    settings: dict[str, Any],
 ) -> Any:
-    """What ``torch.load`` returns of the file at ``path``, verified if the file has digests.
-
-    names: shell patterns of key paths: only the storages of what matches are read, and of dicts,
-        lists and tuples only that is returned, with None for what a list or tuple lacks.
-    mmap: as for ``torch.load``. The whole file is read and verified first.
-    verify: False compares no digests of storages.
-    settings: others of ``torch.load``.
-
-    Blocks. Raises ``CorruptionError``, ``MediumError``, ``UsageError`` for a pattern that matches
-    nothing, and what ``torch.load`` raises.
-    """
-    where = os.fspath(path)
-    if os.path.isdir(where):
-        raise UsageError(
-            f"{printable(where)}: expected a file of torch.save, found a directory; portus.open "
-            "reads a pool"
-        )
-    with _opened(where) as (file, number):
-        keep, found = matcher(names), _read(file, where, verify=verify)
-        if found is None:
-            if keep is not None:
-                raise UsageError(
-                    f"{printable(where)}: names={names!r} needs a file of torch.save in the format "
-                    "of torch 1.6 or newer"
-                )
-            return torch.load(where, mmap=mmap, **settings)
-        wanted = None if keep is None else _wanted(found, keep)
-        if mmap:
-            _Verified(file, found, wanted).check_all()
-            same = f"/proc/self/fd/{number}"
-            there = same if os.path.exists(same) else where
-            state = torch.load(there, mmap=True, **settings)
-        else:
-            state = _loaded(_Verified(file, found, wanted), settings)
-        if keep is None:
-            return state
-        part = _part(state, keep, ())
-        keep.complain(printable(where))
-        return part
+    """What ``torch.load`` returns of the open file ``number`` at ``where``; see ``load_file``."""
+    keep, found = matcher(names), _read(file, where, verify=verify)
+    if found is None:
+        if keep is not None:
+            raise UsageError(
+                f"{printable(where)}: names={names!r} needs a file of torch.save in the format "
+                "of torch 1.6 or newer"
+            )
+        return torch.load(where, **settings)
+    wanted = None if keep is None else _wanted(found, keep)
+    if settings.pop("mmap", False):
+        StoredBytes(file, found).check_all()
+        same = f"/proc/self/fd/{number}"
+        there = same if os.path.exists(same) else where
+        state = torch.load(there, mmap=True, **settings)
+    else:
+        state = _loaded(_Verified(file, found, wanted), settings)
+    if keep is None:
+        return state
+    part = _part(state, keep, ())
+    keep.complain(printable(where))
+    return part
 
 
 def restore_file(
@@ -109,7 +87,7 @@ def restore_file(
     settings: dict[str, Any] = {"map_location": "cpu"}
     if weights_only is not None:
         settings["weights_only"] = weights_only
-    with _opened(where) as (file, _):
+    with opened(where) as (file, _):
         found = _read(file, where, verify=verify)
         verified = (
             None if found is None else _Verified(file, found, _wanted(found, lambda _: False))
@@ -123,103 +101,23 @@ def read_note(path: str | os.PathLike[str]) -> bytes | None:
     """Return what whoever saved a file noted in it; None if nothing. Reads little of the file.
     Raises ``CorruptionError`` for one that is cut off, ``MediumError``."""
     where = os.fspath(path)
-    with _opened(where) as (file, _):
-        if _is_old(_reads(file)):
+    with opened(where) as (file, _):
+        if _is_old(reads(file)):
             return None
-        return read_record(_reads(file), file.size, printable(where), NOTE)
+        return read_record(reads(file), file.size, printable(where), NOTE)
 
 
-def has_digests(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file has digests of its storages, as one that Portus saved. Reads little of
-    it. Raises as ``read_note``."""
-    where = os.fspath(path)
-    with _opened(where, as_torch=False) as (file, _):
-        if _is_old(_reads(file)):
-            return False
-        return read_record(_reads(file), file.size, printable(where), DIGESTS) is not None
-
-
-def outlined(path: str | os.PathLike[str]) -> TorchFile:
-    """Return where everything is in a file of torch 1.6 or newer. Raises ``CorruptionError``,
-    ``MediumError``."""
-    where = os.fspath(path)
-    with _opened(where, as_torch=False) as (file, _):
-        return read_torch(_reads(file), file.size, printable(where))
-
-
-@contextlib.contextmanager
-def _opened(where: str, *, as_torch: bool = True) -> Iterator[tuple[PlainFile, int]]:
-    """An open file, and its descriptor. as_torch: of a missing one, raise what torch raises."""
-    try:
-        descriptor = Descriptor(where, os.O_RDONLY)
-    except OSError as error:
-        if as_torch and isinstance(error, FileNotFoundError | PermissionError):
-            raise
-        raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error
-    with contextlib.closing(PlainFile(descriptor, _TRAITS, writable=False)) as file:
-        yield file, descriptor.number
-
-
-def verify_file(path: str | os.PathLike[str], pace: Callable[[int], object] | None = None) -> int:
-    """Read every byte of a file of ``torch.save`` and compare it with the digests in it; how many
-    bytes. Of a stock file the CRCs of the zip are compared. pace: called after each piece with its
-    bytes, and waits as long as it likes; what is cached of the file is read from the disk then.
-    Raises ``CorruptionError``, ``MediumError``."""
-    where = os.fspath(path)
-    with _opened(where, as_torch=False) as (file, number):
-        found = read_torch(_reads(file), file.size, printable(where))
-        if pace is not None:
-            _drop_cached(number)
-            found.verify(_paced(_reads(file), pace))
-        elif found.digests is None:
-            found.verify(_reads(file))
-        else:
-            _Verified(file, found, None).check_all()
-        return found.size
-
-
-def _drop_cached(number: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _paced(read: Read, pace: Callable[[int], object]) -> Read:
-    def paced(offset: int, length: int) -> bytes:
-        data = read(offset, length)
-        pace(len(data))
-        return data
-
-    return paced
-
-
-def is_whole(number: int, name: str) -> bool:
-    """True if the open file is a file of ``torch.save`` all of whose bytes are as they were
-    saved."""
-
-    def read(offset: int, length: int) -> bytes:
-        return os.pread(number, length, offset)
-
-    try:
-        read_torch(read, os.fstat(number).st_size, name).verify(read)
-    except (PortusError, OSError):
+def has_digests_of_torch(file: PlainFile, where: str) -> bool:
+    """Return whether an open file of torch has digests. Reads little of it. Raises
+    ``CorruptionError``."""
+    if _is_old(reads(file)):
         return False
-    return True
-
-
-def _reads(file: PlainFile) -> Read:
-    def read(offset: int, length: int) -> bytes:
-        target = memoryview(bytearray(max(0, min(length, file.size - offset))))
-        if target:
-            file.load(offset, target)
-        return bytes(target)
-
-    return read
+    return read_record(reads(file), file.size, printable(where), DIGESTS) is not None
 
 
 def _read(file: PlainFile, where: str, *, verify: bool = True) -> TorchFile | None:
     """What is in a file; None for one of an old format, which torch knows."""
-    read = _reads(file)
+    read = reads(file)
     try:
         found = read_torch(read, file.size, printable(where))
         return found if verify else replace(found, digests=None)
@@ -285,21 +183,18 @@ def _made_as(value: dict[Any, Any], kept: dict[Any, Any]) -> dict[Any, Any]:
     return value
 
 
-class _Verified:
+class _Verified(StoredBytes):
     """A file object that hands out what is as it was saved, and nothing else.
 
     wanted: the keys of storages to read; what memory for another one is filled with is undefined.
     """
 
     def __init__(self, file: PlainFile, found: TorchFile, wanted: set[str] | None) -> None:
+        super().__init__(file, found)
         self.failure: PortusError | None = None
         """Why the last read failed."""
-        self._file: Final = file
-        self._found: Final = found
         self._wanted: Final = wanted
         self._position = 0
-        self._units: Final = unit_counts(found.length)
-        self._first: Final = np.cumsum(self._units) - self._units
         filled = np.flatnonzero(found.length > 0)
         order = filled[np.argsort(found.offset[filled], kind="stable")]
         self._order: Final = order
@@ -318,19 +213,19 @@ class _Verified:
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._found.size}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._stored.size}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def read(self, length: int = -1) -> bytes:
-        left = max(0, self._found.size - self._position)
+        left = max(0, self._stored.size - self._position)
         data = bytearray(left if length is None or length < 0 else min(length, left))
         self.readinto(data)
         return bytes(data)
 
     def readinto(self, target: Any) -> int:
         view = memoryview(target).cast("B")
-        view = view[: max(0, min(len(view), self._found.size - self._position))]
+        view = view[: max(0, min(len(view), self._stored.size - self._position))]
         try:
             self._fill(self._position, view)
         except PortusError as error:
@@ -338,22 +233,6 @@ class _Verified:
             raise
         self._position += len(view)
         return len(view)
-
-    def check_all(self) -> None:
-        """Compare all storages with their digests. Raises ``CorruptionError``, ``MediumError``."""
-        self.check(self._order)
-
-    def check(self, indices: Column) -> None:
-        """Compare some storages with their digests. Raises ``CorruptionError``, ``MediumError``."""
-        if self._found.digests is not None:
-            sources = [self._source(index, 0) for index in indices.tolist()]
-            self._compare(indices, check(self._file, sources, Stop()))
-
-    def fetch(self, indices: Column, address: Column) -> None:
-        """Read some storages to memory, verified. Raises ``CorruptionError``, ``MediumError``."""
-        places = zip(indices.tolist(), address.tolist(), strict=True)
-        sources = [self._source(index, at) for index, at in places]
-        self._compare(indices, fetch(self._file, sources, Stop()))
 
     def _fill(self, offset: int, view: memoryview) -> None:
         begin = int(np.searchsorted(self._ends, offset, "right"))
@@ -372,36 +251,13 @@ class _Verified:
         if offset < start or stop < offset + len(view):
             return  # torch looks for the end of the file; it takes no bytes of a tensor from this
         index = int(self._order[begin])
-        whole = np.empty(int(self._found.length[index]), np.uint8)
+        whole = np.empty(int(self._stored.length[index]), np.uint8)
         self.fetch(np.array([index]), np.array([whole.ctypes.data]))
         view[:] = whole[offset - start : offset - start + len(view)].data
 
     def _is_unwanted(self, place: int) -> bool:
         return self._wanted is not None and (
-            self._found.keys[int(self._order[place])] not in self._wanted
-        )
-
-    def _source(self, index: int, address: int) -> Source:
-        length = int(self._found.length[index])
-        return Source(address, length, (Extent(int(self._found.offset[index]), length),))
-
-    def _compare(self, indices: Column, stored: Digests) -> None:
-        """Raise ``CorruptionError`` if the units of some storages are not those that were saved."""
-        if self._found.digests is None:
-            return
-        rows = ranges(self._first[indices], self._units[indices])
-        wrong = rows[(stored != self._found.digests[rows]).any(axis=1)]
-        if len(wrong):
-            index = int(np.searchsorted(self._first, wrong[0], "right")) - 1
-            raise self._damaged(index, int(wrong[0] - self._first[index]))
-
-    def _damaged(self, index: int, unit: int) -> CorruptionError:
-        found, key = self._found, self._found.keys[index]
-        offset, length, _ = list(found.units(index))[unit]
-        places = [each.subscript for each in storage_places(found.pickle) if each.storage == key]
-        return CorruptionError(
-            f"{found.name}: {' = '.join(places[:3]) or f'storage {key}'}: {length} bytes at "
-            f"{offset} are not those that were saved. Load another checkpoint, and check the disk"
+            self._stored.keys[int(self._order[place])] not in self._wanted
         )
 
 

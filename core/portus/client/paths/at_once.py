@@ -18,7 +18,7 @@ import numpy as np
 from portus.client.files import order
 from portus.client.files.pending import PENDING
 from portus.client.paths.draft import new_publisher
-from portus.client.state.pickling import PickledState
+from portus.client.state.contents import FileContents
 from portus.directory.publisher import UnpublishedFile
 from portus.media.process import Descriptor
 from portus.pipeline.handle import SaveStats
@@ -36,9 +36,9 @@ class WrittenFile:
     error: Final = None
 
     def __init__(
-        self, pickled: PickledState, said: str, real: str, *, step: int, note: bytes
+        self, contents: FileContents, said: str, real: str, *, step: int, note: bytes
     ) -> None:
-        """Write ``pickled`` to ``real``, which the caller called ``said``. Raises ``MediumError``;
+        """Write ``contents`` to ``real``, which the caller called ``said``. Raises ``MediumError``;
         what was at the path is untouched then."""
         start = time.perf_counter()
         with PENDING.exempt(), contextlib.ExitStack() as stack:
@@ -46,9 +46,9 @@ class WrittenFile:
             stack.callback(publisher.close)
             draft = publisher.begin(real)
             stack.callback(draft.abandon)
-            _write(pickled, draft, said, note)
+            _write(contents, draft, said, note)
             draft.publish(_newest_at(real))
-        took_s, size = time.perf_counter() - start, int(pickled.lengths.sum())
+        took_s, size = time.perf_counter() - start, int(contents.lengths.sum())
         self.stats: Final = SaveStats(
             call_s=took_s, total_s=took_s, state_bytes=size, copied_bytes=size
         )
@@ -63,10 +63,10 @@ class WrittenFile:
 
 
 def _write(
-    pickled: PickledState, draft: UnpublishedFile[Descriptor], said: str, note: bytes
+    contents: FileContents, draft: UnpublishedFile[Descriptor], said: str, note: bytes
 ) -> None:
     """Write the file of a draft, durably. Storages of a device are copied here one at a time."""
-    image, ring = pickled.image(said, note), StagingRing(0)
+    image, ring = contents.image(said, note), StagingRing(0)
     file = ImageFile(
         draft.file.number,
         draft.path,
@@ -76,12 +76,14 @@ def _write(
         ways=Ways(),
     )
     try:
-        is_here = np.array([each.device.type == "cpu" for each in pickled.storages], np.bool_)
+        is_here = np.array([each.device.type == "cpu" for each in contents.storages], np.bool_)
         here = np.flatnonzero(is_here)
-        address = np.array([pickled.storages[index].data_ptr() for index in here], np.int64)
+        address = np.array(
+            [contents.storages[index].data_ptr() for index in here.tolist()], np.int64
+        )
         file.copy(here, address, Stop())
-        for index in np.flatnonzero(~is_here):
-            copied = pickled.storages[index].cpu()
+        for index in np.flatnonzero(~is_here).tolist():
+            copied = contents.storages[index].cpu()
             file.copy(np.array([index]), np.array([copied.data_ptr()], np.int64), Stop())
         file.finish()
     finally:

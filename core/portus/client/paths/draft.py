@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.client.loading.torch_file import is_whole
+from portus.client.loading.checkpoint_file import is_whole
 from portus.directory.publisher import Publisher, UnpublishedFile
 from portus.directory.system import Linux, System
 from portus.errors import MediumError, printable

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
+
 from portus.client.files.pending import PENDING
+from portus.client.loading.checkpoint_file import load_file
 from portus.client.loading.patterns import Patterns
-from portus.client.loading.torch_file import load_file
 from portus.client.paths.process import is_blocking, recover_left, saver
+from portus.client.paths.saver import Extra
+from portus.client.state.named_tensors import named_tensors
 from portus.directory.waiting import wait_for_drafts
 from portus.mirror.address import is_store
 from portus.pipeline.handle import SaveHandle
@@ -37,7 +43,31 @@ def save(obj: object, path: str | os.PathLike[str], *, wait: bool = False) -> Sa
     ``MediumError`` if the file cannot be begun. At the exit of the process saves in flight are
     finished. In a signal handler that interrupted a call of Portus the file is written at once.
     """
-    handle = saver().save(obj, path)
+    return _returned(saver().save(obj, path), wait)
+
+
+def save_safetensors(
+    tensors: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    wait: bool = False,
+) -> SaveHandle:
+    """Save ``tensors`` to ``path`` in the background, as ``safetensors.torch.save_file`` would.
+
+    The file is one that every reader of safetensors reads, with digests in its metadata. All else
+    is as of ``portus.save``. A tensor that is a part of a larger storage is copied in the call.
+
+    tensors: dense and contiguous, by their names; no two of them may share memory.
+    metadata: texts by their names, which readers find in the file.
+
+    Raises ``UsageError`` for what safetensors cannot hold, and as ``portus.save``.
+    """
+    extra = Extra(contents=partial(named_tensors, metadata=metadata))
+    return _returned(saver().save(tensors, path, extra), wait)
+
+
+def _returned(handle: SaveHandle, wait: bool) -> SaveHandle:
     if wait or is_blocking():
         handle.wait()
     return handle
@@ -47,8 +77,9 @@ def load(path: str | os.PathLike[str], names: Patterns = None, **settings: Any) 
     """Load what is at ``path``, verified, and return it.
 
     As ``torch.load``, with its rules, and each byte is compared with the digests in the file. A
-    file of stock ``torch.save`` loads too, unverified. Waits for a save to ``path`` that is in
-    flight, in this process or another.
+    file of stock ``torch.save`` loads too, unverified; and so does a safetensors file, as a dict of
+    its tensors, verified if Portus saved it. Waits for a save to ``path`` that is in flight, in
+    this process or another.
 
     path: of a file; or the address of a version in a mirror: ``s3://bucket/prefix/model@step``, or
         without ``@step`` for the newest version; also ``gs://``, ``az://``, ``file:///``. If the

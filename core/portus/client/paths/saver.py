@@ -27,7 +27,8 @@ from portus.client.job.reports import Reports
 from portus.client.job.settings import Settings
 from portus.client.paths.at_once import WrittenFile
 from portus.client.paths.draft import FileDraft, new_publisher
-from portus.client.state.pickling import PickledState, path_in, pickle_state
+from portus.client.state.contents import FileContents
+from portus.client.state.pickling import pickle_state
 from portus.directory.publisher import UnpublishedFile
 from portus.errors import (
     AbandonedError,
@@ -70,12 +71,14 @@ _log: Final = logging.getLogger("portus")
 class Extra:
     """What belongs to one save besides its state.
 
-    step: of training; None for a file that has a name alone. note: bytes for a record of the file.
+    contents: what makes a state that of a file, in its format. step: of training; None for a file
+    that has a name alone. note: bytes for a record of the file.
     begun: called in the call, once the save is sure to end. committed: called on the worker once
     the file is there, before anybody is told. then: called on the worker when the save is over.
     follows_links: False replaces a link that is at the path, and leaves alone where it leads.
     """
 
+    contents: Callable[[object], FileContents] = pickle_state
     step: int = _STEP
     note: bytes = b""
     begun: Callable[[Save], None] | None = None
@@ -184,7 +187,7 @@ class FileSaver:
         extra = extra or Extra()
         target = FileTarget.of(path, follows_links=extra.follows_links)
         written = WrittenFile(
-            pickle_state(state), target.said, target.real, step=extra.step, note=extra.note
+            extra.contents(state), target.said, target.real, step=extra.step, note=extra.note
         )
         return SaveHandle(written)
 
@@ -201,15 +204,15 @@ class FileSaver:
             if not self.goes_on_after(error):
                 raise
             return self.refuse(error, time.perf_counter() - start)
-        pickled = pickle_state(state)
-        turn = Turn(int(pickled.lengths.sum()))
+        contents = extra.contents(state)
+        turn = Turn(int(contents.lengths.sum()))
         if not self._queue.admit(turn, self._fence_timeout):
             waited_s = time.perf_counter() - start
             return self.refuse(_too_late(target, waited_s), waited_s)
         job = None
         try:
             with PENDING.exempt():
-                job = self._begin(target, pickled, extra)
+                job = self._begin(target, contents, extra)
                 job.save.asked_at(start)
                 if job.save.over:
                     self._queue.dismiss(turn)
@@ -301,10 +304,10 @@ class FileSaver:
         if not self._queue.on_worker():
             self._queue.catch_up(self._fence_timeout)
 
-    def _begin(self, target: FileTarget, pickled: PickledState, extra: Extra) -> FileJob:
+    def _begin(self, target: FileTarget, contents: FileContents, extra: Extra) -> FileJob:
         """Open the draft, and copy what may not wait. Raises what opening raises."""
-        asked, image = order.asked(), pickled.image(target.said, extra.note)
-        snapshot = self._snapshot(target, pickled, extra)
+        asked, image = order.asked(), contents.image(target.said, extra.note)
+        snapshot = self._snapshot(target, contents, extra)
         unpublished = self._unpublished(target.real)
         try:
             file = ImageFile(
@@ -316,7 +319,7 @@ class FileSaver:
                 ways=self._ways,
                 make_room=self._has_made_room,
             )
-            name = partial(path_in, pickled.pickle)
+            name = contents.describer()
             draft = FileDraft(
                 unpublished,
                 file,
@@ -349,11 +352,11 @@ class FileSaver:
             raise
         return job
 
-    def _snapshot(self, target: FileTarget, pickled: PickledState, extra: Extra) -> Snapshot:
-        storages = tuple(pickled.storages)
-        feeds, copies = feeds_of(storages, None) if pickled.has_devices else ({}, set())
+    def _snapshot(self, target: FileTarget, contents: FileContents, extra: Extra) -> Snapshot:
+        storages = tuple(contents.storages)
+        feeds, copies = feeds_of(storages, None) if contents.has_devices else ({}, set())
         suspects = None if self._is_synchronous else self._suspects.turn()
-        planned = copy_order(storages, copies, feeds, suspects)
+        planned = copy_order(storages, copies | contents.owned, feeds, suspects)
         return Snapshot(
             model=target.said,
             step=extra.step,
@@ -366,7 +369,7 @@ class FileSaver:
             steady=np.zeros(len(storages), np.bool_),
             guarded=planned.guarded,
             feeds=feeds,
-            changes=pickled.changes,
+            changes=contents.changes,
             alive=(storages, feeds),
             owners=storages,
             exposed=planned.exposed,

@@ -10,9 +10,9 @@ from typing import Final
 
 from portus.client.files.reference import replace_link
 from portus.client.job.settings import Settings, mirror_of
+from portus.client.loading.checkpoint_file import load_file
 from portus.client.loading.elsewhere import fill
 from portus.client.loading.loaded import note_loaded
-from portus.client.loading.torch_file import load_file
 from portus.client.paths.after_commit import AfterCommit, say_it_stays
 from portus.client.paths.draft import make_directory
 from portus.client.paths.file_journal import FileJournal

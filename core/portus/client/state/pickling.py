@@ -17,9 +17,9 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch.serialization import location_tag, normalize_storage_type
 
+from portus.client.state.contents import changes_of
 from portus.errors import UsageError
 from portus.image.image import Column, Image
 from portus.image.key_paths import storage_places
@@ -49,11 +50,8 @@ _TORCHS_OWN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class PickledState:
-    """A state at the moment of the call, but for the bytes of its storages.
-
-    Storage i has the key "i" in ``pickle``; holding it keeps its memory. ``tensors``: those that
-    were pickled. ``lengths``: bytes of each storage. ``has_devices``: some are not on the CPU.
-    """
+    """See ``FileContents``. Storage i has the key "i" in ``pickle``. ``tensors``: those that were
+    pickled."""
 
     pickle: bytes
     storages: list[torch.UntypedStorage]
@@ -61,16 +59,16 @@ class PickledState:
     lengths: Column
     has_devices: bool
 
+    @property
+    def owned(self) -> frozenset[int]:
+        """None: they are the caller's."""
+        return frozenset()
+
     def changes(self) -> Column:
-        """How often torch saw the tensors over each storage being written."""
-        index = {storage._cdata: number for number, storage in enumerate(self.storages)}
-        counts = np.zeros(len(self.storages), np.int64)
-        for tensor in self.tensors:
-            if tensor.layout is torch.strided and not tensor.is_inference():
-                number = index.get(_storage_of(tensor))
-                if number is not None:
-                    counts[number] += tensor._version
-        return counts
+        return changes_of(self.storages, self.tensors)
+
+    def describer(self) -> Callable[[int], str]:
+        return partial(_path_in, self.pickle)
 
     def image(self, path: str, note: bytes = b"") -> Image:
         """The image of the file that ``torch.save`` would write to ``path``, with ``note``."""
@@ -81,6 +79,12 @@ class PickledState:
             torch_format=torch_format(),
             note=note,
         )
+
+
+def _path_in(pickled: bytes, index: int) -> str:
+    """As in Python: ``['model']['weight']``."""
+    places = (place for place in storage_places(pickled) if place.storage == str(index))
+    return next((place.subscript for place in places), f"storage {index}")
 
 
 def pickle_state(state: object) -> PickledState:
@@ -103,12 +107,6 @@ def pickle_state(state: object) -> PickledState:
         raise UsageError(
             f"state{where}: torch cannot save it: {type(error).__name__}: {error}"
         ) from error
-
-
-def path_in(pickled: bytes, index: int) -> str:
-    """Where a storage is in the state of a pickle, for messages: ``['model']['weight']``."""
-    places = (place for place in storage_places(pickled) if place.storage == str(index))
-    return next((place.subscript for place in places), f"storage {index}")
 
 
 def torch_format() -> TorchFormat:
@@ -180,14 +178,6 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _storage_of(tensor: torch.Tensor) -> int | None:
-    """The identity of its storage; None for one that has none."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 class _NoHooks:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import portus
-from portus.client.loading import torch_file
-from portus.client.loading.torch_file import load_file
+from portus.client.loading import stored_bytes
+from portus.client.loading.checkpoint_file import load_file
 from portus.client.paths import numbered, process
 from portus.client.paths.saver import FileSaver
 from portus.media.file import PlainFile
@@ -444,7 +444,7 @@ def test_a_part_of_a_file_is_read_for_a_part_of_a_state(monkeypatch: pytest.Monk
         read.extend(source.length for source in sources)
         return real(file, sources, stop)
 
-    monkeypatch.setattr(torch_file, "fetch", noted)
+    monkeypatch.setattr(stored_bytes, "fetch", noted)
     portus.Checkpointer("run").restore_into({"bias": torch.zeros(3).long()}, names="bias")
     assert read == [24]
 

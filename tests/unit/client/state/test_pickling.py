@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from portus.client.state import pickling
-from portus.client.state.pickling import path_in, pickle_state
+from portus.client.state.pickling import pickle_state
 from portus.errors import CorruptionError, UsageError
 from portus.image.torch_reader import read_torch
 from tests.unit.client.state.image_bytes import saved
@@ -249,8 +249,8 @@ def test_storages_are_not_copied_and_have_readable_paths() -> None:
     weight, tail = torch.ones(3), torch.ones(2)
     pickled = pickle_state({"model": {"layer.weight": torch.nn.Parameter(weight)}, "n": [tail]})
     assert [each.data_ptr() for each in pickled.storages] == [weight.data_ptr(), tail.data_ptr()]
-    assert path_in(pickled.pickle, 0) == "['model']['layer.weight']"
-    assert path_in(pickled.pickle, 1) == "['n'][0]"
+    assert pickled.describer()(0) == "['model']['layer.weight']"
+    assert pickled.describer()(1) == "['n'][0]"
 
 
 @pytest.mark.parametrize("stock", [False, True])

@@ -1,0 +1,96 @@
+"""``StoredBytes``: the storages of an open file, read and compared with their digests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from portus.errors import CorruptionError, MediumError, printable
+from portus.format.checksum import unit_counts
+from portus.image.stored import Read, StoredFile
+from portus.media.file import FileSystemTraits, PlainFile
+from portus.media.process import Descriptor
+from portus.spec import Extent
+from portus.transport.base import Column, Digests, Source, Stop, ranges
+from portus.transport.local import check, fetch
+
+_TRAITS: Final = FileSystemTraits(volatile=False, early=False)
+"""Of a file that is only read from."""
+
+
+class StoredBytes:
+    """Those of ``found``, in ``file``, which the caller has open."""
+
+    def __init__(self, file: PlainFile, found: StoredFile) -> None:
+        self._file: Final = file
+        self._stored: Final = found
+        self._units: Final = unit_counts(found.length)
+        self._first: Final = np.cumsum(self._units) - self._units
+
+    def check_all(self) -> None:
+        """Compare all storages with their digests. Raises ``CorruptionError``, ``MediumError``."""
+        self.check(np.flatnonzero(self._stored.length > 0))
+
+    def check(self, indices: Column) -> None:
+        """Compare some storages with their digests. Raises ``CorruptionError``, ``MediumError``."""
+        if self._stored.digests is not None:
+            sources = [self._source(index, 0) for index in indices.tolist()]
+            self._compare(indices, check(self._file, sources, Stop()))
+
+    def fetch(self, indices: Column, address: Column) -> None:
+        """Read some storages to memory, verified. Raises ``CorruptionError``, ``MediumError``."""
+        places = zip(indices.tolist(), address.tolist(), strict=True)
+        sources = [self._source(index, at) for index, at in places]
+        self._compare(indices, fetch(self._file, sources, Stop()))
+
+    def _source(self, index: int, address: int) -> Source:
+        length = int(self._stored.length[index])
+        return Source(address, length, (Extent(int(self._stored.offset[index]), length),))
+
+    def _compare(self, indices: Column, stored: Digests) -> None:
+        """Raise ``CorruptionError`` if the units of some storages are not those that were saved."""
+        if self._stored.digests is None:
+            return
+        rows = ranges(self._first[indices], self._units[indices])
+        wrong = rows[(stored != self._stored.digests[rows]).any(axis=1)]
+        if len(wrong):
+            index = int(np.searchsorted(self._first, wrong[0], "right")) - 1
+            raise self._damaged(index, int(wrong[0] - self._first[index]))
+
+    def _damaged(self, index: int, unit: int) -> CorruptionError:
+        found = self._stored
+        offset, length, _ = list(found.units(index))[unit]
+        places = found.places_of(found.keys[index])
+        return CorruptionError(
+            f"{found.name}: {' = '.join(places[:3])}: {length} bytes at "
+            f"{offset} are not those that were saved. Load another checkpoint, and check the disk"
+        )
+
+
+@contextlib.contextmanager
+def opened(where: str, *, as_torch: bool = True) -> Iterator[tuple[PlainFile, int]]:
+    """An open file, and its descriptor. as_torch: of a missing one, raise what torch raises."""
+    try:
+        descriptor = Descriptor(where, os.O_RDONLY)
+    except OSError as error:
+        if as_torch and isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error
+    with contextlib.closing(PlainFile(descriptor, _TRAITS, writable=False)) as file:
+        yield file, descriptor.number
+
+
+def reads(file: PlainFile) -> Read:
+    """Return what reads an open file."""
+
+    def read(offset: int, length: int) -> bytes:
+        target = memoryview(bytearray(max(0, min(length, file.size - offset))))
+        if target:
+            file.load(offset, target)
+        return bytes(target)
+
+    return read
