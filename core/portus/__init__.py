@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         this_is_a_reference_run_portus_materialize as this_is_a_reference_run_portus_materialize,
     )
     from portus.client.checkpointer import Checkpointer as Checkpointer
-    from portus.client.files.reference import replace_link as replace_link
     from portus.client.job.cadence import Cadence as Cadence
     from portus.client.job.cadence import checked_cadence as checked_cadence
     from portus.client.job.preemption import Preemption as Preemption
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from portus.client.state.randomness import RANDOMNESS_BYTES as RANDOMNESS_BYTES
     from portus.client.state.randomness import capture_randomness as capture_randomness
     from portus.client.state.randomness import restore_randomness as restore_randomness
+    from portus.directory.links import replace_link as replace_link
     from portus.errors import AbandonedError as AbandonedError
     from portus.errors import BusyError as BusyError
     from portus.errors import CorruptionError as CorruptionError
@@ -139,7 +139,7 @@ _MODULE_OF: Final = {
     "register_codec": "portus.client.state.codecs",
     "register_reference_loader": "portus._autoload",
     "remaining_references": "portus.client.leaving.in_turn",
-    "replace_link": "portus.client.files.reference",
+    "replace_link": "portus.directory.links",
     "restore_randomness": "portus.client.state.randomness",
     "save": "portus.client.paths.face",
     "save_safetensors": "portus.client.paths.face",

@@ -14,10 +14,11 @@ from portus.client.files.fate import links as links_in
 from portus.client.files.home import host_links
 from portus.client.files.host import HostPool
 from portus.client.files.keeper import Keeper, keeper_of
-from portus.client.files.reference import lead_links_to, replace_link
+from portus.client.files.reference import lead_links_to
 from portus.client.leaving.in_turn import saved_in
 from portus.client.loading.resolve import POOLS
 from portus.client.shards.grouped import Census, census, has_writer, pool_of_part
+from portus.directory.links import replace_link
 from portus.errors import BusyError, MediumError, UsageError
 from portus.index.directory import WRITERS, has_pool, links_directory, pools_at
 from portus.index.groups import Group, part_model

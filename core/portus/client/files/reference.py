@@ -34,7 +34,6 @@ deleted        by a user, or replaced by a process that was killed: the name may
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -44,10 +43,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from portus.client.files import order
+from portus.directory.links import replace_link
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.format.reference import SIZE_MAX, Reference, decode, encode
 from portus.media.base import Birth, FileSystem
-from portus.media.names import hidden
 from portus.media.process import Descriptor
 from portus.spec import Extent
 
@@ -214,22 +213,6 @@ def lead_links_to(target: str, path: str) -> None:
         return  # there is no such directory here
     except OSError as error:
         raise MediumError(error.errno, f"cannot link to {target}: {error.strerror}") from error
-
-
-def replace_link(link: str, target: str) -> None:
-    """Make ``link`` a symbolic link to ``target``, in place of the link or file that may be there,
-    in one step: whoever dies meanwhile leaves the one or the other. Raises ``OSError``."""
-    directory, name = os.path.split(link)
-    second = os.path.join(directory, hidden(name, NEW))
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(second)
-    os.symlink(os.path.relpath(target, directory), second)
-    try:
-        os.replace(second, link)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(second)
-        raise
 
 
 def forget(reference: Reference, directory: str, files: FileSystem) -> None:

@@ -23,9 +23,9 @@ from typing import Final
 import msgspec
 
 from portus.client.files.pending import PENDING
-from portus.client.files.reference import replace_link
 from portus.client.loading.checkpoint_file import has_digests
 from portus.client.paths.draft import make_directory, new_publisher
+from portus.directory.links import replace_link
 from portus.errors import (
     CorruptionError,
     MediumError,

@@ -8,7 +8,6 @@ import time
 from functools import partial
 from typing import Final
 
-from portus.client.files.reference import replace_link
 from portus.client.job.settings import Settings, mirror_of
 from portus.client.loading.checkpoint_file import load_file
 from portus.client.loading.elsewhere import fill
@@ -19,6 +18,7 @@ from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.file_mirror import DirectoryMirror
 from portus.client.paths.process import join, leave, recover_left
 from portus.client.paths.saver import Extra, FileSaver
+from portus.directory.links import replace_link
 from portus.errors import MediumError, PortusError, UsageError, printable
 from portus.index.directory import journal_directory
 from portus.index.place import Place
