@@ -53,8 +53,8 @@ Scenario = Callable[[CrashFolder, Told], None]
 def save(system: CrashFolder, files: Publisher[_Open], path: str, step: int, told: Told) -> None:
     draft = files.begin(path)
     try:
-        system.write(draft.file, content(step))
-        system.sync(draft.file)
+        system.write(draft.files[0].file, content(step))
+        system.sync(draft.files[0].file)
         draft.publish()
     except MediumError:
         draft.abandon()
@@ -113,8 +113,8 @@ def removed_too_early(system: CrashFolder, told: Told) -> None:
         draft = files.begin(f"/d/step-{step}.pt")
         if step:
             system.unlink_path(f"/d/step-{step - 1}.pt")
-        system.write(draft.file, content(step))
-        system.sync(draft.file)
+        system.write(draft.files[0].file, content(step))
+        system.sync(draft.files[0].file)
         draft.publish()
         told.committed = step
     files.close()
@@ -131,8 +131,8 @@ def swapped(system: CrashFolder, told: Told) -> None:
         system.move(f"/d/new{step}", "/d/ckpt")
         if step:
             system.unlink_path(f"/d/old{step}/a.pt")
-        system.write(draft.file, content(step))
-        system.sync(draft.file)
+        system.write(draft.files[0].file, content(step))
+        system.sync(draft.files[0].file)
         draft.publish()
         told.committed = step
     files.close()
@@ -256,8 +256,8 @@ def test_a_start_removes_nothing_of_a_process_that_is_alive() -> None:
     other.recover("/d")
     other.close()
     assert system.hidden("/d") == before
-    system.write(draft.file, content(1))
-    system.sync(draft.file)
+    system.write(draft.files[0].file, content(1))
+    system.sync(draft.files[0].file)
     draft.publish()
     assert {step_of(data) for data in system.visible("/d").values()} == {0, 1}
 

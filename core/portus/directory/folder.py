@@ -1,6 +1,6 @@
 """The hidden folder ``.portus`` of a directory: drafts, holds and spares, and who they belong to.
 
-Each save has a *record* in it, a small file that its process keeps locked: it names the target.
+Each save has a *record* in it, a small file that its process keeps locked: it names the targets.
 Beside each held file a symbolic link leads to where that is a checkpoint. Whatever belongs to a
 record that nobody locks was left by a process that ended. Names are short and hidden, end in
 ``.portus``, and tell nothing of the visible name, because tools that look for checkpoints match
@@ -25,9 +25,12 @@ RECORD: Final = "save"
 DRAFT: Final = "draft"
 HOLD: Final = "hold"
 PATH: Final = "path"
+MARK: Final = "mark"
+REDO: Final = "redo"
+"""A marker of several files (``redo``), being written and complete."""
 
-RECORD_MAX: Final = 4096
-"""Bytes of a record that are read: a name."""
+RECORD_MAX: Final = 1 << 20
+"""Bytes of a record that are read: names."""
 
 _SUFFIX: Final = ".portus"
 _TRIES: Final = 100
@@ -44,7 +47,7 @@ def token_of(name: str) -> str | None:
     if len(parts) != 4 or parts[0] or parts[3] != _SUFFIX[1:]:
         return None
     kind = parts[2].rstrip("0123456789")
-    return parts[1] if kind in (RECORD, DRAFT, HOLD, PATH) else None
+    return parts[1] if kind in (RECORD, DRAFT, HOLD, PATH, MARK, REDO) else None
 
 
 def path_name(hold: str) -> str:
@@ -69,6 +72,8 @@ class HiddenFolder(Generic[File]):
         self.directory: Final = system.open_directory(path)
         self._hidden: File | None = None
         self._is_anchored = False
+        self.is_left = False
+        """True once something in it is to be recovered that this process left."""
 
     @property
     def hidden(self) -> File | None:
@@ -111,11 +116,11 @@ class HiddenFolder(Generic[File]):
                 return LockedRecord(token, name, file)
         raise MediumError(None, f"{self.describe()}: no record of a save could be locked")
 
-    def in_flight(self) -> dict[str, bytes]:
-        """Return the saves to this directory that any process has in flight: the name of the file
+    def in_flight(self) -> dict[str, list[bytes]]:
+        """Return the saves to this directory that any process has in flight: the names of the files
         that each is to make, by its token."""
         hidden = self.hidden
-        found: dict[str, bytes] = {}
+        found: dict[str, list[bytes]] = {}
         if hidden is None:
             return found
         for each in self.system.names(hidden):
@@ -131,7 +136,7 @@ class HiddenFolder(Generic[File]):
             finally:
                 self.system.close(file)
             if is_held:
-                found[token] = target
+                found[token] = target.split(b"\0")
         return found
 
     def abandoned(self) -> Iterator[list[str]]:
@@ -163,7 +168,13 @@ class HiddenFolder(Generic[File]):
         if self.hidden is not None and self.system.remove_folder(self.directory, FOLDER):
             self.forget()
 
-    def sync_parent(self) -> None:
+    def sync(self) -> None:
+        """Make the names in both directories durable, and that of the directory."""
+        self.system.sync(self.directory)
+        self.system.sync(self.make())
+        self._sync_parent()
+
+    def _sync_parent(self) -> None:
         """Make the name of the directory durable, once. It may be as new as the files in it."""
         where = None if self._is_anchored else self.system.path_of(self.directory)
         self._is_anchored = True

@@ -6,6 +6,10 @@
 At a path there is nothing, the previous file, or the new one, whatever the moment of a crash: a
 draft is durable before it is renamed, and the rename is durable before the commit is reported.
 
+Several files of one directory are one *publication*: all drafts are durable before a redo marker
+is, and that before the first rename (``redo``). Between a crash in the middle of the renames and
+the next start, a reader without Portus can see a mixture; nobody else can.
+
 A *hold* is a hidden hard link to the newest committed file of a series (files whose names differ in
 their numbers), from the call of a save to its end. A program that removes that file too early and
 is killed finds it again (``recovery``).
@@ -23,20 +27,25 @@ import logging
 import os
 import re
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Generic
 
+from portus.directory import redo
 from portus.directory.folder import (
     DRAFT,
     FOLDER,
     HOLD,
+    MARK,
+    REDO,
     HiddenFolder,
     LockedRecord,
     hidden_name,
     path_name,
 )
 from portus.directory.recovery import Verify, recover, restore
+from portus.directory.redo import Move
 from portus.directory.system import File, FileState, System
 from portus.errors import MediumError, printable
 
@@ -95,26 +104,29 @@ class Publisher(Generic[File]):
         self._lock: Final = threading.RLock()
         self._folders: Final[list[HiddenFolder[File]]] = []
         """Those that are open: of drafts, of the spare, and of the newest files."""
-        self._drafts: Final[list[UnpublishedFile[File]]] = []
+        self._drafts: Final[list[Publication[File]]] = []
         self._newest: Final[dict[str, _Committed[File]]] = {}
         self._written: Final[set[tuple[int, int]]] = set()
         """Identities of the files that this process committed and has not removed."""
         self._spare: _Spare[File] | None = None
 
-    def begin(self, path: str) -> UnpublishedFile[File]:
-        """Return a draft of the file that is to be at ``path``, absolute and without links.
+    def begin(self, *paths: str) -> Publication[File]:
+        """Return drafts of the files that are to be at ``paths``, absolute, without links, and in
+        one directory.
 
-        Holds the newest file of its series until the draft is published or abandoned. Puts back
-        what an earlier process lost. Raises ``MediumError``.
+        Holds the newest files of their series until the drafts are published or abandoned. Puts
+        back what an earlier process lost. Raises ``MediumError``.
         """
-        where, name = os.path.split(path)
+        where = os.path.dirname(paths[0])
+        names = [os.path.relpath(path, where) for path in paths]
         with self._lock:
             folder = self._folder(where)
-            draft = UnpublishedFile(self, folder, folder.claim(), name)
+            draft = Publication(self, folder, folder.claim(), names)
             self._drafts.append(draft)
             try:
                 self._hold(draft)
-                self._open(draft)
+                for file in draft.files:
+                    self._open(folder, file)
             except BaseException:
                 self.abandon(draft)
                 raise
@@ -161,44 +173,73 @@ class Publisher(Generic[File]):
             return True
 
     def publish(
-        self, draft: UnpublishedFile[File], turn: AbstractContextManager[None] | None = None
+        self, draft: Publication[File], turn: AbstractContextManager[None] | None = None
     ) -> None:
-        """Make a draft, which is durable, the file at its path. Raises ``MediumError``; then
-        nothing has changed, or the message says that it is uncertain. turn: held while the name
-        changes; what it raises forbids that."""
-        folder, system = draft.folder, self._system
+        """Make drafts, which are durable, the files at their paths. Raises ``MediumError``; then
+        nothing has changed, or the message says that it is uncertain. turn: held while the names
+        change; what it raises forbids that."""
         with self._lock:
-            identity = system.status(draft.file).identity
-            with turn or contextlib.nullcontext():
-                system.rename((folder.make(), draft.hidden), (folder.directory, draft.name))
-                draft.is_published = True
-            try:
-                system.sync(folder.directory)
-                system.sync(folder.make())
-                folder.sync_parent()
-            except MediumError as error:
-                path = draft.path
-                self._end(draft)
-                raise MediumError(
-                    error.errno,
-                    f"{path}: the file is there, and whether it survives a power cut is "
-                    f"uncertain: its directory could not be synced ({error.strerror}). Check the "
-                    "disk",
-                ) from error
-            series = _series(draft.name)
-            committed = _Committed(folder, draft.name, identity)
-            self._newest.pop(series, None)
-            self._newest[series] = committed
-            for other in self._drafts:
-                if other is not draft and _series(other.name) == series:
-                    with contextlib.suppress(MediumError):  # this file is committed all the same
-                        self._hold_also(other, committed)
+            if len(draft.files) == 1:
+                self._publish_one(draft, turn or contextlib.nullcontext())
+            else:
+                self._publish_all(draft, turn or contextlib.nullcontext())
+            for file in draft.files:
+                self._note_committed(draft, file)
             while len(self._newest) > SERIES_MAX:
                 del self._newest[next(iter(self._newest))]
-            self._written.add(identity)
             self._end(draft)
 
-    def abandon(self, draft: UnpublishedFile[File]) -> None:
+    def _publish_one(self, draft: Publication[File], turn: AbstractContextManager[None]) -> None:
+        folder, system, file = draft.folder, self._system, draft.files[0]
+        with turn:
+            system.rename((folder.make(), file.hidden), (folder.directory, file.name))
+            draft.is_published = True
+        try:
+            folder.sync()
+        except MediumError as error:
+            path = draft.path
+            self._end(draft)
+            raise MediumError(
+                error.errno,
+                f"{path}: the file is there, and whether it survives a power cut is "
+                f"uncertain: its directory could not be synced ({error.strerror}). Check the "
+                "disk",
+            ) from error
+
+    def _publish_all(self, draft: Publication[File], turn: AbstractContextManager[None]) -> None:
+        folder, system, moves = draft.folder, self._system, []
+        with turn:
+            for file in draft.files:
+                there = system.look(folder.directory, file.name)
+                replaced = 0 if there is None else there.identity[1]
+                inode = system.status(file.file).identity[1]
+                moves.append(Move(file.hidden, inode, file.name, replaced))
+            redo.write(folder, draft.record, moves)
+            draft.is_published = True  # whatever becomes of this process
+            try:
+                redo.apply(folder, moves)
+            except MediumError as error:
+                path = draft.path
+                self._leave(draft)
+                raise MediumError(
+                    error.errno,
+                    f"{path}: the files of this checkpoint are durable, and some may not have "
+                    f"their names yet ({error.strerror}). The next start gives them their names. "
+                    "Check the disk",
+                ) from error
+
+    def _note_committed(self, draft: Publication[File], file: UnpublishedFile[File]) -> None:
+        series, identity = _series(file.name), self._system.status(file.file).identity
+        committed = _Committed(draft.folder, file.name, identity)
+        self._newest.pop(series, None)
+        self._newest[series] = committed
+        self._written.add(identity)
+        for other in self._drafts:
+            if other is not draft and any(_series(each.name) == series for each in other.files):
+                with contextlib.suppress(MediumError):  # this file is committed all the same
+                    self._hold_also(other, committed)
+
+    def abandon(self, draft: Publication[File]) -> None:
         """End a draft that is not to be published. What it holds is put back if it was removed
         meanwhile. Raises nothing. A second call does nothing."""
         with self._lock:
@@ -232,6 +273,9 @@ class Publisher(Generic[File]):
         """Return the open folder of the directory at ``where``; at first, recover it."""
         for folder in self._folders:
             if self._system.path_of(folder.directory) == where:
+                if folder.is_left:
+                    folder.is_left = False
+                    recover(folder, self._verify)
                 return folder
         folder = HiddenFolder(self._system, where)
         self._folders.append(folder)
@@ -249,18 +293,20 @@ class Publisher(Generic[File]):
 
     # Holds.
 
-    def _hold(self, draft: UnpublishedFile[File]) -> None:
-        """Hold the newest file of each series that this process saves, and of the new file's."""
-        folder, series = draft.folder, _series(draft.name)
-        if series not in self._newest:
-            found = self._newest_in(folder, draft.name)
-            if found is not None:
-                self._newest[series] = found
-        self._system.write(draft.record.file, os.fsencode(draft.name))
+    def _hold(self, draft: Publication[File]) -> None:
+        """Hold the newest file of each series that this process saves, and of the new files'."""
+        for file in draft.files:
+            series = _series(file.name)
+            if series not in self._newest:
+                found = self._newest_in(draft.folder, file.name)
+                if found is not None:
+                    self._newest[series] = found
+        names = b"\0".join(os.fsencode(file.name) for file in draft.files)
+        self._system.write(draft.record.file, names)
         for committed in self._newest.values():
             self._hold_also(draft, committed)
 
-    def _hold_also(self, draft: UnpublishedFile[File], committed: _Committed[File]) -> None:
+    def _hold_also(self, draft: Publication[File], committed: _Committed[File]) -> None:
         """Have a draft hold a file too. It may be committed after the draft was begun."""
         where = self._system.path_of(committed.folder.directory)
         here = self._system.path_of(draft.folder.directory)
@@ -349,9 +395,9 @@ class Publisher(Generic[File]):
         system.close(file)
         return None
 
-    def _open(self, draft: UnpublishedFile[File]) -> None:
+    def _open(self, folder: HiddenFolder[File], draft: UnpublishedFile[File]) -> None:
         """Open the file of a draft: the spare, if there is one that nobody reads, or a new one."""
-        folder, system = draft.folder, self._system
+        system = self._system
         there = system.look(folder.directory, draft.name)
         spare = self._spare
         if spare is not None and self._is_free(spare, folder):
@@ -387,20 +433,37 @@ class Publisher(Generic[File]):
 
     # The end of a draft.
 
-    def _end(self, draft: UnpublishedFile[File]) -> None:
+    def _end(self, draft: Publication[File]) -> None:
         """Release what a draft has. The record is the last to go: it says whose the others are."""
         draft.is_over = True
         self._drafts.remove(draft)
         folder = draft.folder
-        if draft.has_file and not draft.is_published:
-            with contextlib.suppress(MediumError):
-                self._system.unlink(folder.make(), draft.hidden)
+        if len(draft.files) > 1:
+            for kind in (REDO, MARK):
+                with contextlib.suppress(MediumError):
+                    self._system.unlink(folder.make(), hidden_name(draft.record.token, kind))
+        for file in draft.files:
+            if file.is_open and not draft.is_published:
+                with contextlib.suppress(MediumError):
+                    self._system.unlink(folder.make(), file.hidden)
         for hold in draft.holds:
             self._release(folder, hold)
-        if draft.has_file:
-            self._system.close(draft.file)
+        for file in draft.files:
+            if file.is_open:
+                self._system.close(file.file)
         self._drop(folder, draft.record)
         self._close_unused()
+
+    def _leave(self, draft: Publication[File]) -> None:
+        """End a draft as a process that dies would: the next start goes on with it."""
+        draft.is_over = True
+        self._drafts.remove(draft)
+        for file in draft.files:
+            self._system.close(file.file)
+        self._system.close(draft.record.file)
+        self._newest.clear()
+        self._close_unused()
+        draft.folder.is_left = True
 
     def _drop(self, folder: HiddenFolder[File], record: LockedRecord[File]) -> None:
         with contextlib.suppress(MediumError):
@@ -413,22 +476,10 @@ class Publisher(Generic[File]):
 class UnpublishedFile(Generic[File]):
     """A file in the making, under a hidden name. ``is_spare``: it has old bytes and blocks."""
 
-    def __init__(
-        self,
-        publisher: Publisher[File],
-        folder: HiddenFolder[File],
-        record: LockedRecord[File],
-        name: str,
-    ) -> None:
-        self.folder: Final = folder
-        self.record: Final = record
+    def __init__(self, name: str, hidden: str) -> None:
         self.name: Final = name
-        self.hidden: Final = hidden_name(record.token, DRAFT)
-        self.holds: list[_Hold[File]] = []
+        self.hidden: Final = hidden
         self.is_spare = False
-        self.is_published = False
-        self.is_over = False
-        self._publisher: Final = publisher
         self._file: File | None = None
 
     @property
@@ -438,18 +489,46 @@ class UnpublishedFile(Generic[File]):
         return self._file
 
     @property
-    def has_file(self) -> bool:
+    def is_open(self) -> bool:
         """True once its file is open."""
         return self._file is not None
-
-    @property
-    def path(self) -> str:
-        """Where the file is to be, for messages."""
-        return printable(os.path.join(self.folder.describe(), self.name))
 
     def opened(self, file: File, *, is_spare: bool) -> None:
         """Note the file."""
         self._file, self.is_spare = file, is_spare
+
+
+class Publication(Generic[File]):
+    """Files in the making that become visible together."""
+
+    def __init__(
+        self,
+        publisher: Publisher[File],
+        folder: HiddenFolder[File],
+        record: LockedRecord[File],
+        names: Sequence[str],
+    ) -> None:
+        self.folder: Final = folder
+        self.record: Final = record
+        self.files: Final[list[UnpublishedFile[File]]] = [
+            UnpublishedFile(name, hidden_name(record.token, DRAFT, number))
+            for number, name in enumerate(names)
+        ]
+        self.holds: list[_Hold[File]] = []
+        self.is_published = False
+        self.is_over = False
+        self._publisher: Final = publisher
+
+    @property
+    def path(self) -> str:
+        """Where the first file is to be, for messages; the directory of several."""
+        if len(self.files) == 1:
+            return self.path_of(self.files[0])
+        return printable(self.folder.describe())
+
+    def path_of(self, file: UnpublishedFile[File]) -> str:
+        """Where a file is to be, for messages."""
+        return printable(os.path.join(self.folder.describe(), file.name))
 
     def publish(self, turn: AbstractContextManager[None] | None = None) -> None:
         """See ``Publisher.publish``."""

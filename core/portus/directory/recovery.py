@@ -1,7 +1,8 @@
 """What a start does about saves that a process which ended had in flight.
 
-A held file is put back only if its save was not finished (its draft is there), nothing is at its
-path, and its bytes verify. All else that such a process left is removed.
+What a redo marker says is done. Without one, a held file is put back only if its save was not
+finished (its draft is there), nothing is at its path, and its bytes verify. All else that such a
+process left is removed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
+from portus.directory import redo
 from portus.directory.folder import DRAFT, FOLDER, HOLD, HiddenFolder, path_name
 from portus.directory.system import File, System
 from portus.errors import MediumError, printable
@@ -29,7 +31,8 @@ def recover(folder: HiddenFolder[File], verify: Verify[File]) -> None:
     system = folder.system
     for names in folder.abandoned():
         hidden = folder.make()
-        is_unfinished = any(f".{DRAFT}" in name for name in names)
+        is_published = redo.finish(folder, names)
+        is_unfinished = not is_published and any(f".{DRAFT}" in name for name in names)
         for name in names if is_unfinished else ():
             path = system.noted(hidden, path_name(name)) if f".{HOLD}" in name else None
             here = system.path_of(folder.directory)

@@ -35,7 +35,7 @@ def wait_for_drafts(
     try:
         wanted = None if name is None else os.fsencode(name)
         found = folder.in_flight().items()
-        awaited = {token for token, target in found if wanted in (None, target)}
+        awaited = {token for token, names in found if wanted is None or wanted in names}
         while awaited:
             if until_s is not None and time.monotonic() >= until_s:
                 return False

@@ -58,7 +58,7 @@ class ImageFile:
         make_room: asked on a full disk, until it gives back no more."""
         self._fd: Final = fd
         self._path: Final = path
-        self._image: Final = image
+        self.image: Final = image
         self._is_spare: Final = is_spare
         self._ring: Final = ring
         self._ways: Final = ways
@@ -77,7 +77,7 @@ class ImageFile:
         """Copy storages from their addresses; the digests of what was stored. Returns when the
         sources are not needed any more. Raises ``StoppedError``."""
         with self._translated():
-            length, offset = self._image.length[indices], self._image.offset[indices]
+            length, offset = self.image.length[indices], self.image.offset[indices]
             digests, crcs = self._moved(np.ascontiguousarray(address), length, offset, stop)
             self._note(indices, digests, crcs)
             return digests
@@ -86,7 +86,7 @@ class ImageFile:
         """Copy a storage that comes as the addresses and lengths of its units, each valid until
         the next one is asked for."""
         with self._translated():
-            offset, parts = int(self._image.offset[index]), []
+            offset, parts = int(self.image.offset[index]), []
             for address, length in units:
                 source, size, place = np.array([[address], [length], [offset]], np.int64)
                 parts.append(self._moved(source, size, place, stop))
@@ -98,24 +98,24 @@ class ImageFile:
     def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
         """Short pieces of what was stored, end to end; None if they are out of sight."""
         with self._translated():
-            return self._opened().bytes_at(self._image.offset[storage] + offset, length)
+            return self._opened().bytes_at(self.image.offset[storage] + offset, length)
 
     def finish(self) -> None:
         """Write the rest of the image; return when all of it is on the medium."""
-        _, lengths = unit_spans(self._image.offset, self._image.length)
+        _, lengths = unit_spans(self.image.offset, self.image.length)
         units = list(zip(self._crcs.tolist(), lengths.tolist(), strict=True))
         ends = self._first + self._units
         crcs = [
             crc.joined(units[first:end])
             for first, end in zip(self._first.tolist(), ends.tolist(), strict=True)
         ]
-        literals = self._image.literals(self._digests, np.array(crcs, np.uint32))
+        literals = self.image.literals(self._digests, np.array(crcs, np.uint32))
         with self._translated():
             way = self._opened()
             for literal in (*literals, *self._zeros(literals)):
                 way.put(literal)
             way.finish()
-        self._ways.took(self._kind, way.kind, self._image.size, self._spent_s)
+        self._ways.took(self._kind, way.kind, self.image.size, self._spent_s)
 
     def close(self) -> None:
         """Give back what it has of the ring, and of addresses; the file stays open. Returns when
@@ -152,23 +152,23 @@ class ImageFile:
         traits, is_in_place = file_system_of(self._fd, self._path)
         if not self._is_spare:
             self._allocate()
-        if not traits.volatile and self._ways.choose(self._kind, self._image.size) is Way.DIRECT:
+        if not traits.volatile and self._ways.choose(self._kind, self.image.size) is Way.DIRECT:
             if set_direct(self._fd, on=True):
-                return StagedWay(self._fd, self._image, self._ring)
+                return StagedWay(self._fd, self.image, self._ring)
             self._ways.refused(self._kind.device)
         if self._is_spare and is_in_place and not traits.volatile:
             try:
-                return MappedWay(self._fd, self._path, self._image, self._ring)
+                return MappedWay(self._fd, self._path, self.image, self._ring)
             except OSError as error:
                 if error.errno not in _CANNOT_MAP:
                     raise
-        return CachedWay(self._fd, self._image, self._ring, volatile=traits.volatile)
+        return CachedWay(self._fd, self.image, self._ring, volatile=traits.volatile)
 
     def _allocate(self) -> None:
         """Have its blocks now: a disk that is full is told before anything is copied."""
         while True:  # ends: there is nothing left to give back
             try:
-                linux.allocate(self._fd, 0, self._image.size)
+                linux.allocate(self._fd, 0, self.image.size)
             except OSError as error:
                 if error.errno in OUT_OF_SPACE and self._make_room():
                     continue
@@ -180,7 +180,7 @@ class ImageFile:
         """What nothing covers, where a spare has old bytes."""
         if not self._is_spare:
             return
-        image = self._image
+        image = self.image
         spans = [(each.offset, each.end) for each in literals]
         spans += zip(image.offset.tolist(), (image.offset + image.length).tolist(), strict=True)
         reached = 0

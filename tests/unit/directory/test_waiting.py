@@ -22,7 +22,7 @@ from portus.directory.publisher import Publisher
 from portus.directory.system import Linux
 files = Publisher(Linux(), lambda system, file, name: True)
 draft = files.begin(sys.argv[1])
-Linux().write(draft.file, b"whole")
+Linux().write(draft.files[0].file, b"whole")
 print("begun", flush=True)
 sys.stdin.readline()
 draft.publish()

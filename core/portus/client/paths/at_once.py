@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from portus.client.files import order
 from portus.client.files.pending import PENDING
 from portus.client.paths.draft import new_publisher
-from portus.client.state.contents import FileContents
+from portus.client.paths.new_file import NewFile
 from portus.directory.publisher import UnpublishedFile
 from portus.media.process import Descriptor
 from portus.pipeline.handle import SaveStats
@@ -35,24 +35,24 @@ class WrittenFile:
     over: Final = True
     error: Final = None
 
-    def __init__(
-        self, contents: FileContents, said: str, real: str, *, step: int, note: bytes
-    ) -> None:
-        """Write ``contents`` to ``real``, which the caller called ``said``. Raises ``MediumError``;
-        what was at the path is untouched then."""
+    def __init__(self, files: Sequence[NewFile], name: str, step: int) -> None:
+        """Write the files, of one directory. name: of all of them, for messages. Raises
+        ``MediumError``; what was at the paths is untouched then."""
         start = time.perf_counter()
         with PENDING.exempt(), contextlib.ExitStack() as stack:
             publisher = new_publisher()
             stack.callback(publisher.close)
-            draft = publisher.begin(real)
+            draft = publisher.begin(*(each.real for each in files))
             stack.callback(draft.abandon)
-            _write(contents, draft, said, note)
-            draft.publish(_newest_at(real))
-        took_s, size = time.perf_counter() - start, int(contents.lengths.sum())
+            for each, unpublished in zip(files, draft.files, strict=True):
+                _write(each, unpublished)
+            draft.publish(_newest_at([each.real for each in files]))
+        took_s = time.perf_counter() - start
+        size = sum(int(each.contents.lengths.sum()) for each in files)
         self.stats: Final = SaveStats(
             call_s=took_s, total_s=took_s, state_bytes=size, copied_bytes=size
         )
-        self._info: Final = VersionInfo(said, 0, 0, step, os.urandom(16), time.time_ns(), size)
+        self._info: Final = VersionInfo(name, 0, 0, step, os.urandom(16), time.time_ns(), size)
 
     def join(self) -> None:
         """It is over."""
@@ -62,15 +62,13 @@ class WrittenFile:
         return self._info
 
 
-def _write(
-    contents: FileContents, draft: UnpublishedFile[Descriptor], said: str, note: bytes
-) -> None:
+def _write(new: NewFile, draft: UnpublishedFile[Descriptor]) -> None:
     """Write the file of a draft, durably. Storages of a device are copied here one at a time."""
-    image, ring = contents.image(said, note), StagingRing(0)
+    contents, ring = new.contents, StagingRing(0)
     file = ImageFile(
         draft.file.number,
-        draft.path,
-        image,
+        new.said,
+        new.image(),
         is_spare=draft.is_spare,
         ring=ring,
         ways=Ways(),
@@ -92,8 +90,9 @@ def _write(
 
 
 @contextlib.contextmanager
-def _newest_at(path: str) -> Iterator[None]:
-    """Held while a file gets its name: what was asked for before does not take it away."""
+def _newest_at(paths: Sequence[str]) -> Iterator[None]:
+    """Held while files get their names: what was asked for before does not take them away."""
     with order.turn:
         yield
-        order.note(path)
+        for path in paths:
+            order.note(path)

@@ -1,10 +1,10 @@
-"""``FileDraft``: one save into the file of an image, which is published at the commit."""
+"""``FileDraft``: one save into the files of images, which are published together at the commit."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Final
@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.client.loading.checkpoint_file import is_whole
-from portus.directory.publisher import Publisher, UnpublishedFile
+from portus.directory.publisher import Publication, Publisher
 from portus.directory.system import Linux, System
 from portus.errors import MediumError, printable
+from portus.format.checksum import DIGEST_SIZE
 from portus.media.process import Descriptor
 from portus.pipeline.draft import Labels
 from portus.pipeline.plan import Before, Column, Feed
@@ -32,26 +33,26 @@ class CommittedFile:
 
 
 class FileDraft:
-    """See ``pipeline.draft.Draft``. Publishes ``draft`` or abandons it, and closes ``file``.
+    """See ``pipeline.draft.Draft``. Publishes ``draft`` or abandons it, and closes ``files``.
 
-    turn: entered while the file gets its name. Raises what forbids that.
-    committed: called once the file is there, before anybody is told. Raises nothing.
+    files: those of the draft, in its order; the storages of the save are theirs, one file after
+    another. turn: entered while the files get their names. Raises what forbids that. committed:
+    called once they are there, before anybody is told. Raises nothing.
     """
 
     def __init__(
         self,
-        draft: UnpublishedFile[Descriptor],
-        file: ImageFile,
-        size: int,
+        draft: Publication[Descriptor],
+        files: Sequence[ImageFile],
         turn: Callable[[], AbstractContextManager[None]],
         committed: Callable[[], None] | None = None,
     ) -> None:
-        """size: bytes of all storages."""
-        self._size: Final = size
         self._draft: Final = draft
-        self._file: Final = file
+        self._files: Final = files
         self._turn: Final = turn
         self._committed: Final = committed
+        counts = np.array([len(each.image.length) for each in files], np.int64)
+        self._first: Final = np.cumsum(counts) - counts
 
     @property
     def name(self) -> str:
@@ -63,14 +64,16 @@ class FileDraft:
         return 0
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
-        return self._file.copy(indices, address, stop)
+        return _joined(
+            file.copy(indices[part] - first, address[part], stop)
+            for file, first, part in self._by_file(indices)
+        )
 
     def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
-        return np.concatenate(
-            [
-                self._file.copy_units(index, _units(feed), stop)
-                for index, feed in zip(indices.tolist(), feeds, strict=True)
-            ]
+        return _joined(
+            file.copy_units(int(indices[at]) - first, _units(feeds[at]), stop)
+            for file, first, part in self._by_file(indices)
+            for at in part.tolist()
         )
 
     def share(self, before: Before, indices: Column, address: Column, stop: Stop) -> bool:
@@ -78,12 +81,28 @@ class FileDraft:
         return False
 
     def stored(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
-        return self._file.stored(storage, offset, length)
+        found = [
+            file.stored(storage[part] - first, offset[part], length[part])
+            for file, first, part in self._by_file(storage)
+        ]
+        seen = [each for each in found if each is not None]
+        return np.concatenate(seen) if seen and len(seen) == len(found) else None
+
+    def _by_file(self, storages: Column) -> Iterator[tuple[ImageFile, int, Column]]:
+        """Each file, its first storage, and the places in ``storages`` of some that are in it; end
+        to end these are all places."""
+        owner = np.searchsorted(self._first, storages, "right") - 1
+        cuts = np.flatnonzero(np.diff(owner)) + 1
+        for part in np.split(np.arange(len(storages)), cuts):
+            if len(part):
+                number = int(owner[part[0]])
+                yield self._files[number], int(self._first[number]), part
 
     def commit(
         self, labels: Labels, before: Before | None, retire: Collection[int]
     ) -> CommittedFile:
-        self._file.finish()
+        for file in self._files:
+            file.finish()
         self._draft.publish(self._turn())
         if self._committed is not None:
             self._committed()
@@ -95,7 +114,7 @@ class FileDraft:
                 step=labels.step,
                 token=labels.token,
                 time_ns=time.time_ns(),
-                size=self._size,
+                size=sum(int(each.image.length.sum()) for each in self._files),
                 inexact=labels.inexact,
                 metrics=labels.metrics,
             )
@@ -104,7 +123,8 @@ class FileDraft:
     def release(self) -> None:
         with ExitStack() as stack:
             stack.callback(self._draft.abandon)
-            self._file.close()
+            for file in self._files:
+                stack.callback(file.close)
 
 
 def new_publisher() -> Publisher[Descriptor]:
@@ -124,6 +144,11 @@ def make_directory(path: str) -> None:
 
 def _is_whole(system: System[Descriptor], file: Descriptor, name: str) -> bool:
     return is_whole(file.number, name)
+
+
+def _joined(digests: Iterable[Digests]) -> Digests:
+    found = list(digests)
+    return np.concatenate(found) if found else np.zeros((0, DIGEST_SIZE), np.uint8)
 
 
 def _units(feed: Feed) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ from portus.client.files.pending import PENDING
 from portus.client.loading.checkpoint_file import load_file
 from portus.client.loading.patterns import Patterns
 from portus.client.paths.process import is_blocking, recover_left, saver
-from portus.client.paths.saver import Extra
+from portus.client.paths.saver import ToSave
 from portus.client.state.named_tensors import named_tensors
 from portus.directory.waiting import wait_for_drafts
 from portus.mirror.address import is_store
@@ -63,8 +63,8 @@ def save_safetensors(
 
     Raises ``UsageError`` for what safetensors cannot hold, and as ``portus.save``.
     """
-    extra = Extra(contents=partial(named_tensors, metadata=metadata))
-    return _returned(saver().save(tensors, path, extra), wait)
+    new = ToSave(path, partial(named_tensors, tensors, metadata))
+    return _returned(saver().save_files([new]), wait)
 
 
 def _returned(handle: SaveHandle, wait: bool) -> SaveHandle:

@@ -416,7 +416,7 @@ class DirectoryMirror(Behind):
         try:
             draft = publisher.begin(path)
             try:
-                number = draft.file.number
+                number = draft.files[0].file.number
                 self._mirror.fetch(said, number, advanced)
                 with contextlib.suppress(OSError):
                     os.utime(number, ns=(said.time_ns, said.time_ns))

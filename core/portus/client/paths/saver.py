@@ -11,10 +11,10 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -27,9 +27,10 @@ from portus.client.job.reports import Reports
 from portus.client.job.settings import Settings
 from portus.client.paths.at_once import WrittenFile
 from portus.client.paths.draft import FileDraft, new_publisher
+from portus.client.paths.new_file import JoinedStorages, NewFile
 from portus.client.state.contents import FileContents
 from portus.client.state.pickling import pickle_state
-from portus.directory.publisher import UnpublishedFile
+from portus.directory.publisher import Publication
 from portus.errors import (
     AbandonedError,
     MediumError,
@@ -71,20 +72,25 @@ _log: Final = logging.getLogger("portus")
 class Extra:
     """What belongs to one save besides its state.
 
-    contents: what makes a state that of a file, in its format. step: of training; None for a file
-    that has a name alone. note: bytes for a record of the file.
+    step: of training; None for a file that has a name alone. note: bytes for a record of the file.
     begun: called in the call, once the save is sure to end. committed: called on the worker once
     the file is there, before anybody is told. then: called on the worker when the save is over.
     follows_links: False replaces a link that is at the path, and leaves alone where it leads.
     """
 
-    contents: Callable[[object], FileContents] = pickle_state
     step: int = _STEP
     note: bytes = b""
     begun: Callable[[Save], None] | None = None
     committed: Callable[[], None] | None = None
     then: Callable[[Save], None] | None = None
     follows_links: bool = True
+
+
+class ToSave(NamedTuple):
+    """A file to save: its path, and what gives its contents at the call."""
+
+    path: str | os.PathLike[str]
+    contents: Callable[[], FileContents]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,38 +187,38 @@ class FileSaver:
         self.make_room: Callable[[], bool] = lambda: False
         """Asked where the disk is full: True if space was given back, by removals."""
 
-    def _save_nested(
-        self, state: object, path: str | os.PathLike[str], extra: Extra | None = None
-    ) -> SaveHandle:
-        extra = extra or Extra()
-        target = FileTarget.of(path, follows_links=extra.follows_links)
-        written = WrittenFile(
-            extra.contents(state), target.said, target.real, step=extra.step, note=extra.note
-        )
-        return SaveHandle(written)
-
-    @calls.entry_or(_save_nested)
     def save(
         self, state: object, path: str | os.PathLike[str], extra: Extra | None = None
     ) -> SaveHandle:
         """Begin to save ``state`` to ``path``. See ``portus.save``."""
+        return self.save_files([ToSave(path, partial(pickle_state, state))], extra)
+
+    def _save_nested(self, files: Sequence[ToSave], extra: Extra | None = None) -> SaveHandle:
+        extra = extra or Extra()
+        new = _new_files(files, _targets_of(files, extra), extra)
+        return SaveHandle(WrittenFile(new, _name_of(new), extra.step))
+
+    @calls.entry_or(_save_nested)
+    def save_files(self, files: Sequence[ToSave], extra: Extra | None = None) -> SaveHandle:
+        """Begin to save files of one directory, which become visible together. Raises as
+        ``portus.save``, and ``UsageError`` for files of several directories."""
         start, extra = time.perf_counter(), extra or Extra()
         self._reports.tell(self._first_may_commit, is_save=True, is_heard_of=False)
         try:
-            target = FileTarget.of(path, follows_links=extra.follows_links)
+            targets = _targets_of(files, extra)
         except MediumError as error:
             if not self.goes_on_after(error):
                 raise
             return self.refuse(error, time.perf_counter() - start)
-        contents = extra.contents(state)
-        turn = Turn(int(contents.lengths.sum()))
+        new = _new_files(files, targets, extra)
+        turn = Turn(sum(each.size for each in new))
         if not self._queue.admit(turn, self._fence_timeout):
             waited_s = time.perf_counter() - start
-            return self.refuse(_too_late(target, waited_s), waited_s)
+            return self.refuse(_too_late(_name_of(new), waited_s), waited_s)
         job = None
         try:
             with PENDING.exempt():
-                job = self._begin(target, contents, extra)
+                job = self._begin(new, extra)
                 job.save.asked_at(start)
                 if job.save.over:
                     self._queue.dismiss(turn)
@@ -285,10 +291,10 @@ class FileSaver:
         self._reports.failed(refused)
         return SaveHandle(refused)
 
-    def _unpublished(self, path: str) -> UnpublishedFile[Descriptor]:
+    def _unpublished(self, files: Sequence[NewFile]) -> Publication[Descriptor]:
         while True:  # ends: there is nothing left to give back
             try:
-                return self._publisher.begin(path)
+                return self._publisher.begin(*(each.real for each in files))
             except MediumError as error:
                 if error.errno not in OUT_OF_SPACE or not self._has_made_room():
                     raise
@@ -304,28 +310,28 @@ class FileSaver:
         if not self._queue.on_worker():
             self._queue.catch_up(self._fence_timeout)
 
-    def _begin(self, target: FileTarget, contents: FileContents, extra: Extra) -> FileJob:
+    def _begin(self, new: Sequence[NewFile], extra: Extra) -> FileJob:
         """Open the draft, and copy what may not wait. Raises what opening raises."""
-        asked, image = order.asked(), contents.image(target.said, extra.note)
-        snapshot = self._snapshot(target, contents, extra)
-        unpublished = self._unpublished(target.real)
+        asked, images = order.asked(), [each.image() for each in new]
+        joined = JoinedStorages(new)
+        snapshot = self._snapshot(_name_of(new), joined, extra)
+        unpublished = self._unpublished(new)
         try:
-            file = ImageFile(
-                unpublished.file.number,
-                unpublished.path,
-                image,
-                is_spare=unpublished.is_spare,
-                ring=self._ring,
-                ways=self._ways,
-                make_room=self._has_made_room,
-            )
-            name = contents.describer()
+            files = [
+                ImageFile(
+                    draft.file.number,
+                    unpublished.path_of(draft),
+                    image,
+                    is_spare=draft.is_spare,
+                    ring=self._ring,
+                    ways=self._ways,
+                    make_room=self._has_made_room,
+                )
+                for draft, image in zip(unpublished.files, images, strict=True)
+            ]
+            name = joined.describer()
             draft = FileDraft(
-                unpublished,
-                file,
-                int(image.length.sum()),
-                partial(_unless_newer, target, asked),
-                extra.committed,
+                unpublished, files, partial(_unless_newer, new, asked), extra.committed
             )
             policy = Policy(
                 describe=name,
@@ -337,9 +343,8 @@ class FileSaver:
         except BaseException:
             self._publisher.abandon(unpublished)
             raise
-        job = FileJob(
-            save, PENDING.add(target.real, save.join), partial(self._after, then=extra.then)
-        )
+        tickets = [PENDING.add(each.real, save.join) for each in new]
+        job = FileJob(save, tickets, partial(self._after, then=extra.then))
         if extra.begun is not None:
             extra.begun(save)
         try:
@@ -352,13 +357,13 @@ class FileSaver:
             raise
         return job
 
-    def _snapshot(self, target: FileTarget, contents: FileContents, extra: Extra) -> Snapshot:
-        storages = tuple(contents.storages)
-        feeds, copies = feeds_of(storages, None) if contents.has_devices else ({}, set())
+    def _snapshot(self, name: str, joined: JoinedStorages, extra: Extra) -> Snapshot:
+        storages = joined.storages
+        feeds, copies = feeds_of(storages, None) if joined.has_devices else ({}, set())
         suspects = None if self._is_synchronous else self._suspects.turn()
-        planned = copy_order(storages, copies | contents.owned, feeds, suspects)
+        planned = copy_order(storages, copies | joined.owned, feeds, suspects)
         return Snapshot(
-            model=target.said,
+            model=name,
             step=extra.step,
             token=os.urandom(16),
             tree=b"",
@@ -369,7 +374,7 @@ class FileSaver:
             steady=np.zeros(len(storages), np.bool_),
             guarded=planned.guarded,
             feeds=feeds,
-            changes=contents.changes,
+            changes=joined.changes,
             alive=(storages, feeds),
             owners=storages,
             exposed=planned.exposed,
@@ -411,14 +416,16 @@ class _Errand(Chore):
 
 
 class FileJob:
-    """One save in the queue of its ``FileSaver``. ``ticket``: of its path among the pending ones.
+    """One save in the queue of its ``FileSaver``. ``tickets``: of its paths among the pending ones.
 
     after: called on the worker, after the save is over.
     """
 
-    def __init__(self, save: Save, ticket: Ticket, after: Callable[[Save], None]) -> None:
+    def __init__(
+        self, save: Save, tickets: Sequence[Ticket], after: Callable[[Save], None]
+    ) -> None:
         self.save: Final = save
-        self._ticket: Final = ticket
+        self._tickets: Final = tickets
         self._after: Final = after
 
     def run(self) -> None:
@@ -429,7 +436,8 @@ class FileJob:
 
     def end(self) -> None:
         """The save is over."""
-        PENDING.remove(self._ticket)
+        for ticket in self._tickets:
+            PENDING.remove(ticket)
         self._after(self.save)
 
     def fail(self, error: BaseException) -> None:
@@ -441,22 +449,50 @@ class FileJob:
         self.save.hurry()
 
 
+def _targets_of(files: Sequence[ToSave], extra: Extra) -> list[FileTarget]:
+    """Raises as ``FileTarget.of``, and ``UsageError``."""
+    found = [FileTarget.of(each.path, follows_links=extra.follows_links) for each in files]
+    directories = {os.path.dirname(each.real) for each in found}
+    names = {each.real for each in found}
+    if len(directories) > 1 or len(names) < len(found):
+        raise UsageError(
+            "files that are saved together: expected different files of one directory, found "
+            + ", ".join(printable(each.said) for each in found)
+        )
+    return found
+
+
+def _new_files(
+    files: Sequence[ToSave], targets: Sequence[FileTarget], extra: Extra
+) -> list[NewFile]:
+    return [
+        NewFile(target.said, target.real, file.contents(), extra.note)
+        for file, target in zip(files, targets, strict=True)
+    ]
+
+
+def _name_of(files: Sequence[NewFile]) -> str:
+    """Of all of them, for messages."""
+    return files[0].said if len(files) == 1 else os.path.dirname(files[0].said)
+
+
 @contextlib.contextmanager
-def _unless_newer(target: FileTarget, asked: int) -> Iterator[None]:
-    """Held while a file gets its name. Raises ``AbandonedError`` if a signal handler wrote a newer
+def _unless_newer(files: Sequence[NewFile], asked: int) -> Iterator[None]:
+    """Held while files get their names. Raises ``AbandonedError`` if a signal handler wrote a newer
     one there."""
     with order.turn:
-        if order.is_newer(target.real, asked):
-            raise AbandonedError(
-                f"{printable(target.said)}: save given up: a signal handler wrote this file after "
-                "the save was called, so what is there is newer"
-            )
+        for each in files:
+            if order.is_newer(each.real, asked):
+                raise AbandonedError(
+                    f"{printable(each.said)}: save given up: a signal handler wrote this file "
+                    "after the save was called, so what is there is newer"
+                )
         yield
 
 
-def _too_late(target: FileTarget, waited_s: float) -> AbandonedError:
+def _too_late(name: str, waited_s: float) -> AbandonedError:
     return AbandonedError(
-        f"{printable(target.said)}: save given up: earlier saves were not finished after "
+        f"{printable(name)}: save given up: earlier saves were not finished after "
         f"{waited_s:.1f} s. Save less often, or check the disk"
     )
 
