@@ -165,7 +165,10 @@ class PortusIO(CheckpointIO):
         if local is None or os.path.isdir(local):
             return stock.torch_io().load_checkpoint(path, map_location, **more)
         place = map_location if map_location is not None else _on_cpu
-        return self._loaded(local, map_location=place, **more)
+        try:
+            return self._loaded(local, map_location=place, **more)
+        except FileNotFoundError:  # in Lightning's own words
+            return stock.torch_io().load_checkpoint(path, map_location, **more)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at ``path`` once the newest save requested before, or a later one,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from portus.directory import recovery
+from portus.directory import recovery, redo
 from portus.directory.publisher import Publisher
 from portus.directory.system import FileState
 from portus.errors import MediumError
@@ -138,12 +138,92 @@ def swapped(system: CrashFolder, told: Told) -> None:
     files.close()
 
 
+# Several files as one.
+
+FILES = ("a.pt", "b.pt", "c.pt")
+
+
+def save_all(
+    system: CrashFolder,
+    files: Publisher[_Open],
+    directory: str,
+    step: int,
+    told: Told,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    draft = files.begin(*(f"{directory}/{name}" for name in FILES))
+    try:
+        meanwhile()
+        for each in draft.files:
+            system.write(each.file, content(step))
+            system.sync(each.file)
+        draft.publish()
+    except MediumError:
+        draft.abandon()
+        raise
+    told.committed = step
+
+
+def all_in_one_directory(system: CrashFolder, told: Told) -> None:
+    files = Publisher(system, verify)
+    system.mkdir("/d/new")
+    for step in range(4):
+        save_all(system, files, "/d/new", step, told)
+    files.close()
+
+
+def all_in_new_directories(system: CrashFolder, told: Told) -> None:
+    """The one before is removed once the next one is there."""
+    files = Publisher(system, verify)
+    for step in range(4):
+        system.mkdir(f"/d/new{step}")
+        save_all(system, files, f"/d/new{step}", step, told)
+        for name in FILES if step else ():
+            files.remove(f"/d/new{step - 1}/{name}")
+    files.close()
+
+
+def all_removed_too_early(system: CrashFolder, told: Told) -> None:
+    files = Publisher(system, verify)
+    for step in range(4):
+        system.mkdir(f"/d/new{step}")
+
+        def meanwhile(before: int = step - 1) -> None:
+            for name in FILES if before >= 0 else ():
+                system.unlink_path(f"/d/new{before}/{name}")
+
+        save_all(system, files, f"/d/new{step}", step, told, meanwhile)
+    files.close()
+
+
+def all_swapped(system: CrashFolder, told: Told) -> None:
+    """A script that saves beside, and swaps directories before the new files are complete."""
+    files = Publisher(system, verify)
+    system.mkdir("/d/ckpt")
+    for step in range(4):
+        system.mkdir(f"/d/new{step}")
+
+        def meanwhile(step: int = step) -> None:
+            for name in FILES if step else ():
+                system.unlink_path(f"/d/ckpt/{name}")
+            system.move("/d/ckpt", f"/d/old{step}")
+            system.move(f"/d/new{step}", "/d/ckpt")
+
+        save_all(system, files, f"/d/new{step}", step, told, meanwhile)
+    files.close()
+
+
 SCENARIOS = {
     each.__name__: each
-    for each in (keep_one, keep_all_with_reader, one_path, linked_before_removal)
+    for each in (
+        *(keep_one, keep_all_with_reader, one_path, linked_before_removal),
+        *(all_in_one_directory, all_in_new_directories),
+    )
 }
 
-EARLY: dict[str, Scenario] = {"removed_too_early": removed_too_early, "swapped": swapped}
+EARLY: dict[str, Scenario] = {
+    each.__name__: each for each in (removed_too_early, swapped, all_removed_too_early, all_swapped)
+}
 
 
 def fresh(stop: int | None = None) -> CrashFolder:
@@ -179,6 +259,9 @@ def check(system: CrashFolder, told: Told, *, newest: bool) -> None:
         files.recover(directory)
         files.close()
         assert not system.hidden(directory)
+    for directory in directories(system)[1:]:
+        steps_there = [step_of(data) for data in system.visible(directory).values()]
+        assert len(set(steps_there)) <= 1, f"{directory} is a mixture: {steps_there}"
     steps = whole(system)
     if newest and told.committed >= 0:
         assert max(steps, default=-1) >= told.committed, f"step {told.committed} was committed"
@@ -341,6 +424,103 @@ def test_the_search_finds_a_protocol_without_one_of_its_rules(
     monkeypatch.setitem(globals(), "CrashFolder", mutant)
     with pytest.raises(AssertionError):
         explore(SCENARIOS[name])
+
+
+def test_the_search_finds_files_that_get_their_names_without_a_marker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(redo, "write", lambda *_: None)
+    with pytest.raises(AssertionError, match="mixture"):
+        explore(all_in_one_directory)
+
+
+def test_the_search_finds_a_marker_that_is_trusted_without_its_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(redo, "_is_there", lambda *_: True)
+    with pytest.raises(AssertionError, match="mixture"):
+        explore(all_in_one_directory)
+
+
+class _NoFolderSync(CrashFolder):
+    """The hidden folder's own name is not made durable before the marker counts."""
+
+    def sync(self, file: _Open) -> None:
+        if not (_called_by("sync_hidden") and self.path_of(file) == "/d/new"):
+            super().sync(file)
+
+
+def test_the_search_finds_a_marker_in_a_folder_that_may_not_be_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "CrashFolder", _NoFolderSync)
+    with pytest.raises(AssertionError, match="mixture"):
+        explore(all_in_one_directory)
+
+
+def test_a_file_that_somebody_put_in_place_after_the_crash_stays() -> None:
+    for stop in range(1, events_of(all_in_one_directory) + 1):
+        system, _ = run(all_in_one_directory, stop)
+        found = system.kill()
+        where = found.open_directory("/d/new")
+        if not any("redo" in name for name in found.hidden("/d/new")):
+            continue
+        found.unlink(where, "b.pt")
+        found.write(found.create(where, "b.pt"), b"theirs")
+        files = Publisher(found, lambda *_: True)
+        files.recover("/d/new")
+        assert found.visible("/d/new")["b.pt"] == b"theirs"
+        files.close()
+        assert not found.hidden("/d/new")
+
+
+def test_a_damaged_marker_is_said_and_nothing_is_renamed(caplog: pytest.LogCaptureFixture) -> None:
+    seen = 0
+    for stop in range(1, events_of(all_in_one_directory) + 1):
+        system, _ = run(all_in_one_directory, stop)
+        found = system.kill()
+        hidden = [name for name in found.hidden("/d/new") if ".redo" in name]
+        if not hidden:
+            continue
+        seen += 1
+        folder = found.open_folder(found.open_directory("/d/new"), ".portus", create=False)
+        assert folder is not None
+        file = found.open(folder, hidden[0], writable=True)
+        assert file is not None
+        found.write(file, b'{"moves": [["a"]]}')
+        before = found.visible("/d/new")
+        files = Publisher(found, verify)
+        files.recover("/d/new")
+        files.close()
+        assert found.visible("/d/new").items() >= before.items()
+    assert seen
+    assert "/d/new: the redo marker" in caplog.text
+
+
+def test_the_next_save_of_a_process_finishes_what_a_failed_call_left() -> None:
+    """Names could not be changed for a while: the files of that checkpoint get them later."""
+    left = 0
+    for failing in range(1, events_of(all_in_one_directory) + 1):
+        system, told = fresh(), Told()
+        system.mkdir("/d/new")
+        files = Publisher(system, verify)
+
+        def fails(event: int, text: str, failing: int = failing) -> int | None:
+            return errno.EIO if event == failing and text.startswith("rename .") else None
+
+        system.fails = fails
+        try:
+            save_all(system, files, "/d/new", 0, told)
+        except MediumError as error:
+            left += "may not have their names yet" in str(error)
+            expected = {0} if "may not have their names yet" in str(error) else set()
+            files.recover("/d/new")
+            assert {step_of(data) for data in system.visible("/d/new").values()} == expected
+        system.fails = lambda event, text: None
+        save_all(system, files, "/d/new", 1, told)
+        files.close()
+        assert system.visible("/d/new") == dict.fromkeys(FILES, content(1))
+    assert left == len(FILES)
 
 
 def test_the_search_finds_a_start_that_puts_back_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ class HiddenFolder(Generic[File]):
         self.system: Final = system
         self.directory: Final = system.open_directory(path)
         self._hidden: File | None = None
+        self._is_new = False
         self._is_anchored = False
         self.is_left = False
         """True once something in it is to be recovered that this process left."""
@@ -88,7 +89,7 @@ class HiddenFolder(Generic[File]):
         if hidden is None:
             hidden = self.system.open_folder(self.directory, FOLDER, create=True)
             assert hidden is not None
-            self._hidden = hidden
+            self._hidden, self._is_new = hidden, True
         return hidden
 
     def claim(self) -> LockedRecord[File]:
@@ -173,6 +174,13 @@ class HiddenFolder(Generic[File]):
         self.system.sync(self.directory)
         self.system.sync(self.make())
         self._sync_parent()
+
+    def sync_hidden(self) -> None:
+        """Make what is in the hidden folder durable, and that it is there."""
+        self.system.sync(self.make())
+        if self._is_new:
+            self.system.sync(self.directory)
+            self._is_new = False
 
     def _sync_parent(self) -> None:
         """Make the name of the directory durable, once. It may be as new as the files in it."""

@@ -11,10 +11,12 @@ is, and that before the first rename (``redo``). Between a crash in the middle o
 the next start, a reader without Portus can see a mixture; nobody else can.
 
 A *hold* is a hidden hard link to the newest committed file of a series (files whose names differ in
-their numbers), from the call of a save to its end. A program that removes that file too early and
-is killed finds it again (``recovery``).
+their numbers), from the call of a save to its end; for a publication, to each file of the newest
+directory of its series. A program that removes that too early and is killed finds it again
+(``recovery``).
 
-A *spare* is a removed file of this process whose blocks and pages are used again. Its rules: no
+A *spare* is a removed file of this process whose blocks and pages are used again; there are as many
+as a publication has files. The rules: no
 visible name leads to it, the removal is durable, and nobody has it open. All of that holds before
 the first byte is written, or the old path could show new bytes after a crash, or a reader could.
 """
@@ -52,7 +54,10 @@ from portus.errors import MediumError, printable
 _log: Final = logging.getLogger("portus")
 
 SERIES_MAX: Final = 16
-"""Series whose newest file is remembered."""
+"""Series whose newest file, or directory, is remembered."""
+
+HELD_MAX: Final = 1000
+"""Files of a directory that are held."""
 
 _NO_LINKS: Final = frozenset(
     {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -64,7 +69,8 @@ _DIGITS: Final = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class _Committed(Generic[File]):
-    """The newest committed file of a series."""
+    """The newest committed file of a series. ``name``: empty for a directory, with all files that
+    are in it."""
 
     folder: HiddenFolder[File]
     name: str
@@ -85,6 +91,7 @@ class _Spare(Generic[File]):
 
     folder: HiddenFolder[File]
     name: str
+    series: str
     file: File
     status: FileState
 
@@ -108,7 +115,8 @@ class Publisher(Generic[File]):
         self._newest: Final[dict[str, _Committed[File]]] = {}
         self._written: Final[set[tuple[int, int]]] = set()
         """Identities of the files that this process committed and has not removed."""
-        self._spare: _Spare[File] | None = None
+        self._spare: Final[list[_Spare[File]]] = []
+        self._spares_max = 1
 
     def begin(self, *paths: str) -> Publication[File]:
         """Return drafts of the files that are to be at ``paths``, absolute, without links, and in
@@ -121,8 +129,10 @@ class Publisher(Generic[File]):
         names = [os.path.relpath(path, where) for path in paths]
         with self._lock:
             folder = self._folder(where)
-            draft = Publication(self, folder, folder.claim(), names)
+            series = _series(names[0] if len(names) == 1 else f"{os.path.basename(where)}/")
+            draft = Publication(self, folder, folder.claim(), names, series)
             self._drafts.append(draft)
+            self._spares_max = max(len(each.files) for each in self._drafts)
             try:
                 self._hold(draft)
                 for file in draft.files:
@@ -149,7 +159,8 @@ class Publisher(Generic[File]):
             if status is None:
                 self._close_unused()
                 return False
-            kept = self._spare is None and self._spares and status.identity in self._written
+            has_room = len(self._spare) < self._spares_max
+            kept = has_room and self._spares and status.identity in self._written
             record = None
             if kept:
                 with contextlib.suppress(MediumError):  # a full disk: then it is no spare
@@ -167,7 +178,7 @@ class Publisher(Generic[File]):
             if record is not None:
                 self._drop(folder, record)
             self._system.sync(folder.directory)
-            if self._spare is None or self._spare.status.identity != status.identity:
+            if all(spare.status.identity != status.identity for spare in self._spare):
                 self._written.discard(status.identity)
             self._close_unused()
             return True
@@ -183,8 +194,7 @@ class Publisher(Generic[File]):
                 self._publish_one(draft, turn or contextlib.nullcontext())
             else:
                 self._publish_all(draft, turn or contextlib.nullcontext())
-            for file in draft.files:
-                self._note_committed(draft, file)
+            self._note_committed(draft)
             while len(self._newest) > SERIES_MAX:
                 del self._newest[next(iter(self._newest))]
             self._end(draft)
@@ -228,16 +238,22 @@ class Publisher(Generic[File]):
                     "Check the disk",
                 ) from error
 
-    def _note_committed(self, draft: Publication[File], file: UnpublishedFile[File]) -> None:
-        series, identity = _series(file.name), self._system.status(file.file).identity
-        committed = _Committed(draft.folder, file.name, identity)
-        self._newest.pop(series, None)
-        self._newest[series] = committed
-        self._written.add(identity)
+    def _note_committed(self, draft: Publication[File]) -> None:
+        system, folder = self._system, draft.folder
+        for file in draft.files:
+            self._written.add(system.status(file.file).identity)
+        if len(draft.files) == 1:
+            file = draft.files[0]
+            committed = _Committed(folder, file.name, system.status(file.file).identity)
+        else:
+            committed = _Committed(folder, "", system.status(folder.directory).identity)
+        self._newest.pop(draft.series, None)
+        self._newest[draft.series] = committed
         for other in self._drafts:
-            if other is not draft and any(_series(each.name) == series for each in other.files):
-                with contextlib.suppress(MediumError):  # this file is committed all the same
-                    self._hold_also(other, committed)
+            if other is not draft and other.series == draft.series:
+                with contextlib.suppress(MediumError):  # this one is committed all the same
+                    for each in self._files_of(committed):
+                        self._hold_also(other, each)
 
     def abandon(self, draft: Publication[File]) -> None:
         """End a draft that is not to be published. What it holds is put back if it was removed
@@ -251,16 +267,19 @@ class Publisher(Generic[File]):
             self._end(draft)
 
     def drop_spare(self) -> bool:
-        """Remove the spare, whose space is needed, or which has no use any more; False if there is
-        none."""
+        """Remove the spares, whose space is needed, or which have no use any more; False if there
+        is none."""
         with self._lock:
-            spare, self._spare = self._spare, None
-            if spare is None:
-                return False
-            with contextlib.suppress(MediumError):
-                self._system.unlink(spare.folder.make(), spare.name)
-            self._system.close(spare.file)
-            return True
+            spares = list(self._spare)
+            self._spare.clear()
+            for spare in spares:
+                self._drop_spare(spare)
+            return bool(spares)
+
+    def _drop_spare(self, spare: _Spare[File]) -> None:
+        with contextlib.suppress(MediumError):
+            self._system.unlink(spare.folder.make(), spare.name)
+        self._system.close(spare.file)
 
     def close(self) -> None:
         """Remove the spare and empty hidden folders, and close all directories."""
@@ -285,7 +304,7 @@ class Publisher(Generic[File]):
     def _close_unused(self) -> None:
         used = [draft.folder for draft in self._drafts]
         used += [committed.folder for committed in self._newest.values()]
-        used += [self._spare.folder] if self._spare is not None else []
+        used += [spare.folder for spare in self._spare]
         for folder in [each for each in self._folders if each not in used]:
             self._folders.remove(folder)
             with contextlib.suppress(MediumError):
@@ -294,17 +313,16 @@ class Publisher(Generic[File]):
     # Holds.
 
     def _hold(self, draft: Publication[File]) -> None:
-        """Hold the newest file of each series that this process saves, and of the new files'."""
-        for file in draft.files:
-            series = _series(file.name)
-            if series not in self._newest:
-                found = self._newest_in(draft.folder, file.name)
-                if found is not None:
-                    self._newest[series] = found
+        """Hold the newest of each series that this process saves, and of the draft's."""
+        if draft.series not in self._newest:
+            found = self._newest_in(draft) if len(draft.files) == 1 else self._newest_beside(draft)
+            if found is not None:
+                self._newest[draft.series] = found
         names = b"\0".join(os.fsencode(file.name) for file in draft.files)
         self._system.write(draft.record.file, names)
         for committed in self._newest.values():
-            self._hold_also(draft, committed)
+            for file in self._files_of(committed):
+                self._hold_also(draft, file)
 
     def _hold_also(self, draft: Publication[File], committed: _Committed[File]) -> None:
         """Have a draft hold a file too. It may be committed after the draft was begun."""
@@ -342,11 +360,44 @@ class Publisher(Generic[File]):
             raise
         return True
 
-    def _newest_in(self, folder: HiddenFolder[File], name: str) -> _Committed[File] | None:
-        """Return the newest file beside ``name`` whose name differs in its numbers alone."""
-        series, newest = _series(name), None
+    def _files_of(self, committed: _Committed[File]) -> list[_Committed[File]]:
+        """Return the files of a directory, the largest ones first; or the file itself."""
+        if committed.name:
+            return [committed]
+        folder, found = committed.folder, []
+        for name in self._system.names(folder.directory):
+            status = self._system.look(folder.directory, name)
+            if status is not None and status.is_regular:
+                found.append((-status.size, name, status.identity))
+        return [_Committed(folder, name, each) for _, name, each in sorted(found)[:HELD_MAX]]
+
+    def _newest_beside(self, draft: Publication[File]) -> _Committed[File] | None:
+        """Return the directory of a publication, if it has files; else the newest beside it whose
+        name differs in its numbers alone."""
+        where = self._system.path_of(draft.folder.directory)
+        own = _Committed(draft.folder, "", self._system.status(draft.folder.directory).identity)
+        if where is None or self._files_of(own):
+            return own
+        above, newest = self._system.open_directory(os.path.dirname(where)), None
+        try:
+            names = self._system.names(above)
+            beside = [each for each in names if f"{_series(each)}/" == draft.series]
+            for name in beside:
+                status = self._system.look(above, name)
+                if status is not None and status.is_directory and name != os.path.basename(where):
+                    newest = max(newest or (-1, ""), (status.changed_ns, name))
+        finally:
+            self._system.close(above)
+        if newest is None:
+            return None
+        folder = self._folder(os.path.join(os.path.dirname(where), newest[1]))
+        return _Committed(folder, "", self._system.status(folder.directory).identity)
+
+    def _newest_in(self, draft: Publication[File]) -> _Committed[File] | None:
+        """Return the newest file beside that of a draft, if only numbers in its name differ."""
+        folder, newest = draft.folder, None
         for each in self._system.names(folder.directory):
-            if _series(each) == series:
+            if _series(each) == draft.series:
                 status = self._system.look(folder.directory, each)
                 if status is not None and status.is_regular:
                     newest = max(newest or (-1, ""), (status.changed_ns, each))
@@ -370,13 +421,15 @@ class Publisher(Generic[File]):
             if spare is None:
                 self._system.unlink(folder.make(), hold.name)
             self._system.unlink(folder.make(), path_name(hold.name))
-        self._spare = spare or self._spare
+        if spare is not None:
+            self._spare.append(spare)
 
     # Spares.
 
     def _as_spare(self, folder: HiddenFolder[File], hold: _Hold[File]) -> _Spare[File] | None:
         system, hidden = self._system, folder.make()
-        if not self._spares or self._spare is not None or hold.of.identity not in self._written:
+        has_room = self._spares and len(self._spare) < self._spares_max
+        if not has_room or hold.of.identity not in self._written:
             return None
         file = system.open(hidden, hold.name, writable=True)
         if file is None:
@@ -388,7 +441,7 @@ class Publisher(Generic[File]):
                 system.sync(file)
                 system.sync(hold.of.folder.directory)
                 system.sync(hidden)
-                return _Spare(folder, hold.name, file, status)
+                return _Spare(folder, hold.name, _series(hold.of.name), file, status)
         except BaseException:
             system.close(file)
             raise
@@ -399,25 +452,35 @@ class Publisher(Generic[File]):
         """Open the file of a draft: the spare, if there is one that nobody reads, or a new one."""
         system = self._system
         there = system.look(folder.directory, draft.name)
-        spare = self._spare
+        spare = self._spare_for(_series(draft.name))
         if spare is not None and self._is_free(spare, folder):
             # Its names are all hidden, so either of them may be there after a crash.
             try:
                 system.rename((spare.folder.make(), spare.name), (folder.make(), draft.hidden))
             except MediumError:
-                self.drop_spare()
+                self._drop_spare(spare)
                 raise
-            self._spare = None
             draft.opened(spare.file, is_spare=True)
             self._written.discard(spare.status.identity)
         else:
-            self.drop_spare()
+            if spare is not None:
+                self._drop_spare(spare)
             draft.opened(system.create(folder.make(), draft.hidden), is_spare=False)
             system.lock(draft.file)
         if there is not None and there.is_regular:
             system.set_mode(draft.file, there.mode & 0o7777)
         elif draft.is_spare:
             system.set_mode(draft.file, 0o666 & ~_umask())
+
+    def _spare_for(self, series: str) -> _Spare[File] | None:
+        """Take the spare of a series; or, if there is but one, that one."""
+        found = [each for each in self._spare if each.series == series]
+        if not found and self._spares_max == 1:
+            found = self._spare[:]
+        if not found:
+            return None
+        self._spare.remove(found[0])
+        return found[0]
 
     def _is_free(self, spare: _Spare[File], folder: HiddenFolder[File]) -> bool:
         try:
@@ -507,7 +570,9 @@ class Publication(Generic[File]):
         folder: HiddenFolder[File],
         record: LockedRecord[File],
         names: Sequence[str],
+        series: str,
     ) -> None:
+        self.series: Final = series
         self.folder: Final = folder
         self.record: Final = record
         self.files: Final[list[UnpublishedFile[File]]] = [

@@ -45,27 +45,20 @@ def recover(folder: HiddenFolder[File], verify: Verify[File]) -> None:
 
 
 def restore(folder: HiddenFolder[File], held: str, path: str, verify: Verify[File]) -> bool:
-    """Put the held file back at ``path`` if nothing is there and its bytes verify. Raises
-    ``MediumError``."""
+    """Put the held file back at ``path`` if nothing is there and its bytes verify. A directory that
+    was removed is made again, but not the one above it. Raises ``MediumError``."""
     system = folder.system
     where, name = os.path.split(path)
+    directory = _opened(system, where)
     try:
-        directory = system.open_directory(where)
-    except MediumError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return False  # the directory was removed too: nobody looks there
-        raise
-    try:
-        if system.look(directory, name) is not None:
+        if directory is not None and system.look(directory, name) is not None:
             return False
-        file = system.open(folder.make(), held, writable=False)
-        if file is None:
+        if not _is_whole(folder, held, name, verify):
             return False
-        try:
-            if not verify(system, file, name):
-                return False
-        finally:
-            system.close(file)
+        if directory is None:
+            directory = _made(system, where)
+        if directory is None:
+            return False  # nobody looks there
         try:
             system.link((folder.make(), held), (directory, name))
         except MediumError as error:
@@ -74,10 +67,44 @@ def restore(folder: HiddenFolder[File], held: str, path: str, verify: Verify[Fil
             raise
         system.sync(directory)
     finally:
-        system.close(directory)
+        if directory is not None:
+            system.close(directory)
     _log.warning(
         "portus: put %s back: it was removed before the checkpoint that was to replace it was "
         "complete, and that one never was. Remove it again if you do not want it",
         printable(path),
     )
     return True
+
+
+def _opened(system: System[File], path: str) -> File | None:
+    """Open a directory; None if it is not there."""
+    try:
+        return system.open_directory(path)
+    except MediumError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
+
+
+def _made(system: System[File], path: str) -> File | None:
+    """Make a directory, durably; None if the one above it is not there."""
+    above = _opened(system, os.path.dirname(path))
+    if above is None:
+        return None
+    try:
+        made = system.open_folder(above, os.path.basename(path), create=True)
+        system.sync(above)
+        return made
+    finally:
+        system.close(above)
+
+
+def _is_whole(folder: HiddenFolder[File], held: str, name: str, verify: Verify[File]) -> bool:
+    file = folder.system.open(folder.make(), held, writable=False)
+    if file is None:
+        return False
+    try:
+        return verify(folder.system, file, name)
+    finally:
+        folder.system.close(file)

@@ -2,8 +2,8 @@
 
 Each rename is atomic, and several are not. So before the first one, a marker in the hidden folder
 says which hidden file is to have which name, by inodes; it is whole and durable, or not there. A
-start that finds it does the renames that are missing. Where a name has another file by then, that
-file is somebody else's, and stays.
+start that finds it, and all the files, does the renames that are missing. Where a name has another
+file by then, that file is somebody else's, and stays.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write(folder: HiddenFolder[File], record: LockedRecord[File], moves: Sequenc
     finally:
         system.close(file)
     system.rename((hidden, mark), (hidden, redo))
-    system.sync(hidden)
+    folder.sync_hidden()
 
 
 def apply(folder: HiddenFolder[File], moves: Sequence[Move]) -> None:
@@ -78,6 +78,16 @@ def finish(folder: HiddenFolder[File], names: Sequence[str]) -> bool:
             where = printable(folder.describe())
             _log.error("portus: %s: the redo marker %s is damaged: %s", where, name, error)
             return False
-        apply(folder, moves)
-        return True
+        if all(_is_there(folder, move) for move in moves):
+            apply(folder, moves)
+            return True
     return False
+
+
+def _is_there(folder: HiddenFolder[File], move: Move) -> bool:
+    """Return whether a file is there, under either name. One that is not was never durable under
+    its hidden name, and so the marker was not, and no rename was begun."""
+    system = folder.system
+    places = (folder.make(), move.hidden), (folder.directory, move.name)
+    found = [system.look(*place) for place in places]
+    return any(each is not None and each.identity[1] == move.inode for each in found)

@@ -39,6 +39,11 @@ class FileState:
         """True for a regular file."""
         return stat.S_ISREG(self.mode)
 
+    @property
+    def is_directory(self) -> bool:
+        """True for a directory."""
+        return stat.S_ISDIR(self.mode)
+
 
 class System(Protocol[File]):
     """See the module. Names are relative to an open directory. All raise ``MediumError``."""

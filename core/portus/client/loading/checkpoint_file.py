@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.safetensors_file import load_tensors
@@ -16,6 +16,8 @@ from portus.image.safetensors import LENGTH_SIZE, SUFFIX
 from portus.image.safetensors_reader import ZIP, is_safetensors, read_safetensors
 from portus.image.stored import Read, StoredFile
 from portus.image.torch_reader import read_torch
+
+_TORCH_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 
 
 def load_file(
@@ -88,12 +90,16 @@ def outlined(path: str | os.PathLike[str]) -> StoredFile:
 
 
 def is_whole(number: int, name: str) -> bool:
-    """True if the open file is a checkpoint all of whose bytes are as they were saved."""
+    """True if the open file is a checkpoint all of whose bytes are as they were saved, or one of
+    the other files beside checkpoints, which nothing verifies."""
 
     def read(offset: int, length: int) -> bytes:
         return os.pread(number, length, offset)
 
     try:
+        is_other = os.path.splitext(name)[1] not in (SUFFIX, *_TORCH_SUFFIXES)
+        if is_other and not _is_safetensors(read, name) and read(0, len(ZIP)) != ZIP:
+            return True
         _read(read, os.fstat(number).st_size, name).verify(read)
     except (PortusError, OSError):
         return False
