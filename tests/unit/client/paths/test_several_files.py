@@ -59,7 +59,7 @@ def test_a_training_saves_its_files_together_each_as_it_was_at_the_call() -> Non
     training = Training()
     for step in range(6):
         state = training.state()
-        expected = {
+        expected: dict[str, Any] = {
             "weights": {name: each.clone() for name, each in state["weights"].items()},
             "buffer": training._buffer.clone(),
             "moments": [each["momentum_buffer"].clone() for each in _moments(state)],
