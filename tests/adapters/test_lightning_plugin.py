@@ -454,3 +454,14 @@ def test_metrics_have_units_in_their_names() -> None:
 
 def test_stock_plugins_come_from_the_copy_that_is_loaded() -> None:
     assert type(stock.torch_io()) is TorchCheckpointIO
+
+
+def test_a_file_that_is_not_there_is_said_in_the_words_of_lightning(tmp_path: Path) -> None:
+    from lightning.fabric.plugins import TorchCheckpointIO
+
+    path = str(tmp_path / "none.ckpt")
+    with pytest.raises(FileNotFoundError) as stock:
+        TorchCheckpointIO().load_checkpoint(path)
+    with pytest.raises(FileNotFoundError) as ours:
+        PortusIO().load_checkpoint(path)
+    assert str(ours.value) == str(stock.value)
