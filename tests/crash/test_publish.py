@@ -150,8 +150,9 @@ def save_all(
     step: int,
     told: Told,
     meanwhile: Callable[[], None] = lambda: None,
+    base: str | None = None,
 ) -> None:
-    draft = files.begin(*(f"{directory}/{name}" for name in FILES))
+    draft = files.begin(*(f"{directory}/{name}" for name in FILES), base=base)
     try:
         meanwhile()
         for each in draft.files:
@@ -213,6 +214,37 @@ def all_swapped(system: CrashFolder, told: Told) -> None:
     files.close()
 
 
+def all_with_drafts_above(system: CrashFolder, told: Told) -> None:
+    """The drafts are in the hidden folder of the directory above; the script removes too early."""
+    files = Publisher(system, verify)
+    for step in range(4):
+        system.mkdir(f"/d/new{step}")
+
+        def meanwhile(before: int = step - 1) -> None:
+            for name in FILES if before >= 0 else ():
+                system.unlink_path(f"/d/new{before}/{name}")
+
+        save_all(system, files, f"/d/new{step}", step, told, meanwhile, base="/d")
+        assert not system.hidden(f"/d/new{step}")
+    files.close()
+
+
+def all_swapped_with_drafts_above(system: CrashFolder, told: Told) -> None:
+    files = Publisher(system, verify)
+    system.mkdir("/d/ckpt")
+    for step in range(4):
+        system.mkdir(f"/d/new{step}")
+
+        def meanwhile(step: int = step) -> None:
+            for name in FILES if step else ():
+                system.unlink_path(f"/d/ckpt/{name}")
+            system.move("/d/ckpt", f"/d/old{step}")
+            system.move(f"/d/new{step}", "/d/ckpt")
+
+        save_all(system, files, f"/d/new{step}", step, told, meanwhile, base="/d")
+    files.close()
+
+
 SCENARIOS = {
     each.__name__: each
     for each in (
@@ -222,7 +254,11 @@ SCENARIOS = {
 }
 
 EARLY: dict[str, Scenario] = {
-    each.__name__: each for each in (removed_too_early, swapped, all_removed_too_early, all_swapped)
+    each.__name__: each
+    for each in (
+        *(removed_too_early, swapped, all_removed_too_early, all_swapped),
+        *(all_with_drafts_above, all_swapped_with_drafts_above),
+    )
 }
 
 

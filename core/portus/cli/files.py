@@ -287,7 +287,7 @@ def _abandoned_in(directory: str) -> list[int]:
         return [os.lstat(path).st_size for path in paths if os.path.lexists(path)]
     finally:
         folder.forget()
-        folder.system.close(folder.directory)
+        folder.system.close(folder.base)
 
 
 def _document(found: FoundFile) -> dict[str, Json]:

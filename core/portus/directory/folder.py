@@ -64,15 +64,50 @@ class LockedRecord(Generic[File]):
     file: File
 
 
+class OpenDirectory(Generic[File]):
+    """A directory of checkpoints, held by descriptor. ``base``: the directory whose hidden folder
+    has the drafts for it."""
+
+    def __init__(self, system: System[File], path: str, base: str) -> None:
+        self.system: Final = system
+        self.file: Final = system.open_directory(path)
+        self.base: Final = base
+        self._is_anchored = False
+
+    def sync(self) -> None:
+        """Make the names in it durable, and its own, once: it may be as new as they are."""
+        self.system.sync(self.file)
+        where = None if self._is_anchored else self.system.path_of(self.file)
+        self._is_anchored = True
+        if where is None:
+            return
+        try:
+            parent = self.system.open_directory(os.path.dirname(where))
+        except MediumError:
+            return  # it may not be read: it was there before, and somebody else's
+        try:
+            self.system.sync(parent)
+        finally:
+            self.system.close(parent)
+
+    def describe(self) -> str:
+        """Return its path, for messages."""
+        return self.system.path_of(self.file) or "a deleted directory"
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        self.system.close(self.file)
+
+
 class HiddenFolder(Generic[File]):
-    """A directory of checkpoints, held by descriptor, and its hidden folder, made when needed."""
+    """The hidden folder of the directory ``base``, which is held by descriptor. It is made when
+    needed, and has the drafts of files in that directory, or in some below it."""
 
     def __init__(self, system: System[File], path: str) -> None:
         self.system: Final = system
-        self.directory: Final = system.open_directory(path)
+        self.base: Final = system.open_directory(path)
         self._hidden: File | None = None
         self._is_new = False
-        self._is_anchored = False
         self.is_left = False
         """True once something in it is to be recovered that this process left."""
 
@@ -80,14 +115,14 @@ class HiddenFolder(Generic[File]):
     def hidden(self) -> File | None:
         """The hidden folder, if it is there."""
         if self._hidden is None:
-            self._hidden = self.system.open_folder(self.directory, FOLDER, create=False)
+            self._hidden = self.system.open_folder(self.base, FOLDER, create=False)
         return self._hidden
 
     def make(self) -> File:
         """Return the hidden folder; create it if it is not there."""
         hidden = self.hidden
         if hidden is None:
-            hidden = self.system.open_folder(self.directory, FOLDER, create=True)
+            hidden = self.system.open_folder(self.base, FOLDER, create=True)
             assert hidden is not None
             self._hidden, self._is_new = hidden, True
         return hidden
@@ -118,8 +153,8 @@ class HiddenFolder(Generic[File]):
         raise MediumError(None, f"{self.describe()}: no record of a save could be locked")
 
     def in_flight(self) -> dict[str, list[bytes]]:
-        """Return the saves to this directory that any process has in flight: the names of the files
-        that each is to make, by its token."""
+        """Return the saves that any process has in flight here: the files that each is to make, by
+        their paths below ``base``, by its token."""
         hidden = self.hidden
         found: dict[str, list[bytes]] = {}
         if hidden is None:
@@ -166,36 +201,19 @@ class HiddenFolder(Generic[File]):
 
     def remove_if_empty(self) -> None:
         """Remove the hidden folder if nothing is in it."""
-        if self.hidden is not None and self.system.remove_folder(self.directory, FOLDER):
+        if self.hidden is not None and self.system.remove_folder(self.base, FOLDER):
             self.forget()
-
-    def sync(self) -> None:
-        """Make the names in both directories durable, and that of the directory."""
-        self.system.sync(self.directory)
-        self.system.sync(self.make())
-        self._sync_parent()
 
     def sync_hidden(self) -> None:
         """Make what is in the hidden folder durable, and that it is there."""
         self.system.sync(self.make())
         if self._is_new:
-            self.system.sync(self.directory)
+            self.system.sync(self.base)
             self._is_new = False
 
-    def _sync_parent(self) -> None:
-        """Make the name of the directory durable, once. It may be as new as the files in it."""
-        where = None if self._is_anchored else self.system.path_of(self.directory)
-        self._is_anchored = True
-        if where is None:
-            return
-        try:
-            parent = self.system.open_directory(os.path.dirname(where))
-        except MediumError:
-            return  # it may not be read: it was there before, and somebody else's
-        try:
-            self.system.sync(parent)
-        finally:
-            self.system.close(parent)
+    def path_of_base(self) -> str | None:
+        """Return where the directory is now; None if it was deleted."""
+        return self.system.path_of(self.base)
 
     def close(self) -> None:
         """Remove the hidden folder if it is empty, and close both directories."""
@@ -203,7 +221,7 @@ class HiddenFolder(Generic[File]):
             self.remove_if_empty()
         finally:
             self.forget()
-            self.system.close(self.directory)
+            self.system.close(self.base)
 
     def forget(self) -> None:
         """Close the hidden folder: it was deleted, and the next save makes another one."""
@@ -213,7 +231,7 @@ class HiddenFolder(Generic[File]):
 
     def describe(self) -> str:
         """Return the path of the directory, for messages."""
-        return self.system.path_of(self.directory) or "a deleted directory"
+        return self.system.path_of(self.base) or "a deleted directory"
 
     def _locked(self, hidden: File, names: list[str]) -> list[File] | None:
         """Open and lock all of some files; None if another process has one of them, or this one,

@@ -22,7 +22,7 @@ def replace_link(link: str, target: str) -> None:
             made = folder.make(), hidden_name(record.token, PATH)
             text = os.fsencode(os.path.relpath(target, directory))
             folder.system.note(*made, text)
-            folder.system.rename(made, (folder.directory, name))
+            folder.system.rename(made, (folder.base, name))
         finally:
             for each in (hidden_name(record.token, PATH), record.name):
                 with contextlib.suppress(MediumError):

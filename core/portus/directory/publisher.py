@@ -43,6 +43,7 @@ from portus.directory.folder import (
     REDO,
     HiddenFolder,
     LockedRecord,
+    OpenDirectory,
     hidden_name,
     path_name,
 )
@@ -72,7 +73,7 @@ class _Committed(Generic[File]):
     """The newest committed file of a series. ``name``: empty for a directory, with all files that
     are in it."""
 
-    folder: HiddenFolder[File]
+    directory: OpenDirectory[File]
     name: str
     identity: tuple[int, int]
 
@@ -110,7 +111,9 @@ class Publisher(Generic[File]):
         self._spares: Final = spares
         self._lock: Final = threading.RLock()
         self._folders: Final[list[HiddenFolder[File]]] = []
-        """Those that are open: of drafts, of the spare, and of the newest files."""
+        """Those that are open: of drafts and spares."""
+        self._directories: Final[list[OpenDirectory[File]]] = []
+        """Those that are open: of drafts, and of the newest files."""
         self._drafts: Final[list[Publication[File]]] = []
         self._newest: Final[dict[str, _Committed[File]]] = {}
         self._written: Final[set[tuple[int, int]]] = set()
@@ -118,9 +121,10 @@ class Publisher(Generic[File]):
         self._spare: Final[list[_Spare[File]]] = []
         self._spares_max = 1
 
-    def begin(self, *paths: str) -> Publication[File]:
+    def begin(self, *paths: str, base: str | None = None) -> Publication[File]:
         """Return drafts of the files that are to be at ``paths``, absolute, without links, and in
-        one directory.
+        one directory. base: a directory above it, on the same file system, whose hidden folder has
+        the drafts; None: that directory itself.
 
         Holds the newest files of their series until the drafts are published or abandoned. Puts
         back what an earlier process lost. Raises ``MediumError``.
@@ -128,15 +132,16 @@ class Publisher(Generic[File]):
         where = os.path.dirname(paths[0])
         names = [os.path.relpath(path, where) for path in paths]
         with self._lock:
-            folder = self._folder(where)
+            folder = self._folder(base or where)
             series = _series(names[0] if len(names) == 1 else f"{os.path.basename(where)}/")
-            draft = Publication(self, folder, folder.claim(), names, series)
+            directory = self._directory(where, base or where)
+            draft = Publication(self, folder, directory, folder.claim(), names, series)
             self._drafts.append(draft)
             self._spares_max = max(len(each.files) for each in self._drafts)
             try:
                 self._hold(draft)
                 for file in draft.files:
-                    self._open(folder, file)
+                    self._open(draft, file)
             except BaseException:
                 self.abandon(draft)
                 raise
@@ -154,8 +159,9 @@ class Publisher(Generic[File]):
         spare. Raises ``MediumError``."""
         where, name = os.path.split(path)
         with self._lock:
-            folder = self._folder(where)
-            status = self._system.look(folder.directory, name)
+            directory = self._directory(where)
+            folder = self._folder(directory.base)
+            status = self._system.look(directory.file, name)
             if status is None:
                 self._close_unused()
                 return False
@@ -168,16 +174,16 @@ class Publisher(Generic[File]):
             hidden = None if record is None else hidden_name(record.token, HOLD)
             if record is not None and hidden is not None:
                 try:
-                    self._system.link((folder.directory, name), (folder.make(), hidden))
+                    self._system.link((directory.file, name), (folder.make(), hidden))
                 except MediumError:
                     hidden = None
-            self._system.unlink(folder.directory, name)
+            self._system.unlink(directory.file, name)
             if hidden is not None:
-                committed = _Committed(folder, name, status.identity)
+                committed = _Committed(directory, name, status.identity)
                 self._release(folder, _Hold(hidden, committed))
             if record is not None:
                 self._drop(folder, record)
-            self._system.sync(folder.directory)
+            self._system.sync(directory.file)
             if all(spare.status.identity != status.identity for spare in self._spare):
                 self._written.discard(status.identity)
             self._close_unused()
@@ -202,10 +208,11 @@ class Publisher(Generic[File]):
     def _publish_one(self, draft: Publication[File], turn: AbstractContextManager[None]) -> None:
         folder, system, file = draft.folder, self._system, draft.files[0]
         with turn:
-            system.rename((folder.make(), file.hidden), (folder.directory, file.name))
+            system.rename((folder.make(), file.hidden), (draft.directory.file, file.name))
             draft.is_published = True
         try:
-            folder.sync()
+            draft.directory.sync()
+            system.sync(folder.make())
         except MediumError as error:
             path = draft.path
             self._end(draft)
@@ -217,17 +224,17 @@ class Publisher(Generic[File]):
             ) from error
 
     def _publish_all(self, draft: Publication[File], turn: AbstractContextManager[None]) -> None:
-        folder, system, moves = draft.folder, self._system, []
+        folder, directory, system, moves = draft.folder, draft.directory, self._system, []
         with turn:
             for file in draft.files:
-                there = system.look(folder.directory, file.name)
+                there = system.look(directory.file, file.name)
                 replaced = 0 if there is None else there.identity[1]
                 inode = system.status(file.file).identity[1]
                 moves.append(Move(file.hidden, inode, file.name, replaced))
-            redo.write(folder, draft.record, moves)
+            redo.write(folder, draft.record, directory, moves)
             draft.is_published = True  # whatever becomes of this process
             try:
-                redo.apply(folder, moves)
+                redo.apply(folder, directory, moves)
             except MediumError as error:
                 path = draft.path
                 self._leave(draft)
@@ -239,14 +246,14 @@ class Publisher(Generic[File]):
                 ) from error
 
     def _note_committed(self, draft: Publication[File]) -> None:
-        system, folder = self._system, draft.folder
+        system, directory = self._system, draft.directory
         for file in draft.files:
             self._written.add(system.status(file.file).identity)
         if len(draft.files) == 1:
             file = draft.files[0]
-            committed = _Committed(folder, file.name, system.status(file.file).identity)
+            committed = _Committed(directory, file.name, system.status(file.file).identity)
         else:
-            committed = _Committed(folder, "", system.status(folder.directory).identity)
+            committed = _Committed(directory, "", system.status(directory.file).identity)
         self._newest.pop(draft.series, None)
         self._newest[draft.series] = committed
         for other in self._drafts:
@@ -291,7 +298,7 @@ class Publisher(Generic[File]):
     def _folder(self, where: str) -> HiddenFolder[File]:
         """Return the open folder of the directory at ``where``; at first, recover it."""
         for folder in self._folders:
-            if self._system.path_of(folder.directory) == where:
+            if folder.path_of_base() == where:
                 if folder.is_left:
                     folder.is_left = False
                     recover(folder, self._verify)
@@ -301,11 +308,27 @@ class Publisher(Generic[File]):
         recover(folder, self._verify)
         return folder
 
+    def _directory(self, where: str, base: str | None = None) -> OpenDirectory[File]:
+        """Return the open directory at ``where``."""
+        for directory in self._directories:
+            if self._system.path_of(directory.file) == where and base in (None, directory.base):
+                return directory
+        directory = OpenDirectory(self._system, where, base or where)
+        self._directories.append(directory)
+        return directory
+
     def _close_unused(self) -> None:
+        directories = [draft.directory for draft in self._drafts]
+        directories += [committed.directory for committed in self._newest.values()]
+        for directory in [each for each in self._directories if each not in directories]:
+            self._directories.remove(directory)
+            directory.close()
         used = [draft.folder for draft in self._drafts]
-        used += [committed.folder for committed in self._newest.values()]
         used += [spare.folder for spare in self._spare]
+        bases = {directory.base for directory in directories}
         for folder in [each for each in self._folders if each not in used]:
+            if folder.path_of_base() in bases:
+                continue  # a checkpoint that it may be asked to hold is open
             self._folders.remove(folder)
             with contextlib.suppress(MediumError):
                 folder.close()
@@ -318,16 +341,18 @@ class Publisher(Generic[File]):
             found = self._newest_in(draft) if len(draft.files) == 1 else self._newest_beside(draft)
             if found is not None:
                 self._newest[draft.series] = found
-        names = b"\0".join(os.fsencode(file.name) for file in draft.files)
-        self._system.write(draft.record.file, names)
+        here, there = draft.folder.path_of_base(), self._system.path_of(draft.directory.file)
+        below = os.path.relpath(there, here) if here and there else "."
+        paths = [os.path.normpath(os.path.join(below, file.name)) for file in draft.files]
+        self._system.write(draft.record.file, b"\0".join(map(os.fsencode, paths)))
         for committed in self._newest.values():
             for file in self._files_of(committed):
                 self._hold_also(draft, file)
 
     def _hold_also(self, draft: Publication[File], committed: _Committed[File]) -> None:
         """Have a draft hold a file too. It may be committed after the draft was begun."""
-        where = self._system.path_of(committed.folder.directory)
-        here = self._system.path_of(draft.folder.directory)
+        where = self._system.path_of(committed.directory.file)
+        here = draft.folder.path_of_base()
         if where is None or here is None:
             return
         hidden = hidden_name(draft.record.token, HOLD, len(draft.holds))
@@ -348,7 +373,7 @@ class Publisher(Generic[File]):
     def _link(self, folder: HiddenFolder[File], hold: _Hold[File]) -> bool:
         """Make the hidden link of a hold; False if the file is not there any more, or cannot be
         held."""
-        there = hold.of.folder.directory, hold.of.name
+        there = hold.of.directory.file, hold.of.name
         status = self._system.look(*there)
         if status is None or status.identity != hold.of.identity:
             return False
@@ -364,18 +389,18 @@ class Publisher(Generic[File]):
         """Return the files of a directory, the largest ones first; or the file itself."""
         if committed.name:
             return [committed]
-        folder, found = committed.folder, []
-        for name in self._system.names(folder.directory):
-            status = self._system.look(folder.directory, name)
+        directory, found = committed.directory, []
+        for name in self._system.names(directory.file):
+            status = self._system.look(directory.file, name)
             if status is not None and status.is_regular:
                 found.append((-status.size, name, status.identity))
-        return [_Committed(folder, name, each) for _, name, each in sorted(found)[:HELD_MAX]]
+        return [_Committed(directory, name, each) for _, name, each in sorted(found)[:HELD_MAX]]
 
     def _newest_beside(self, draft: Publication[File]) -> _Committed[File] | None:
         """Return the directory of a publication, if it has files; else the newest beside it whose
         name differs in its numbers alone."""
-        where = self._system.path_of(draft.folder.directory)
-        own = _Committed(draft.folder, "", self._system.status(draft.folder.directory).identity)
+        where = self._system.path_of(draft.directory.file)
+        own = _Committed(draft.directory, "", self._system.status(draft.directory.file).identity)
         if where is None or self._files_of(own):
             return own
         above, newest = self._system.open_directory(os.path.dirname(where)), None
@@ -390,24 +415,25 @@ class Publisher(Generic[File]):
             self._system.close(above)
         if newest is None:
             return None
-        folder = self._folder(os.path.join(os.path.dirname(where), newest[1]))
-        return _Committed(folder, "", self._system.status(folder.directory).identity)
+        beside_it = os.path.join(os.path.dirname(where), newest[1])
+        directory = self._directory(beside_it, draft.directory.base)
+        return _Committed(directory, "", self._system.status(directory.file).identity)
 
     def _newest_in(self, draft: Publication[File]) -> _Committed[File] | None:
         """Return the newest file beside that of a draft, if only numbers in its name differ."""
-        folder, newest = draft.folder, None
-        for each in self._system.names(folder.directory):
+        directory, newest = draft.directory, None
+        for each in self._system.names(directory.file):
             if _series(each) == draft.series:
-                status = self._system.look(folder.directory, each)
+                status = self._system.look(directory.file, each)
                 if status is not None and status.is_regular:
                     newest = max(newest or (-1, ""), (status.changed_ns, each))
         if newest is None:
             return None
-        found = self._system.look(folder.directory, newest[1])
-        return None if found is None else _Committed(folder, newest[1], found.identity)
+        found = self._system.look(directory.file, newest[1])
+        return None if found is None else _Committed(directory, newest[1], found.identity)
 
     def _put_back(self, folder: HiddenFolder[File], hold: _Hold[File]) -> None:
-        where = self._system.path_of(hold.of.folder.directory)
+        where = self._system.path_of(hold.of.directory.file)
         if where is not None:
             restore(folder, hold.name, os.path.join(where, hold.of.name), self._verify)
 
@@ -439,7 +465,7 @@ class Publisher(Generic[File]):
             if status.links == 1 and status.identity == hold.of.identity and system.lock(file):
                 # Without these, a crash may show the removed path with the bytes to come.
                 system.sync(file)
-                system.sync(hold.of.folder.directory)
+                system.sync(hold.of.directory.file)
                 system.sync(hidden)
                 return _Spare(folder, hold.name, _series(hold.of.name), file, status)
         except BaseException:
@@ -448,10 +474,10 @@ class Publisher(Generic[File]):
         system.close(file)
         return None
 
-    def _open(self, folder: HiddenFolder[File], draft: UnpublishedFile[File]) -> None:
+    def _open(self, publication: Publication[File], draft: UnpublishedFile[File]) -> None:
         """Open the file of a draft: the spare, if there is one that nobody reads, or a new one."""
-        system = self._system
-        there = system.look(folder.directory, draft.name)
+        system, folder = self._system, publication.folder
+        there = system.look(publication.directory.file, draft.name)
         spare = self._spare_for(_series(draft.name))
         if spare is not None and self._is_free(spare, folder):
             # Its names are all hidden, so either of them may be there after a crash.
@@ -485,7 +511,7 @@ class Publisher(Generic[File]):
     def _is_free(self, spare: _Spare[File], folder: HiddenFolder[File]) -> bool:
         try:
             status = self._system.status(spare.file)
-            here = self._system.status(folder.directory).identity[0]
+            here = self._system.status(folder.base).identity[0]
             return (
                 status.links == 1
                 and status.identity[0] == here
@@ -568,12 +594,14 @@ class Publication(Generic[File]):
         self,
         publisher: Publisher[File],
         folder: HiddenFolder[File],
+        directory: OpenDirectory[File],
         record: LockedRecord[File],
         names: Sequence[str],
         series: str,
     ) -> None:
         self.series: Final = series
         self.folder: Final = folder
+        self.directory: Final = directory
         self.record: Final = record
         self.files: Final[list[UnpublishedFile[File]]] = [
             UnpublishedFile(name, hidden_name(record.token, DRAFT, number))
@@ -589,11 +617,11 @@ class Publication(Generic[File]):
         """Where the first file is to be, for messages; the directory of several."""
         if len(self.files) == 1:
             return self.path_of(self.files[0])
-        return printable(self.folder.describe())
+        return printable(self.directory.describe())
 
     def path_of(self, file: UnpublishedFile[File]) -> str:
         """Where a file is to be, for messages."""
-        return printable(os.path.join(self.folder.describe(), file.name))
+        return printable(os.path.join(self.directory.describe(), file.name))
 
     def publish(self, turn: AbstractContextManager[None] | None = None) -> None:
         """See ``Publisher.publish``."""

@@ -35,7 +35,7 @@ def recover(folder: HiddenFolder[File], verify: Verify[File]) -> None:
         is_unfinished = not is_published and any(f".{DRAFT}" in name for name in names)
         for name in names if is_unfinished else ():
             path = system.noted(hidden, path_name(name)) if f".{HOLD}" in name else None
-            here = system.path_of(folder.directory)
+            here = folder.path_of_base()
             if path is not None and here is not None:
                 there = os.path.normpath(os.path.join(here, FOLDER, os.fsdecode(path)))
                 restore(folder, name, there, verify)

@@ -24,18 +24,39 @@ def wait_for_drafts(
     there is nothing to wait for. directory: absolute, without links. name: of the one file to wait
     for; None waits for all. timeout_s: None waits for ever.
     """
-    if not os.path.isdir(os.path.join(directory, FOLDER)):
-        return True
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
+    return all(
+        _wait_in(base, os.path.relpath(directory, base), name, until_s)
+        for base in bases_of(directory)
+    )
+
+
+def bases_of(directory: str) -> list[str]:
+    """Return the directories whose hidden folders may have drafts for ``directory``, absolute:
+    itself, and those above it."""
+    found, last = [], ""
+    while directory != last:
+        if os.path.isdir(os.path.join(directory, FOLDER)):
+            found.append(directory)
+        directory, last = os.path.dirname(directory), directory
+    return found
+
+
+def _wait_in(base: str, below: str, name: str | None, until_s: float | None) -> bool:
     pause_s = _PAUSE_MIN_S
     try:
-        folder = HiddenFolder(Linux(), directory)
+        folder = HiddenFolder(Linux(), base)
     except MediumError:
         return True
     try:
-        wanted = None if name is None else os.fsencode(name)
+        where = b"" if below == "." else os.fsencode(below)
+        wanted = None if name is None else os.path.join(where, os.fsencode(name))
+
+        def is_wanted(path: bytes) -> bool:
+            return path == wanted if wanted is not None else os.path.dirname(path) == where
+
         found = folder.in_flight().items()
-        awaited = {token for token, names in found if wanted is None or wanted in names}
+        awaited = {token for token, paths in found if any(map(is_wanted, paths))}
         while awaited:
             if until_s is not None and time.monotonic() >= until_s:
                 return False
@@ -46,5 +67,5 @@ def wait_for_drafts(
         return True
     finally:
         folder.forget()
-        folder.system.close(folder.directory)
+        folder.system.close(folder.base)
     return True
