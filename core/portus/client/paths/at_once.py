@@ -35,14 +35,16 @@ class WrittenFile:
     over: Final = True
     error: Final = None
 
-    def __init__(self, files: Sequence[NewFile], name: str, step: int) -> None:
-        """Write the files, of one directory. name: of all of them, for messages. Raises
-        ``MediumError``; what was at the paths is untouched then."""
+    def __init__(
+        self, files: Sequence[NewFile], name: str, step: int, base: str | None = None
+    ) -> None:
+        """Write the files, of one directory. name: of all of them, for messages. base: as of
+        ``Publisher.begin``. Raises ``MediumError``; what was at the paths is untouched then."""
         start = time.perf_counter()
         with PENDING.exempt(), contextlib.ExitStack() as stack:
             publisher = new_publisher()
             stack.callback(publisher.close)
-            draft = publisher.begin(*(each.real for each in files))
+            draft = publisher.begin(*(each.real for each in files), base=base)
             stack.callback(draft.abandon)
             for each, unpublished in zip(files, draft.files, strict=True):
                 _write(each, unpublished)

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from portus.client.files.pending import PENDING
 from portus.client.job.settings import Settings
 from portus.client.paths.saver import FileSaver, SharedWriter, recover
-from portus.directory.folder import FOLDER
+from portus.directory.waiting import bases_of
 from portus.errors import MediumError, PortusError, UsageError
 
 _log: Final = logging.getLogger("portus")
@@ -92,7 +92,7 @@ def is_blocking() -> bool:
 
 def recover_left(directory: str) -> None:
     """Put back what a process that was killed had removed too early, if there was one."""
-    if os.path.isdir(os.path.join(directory, FOLDER)):
+    if bases_of(directory):
         with contextlib.suppress(MediumError):  # it cannot be put back; what is missing is told
             recover(directory)
 

@@ -31,6 +31,7 @@ from portus.client.paths.new_file import JoinedStorages, NewFile
 from portus.client.state.contents import FileContents
 from portus.client.state.pickling import pickle_state
 from portus.directory.publisher import Publication
+from portus.directory.waiting import bases_of
 from portus.errors import (
     AbandonedError,
     MediumError,
@@ -75,7 +76,9 @@ class Extra:
     step: of training; None for a file that has a name alone. note: bytes for a record of the file.
     begun: called in the call, once the save is sure to end. committed: called on the worker once
     the file is there, before anybody is told. then: called on the worker when the save is over.
-    follows_links: False replaces a link that is at the path, and leaves alone where it leads.
+    follows_links: False replaces a link that is at the path, and leaves alone where it leads. base:
+    a directory whose hidden folder has the drafts, if it is above the files and on their file
+    system; else their own directory has them.
     """
 
     step: int = _STEP
@@ -84,6 +87,7 @@ class Extra:
     committed: Callable[[], None] | None = None
     then: Callable[[Save], None] | None = None
     follows_links: bool = True
+    base: str | None = None
 
 
 class ToSave(NamedTuple):
@@ -196,7 +200,7 @@ class FileSaver:
     def _save_nested(self, files: Sequence[ToSave], extra: Extra | None = None) -> SaveHandle:
         extra = extra or Extra()
         new = _new_files(files, _targets_of(files, extra), extra)
-        return SaveHandle(WrittenFile(new, _name_of(new), extra.step))
+        return SaveHandle(WrittenFile(new, _name_of(new), extra.step, _base_of(new, extra)))
 
     @calls.entry_or(_save_nested)
     def save_files(self, files: Sequence[ToSave], extra: Extra | None = None) -> SaveHandle:
@@ -291,10 +295,10 @@ class FileSaver:
         self._reports.failed(refused)
         return SaveHandle(refused)
 
-    def _unpublished(self, files: Sequence[NewFile]) -> Publication[Descriptor]:
+    def _unpublished(self, files: Sequence[NewFile], base: str | None) -> Publication[Descriptor]:
         while True:  # ends: there is nothing left to give back
             try:
-                return self._publisher.begin(*(each.real for each in files))
+                return self._publisher.begin(*(each.real for each in files), base=base)
             except MediumError as error:
                 if error.errno not in OUT_OF_SPACE or not self._has_made_room():
                     raise
@@ -315,7 +319,7 @@ class FileSaver:
         asked, images = order.asked(), [each.image() for each in new]
         joined = JoinedStorages(new)
         snapshot = self._snapshot(_name_of(new), joined, extra)
-        unpublished = self._unpublished(new)
+        unpublished = self._unpublished(new, _base_of(new, extra))
         try:
             files = [
                 ImageFile(
@@ -399,7 +403,8 @@ def recover(directory: str) -> None:
     was to replace it was there. Raises ``MediumError``."""
     files = new_publisher()
     try:
-        files.recover(directory)
+        for base in bases_of(directory):
+            files.recover(base)
     finally:
         files.close()
 
@@ -469,6 +474,18 @@ def _new_files(
         NewFile(target.said, target.real, file.contents(), extra.note)
         for file, target in zip(files, targets, strict=True)
     ]
+
+
+def _base_of(files: Sequence[NewFile], extra: Extra) -> str | None:
+    """That of ``extra``, if it is one."""
+    if extra.base is None:
+        return None
+    base, where = os.path.realpath(extra.base), os.path.dirname(files[0].real)
+    try:
+        is_same = os.stat(base).st_dev == os.stat(where).st_dev
+        return base if is_same and os.path.commonpath([base, where]) == base else None
+    except (OSError, ValueError):
+        return None
 
 
 def _name_of(files: Sequence[NewFile]) -> str:

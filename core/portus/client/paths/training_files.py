@@ -47,6 +47,7 @@ class TrainingFiles:
         if settings.durable != 1:
             raise UsageError("durable: checkpoints are files; only storage hosts have copies")
         self._settings: Final = settings
+        self._base: str | None = None
         self._journal_at: tuple[str, str] | None = None
         self._journal: FileJournal | None = None
         self._mirror: DirectoryMirror | None = None
@@ -76,6 +77,7 @@ class TrainingFiles:
         if resumed_step is not None:
             note_loaded(VersionInfo(name, 0, 0, resumed_step, b"", time.time_ns(), 0))
         self._journal_at = name, _journal_of(name, place)
+        self._base = os.path.dirname(place)  # not among the checkpoints, which frameworks list
         self._begin_journal()
         mirror = self._mirror_at(name, place, checkpoints)
         if mirror is not None:
@@ -99,6 +101,7 @@ class TrainingFiles:
             committed=partial(self._committed, path, begun),
             then=partial(self._over, number, path),
             follows_links=False,
+            base=self._base,
         )
         handle = None
         try:
