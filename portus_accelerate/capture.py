@@ -27,9 +27,13 @@ _TORCH: Final = "pytorch_model"
 class Capture:
     """The files of one checkpoint directory: what each is to hold, and how to write it."""
 
-    def __init__(self, accepts: Callable[[str], bool] = lambda name: True) -> None:
-        """accepts: which files, by name, are taken; others are written."""
+    def __init__(
+        self, accepts: Callable[[str], bool] = lambda name: True, *, by_format: bool = False
+    ) -> None:
+        """accepts: which files, by name, are taken; others are written. by_format: taken where
+        Accelerate would write them, so that each has the format that it would have."""
         self.accepts: Final = accepts
+        self.by_format: Final = by_format
         self.deferred: Final[list[Callable[[], Any]]] = []
         """What is to be done once the checkpoint is committed."""
         self.parts: Final[dict[str, Any]] = {}
@@ -59,9 +63,11 @@ _current: Final[contextvars.ContextVar[Capture | None]] = contextvars.ContextVar
 
 
 @contextlib.contextmanager
-def capturing(accepts: Callable[[str], bool] = lambda name: True) -> Iterator[Capture]:
+def capturing(
+    accepts: Callable[[str], bool] = lambda name: True, *, by_format: bool = False
+) -> Iterator[Capture]:
     """What this thread has Accelerate save inside goes to the capture."""
-    capture = Capture(accepts)
+    capture = Capture(accepts, by_format=by_format)
     token = _current.set(capture)
     try:
         yield capture
@@ -80,7 +86,7 @@ def save_of(stock: Writer, is_writer: Callable[[bool], bool]) -> Writer:
 
     def save(obj: Any, f: Any, save_on_each_node: bool = False, **named: Any) -> Any:
         capture = _current.get()
-        if capture is None:
+        if capture is None or capture.by_format:
             return stock(obj, f, save_on_each_node=save_on_each_node, **named)
         capture.add(
             f,
@@ -103,6 +109,46 @@ def load_of(stock: Writer) -> Writer:
     return load
 
 
+_verifying: Final[contextvars.ContextVar[bool]] = contextvars.ContextVar(
+    "portus_verifying", default=False
+)
+
+
+@contextlib.contextmanager
+def verifying() -> Iterator[None]:
+    """What this thread has Accelerate load inside is verified."""
+    token = _verifying.set(True)
+    try:
+        yield
+    finally:
+        _verifying.reset(token)
+
+
+def safe_save_of(stock: Writer) -> Writer:
+    """In place of ``safe_save_file`` in ``accelerate.utils.other``."""
+
+    def safe_save_file(tensors: Any, filename: Any, metadata: Any = None) -> Any:
+        capture = _current.get()
+        if capture is None or not capture.by_format:
+            return stock(tensors, filename, metadata=metadata)
+        part = portus.Safetensors(tensors, metadata or {})
+        capture.add(filename, part, lambda: stock(tensors, filename, metadata), is_ours=True)
+        return None
+
+    return safe_save_file
+
+
+def safe_load_of(stock: Writer) -> Writer:
+    """In place of ``safetensors.torch.load_file``."""
+
+    def load_file(filename: Any, device: Any = "cpu", **named: Any) -> Any:
+        if not _verifying.get():
+            return stock(filename, device, **named)
+        return portus.load(filename, map_location=device)
+
+    return load_file
+
+
 class Torch(ModuleType):
     """In place of ``torch`` within ``accelerate.checkpointing``: the same, but for these two."""
 
@@ -115,6 +161,8 @@ class Torch(ModuleType):
 
     def load(self, f: Any, *more: Any, **named: Any) -> Any:
         """``torch.load``, and registered objects in files that were materialised."""
+        if _verifying.get() and isinstance(f, str | os.PathLike) and not more:
+            return portus.load(f, **named)
         return portus.decode_stand_ins(self._torch.load(f, *more, **named))
 
     def save(self, obj: Any, f: Any, *more: Any, **named: Any) -> Any:

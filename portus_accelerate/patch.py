@@ -29,6 +29,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
+import safetensors.torch
 import torch.distributed as dist
 
 import portus
@@ -152,6 +153,7 @@ def _changes() -> list[tuple[Any, str, Any]]:
     module: Any = sys.modules["accelerate.accelerator"]
     writing: Any = sys.modules["accelerate.checkpointing"]
     loading: Any = sys.modules["accelerate.data_loader"]
+    other: Any = sys.modules["accelerate.utils.other"]
     accelerator = module.Accelerator
     changes = [
         (accelerator, "__init__", _made(accelerator.__init__)),
@@ -169,6 +171,9 @@ def _changes() -> list[tuple[Any, str, Any]]:
         (module, "load_accelerator_state", _load_accelerator_state(module.load_accelerator_state)),
         (writing, "save", capture.save_of(writing.save, _is_writer)),
         (writing, "torch", capture.Torch(writing.torch)),
+        (other, "torch", capture.Torch(other.torch)),
+        (other, "safe_save_file", capture.safe_save_of(other.safe_save_file)),
+        (safetensors.torch, "load_file", capture.safe_load_of(safetensors.torch.load_file)),
     ]
     if hasattr(writing, "load"):  # older ones have torch.load
         changes.append((writing, "load", capture.load_of(writing.load)))

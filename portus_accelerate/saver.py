@@ -29,6 +29,7 @@ from portus_accelerate.beside import KEY, gathered, put_back
 from portus_accelerate.capture import Capture, capturing, torch_name
 from portus_accelerate.cut_off import CutOff
 from portus_accelerate.ending import Ending
+from portus_accelerate.files import Files
 from portus_accelerate.origin import of_others, origin_of, saying_of_what
 from portus_accelerate.peers import Peers
 from portus_accelerate.settings import ACCELERATE, Settings
@@ -95,7 +96,12 @@ class Saver:
         self._preemption: portus.Preemption | None = None
         if settings.pool is not None:
             portus.allow(settings.pool)  # every process loads, and before anything was saved
-        if self.is_on():
+        self._files = Files(settings, self._run_of)
+        if self.is_on() and self.writes_files:
+            for root in place.roots(accelerator.project_dir):
+                self._files.recover(root)
+            self._files.open()
+        elif self.is_on():
             self._cut_off.mend_all()
             if self._peers.is_writer or self._is_sharded():
                 # Never saves, so it makes no file: while one is open, Portus learns which
@@ -128,6 +134,13 @@ class Saver:
             )
         return what is None
 
+    @property
+    def writes_files(self) -> bool:
+        """False if checkpoints go to a pool: on a device or a storage host, or sharded ones."""
+        named = self._settings.pool or portus.Place.by_variable()
+        is_pool = named is not None and not named.is_directory
+        return not is_pool and not self._settings.has_mirror and not self._is_sharded()
+
     def cadence(self) -> portus.Cadence:
         """When the loop of the script saves, from the first call on."""
         if self._cadence is None:
@@ -159,6 +172,11 @@ class Saver:
             return stock()  # Accelerate says what is wrong
         directory = os.path.abspath(directory)
         limit, project.total_limit = project.total_limit, None
+        if self.writes_files:
+            try:
+                return self._save_as_files(stock, directory, limit)
+            finally:
+                project.total_limit = limit
         if portus.is_nested():
             try:
                 return self._save_nested(
@@ -177,6 +195,22 @@ class Saver:
                 self._save_shards(shards, capture, directory, limit)
             else:
                 self._save(capture, directory, limit)
+        return location
+
+    def _save_as_files(self, stock: Callable[[], Any], directory: str, limit: int | None) -> Any:
+        is_main = self._peers.is_writer
+        location, handle = self._files.save(
+            stock,
+            directory,
+            self._step_of(directory),
+            self._random_states,
+            lambda: place.surplus(directory, limit) if is_main else [],
+            now=self._over,
+        )
+        if handle is not None:
+            self._note(handle)
+        if self._over:
+            self._files.close()
         return location
 
     def save_files(
@@ -279,6 +313,7 @@ class Saver:
     def wait(self) -> None:
         """Return when all saves are committed, or failed: see ``_await``. Unlike ``_drain``, not
         for the room that is then made for the next save."""
+        self._files.wait()
         if self._handle is not None:
             self._await(self._handle)
         if self._shards is not None:
@@ -322,6 +357,7 @@ class Saver:
         self._handles.append(handle)
 
     def _drain(self) -> None:
+        self._files.wait()
         if self._checkpointer is not None:
             self._checkpointer.wait()
         if self._shards is not None:
@@ -337,6 +373,8 @@ class Saver:
         above = os.path.join(self._accelerator.project_dir, "checkpoints")
         if not os.path.isdir(above):
             self._fetch(os.path.join(above, "checkpoint_0"))
+        if os.path.isdir(above):
+            self._files.recover(above)
         candidates = place.numbered(above)[::-1] if os.path.isdir(above) else []
         for candidate in candidates[:-1]:
             try:
@@ -369,6 +407,7 @@ class Saver:
             self._cadence = None
             self._stop_watching()
             self.run_deferred()
+            self._files.close()
             self._cut_off.drop_note()
             if self._run is not None:
                 self._run.close()
@@ -618,6 +657,8 @@ class Saver:
         if directory is None:
             return stock(directory)
         directory = os.path.abspath(directory)
+        if self.writes_files and origin_of(directory) is None:
+            return self._files.load(stock, directory)
         self._settings.allow_mirror()
         is_here = os.path.exists(directory)
         if self._settings.has_mirror:

@@ -37,6 +37,7 @@ class Settings(portus.Settings):
     keep: which versions stay in the pool without a checkpoint: a number (the newest ones), or a
         mapping of the arguments of ``portus.Keep``, whose ``best`` uses the values that were logged
         last. Versions that ``total_limit`` keeps stay in addition.
+    blocking: make each ``save_state`` return when its files are there.
     preempt_within: seconds, or a text like "90s", within which a job that receives SIGTERM or
         SIGUSR1 saves and exits; after that it is ended. This applies to ``transformers.Trainer``,
         and to loops that call ``portus_accelerate.should_leave``. With "none", Portus leaves these
@@ -54,6 +55,7 @@ class Settings(portus.Settings):
     max_overhead: float = portus.Cadence.MAX_OVERHEAD
     mtbf: float | str | None = None
     preempt_within: float | str = 60.0
+    blocking: bool = False
     keep: portus.Keep = field(default_factory=lambda: portus.Keep(last=1))
 
     def __post_init__(self) -> None:

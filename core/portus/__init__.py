@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from portus.client.paths.face import load as load
     from portus.client.paths.face import save as save
     from portus.client.paths.face import save_safetensors as save_safetensors
+    from portus.client.paths.saver import Safetensors as Safetensors
     from portus.client.paths.training_files import TrainingFiles as TrainingFiles
     from portus.client.pool_checkpointer import PoolCheckpointer as PoolCheckpointer
     from portus.client.run import Run as Run
@@ -109,6 +110,7 @@ _MODULE_OF: Final = {
     "SettingsDict": "portus.client.job.settings",
     "Shelf": "portus.shelf.shelf",
     "StaleError": "portus.errors",
+    "Safetensors": "portus.client.paths.saver",
     "TrainingFiles": "portus.client.paths.training_files",
     "TransportError": "portus.errors",
     "UsageError": "portus.errors",

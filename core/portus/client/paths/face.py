@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from portus.client.files.pending import PENDING
 from portus.client.loading.checkpoint_file import load_file
 from portus.client.loading.patterns import Patterns
 from portus.client.paths.process import is_blocking, recover_left, saver
-from portus.client.paths.saver import ToSave
-from portus.client.state.named_tensors import named_tensors
+from portus.client.paths.saver import Safetensors
 from portus.directory.waiting import wait_for_drafts
 from portus.mirror.address import is_store
 from portus.pipeline.handle import SaveHandle
@@ -63,8 +61,7 @@ def save_safetensors(
 
     Raises ``UsageError`` for what safetensors cannot hold, and as ``portus.save``.
     """
-    new = ToSave(path, partial(named_tensors, tensors, metadata))
-    return _returned(saver().save_files([new]), wait)
+    return _returned(saver().save(Safetensors(tensors, metadata or {}), path), wait)
 
 
 def _returned(handle: SaveHandle, wait: bool) -> SaveHandle:

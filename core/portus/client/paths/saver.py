@@ -9,14 +9,16 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 
 from portus.client.fence.device import feeds_of
 from portus.client.fence.fence import Fence
@@ -29,8 +31,10 @@ from portus.client.paths.at_once import WrittenFile
 from portus.client.paths.draft import FileDraft, new_publisher
 from portus.client.paths.new_file import JoinedStorages, NewFile
 from portus.client.state.contents import FileContents
+from portus.client.state.named_tensors import named_tensors
 from portus.client.state.pickling import pickle_state
 from portus.directory.publisher import Publication
+from portus.directory.system import medium_error
 from portus.directory.waiting import bases_of
 from portus.errors import (
     AbandonedError,
@@ -95,6 +99,21 @@ class ToSave(NamedTuple):
 
     path: str | os.PathLike[str]
     contents: Callable[[], FileContents]
+
+
+@dataclass(frozen=True, slots=True)
+class Safetensors:
+    """Tensors by their names that are to be a safetensors file, and its metadata."""
+
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def contents_of(state: object) -> Callable[[], FileContents]:
+    """Return what gives the contents of a file for ``state``, in the format that it is for."""
+    if isinstance(state, Safetensors):
+        return partial(named_tensors, state.tensors, state.metadata)
+    return partial(pickle_state, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +214,7 @@ class FileSaver:
         self, state: object, path: str | os.PathLike[str], extra: Extra | None = None
     ) -> SaveHandle:
         """Begin to save ``state`` to ``path``. See ``portus.save``."""
-        return self.save_files([ToSave(path, partial(pickle_state, state))], extra)
+        return self.save_files([ToSave(path, contents_of(state))], extra)
 
     def _save_nested(self, files: Sequence[ToSave], extra: Extra | None = None) -> SaveHandle:
         extra = extra or Extra()
@@ -279,6 +298,22 @@ class FileSaver:
         directory, name = os.path.split(path)
         with PENDING.exempt():
             self._publisher.remove(os.path.join(os.path.realpath(directory), name))
+
+    def remove_directory(self, path: str) -> None:
+        """Remove a directory, durably: its files one by one, the small ones first, so that what is
+        left of it is soon no checkpoint. On the worker. Raises ``MediumError``."""
+        with PENDING.exempt():
+            try:
+                with os.scandir(path) as entries:
+                    files = [each for each in entries if each.is_file(follow_symlinks=False)]
+                    files.sort(key=lambda each: each.stat(follow_symlinks=False).st_size)
+                for each in files:
+                    self._publisher.remove(os.path.join(os.path.realpath(path), each.name))
+                shutil.rmtree(path)
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                raise medium_error(error, path) from error
 
     def goes_on_after(self, error: MediumError) -> bool:
         """True if a save that could not be begun is told as one that failed later is: a training

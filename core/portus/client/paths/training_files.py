@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
+from portus.client.files.pending import PENDING
 from portus.client.job.settings import Settings, mirror_of
 from portus.client.loading.checkpoint_file import load_file
 from portus.client.loading.elsewhere import fill
@@ -17,8 +20,9 @@ from portus.client.paths.draft import make_directory
 from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.file_mirror import DirectoryMirror
 from portus.client.paths.process import join, leave, recover_left
-from portus.client.paths.saver import Extra, FileSaver
+from portus.client.paths.saver import Extra, FileSaver, ToSave, contents_of
 from portus.directory.links import replace_link
+from portus.directory.waiting import wait_for_drafts
 from portus.errors import MediumError, PortusError, UsageError, printable
 from portus.index.directory import journal_directory
 from portus.index.place import Place
@@ -83,12 +87,31 @@ class TrainingFiles:
         if mirror is not None:
             mirror.begin()
 
+    def open(self) -> None:
+        """From now on it is known which optimizer steps what, so the first save too is copied in
+        the background."""
+        self._opened()
+
     def save(self, state: object, path: str, step: int) -> SaveHandle:
         """Begin to save ``state`` to ``path``, absolute; its directory is made, and a link there is
         replaced. See ``portus.save``."""
+        return self._save_as(path, os.path.dirname(path), {os.path.basename(path): state}, step)
+
+    def save_directory(self, directory: str, files: Mapping[str, object], step: int) -> SaveHandle:
+        """Begin to save ``files``, by their names, into ``directory``, absolute, which is made.
+        They become visible together. What else is there stays. See ``portus.save``.
+
+        files: a state for each torch file, and a ``Safetensors`` for each safetensors file.
+        """
+        return self._save_as(directory, directory, files, step)
+
+    def _save_as(
+        self, path: str, directory: str, files: Mapping[str, object], step: int
+    ) -> SaveHandle:
+        """path: what is removed later, or linked to."""
         saver, after = self._opened()
         try:
-            make_directory(os.path.dirname(path))
+            make_directory(directory)
         except MediumError as error:
             if not saver.goes_on_after(error):
                 raise
@@ -105,7 +128,13 @@ class TrainingFiles:
         )
         handle = None
         try:
-            handle = saver.save(state, path, extra)
+            handle = saver.save_files(
+                [
+                    ToSave(os.path.join(directory, name), contents_of(state))
+                    for name, state in files.items()
+                ],
+                extra,
+            )
         finally:
             if not begun:  # refused, or written at once in a signal handler
                 is_there = handle is not None and handle.committed
@@ -113,14 +142,17 @@ class TrainingFiles:
         return handle
 
     def remove(self, path: str) -> None:
-        """Remove the file at ``path``, absolute, once the newest save that was asked for, or a
-        later one, is committed; at once, if none is in flight."""
+        """Remove the file or the directory at ``path``, absolute, once the newest save that was
+        asked for, or a later one, is committed; at once, if none is in flight."""
         if self._is_open():
             self._opened()[1].remove(path)
             return
         self._tell_mirror(path)
         try:
-            os.unlink(path)
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -152,6 +184,15 @@ class TrainingFiles:
     def recover(self, directory: str) -> None:
         """Put back what a killed process had removed too early from ``directory``."""
         recover_left(os.path.realpath(directory))
+
+    def wait_for(self, directory: str) -> None:
+        """Block until the saves to ``directory`` that any process has in flight are over, and put
+        back what a killed process had removed too early from it."""
+        where = os.path.realpath(directory)
+        PENDING.wait_for(where)
+        with PENDING.exempt():
+            wait_for_drafts(where)
+        recover_left(where)
 
     def wait(self) -> None:
         """Block until all saves are over. Raises what nobody heard of, as ``on_error`` says."""
@@ -219,7 +260,10 @@ class TrainingFiles:
 
     def _remove(self, saver: FileSaver, path: str) -> None:
         self._tell_mirror(path)
-        saver.remove(path)
+        if os.path.isdir(path) and not os.path.islink(path):
+            saver.remove_directory(path)
+        else:
+            saver.remove(path)
 
     def _make_room(self) -> bool:
         has_removed = self._after is not None and self._after.make_room()

@@ -1,0 +1,117 @@
+"""``Files``: checkpoint directories as Accelerate itself writes them, in the background.
+
+Each process publishes its own files: the main one all but the random states of the others. What is
+in a directory appears in one step, and its random states with it; so a directory without those of
+the main process was never complete.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any, Final
+
+import portus
+from portus_accelerate.capture import Capture, capturing, verifying
+from portus_accelerate.settings import Settings
+
+RANDOM: Final = "random_states_{}.pkl"
+"""The file of a process's random states, by its number. Every save has it."""
+
+
+class Files:
+    """Those of one ``Accelerator``. Its methods are called on every process."""
+
+    def __init__(self, settings: Settings, run_of: Callable[[str], portus.Run]) -> None:
+        self._settings: Final = settings
+        self._run_of: Final = run_of
+        self._files = portus.TrainingFiles(settings)
+        self._has_begun = False
+
+    def open(self) -> None:
+        """See ``TrainingFiles.open``."""
+        self._files.open()
+
+    def save(
+        self,
+        stock: Callable[[], Any],
+        directory: str,
+        step: int,
+        add: Callable[[Capture], object],
+        surplus: Callable[[], list[str]],
+        *,
+        now: bool,
+    ) -> tuple[Any, portus.SaveHandle | None]:
+        """Begin to save what ``stock`` would write into ``directory``; what it returns, and the
+        handle. add: puts what is ours into the capture. surplus: the directories that are to be
+        removed then. now: return when it is there."""
+        self._begin(directory)
+        with capturing(by_format=True) as capture:
+            location = stock()
+        add(capture)
+        if not capture.parts:
+            return location, None
+        handle = self._files.save_directory(directory, capture.parts, step)
+        for old in surplus():
+            self._files.remove(old)
+        if now or self._settings.blocking or _is_temporary(directory):
+            handle.wait()
+        return location, handle
+
+    def load(self, stock: Callable[[str | None], Any], directory: str) -> Any:
+        """Have ``stock`` load a directory, every byte that has a digest verified. Raises
+        ``UsageError`` for one that was never complete."""
+        self._files.wait_for(directory)
+        why = why_incomplete(directory)
+        if why:
+            raise portus.UsageError(why)
+        with verifying():
+            return stock(directory)
+
+    def recover(self, root: str) -> None:
+        """Put in order what a killed process left below ``root``."""
+        self._files.recover(root)
+
+    def wait(self) -> None:
+        """Block until all saves are over; raises as ``on_error`` says."""
+        self._files.wait()
+
+    def close(self) -> None:
+        """Finish the saves in flight. Later ones open it again."""
+        self._has_begun = False
+        self._files.close()
+
+    def _begin(self, directory: str) -> None:
+        if not self._has_begun:
+            run = self._run_of(directory)
+            assert run.links is not None
+            self._files.begin(run.name, run.links, os.path.dirname(directory))
+            self._has_begun = True
+
+
+def why_incomplete(directory: str) -> str:
+    """Say why a directory is no checkpoint, with the one before it; empty if it may be one."""
+    if not os.path.isdir(directory) or os.path.exists(os.path.join(directory, RANDOM.format(0))):
+        return ""
+    names = os.listdir(directory)
+    if any(os.path.isdir(os.path.join(directory, name)) for name in names if name[:1] != "."):
+        return ""  # of shards
+    above = os.path.dirname(os.path.abspath(directory))
+    before = [
+        os.path.join(above, name)
+        for name in os.listdir(above)
+        if os.path.exists(os.path.join(above, name, RANDOM.format(0)))
+    ]
+    newest = max(before, key=lambda path: os.stat(path).st_mtime_ns, default=None)
+    return (
+        f"{directory}: it was never complete: its save was cut off, or is no save of Accelerate. "
+        + (f"Load the one before it, {newest}" if newest else "There is none before it")
+    )
+
+
+def _is_temporary(directory: str) -> bool:
+    """True for a directory made by ``tempfile``: whoever made it will upload or move it soon."""
+    top = os.path.realpath(tempfile.gettempdir())
+    below = os.path.relpath(os.path.realpath(directory), top).split(os.sep)
+    return below[0].startswith(tempfile.gettempprefix())
