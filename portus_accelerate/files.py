@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import portus
 from portus_accelerate.capture import Capture, capturing, verifying
+from portus_accelerate.origin import note
 from portus_accelerate.settings import Settings
 
 RANDOM: Final = "random_states_{}.pkl"
@@ -52,8 +53,9 @@ class Files:
         add(capture)
         if not capture.parts:
             return location, None
-        handle = self._files.save_directory(directory, capture.parts, step)
-        for old in surplus():
+        said = note(self._run_of(directory).name, step)
+        handle = self._files.save_directory(directory, capture.parts, step, said)
+        for old in (*_twins(directory, capture.parts), *surplus()):
             self._files.remove(old)
         if now or self._settings.blocking or _is_temporary(directory):
             handle.wait()
@@ -88,6 +90,17 @@ class Files:
             assert run.links is not None
             self._files.begin(run.name, run.links, os.path.dirname(directory))
             self._has_begun = True
+
+
+def _twins(directory: str, names: Iterable[str]) -> list[str]:
+    """Older weights in ``directory`` as safetensors, which a load would prefer."""
+    twins = [
+        name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
+        for name in names
+        if name.startswith("pytorch_model") and name.endswith(".bin")
+    ]
+    paths = [os.path.join(directory, name) for name in twins]
+    return [path for path in paths if os.path.exists(path)]
 
 
 def why_incomplete(directory: str) -> str:

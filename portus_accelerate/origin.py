@@ -7,6 +7,8 @@ fit is found by Accelerate and torch; here it is said of which checkpoint, and o
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 from collections.abc import Callable
@@ -14,6 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import portus
+
+_SUFFIXES: Final = (".safetensors", ".bin", ".pkl", ".pt")
+"""Of the files that Accelerate writes."""
 
 _OF_ONE_WRITER: Final = re.compile(r"(~\d+)?(/rank-\d+-of-\d+)?$")
 """What a run's name ends with where several processes save it: each has a pool file of its own."""
@@ -32,17 +37,22 @@ class Origin:
 
 
 def origin_of(directory: str) -> Origin | None:
-    """None if there is no reference in ``directory``: it is none of ours, or was materialised.
+    """None if nothing in ``directory`` says so: it is none of ours, or was materialised.
 
     Raises ``UsageError`` naming the files and steps if they are of several checkpoints,
-    ``CorruptionError`` for a damaged reference.
+    ``CorruptionError`` for a damaged file.
     """
     found: dict[Origin, list[str]] = {}
     for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else ():
-        reference = portus.read_reference(os.path.join(directory, name))
+        path = os.path.join(directory, name)
+        reference = portus.read_reference(path)
         if reference is not None:
-            run = _OF_ONE_WRITER.sub("", reference.model)
-            found.setdefault(Origin(directory, run, reference.step), []).append(name)
+            said: tuple[str, int] | None = (reference.model, reference.step)
+        else:
+            said = _noted_in(path)
+        if said is not None:
+            run = _OF_ONE_WRITER.sub("", said[0])
+            found.setdefault(Origin(directory, run, said[1]), []).append(name)
     if len(found) > 1:
         parts = [
             f"{', '.join(names)} of model {origin.model!r}, step {origin.step}"
@@ -53,6 +63,28 @@ def origin_of(directory: str) -> Origin | None:
             "directory as it was saved"
         )
     return next(iter(found), None)
+
+
+def has_references(directory: str) -> bool:
+    """True if what is in ``directory`` is in a pool."""
+    names = os.listdir(directory) if os.path.isdir(directory) else ()
+    return any(portus.read_reference(os.path.join(directory, name)) for name in names)
+
+
+def note(model: str, step: int) -> bytes:
+    """What each file of a checkpoint says of itself."""
+    return json.dumps({"model": model, "step": step}).encode()
+
+
+def _noted_in(path: str) -> tuple[str, int] | None:
+    """Model and step."""
+    if not os.path.isfile(path) or os.path.splitext(path)[1] not in _SUFFIXES:
+        return None
+    data = portus.read_note(path)
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        said = json.loads(data or b"null")
+        return str(said["model"]), int(said["step"])
+    return None
 
 
 def saying_of_what(stock: Callable[[str | None], Any], rank: int) -> Callable[[str | None], Any]:

@@ -26,11 +26,11 @@ from accelerate.utils import broadcast_object_list, other
 import portus
 from portus_accelerate import data, intent, pacing, place, resume, sharded
 from portus_accelerate.beside import KEY, gathered, put_back
-from portus_accelerate.capture import Capture, capturing, torch_name
+from portus_accelerate.capture import Capture, capturing, torch_name, verifying
 from portus_accelerate.cut_off import CutOff
 from portus_accelerate.ending import Ending
 from portus_accelerate.files import Files
-from portus_accelerate.origin import of_others, origin_of, saying_of_what
+from portus_accelerate.origin import has_references, of_others, origin_of, saying_of_what
 from portus_accelerate.peers import Peers
 from portus_accelerate.settings import ACCELERATE, Settings
 
@@ -279,6 +279,8 @@ class Saver:
         like ``directory``: make room in the background, so that the first is as fast as others."""
         if self._checkpointer is not None or self._is_sharded() or not self._peers.is_writer:
             return
+        if self.writes_files:
+            return  # no room is needed ahead
         try:
             self._open(os.path.abspath(directory), size)
         except portus.BusyError:
@@ -657,7 +659,7 @@ class Saver:
         if directory is None:
             return stock(directory)
         directory = os.path.abspath(directory)
-        if self.writes_files and origin_of(directory) is None:
+        if self.writes_files and not has_references(directory):
             return self._files.load(stock, directory)
         self._settings.allow_mirror()
         is_here = os.path.exists(directory)
@@ -727,8 +729,13 @@ def _positions_in(directory: str, process: int) -> Any:
     if os.path.isfile(path) and portus.is_reference(path):
         states = portus.load_reference(path)
     elif os.path.isfile(path):
-        with contextlib.suppress(Exception):  # stock Accelerate goes on without it, too
-            states = _loaded(path)
+        try:
+            with verifying():
+                states = _loaded(path)
+        except portus.PortusError:
+            raise
+        except Exception:  # stock Accelerate goes on without it, too
+            _log.debug("Portus: %s cannot be loaded", path, exc_info=True)
     return states.get(resume.KEY) if states else None
 
 

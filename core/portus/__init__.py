@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from portus.client.leaving.nested import write_file as write_file
     from portus.client.loaders.cursor import DataCursor as DataCursor
     from portus.client.loaders.seeded import SeededDataset as SeededDataset
+    from portus.client.loading.checkpoint_file import read_note as read_note
     from portus.client.loading.resolve import allow as allow
     from portus.client.loading.resolve import is_reference as is_reference
     from portus.client.loading.resolve import load_reference as load_reference
@@ -143,6 +144,7 @@ _MODULE_OF: Final = {
     "remaining_references": "portus.client.leaving.in_turn",
     "replace_link": "portus.directory.links",
     "restore_randomness": "portus.client.state.randomness",
+    "read_note": "portus.client.loading.checkpoint_file",
     "save": "portus.client.paths.face",
     "save_safetensors": "portus.client.paths.face",
     "saved_in": "portus.client.leaving.in_turn",

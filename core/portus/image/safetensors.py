@@ -58,7 +58,8 @@ LENGTH_SIZE: Final = 8
 
 METADATA: Final = "__metadata__"
 DIGESTS: Final = "portus.digests"
-"""The key of our value in the metadata."""
+NOTE: Final = "portus.note"
+"""The keys of our values in the metadata: the digests, and what whoever saved it noted."""
 
 BEGIN: Final = f'{{"{METADATA}":{{"{DIGESTS}":"'.encode()
 """How the header of a file with digests begins; their hex digits follow."""

@@ -26,6 +26,7 @@ from portus.image.safetensors import (
     HEADER_MAX,
     LENGTH_SIZE,
     METADATA,
+    NOTE,
     NamedTensor,
 )
 from portus.image.stored import Read, StoredFile, exactly
@@ -38,10 +39,12 @@ ZIP: Final = b"PK\x03\x04"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsFile(StoredFile):
-    """What is in a safetensors file. ``keys``: names of tensors, in the order of the file."""
+    """What is in a safetensors file. ``keys``: names of tensors, in the order of the file.
+    ``metadata``: what others put there."""
 
     tensors: tuple[NamedTensor, ...]
     metadata: Mapping[str, str]
+    note: str | None
 
 
 def is_safetensors(begin: bytes) -> bool:
@@ -88,7 +91,8 @@ def read_safetensors(read: Read, size: int, name: str) -> SafetensorsFile:
         length=lengths,
         digests=_digests(read(0, LENGTH_SIZE) + raw, metadata, size, lengths, where),
         tensors=tensors,
-        metadata={key: value for key, value in metadata.items() if key != DIGESTS},
+        metadata={key: value for key, value in metadata.items() if key not in (DIGESTS, NOTE)},
+        note=metadata.get(NOTE),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.safetensors_file import load_tensors
 from portus.client.loading.stored_bytes import StoredBytes, opened, reads
-from portus.client.loading.torch_file import has_digests_of_torch, load_torch
+from portus.client.loading.torch_file import has_digests_of_torch, load_torch, note_of_torch
 from portus.errors import PortusError, UsageError, printable
 from portus.image.safetensors import LENGTH_SIZE, SUFFIX
 from portus.image.safetensors_reader import ZIP, is_safetensors, read_safetensors
@@ -48,6 +48,17 @@ def load_file(
         if _is_safetensors(reads(file), where):
             return load_tensors(file, where, names, verify=verify, settings=settings)
         return load_torch(file, number, where, names, verify=verify, settings=settings)
+
+
+def read_note(path: str | os.PathLike[str]) -> bytes | None:
+    """Return what whoever saved a file noted in it; None if nothing. Reads little of the file.
+    Raises ``CorruptionError`` for one that is cut off, ``MediumError``."""
+    where = os.fspath(path)
+    with opened(where) as (file, _):
+        if _is_safetensors(reads(file), where):
+            note = read_safetensors(reads(file), file.size, printable(where)).note
+            return None if note is None else note.encode()
+        return note_of_torch(file, where)
 
 
 def has_digests(path: str | os.PathLike[str]) -> bool:

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from portus.client.loading.checkpoint_file import outlined
-from portus.client.loading.torch_file import read_note
+from portus.client.loading.checkpoint_file import outlined, read_note
 from portus.image.key_paths import storage_places
 from portus.image.safetensors import DTYPES
 from portus.image.safetensors_reader import SafetensorsFile
@@ -51,7 +50,7 @@ def outline_of(path: str | os.PathLike[str]) -> FileOutline:
     if isinstance(found, SafetensorsFile):
         return FileOutline(
             has_digests=found.digests is not None,
-            note="",
+            note=found.note or "",
             tensors=tuple(
                 OutlinedTensor(e.name, _NAMES.get(e.dtype, e.dtype), e.shape, e.size)
                 for e in found.tensors

@@ -97,14 +97,11 @@ def restore_file(
         return restore_over(stored, state, strict=strict, names=names, rename=rename)
 
 
-def read_note(path: str | os.PathLike[str]) -> bytes | None:
-    """Return what whoever saved a file noted in it; None if nothing. Reads little of the file.
-    Raises ``CorruptionError`` for one that is cut off, ``MediumError``."""
-    where = os.fspath(path)
-    with opened(where) as (file, _):
-        if _is_old(reads(file)):
-            return None
-        return read_record(reads(file), file.size, printable(where), NOTE)
+def note_of_torch(file: PlainFile, where: str) -> bytes | None:
+    """Return the note of an open file of torch. Reads little of it. Raises ``CorruptionError``."""
+    if _is_old(reads(file)):
+        return None
+    return read_record(reads(file), file.size, printable(where), NOTE)
 
 
 def has_digests_of_torch(file: PlainFile, where: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from portus.client.loading.torch_file import read_note
+from portus.client.loading.checkpoint_file import read_note
 from portus.errors import CorruptionError, MediumError, UsageError, printable
 from portus.index.keep import Keep
 from portus.spec import VersionInfo, checked_step

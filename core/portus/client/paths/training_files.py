@@ -97,16 +97,24 @@ class TrainingFiles:
         replaced. See ``portus.save``."""
         return self._save_as(path, os.path.dirname(path), {os.path.basename(path): state}, step)
 
-    def save_directory(self, directory: str, files: Mapping[str, object], step: int) -> SaveHandle:
+    def save_directory(
+        self, directory: str, files: Mapping[str, object], step: int, note: bytes = b""
+    ) -> SaveHandle:
         """Begin to save ``files``, by their names, into ``directory``, absolute, which is made.
         They become visible together. What else is there stays. See ``portus.save``.
 
-        files: a state for each torch file, and a ``Safetensors`` for each safetensors file.
+        files: a state for each torch file, and a ``Safetensors`` for each safetensors file. note:
+        a text in UTF-8, which ``portus.read_note`` returns of each file.
         """
-        return self._save_as(directory, directory, files, step)
+        return self._save_as(directory, directory, files, step, note)
 
     def _save_as(
-        self, path: str, directory: str, files: Mapping[str, object], step: int
+        self,
+        path: str,
+        directory: str,
+        files: Mapping[str, object],
+        step: int,
+        note: bytes = b"",
     ) -> SaveHandle:
         """path: what is removed later, or linked to."""
         saver, after = self._opened()
@@ -120,6 +128,7 @@ class TrainingFiles:
         begun: list[Save] = []
         extra = Extra(
             step=step,
+            note=note,
             begun=partial(self._begun, path, begun),
             committed=partial(self._committed, path, begun),
             then=partial(self._over, number, path),

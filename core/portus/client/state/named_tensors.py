@@ -13,7 +13,7 @@ import torch
 from portus.client.state.contents import changes_of
 from portus.errors import UsageError
 from portus.image.image import Column, Image
-from portus.image.safetensors import DTYPES, METADATA, NamedTensor, safetensors_image
+from portus.image.safetensors import DTYPES, METADATA, NOTE, NamedTensor, safetensors_image
 
 _CODES: Final = {getattr(torch, name, None): code for name, code in DTYPES.items()}
 
@@ -35,8 +35,9 @@ class NamedTensors:
         return changes_of(self.storages, self.tensors)
 
     def image(self, path: str, note: bytes = b"") -> Image:
-        """note: there is no place for one."""
-        return safetensors_image(self.named, self.metadata)
+        """note: in UTF-8."""
+        noted = {NOTE: note.decode()} if note else {}
+        return safetensors_image(self.named, {**self.metadata, **noted})
 
     def describer(self) -> Callable[[int], str]:
         return [each.name for each in self.named].__getitem__
