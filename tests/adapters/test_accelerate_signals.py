@@ -1,5 +1,5 @@
-"""A signal handler has Accelerate save while Portus is saving: real files, there when it returns,
-which what was asked for before leaves alone (V5, V8)."""
+"""A signal handler has Accelerate save while Portus is saving: its files are there when it returns,
+and what was asked for before leaves them alone (V5, V8)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import torch
 
 import portus
 import portus_accelerate
-from portus.client.fence.snapshot import Snapshots
-from portus.client.files.keeper import Keeper
+from portus.client.paths.saver import FileSaver
+from portus.directory.publisher import Publisher
+from tests.adapters.launching import run_program
 from tests.adapters.test_accelerate_states import FILES, Scene, closed, same
 from tests.moments import at
 
 __all__ = ["closed"]
 
-MOMENTS = [Snapshots.take, Keeper.is_new]
+MOMENTS = [FileSaver._snapshot, Publisher.begin]
 
 
 def interrupted(scene: Scene, moment: Any, directory: Path, inner: Path) -> list[torch.Tensor]:
@@ -31,8 +32,7 @@ def interrupted(scene: Scene, moment: Any, directory: Path, inner: Path) -> list
     def handle(*_: object) -> None:
         assert portus.is_nested()
         scene.accelerator.save_state(str(inner))
-        portus_accelerate.wait(scene.accelerator)
-        assert not any(portus.is_reference(path) for path in inner.iterdir())
+        assert sorted(os.listdir(inner)) == FILES, "there when it returns"
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
@@ -44,7 +44,7 @@ def interrupted(scene: Scene, moment: Any, directory: Path, inner: Path) -> list
 
 
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__qualname__)
-def test_a_save_within_a_save_is_a_directory_of_real_files(tmp_path: Path, moment: Any) -> None:
+def test_a_save_within_a_save_is_whole_and_so_is_the_other(tmp_path: Path, moment: Any) -> None:
     scene = Scene(tmp_path)
     outer, inner = tmp_path / "step_1", tmp_path / "signal"
     facts = interrupted(scene, moment, outer, inner)
@@ -53,7 +53,6 @@ def test_a_save_within_a_save_is_a_directory_of_real_files(tmp_path: Path, momen
         scene.step()
         scene.accelerator.load_state(str(directory))
         assert same(scene.facts(), facts)
-    assert scene.checkpointer.steps() == [1]
     scene.accelerator.end_training()
     again = Scene(tmp_path)
     again.accelerator.load_state(str(inner))
@@ -70,43 +69,50 @@ def test_a_save_within_a_save_to_the_same_directory_is_what_stays(
     if there:
         scene.accelerator.save_state(str(latest))
     facts = interrupted(scene, moment, latest, latest)
-    scene.checkpointer.wait()
+    scene.wait()
     assert sorted(os.listdir(latest)) == FILES
-    assert not any(portus.is_reference(path) for path in latest.iterdir())
-    again = Scene(tmp_path)  # as after a kill: nothing was closed, and nothing is put aside
+    again = Scene(tmp_path)  # as after a kill: nothing was closed
     again.accelerator.load_state(str(latest))
     assert same(again.facts(), facts)
     scene.step()
+    facts = scene.facts()
     scene.accelerator.save_state(str(latest))
-    scene.checkpointer.wait()
-    assert all(portus.is_reference(path) for path in latest.iterdir())
+    scene.accelerator.load_state(str(latest))
+    assert same(scene.facts(), facts)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from portus.client.paths.saver import FileSaver
+from tests.adapters.test_accelerate_states import Scene
+from tests.adapters.launching import run_program
+from tests.moments import at
+
+root = Path(sys.argv[1])
+torch.set_num_threads(1)
+scene = Scene(root)
+scene.step()
+
+def handle(*_):
+    scene.accelerator.save_state(str(root / "latest"))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+signal.signal(signal.SIGUSR1, handle)
+with at("call", FileSaver._snapshot, lambda: signal.raise_signal(signal.SIGUSR1)):
+    scene.accelerator.save_state(str(root / "latest"))
+"""
 
 
 def test_a_run_that_is_killed_within_the_save_finds_what_its_handler_saved(tmp_path: Path) -> None:
-    latest = tmp_path / "latest"
-    pid = os.fork()
-    if pid == 0:
-        try:
-            torch.set_num_threads(1)
-            scene = Scene(tmp_path)
-            scene.step()
-
-            def handle(*_: object) -> None:
-                scene.accelerator.save_state(str(latest))
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            signal.signal(signal.SIGUSR1, handle)
-            with at("call", Snapshots.take, lambda: signal.raise_signal(signal.SIGUSR1)):
-                scene.accelerator.save_state(str(latest))
-        finally:
-            os._exit(1)
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    run_program(KILLED, str(tmp_path), code=-signal.SIGKILL)
     scene = Scene(tmp_path)
-    scene.accelerator.load_state(str(latest))
+    scene.accelerator.load_state(str(tmp_path / "latest"))
     assert scene.counter.count == 1
 
 
-def test_a_loop_that_is_told_to_go_saves_and_nothing_is_made_real(tmp_path: Path) -> None:
+def test_a_loop_that_is_told_to_go_saves(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     before = signal.getsignal(signal.SIGTERM)
     found = []
@@ -120,7 +126,7 @@ def test_a_loop_that_is_told_to_go_saves_and_nothing_is_made_real(tmp_path: Path
     scene.accelerator.save_state(str(tmp_path / "last"))
     scene.accelerator.end_training()
     assert signal.getsignal(signal.SIGTERM) is before
-    assert all(portus.is_reference(path) for path in (tmp_path / "last").iterdir())
+    assert sorted(os.listdir(tmp_path / "last")) == FILES
     again = Scene(tmp_path)
     again.accelerator.load_state(str(tmp_path / "last"))
     assert same(again.facts(), facts)

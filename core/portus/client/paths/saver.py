@@ -219,7 +219,9 @@ class FileSaver:
     def _save_nested(self, files: Sequence[ToSave], extra: Extra | None = None) -> SaveHandle:
         extra = extra or Extra()
         new = _new_files(files, _targets_of(files, extra), extra)
-        return SaveHandle(WrittenFile(new, _name_of(new), extra.step, _base_of(new, extra)))
+        written = WrittenFile(new, _name_of(new), extra.step, _base_of(new, extra))
+        self._reports.committed()
+        return SaveHandle(written)
 
     @calls.entry_or(_save_nested)
     def save_files(self, files: Sequence[ToSave], extra: Extra | None = None) -> SaveHandle:
