@@ -138,6 +138,7 @@ def nothing_said_before() -> Iterator[None]:
 def no_thread_left() -> Iterator[None]:
     """Every thread of Portus (named ``portus...``) has ended when its test has, and so has every
     use of what a process writes files with: one that is left would keep the threads of later tests.
+    What listens to the steps of optimizers is gone, too.
     """
     before = set(threading.enumerate())
     yield
@@ -148,12 +149,19 @@ def no_thread_left() -> Iterator[None]:
         users.clear()
         gc.collect()
         assert not _users_of_files(), f"left open: {names}; close what you opened"
+    elif _listens():
+        gc.collect()
     ours = [t for t in threading.enumerate() if t not in before and t.name.startswith("portus")]
     until = time.monotonic() + THREAD_END_S_MAX
     for thread in ours:
         thread.join(max(0.0, until - time.monotonic()))
     left = [thread.name for thread in ours if thread.is_alive()]
     assert not left, f"threads left running: {left}; close what you opened"
+
+
+def _listens() -> bool:
+    fence = sys.modules.get("portus.client.fence.fence")
+    return fence is not None and bool(fence._fences or fence._listeners or fence._listeners_after)
 
 
 def _users_of_files() -> list[Any]:

@@ -507,11 +507,16 @@ def test_a_forked_child_neither_takes_the_mirror_nor_writes_there(
     run = Run(bucket, tmp_path / "run").begin()
     run.save("1.ckpt", 1).wait()
     mirror, own = run.files._mirror, run.files._process
+    saver, journal = run.files._saver, run.files._journal
     assert mirror is not None
+    assert saver is not None
+    assert journal is not None
     run.files._process = -1  # as a child sees it
     run.save("2.ckpt", 2).wait()
     assert run.files._mirror is None
     run.files.close()
+    for each in (saver, journal):  # of the parent
+        each.close()
     mirror.end()
     run.files._process = own
     assert "ckpt/2.ckpt" not in bucket.files()
