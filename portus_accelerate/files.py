@@ -7,9 +7,11 @@ the main process was never complete.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Final
 
 import portus
@@ -24,15 +26,23 @@ RANDOM: Final = "random_states_{}.pkl"
 class Files:
     """Those of one ``Accelerator``. Its methods are called on every process."""
 
-    def __init__(self, settings: Settings, run_of: Callable[[str], portus.Run]) -> None:
-        self._settings: Final = settings
+    def __init__(
+        self, settings: Settings, run_of: Callable[[str], portus.Run], *, is_writer: bool
+    ) -> None:
+        """is_writer: false in a process that saves its random states alone."""
+        self._settings: Final = settings if is_writer else replace(settings, journal=False)
         self._run_of: Final = run_of
-        self._files = portus.TrainingFiles(settings)
+        self._made: portus.TrainingFiles | None = None
         self._has_begun = False
 
-    def open(self) -> None:
-        """See ``TrainingFiles.open``."""
-        self._files.open()
+    def prepare(self, roots: list[str]) -> None:
+        """Put in order what a killed process left below ``roots``, and learn which optimizer steps
+        what, so that the first save too is copied in the background. Raises nothing: what makes no
+        sense is said by the first save."""
+        with contextlib.suppress(portus.PortusError):
+            for root in roots:
+                self._files.recover(root)
+            self._files.open()
 
     def save(
         self,
@@ -71,10 +81,6 @@ class Files:
         with verifying():
             return stock(directory)
 
-    def recover(self, root: str) -> None:
-        """Put in order what a killed process left below ``root``."""
-        self._files.recover(root)
-
     def wait(self) -> None:
         """Block until all saves are over; raises as ``on_error`` says."""
         self._files.wait()
@@ -83,6 +89,13 @@ class Files:
         """Finish the saves in flight. Later ones open it again."""
         self._has_begun = False
         self._files.close()
+
+    @property
+    def _files(self) -> portus.TrainingFiles:
+        """Raises ``UsageError`` for settings that only pools have."""
+        if self._made is None:
+            self._made = portus.TrainingFiles(self._settings)
+        return self._made
 
     def _begin(self, directory: str) -> None:
         if not self._has_begun:

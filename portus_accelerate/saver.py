@@ -96,11 +96,9 @@ class Saver:
         self._preemption: portus.Preemption | None = None
         if settings.pool is not None:
             portus.allow(settings.pool)  # every process loads, and before anything was saved
-        self._files = Files(settings, self._run_of)
+        self._made_files: Files | None = None
         if self.is_on() and self.writes_files:
-            for root in place.roots(accelerator.project_dir):
-                self._files.recover(root)
-            self._files.open()
+            self._files.prepare(place.roots(accelerator.project_dir))
         elif self.is_on():
             self._cut_off.mend_all()
             if self._peers.is_writer or self._is_sharded():
@@ -133,6 +131,12 @@ class Saver:
                 "itself. They are as safe and as fast as without Portus"
             )
         return what is None
+
+    @property
+    def _files(self) -> Files:
+        if self._made_files is None:
+            self._made_files = Files(self._settings, self._run_of, is_writer=self._peers.is_writer)
+        return self._made_files
 
     @property
     def writes_files(self) -> bool:
@@ -315,7 +319,8 @@ class Saver:
     def wait(self) -> None:
         """Return when all saves are committed, or failed: see ``_await``. Unlike ``_drain``, not
         for the room that is then made for the next save."""
-        self._files.wait()
+        if self._made_files is not None:
+            self._made_files.wait()
         if self._handle is not None:
             self._await(self._handle)
         if self._shards is not None:
@@ -359,7 +364,8 @@ class Saver:
         self._handles.append(handle)
 
     def _drain(self) -> None:
-        self._files.wait()
+        if self._made_files is not None:
+            self._made_files.wait()
         if self._checkpointer is not None:
             self._checkpointer.wait()
         if self._shards is not None:
@@ -375,8 +381,8 @@ class Saver:
         above = os.path.join(self._accelerator.project_dir, "checkpoints")
         if not os.path.isdir(above):
             self._fetch(os.path.join(above, "checkpoint_0"))
-        if os.path.isdir(above):
-            self._files.recover(above)
+        if os.path.isdir(above) and self.writes_files:
+            self._files.prepare([above])
         candidates = place.numbered(above)[::-1] if os.path.isdir(above) else []
         for candidate in candidates[:-1]:
             try:
@@ -409,7 +415,8 @@ class Saver:
             self._cadence = None
             self._stop_watching()
             self.run_deferred()
-            self._files.close()
+            if self._made_files is not None:
+                self._made_files.close()
             self._cut_off.drop_note()
             if self._run is not None:
                 self._run.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 import portus
 from portus_accelerate import intent
-from tests.adapters.launching import run_program
 from tests.moments import at
 
 MAKER = """
@@ -23,41 +21,6 @@ assert intent.note(home, directory, is_writer=is_writer)
 os.mkdir(directory)
 print("made", flush=True)
 sys.stdin.read()
-"""
-
-
-KILLED = """
-import os, sys, threading
-from pathlib import Path
-import torch
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
-import portus_accelerate
-from portus.client.files.keeper import Keeper
-from portus_accelerate.cut_off import CutOff
-
-def begun(root):
-    project = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True)
-    accelerator = Accelerator(cpu=True, project_config=project)
-    portus_accelerate.enable(accelerator, materialize="none")
-    accelerator.prepare(torch.nn.Linear(2, 2))
-    return accelerator
-
-def die(*_):
-    os.kill(os.getpid(), 9)
-
-if sys.argv[2] == "in a save":
-    accelerator = begun(sys.argv[1])
-    accelerator.save_state()
-    portus_accelerate.wait(accelerator)
-    Keeper.make_durable = lambda *_: threading.Event().wait()  # nothing more is committed
-    accelerator.save_state()
-    die()
-elif sys.argv[2] == "putting aside":
-    CutOff._take_away = die  # its files went by now
-    begun(sys.argv[1])
-else:
-    begun(sys.argv[1]).load_state()
 """
 
 
@@ -155,13 +118,3 @@ def test_a_note_whose_writer_died_before_it_was_locked_goes_when_it_is_old(tmp_p
     os.utime(old, (1, 1))
     assert list(intent.cut_off(str(home))) == []
     assert list(home.iterdir()) == [young]
-
-
-def test_a_run_that_died_as_it_put_a_checkpoint_aside_loads_the_one_before(tmp_path: Path) -> None:
-    second = tmp_path / "checkpoints" / "checkpoint_1"
-    for how in ("in a save", "putting aside"):
-        run_program(KILLED, str(tmp_path), how, code=-signal.SIGKILL)
-        assert second.is_dir()
-    run_program(KILLED, str(tmp_path), "resuming")
-    assert not second.exists()
-    assert not list(tmp_path.glob(".portus/*.saving")), "the notes went"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
+
 import portus
-from portus_accelerate.origin import Origin, origin_of
+from portus_accelerate.origin import Origin, note, origin_of
 
 
 def test_what_several_processes_saved_at_once_is_one_checkpoint(tmp_path: Path) -> None:
@@ -17,7 +20,16 @@ def test_what_several_processes_saved_at_once_is_one_checkpoint(tmp_path: Path) 
     assert origin_of(str(home)) == Origin(str(home), "net", 5)
 
 
-def test_a_directory_without_references_is_of_nobody(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"some bytes")
+def test_files_of_a_training_say_of_which_checkpoint_they_are(tmp_path: Path) -> None:
+    files = portus.TrainingFiles(portus.Settings())
+    state = {"a.bin": 1, "model.safetensors": portus.Safetensors({"w": torch.zeros(3)})}
+    files.save_directory(str(tmp_path / "step_7"), state, 7, note("net", 7)).wait()
+    files.close()
+    assert origin_of(str(tmp_path / "step_7")) == Origin(str(tmp_path / "step_7"), "net", 7)
+
+
+def test_a_directory_of_stock_files_is_of_nobody(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(3)}, tmp_path / "model.safetensors")
+    torch.save([1], tmp_path / "optimizer.bin")
     assert origin_of(str(tmp_path)) is None
     assert origin_of(str(tmp_path / "none")) is None

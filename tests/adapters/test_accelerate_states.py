@@ -139,9 +139,9 @@ def closed() -> Iterator[None]:
         for each in (saver._checkpointer, saver._watch) if saver is not None else ():
             if each is not None:
                 each.close()
-        if saver is not None:
+        if saver is not None and saver._made_files is not None:
             with contextlib.suppress(portus.PortusError):
-                saver._files.close()
+                saver._made_files.close()
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
 

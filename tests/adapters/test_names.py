@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-import portus
 import portus_accelerate
 from portus_lightning import PortusIO
 
@@ -67,5 +66,5 @@ def test_save_state_and_load_state_take_a_directory_of_any_name(tmp_path: Path, 
         model.weight.zero_()
     accelerator.load_state(directory)
     assert torch.equal(model.weight, before)
-    assert any(portus.is_reference(os.path.join(directory, each)) for each in os.listdir(directory))
+    assert "pytorch_model.bin" in os.listdir(directory)
     accelerator.end_training()

@@ -15,6 +15,7 @@ from accelerate.tracking import GeneralTracker
 
 import portus
 import portus_accelerate
+from portus.writer.image_file import ImageFile
 from tests.adapters.test_transformers_trainer import flag, trained  # noqa: F401 - a fixture
 
 NAMES = set(portus.SaveStats().metrics())
@@ -110,18 +111,20 @@ def test_where_trackers_count_calls_themselves_none_is_added(tmp_path: Path) -> 
     accelerator.end_training()
 
 
-def test_a_save_that_failed_has_no_cost_in_the_trackers(tmp_path: Path) -> None:
+def test_a_save_that_failed_has_no_cost_in_the_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tracker = Tracker()
     accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), log_with=tracker)
-    portus_accelerate.enable(accelerator, materialize="none", max_bytes=4 << 20)
+    portus_accelerate.enable(accelerator)
     accelerator.init_trackers("run")
     accelerator.prepare(torch.nn.Linear(3, 3))
-    grows = {"weights": torch.zeros(3)}
-    more = torch.nn.Module()
-    more.state_dict = lambda *_, **__: grows  # type: ignore[method-assign, assignment]
-    accelerator.register_for_checkpointing(more)
     save(accelerator, tmp_path, 1)
-    grows["weights"] = torch.zeros(4 << 20)
+
+    def finish(file: ImageFile) -> None:
+        raise portus.MediumError(5, "the disk")
+
+    monkeypatch.setattr(ImageFile, "finish", finish)
     accelerator.save_state(str(tmp_path / "step_2"))
     failed = accelerator._portus_saver._handles[-1]
     failed.join()
