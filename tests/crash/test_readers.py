@@ -21,10 +21,10 @@ TRAIN = """
 import sys, torch, portus
 from portus.directory.publisher import Publisher
 begun, spares, begin = 0, 0, Publisher.begin
-def noted(own, path):
+def noted(own, *paths):
     global begun, spares
-    draft = begin(own, path)
-    begun, spares = begun + 1, spares + draft.is_spare
+    draft = begin(own, *paths)
+    begun, spares = begun + 1, spares + draft.files[0].is_spare
     return draft
 Publisher.begin = noted
 weights = [torch.empty(1 << 18) for _ in range(4)]

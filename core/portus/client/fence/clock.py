@@ -160,21 +160,27 @@ class Clock:
         self._look()
 
     def _look(self) -> None:
-        """Take the time of the steps that have ended."""
+        """Take the time of the steps that have ended. A signal handler may interrupt this, and do
+        the same."""
         between = self._timeline.between
-        while self._pending:
-            first, second, touched, ignored = self._pending[0]
+        while True:
+            try:
+                step = self._pending.popleft()
+            except IndexError:
+                break
+            first, second, touched, ignored = step
             took = between(first, second)
             if took is None:
+                self._pending.appendleft(step)
                 break
-            self._pending.popleft()
             if touched:
                 self._touched.append(math.inf if ignored else took)
             elif not ignored:
                 self._untouched.add(took)
                 self._fresh += 1
-        if self._call is not None:
-            after = between(*self._call)
+        call = self._call
+        if call is not None:
+            after = between(*call)
             if after is not None:
                 self.called_after_s, self._call = after, None
 

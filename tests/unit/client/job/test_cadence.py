@@ -296,3 +296,24 @@ def test_all_ranks_save_at_the_steps_that_the_first_one_says(tmp_path: Path, bac
         ranks = [(tmp_path / f"{rank}").read_text() for rank in (0, 1)]
     assert ranks[0] == ranks[1]
     assert len(ranks[0].split()) > 6
+
+
+def test_a_signal_handler_that_looks_at_the_clock_takes_no_step_from_whom_it_interrupted() -> None:
+    """It may come at any line: between the look whether there is a step, and the taking of it."""
+    times = iter(range(100))
+    own = clock.Clock(lambda: float(next(times)))
+    real, inside = own._timeline.between, [True]
+
+    def between(first: Any, second: Any) -> float | None:
+        if inside.pop() if inside else False:
+            own._look()
+            own.tick()
+        return real(first, second)
+
+    own.tick()
+    own._timeline.between = between  # type: ignore[method-assign]
+    for _ in range(5):
+        own.tick()
+    own.close()
+    assert not own._pending
+    assert len(own._untouched) == 6
