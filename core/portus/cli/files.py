@@ -27,7 +27,8 @@ from portus.directory.folder import FOLDER, HiddenFolder
 from portus.directory.system import Linux
 from portus.errors import MediumError, PortusError, UsageError
 from portus.image.safetensors import LENGTH_SIZE, SUFFIX
-from portus.image.safetensors_reader import ZIP, is_safetensors
+from portus.image.safetensors_reader import is_safetensors
+from portus.image.torch_zip import ZIP
 from portus.index.directory import pools_at
 from portus.index.place import DEFAULT_DIRECTORY, Place
 from portus.media.local import LocalFiles

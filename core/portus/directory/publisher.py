@@ -108,7 +108,7 @@ class Publisher(Generic[File]):
     def __init__(self, system: System[File], verify: Verify[File], *, spares: bool = True) -> None:
         self._system: Final = system
         self._verify: Final = verify
-        self._spares: Final = spares
+        self._reuses: Final = spares
         self._lock: Final = threading.RLock()
         self._folders: Final[list[HiddenFolder[File]]] = []
         """Those that are open: of drafts and spares."""
@@ -118,7 +118,7 @@ class Publisher(Generic[File]):
         self._newest: Final[dict[str, _Committed[File]]] = {}
         self._written: Final[set[tuple[int, int]]] = set()
         """Identities of the files that this process committed and has not removed."""
-        self._spare: Final[list[_Spare[File]]] = []
+        self._spares: Final[list[_Spare[File]]] = []
         self._spares_max = 1
 
     def begin(self, *paths: str, base: str | None = None) -> Publication[File]:
@@ -165,8 +165,7 @@ class Publisher(Generic[File]):
             if status is None:
                 self._close_unused()
                 return False
-            has_room = len(self._spare) < self._spares_max
-            kept = has_room and self._spares and status.identity in self._written
+            kept = self._may_keep(status.identity)
             record = None
             if kept:
                 with contextlib.suppress(MediumError):  # a full disk: then it is no spare
@@ -184,7 +183,7 @@ class Publisher(Generic[File]):
             if record is not None:
                 self._drop(folder, record)
             self._system.sync(directory.file)
-            if all(spare.status.identity != status.identity for spare in self._spare):
+            if all(spare.status.identity != status.identity for spare in self._spares):
                 self._written.discard(status.identity)
             self._close_unused()
             return True
@@ -277,8 +276,8 @@ class Publisher(Generic[File]):
         """Remove the spares, whose space is needed, or which have no use any more; False if there
         is none."""
         with self._lock:
-            spares = list(self._spare)
-            self._spare.clear()
+            spares = list(self._spares)
+            self._spares.clear()
             for spare in spares:
                 self._drop_spare(spare)
             return bool(spares)
@@ -324,7 +323,7 @@ class Publisher(Generic[File]):
             self._directories.remove(directory)
             directory.close()
         used = [draft.folder for draft in self._drafts]
-        used += [spare.folder for spare in self._spare]
+        used += [spare.folder for spare in self._spares]
         bases = {directory.base for directory in directories}
         for folder in [each for each in self._folders if each not in used]:
             if folder.path_of_base() in bases:
@@ -448,14 +447,18 @@ class Publisher(Generic[File]):
                 self._system.unlink(folder.make(), hold.name)
             self._system.unlink(folder.make(), path_name(hold.name))
         if spare is not None:
-            self._spare.append(spare)
+            self._spares.append(spare)
 
     # Spares.
 
+    def _may_keep(self, identity: tuple[int, int]) -> bool:
+        """Return whether a removed file may become a spare: one of ours, if there is room."""
+        has_room = self._reuses and len(self._spares) < self._spares_max
+        return has_room and identity in self._written
+
     def _as_spare(self, folder: HiddenFolder[File], hold: _Hold[File]) -> _Spare[File] | None:
         system, hidden = self._system, folder.make()
-        has_room = self._spares and len(self._spare) < self._spares_max
-        if not has_room or hold.of.identity not in self._written:
+        if not self._may_keep(hold.of.identity):
             return None
         file = system.open(hidden, hold.name, writable=True)
         if file is None:
@@ -500,12 +503,12 @@ class Publisher(Generic[File]):
 
     def _spare_for(self, series: str) -> _Spare[File] | None:
         """Take the spare of a series; or, if there is but one, that one."""
-        found = [each for each in self._spare if each.series == series]
+        found = [each for each in self._spares if each.series == series]
         if not found and self._spares_max == 1:
-            found = self._spare[:]
+            found = self._spares[:]
         if not found:
             return None
-        self._spare.remove(found[0])
+        self._spares.remove(found[0])
         return found[0]
 
     def _is_free(self, spare: _Spare[File], folder: HiddenFolder[File]) -> bool:

@@ -30,11 +30,10 @@ from portus.image.safetensors import (
     NamedTensor,
 )
 from portus.image.stored import Read, StoredFile, exactly
+from portus.image.torch_zip import ZIP
 
 _SIZES: Final = {code: ITEM_SIZES[name] for name, code in DTYPES.items()}
 _MAGIC: Final = MAGIC.hex()
-ZIP: Final = b"PK\x03\x04"
-"""How a zip file begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,8 @@ def read_safetensors(read: Read, size: int, name: str) -> SafetensorsFile:
     such file.
     """
     where = f"{name}: the header"
-    length = int.from_bytes(exactly(read, 0, LENGTH_SIZE, name), "little")
+    begin = exactly(read, 0, LENGTH_SIZE, name)
+    length = int.from_bytes(begin, "little")
     if not 2 <= length <= min(HEADER_MAX, size - LENGTH_SIZE):
         raise CorruptionError(f"{where}: expected 2 to {size - LENGTH_SIZE} bytes, found {length}")
     raw = exactly(read, LENGTH_SIZE, length, name)
@@ -73,23 +73,23 @@ def read_safetensors(read: Read, size: int, name: str) -> SafetensorsFile:
     found = sorted(_tensors(fields, where), key=lambda each: (each[1], each[0].size))
     tensors = tuple(tensor for tensor, _ in found)
     reached = 0
-    for tensor, begin in found:
-        if begin != reached:
+    for tensor, at in found:
+        if at != reached:
             raise CorruptionError(
-                f"{where}: {printable(tensor.name)}: expected its bytes at {reached}, found {begin}"
+                f"{where}: {printable(tensor.name)}: expected its bytes at {reached}, found {at}"
             )
         reached += tensor.size
-    begin = LENGTH_SIZE + length
-    if begin + reached != size:
-        raise CorruptionError(f"{name}: expected {begin + reached} bytes, found {size}")
+    data_at = LENGTH_SIZE + length
+    if data_at + reached != size:
+        raise CorruptionError(f"{name}: expected {data_at + reached} bytes, found {size}")
     lengths: Column = np.array([each.size for each in tensors], np.int64)
     return SafetensorsFile(
         name=name,
         size=size,
         keys=tuple(each.name for each in tensors),
-        offset=begin + np.cumsum(lengths) - lengths,
+        offset=data_at + np.cumsum(lengths) - lengths,
         length=lengths,
-        digests=_digests(read(0, LENGTH_SIZE) + raw, metadata, size, lengths, where),
+        digests=_digests(begin + raw, metadata, size, lengths, where),
         tensors=tensors,
         metadata={key: value for key, value in metadata.items() if key not in (DIGESTS, NOTE)},
         note=metadata.get(NOTE),

@@ -34,6 +34,8 @@ LIMIT16: Final = 0xFFFF
 
 LOCAL: Final = struct.Struct("<IHHHHHIIIHH")
 LOCAL_MAGIC: Final = 0x04034B50
+ZIP: Final = LOCAL_MAGIC.to_bytes(4, "little")
+"""How a zip file begins."""
 CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
 CENTRAL_MAGIC: Final = 0x02014B50
 CENTRAL_CRC: Final = 16

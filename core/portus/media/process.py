@@ -13,11 +13,14 @@ table. What is cleared there is closed, whatever a ``Descriptor`` that the child
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
+import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Final, Protocol
 
 from portus.errors import UsageError
@@ -77,6 +80,27 @@ def _open(path: str, flags: int, mode: int, directory: int | None) -> int:
             os.close(each)
 
 
+class _Thread(threading.local):
+    is_opening = False
+
+
+_thread: Final = _Thread()
+
+
+def is_opening() -> bool:
+    """Return whether this thread is opening a ``Descriptor``, with the lock held."""
+    return _thread.is_opening
+
+
+@contextlib.contextmanager
+def _opening() -> Iterator[None]:
+    before, _thread.is_opening = _thread.is_opening, True
+    try:
+        yield
+    finally:
+        _thread.is_opening = before
+
+
 class Descriptor:
     """An open file, in this process only."""
 
@@ -88,7 +112,9 @@ class Descriptor:
         self._process: Final = os.getpid()
         self._number = -1
         self._slot: int | None = None
-        with still:
+        # Audit hooks may wait for other threads, which need the lock: here, not below.
+        sys.audit("open", path, None, flags)
+        with still, _opening():
             within = None if directory is None else directory.number
             self._number = _open(path, flags | getattr(os, "O_BINARY", 0), mode, within)
             self._slot = _free.pop() if _free else None

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
-from portus.media import calls
+from portus.media import calls, process
 
 
 class Ticket(NamedTuple):
@@ -90,7 +90,7 @@ class PendingPaths:
             awaited = touched(tickets, arguments)
         except (OSError, ValueError, TypeError, IndexError):
             return  # whoever asked for it hears what is wrong with it
-        if not awaited or calls.is_nested():
+        if not awaited or calls.is_nested() or process.is_opening():
             return
         for ticket in awaited:
             with contextlib.suppress(Exception):  # the save's own error is told elsewhere

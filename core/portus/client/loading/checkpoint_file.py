@@ -13,9 +13,10 @@ from portus.client.loading.stored_bytes import StoredBytes, opened, reads
 from portus.client.loading.torch_file import has_digests_of_torch, load_torch, note_of_torch
 from portus.errors import PortusError, UsageError, printable
 from portus.image.safetensors import LENGTH_SIZE, SUFFIX
-from portus.image.safetensors_reader import ZIP, is_safetensors, read_safetensors
+from portus.image.safetensors_reader import is_safetensors, read_safetensors
 from portus.image.stored import Read, StoredFile
 from portus.image.torch_reader import read_torch
+from portus.image.torch_zip import ZIP
 
 _TORCH_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 

@@ -24,11 +24,10 @@ from portus.errors import CorruptionError, PortusError, UsageError, printable
 from portus.image.key_paths import storage_places
 from portus.image.stored import Read
 from portus.image.torch_reader import TorchFile, read_record, read_torch
-from portus.image.torch_zip import DIGESTS, NOTE
+from portus.image.torch_zip import DIGESTS, NOTE, ZIP
 from portus.media.file import PlainFile
 from portus.transport.base import Column, memory
 
-_ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
 _TAR: Final = (257, b"ustar")
 """By what the files of torch before 1.6 and 0.4 are known, and where."""
@@ -119,8 +118,8 @@ def _read(file: PlainFile, where: str, *, verify: bool = True) -> TorchFile | No
         found = read_torch(read, file.size, printable(where))
         return found if verify else replace(found, digests=None)
     except CorruptionError as error:
-        begin = read(0, len(_ZIP))
-        if begin == _ZIP:
+        begin = read(0, len(ZIP))
+        if begin == ZIP:
             raise
         if _is_old(read):
             return None

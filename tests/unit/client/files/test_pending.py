@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from portus.client.files.pending import PENDING, PendingPaths
+from portus.media.process import Descriptor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 
@@ -163,6 +164,30 @@ def test_portus_itself_does_not_wait(late: Late) -> None:
             assert os.listdir("run/ckpt") == []
         assert os.listdir("run/ckpt") == []
     assert late.waits == 0
+
+
+def test_a_save_may_close_files_while_portus_waits_for_its_path(tmp_path: Path) -> None:
+    """Files of Portus are opened and closed with a lock that fork waits for, too."""
+    path, closed = tmp_path / "step.pt", threading.Event()
+    path.write_text("before")
+
+    def wait() -> None:
+        worker = threading.Thread(target=save, daemon=True)
+        worker.start()
+        assert closed.wait(WAIT_S_MAX)
+        worker.join()
+
+    def save() -> None:
+        with PENDING.exempt():
+            Descriptor(str(path), os.O_RDONLY).close()
+            path.write_text("whole")
+            PENDING.remove(ticket)
+            closed.set()
+
+    ticket = PENDING.add(os.path.realpath(path), wait)
+    opened = Descriptor(str(path), os.O_RDONLY)
+    assert os.read(opened.number, 9) == b"whole"
+    opened.close()
 
 
 def test_a_load_waits_for_a_file_and_for_what_is_below_a_directory(late: Late) -> None:

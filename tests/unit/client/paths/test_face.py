@@ -28,19 +28,12 @@ from tests.crash.saver import Training
 from tests.unit.client.paths.programs import SLOW, in_process
 from tests.unit.client.same import assert_same
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only"),
+    pytest.mark.usefixtures("own_saver"),
+]
 
 WAIT_S_MAX = 30.0
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test has a saver of its own, which is closed behind it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(process, "_savers", [])
-    monkeypatch.setattr(process, "_writers", [])
-    yield
-    process._finish()
 
 
 class Held:

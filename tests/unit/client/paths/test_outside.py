@@ -8,14 +8,11 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from portus.client.files.pending import PENDING
-from portus.client.paths import process
 from portus.client.paths.face import load, save
 from portus.errors import MediumError
 from portus.writer.image_file import ImageFile
@@ -24,13 +21,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are writt
 
 
 @pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(process, "_savers", [])
-    monkeypatch.setattr(process, "_writers", [])
+def run(own_saver: None) -> None:
     os.mkdir("run")
-    yield
-    process._finish()
 
 
 def state(step: int) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,10 @@ from portus.errors import CorruptionError, UsageError
 from portus.writer.image_file import ImageFile
 from tests.unit.client.paths.programs import in_process
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(process, "_savers", [])
-    monkeypatch.setattr(process, "_writers", [])
-    yield
-    process._finish()
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only"),
+    pytest.mark.usefixtures("own_saver"),
+]
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,10 @@ from tests.crash.saver import Training
 from tests.unit.client.paths.programs import in_process
 from tests.unit.client.same import assert_same
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(process, "_savers", [])
-    monkeypatch.setattr(process, "_writers", [])
-    yield
-    process._finish()
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only"),
+    pytest.mark.usefixtures("own_saver"),
+]
 
 
 def save_all(directory: str, weights: dict[str, torch.Tensor], **files: Any) -> SaveHandle:
