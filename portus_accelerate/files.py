@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import portus
+from portus_accelerate import place
 from portus_accelerate.capture import Capture, capturing, verifying
 from portus_accelerate.origin import note
 from portus_accelerate.settings import Settings
@@ -32,6 +33,7 @@ class Files:
         """is_writer: false in a process that saves its random states alone."""
         self._settings: Final = settings if is_writer else replace(settings, journal=False)
         self._run_of: Final = run_of
+        self._is_writer: Final = is_writer
         self._made: portus.TrainingFiles | None = None
         self._has_begun = False
 
@@ -42,7 +44,22 @@ class Files:
         with contextlib.suppress(portus.PortusError):
             for root in roots:
                 self._files.recover(root)
+                if self._is_writer:
+                    self._remove_cut_off(os.path.join(root, "checkpoints"))
             self._files.open()
+
+    def _remove_cut_off(self, above: str) -> None:
+        """Remove directories of automatic naming whose save was cut off, and that nobody else wrote
+        into: scripts go on from the highest number, or begin anew where there is none."""
+        for directory in place.numbered(above) if os.path.isdir(above) else ():
+            if not why_incomplete(directory) or _others_in(directory):
+                continue
+            self._files.wait_for(directory)  # another process may be at it
+            if why_incomplete(directory) and not _others_in(directory):
+                with contextlib.suppress(OSError):
+                    for name in os.listdir(directory):
+                        os.unlink(os.path.join(directory, name))
+                    os.rmdir(directory)
 
     def save(
         self,
@@ -103,6 +120,16 @@ class Files:
             assert run.links is not None
             self._files.begin(run.name, run.links, os.path.dirname(directory))
             self._has_begun = True
+
+
+def _others_in(directory: str) -> list[str]:
+    """The names in ``directory`` but for random states."""
+    head, tail = RANDOM.split("{}")
+    return [
+        name
+        for name in os.listdir(directory)
+        if not (name.startswith(head) and name.endswith(tail))
+    ]
 
 
 def _twins(directory: str, names: Iterable[str]) -> list[str]:

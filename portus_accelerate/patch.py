@@ -260,7 +260,7 @@ def _save_state(stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(self, output_dir, safe_serialization, **named)
         chosen = None if output_dir is None else os.fspath(output_dir)
         return saver.save_state(
-            lambda: stock(self, output_dir, safe_serialization, **named), chosen
+            lambda place: stock(self, place, safe_serialization, **named), chosen
         )
 
     return save_state

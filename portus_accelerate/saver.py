@@ -13,15 +13,13 @@ import numbers
 import os
 import tempfile
 import weakref
-from _codecs import encode
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list, other
+from accelerate.utils import broadcast_object_list, gather_object, other
 
 import portus
 from portus_accelerate import data, intent, pacing, place, resume, sharded
@@ -29,7 +27,7 @@ from portus_accelerate.beside import KEY, gathered, put_back
 from portus_accelerate.capture import Capture, capturing, torch_name, verifying
 from portus_accelerate.cut_off import CutOff
 from portus_accelerate.ending import Ending
-from portus_accelerate.files import Files
+from portus_accelerate.files import RANDOM, Files, why_incomplete
 from portus_accelerate.origin import has_references, of_others, origin_of, saying_of_what
 from portus_accelerate.peers import Peers
 from portus_accelerate.settings import ACCELERATE, Settings
@@ -97,11 +95,13 @@ class Saver:
         if settings.pool is not None:
             portus.allow(settings.pool)  # every process loads, and before anything was saved
         self._made_files: Files | None = None
-        if self.is_on() and self.writes_files:
-            self._files.prepare(place.roots(accelerator.project_dir))
-        elif self.is_on():
-            self._cut_off.mend_all()
-            if self._peers.is_writer or self._is_sharded():
+        self._passed_over: Final[set[str]] = set()
+        """Checkpoints that not all processes had saved."""
+        if self.is_on():
+            if self.writes_files:
+                self._files.prepare(place.roots(accelerator.project_dir))
+            self._cut_off.mend_all()  # of pools; whether this run is sharded may be known later
+            if not self.writes_files and (self._peers.is_writer or self._is_sharded()):
                 # Never saves, so it makes no file: while one is open, Portus learns which
                 # optimizer steps what, and the first save too is copied in the background.
                 nowhere = os.path.join(tempfile.gettempdir(), ".portus")
@@ -163,28 +163,31 @@ class Saver:
             self._preemption = portus.Preemption(seconds, signals=signals).start()
         return self._preemption.should_leave()
 
-    def save_state(self, stock: Callable[[], Any], directory: str | None) -> Any:
+    def save_state(self, stock: Callable[[str | None], Any], directory: str | None) -> Any:
         """Start to save what ``stock`` would write; the directory is there when this returns.
 
-        directory: what the script asked for; None where Accelerate makes the name.
+        directory: what the script asked for, and ``stock`` is given; None where Accelerate makes
+        the name.
         """
-        project = self._accelerator.project_configuration
+        project, asked = self._accelerator.project_configuration, directory
         if project.automatic_checkpoint_naming:
             above = os.path.join(self._accelerator.project_dir, "checkpoints")
             directory = os.path.join(above, f"checkpoint_{project.iteration}")
         if directory is None:
-            return stock()  # Accelerate says what is wrong
+            return stock(asked)  # Accelerate says what is wrong
         directory = os.path.abspath(directory)
         limit, project.total_limit = project.total_limit, None
         if self.writes_files:
             try:
-                return self._save_as_files(stock, directory, limit)
+                return self._save_as_files(stock, asked, directory, limit)
             finally:
                 project.total_limit = limit
         if portus.is_nested():
             try:
                 return self._save_nested(
-                    stock, directory, lambda capture: self._exchange(capture, directory)
+                    lambda: stock(asked),
+                    directory,
+                    lambda capture: self._exchange(capture, directory),
                 )
             finally:
                 project.total_limit = limit
@@ -192,7 +195,7 @@ class Saver:
         with self._cut_off.noted(directory, fills=False):
             try:
                 with capturing() as capture, self._collecting() as shards:
-                    location = stock()
+                    location = stock(asked)
             finally:
                 project.total_limit = limit
             if shards:
@@ -201,10 +204,16 @@ class Saver:
                 self._save(capture, directory, limit)
         return location
 
-    def _save_as_files(self, stock: Callable[[], Any], directory: str, limit: int | None) -> Any:
+    def _save_as_files(
+        self,
+        stock: Callable[[str | None], Any],
+        asked: str | None,
+        directory: str,
+        limit: int | None,
+    ) -> Any:
         is_main = self._peers.is_writer
         location, handle = self._files.save(
-            stock,
+            lambda: self._into(stock, asked, directory),
             directory,
             self._step_of(directory),
             self._random_states,
@@ -216,6 +225,20 @@ class Saver:
         if self._over:
             self._files.close()
         return location
+
+    def _into(self, stock: Callable[[str | None], Any], asked: str | None, directory: str) -> Any:
+        """Have ``stock`` save, even if a save to this directory was cut off: Accelerate refuses a
+        name of its own that is taken."""
+        project = self._accelerator.project_configuration
+        is_cut_off = directory in self._passed_over or why_incomplete(directory)
+        if not (project.automatic_checkpoint_naming and is_cut_off):
+            return stock(asked)
+        project.automatic_checkpoint_naming = False
+        try:
+            self._accelerator.wait_for_everyone()  # as it does once it has chosen the name
+            return stock(directory)
+        finally:
+            project.automatic_checkpoint_naming = True
 
     def save_files(
         self, stock: Callable[[], Any], directory: str, accepts: Callable[[str], bool]
@@ -385,11 +408,32 @@ class Saver:
             self._files.prepare([above])
         candidates = place.numbered(above)[::-1] if os.path.isdir(above) else []
         for candidate in candidates[:-1]:
+            if not self._has_all_processes(candidate):
+                _log.error(
+                    "Portus: %s: not all processes saved it before they were killed; FALLING BACK "
+                    "to the checkpoint before it",
+                    candidate,
+                )
+                self._passed_over.add(candidate)
+                continue
             try:
                 return self._load(stock, candidate)
             except (portus.CorruptionError, portus.UsageError) as error:
                 _log.error("Portus: %s; FALLING BACK to the checkpoint before it", error)
         return self._load(stock, candidates[-1] if candidates else None)
+
+    def _has_all_processes(self, directory: str) -> bool:
+        """Return whether every process finds its random states, if there were as many as now. The
+        same on all."""
+        if not self.writes_files or has_references(directory) or why_incomplete(directory):
+            return True  # whoever loads it says what it is
+        count, index = self._accelerator.num_processes, self._accelerator.process_index
+        try:
+            saved = (_positions_in(directory, 0) or {}).get("processes")
+        except portus.PortusError:
+            saved = None
+        own = os.path.join(directory, RANDOM.format(index))
+        return all(gather_object([saved != count or os.path.exists(own)]))
 
     def after_load(self, directory: str) -> None:
         """Accelerate has restored the generators from ``directory``: let data go on from there.
@@ -738,7 +782,7 @@ def _positions_in(directory: str, process: int) -> Any:
     elif os.path.isfile(path):
         try:
             with verifying():
-                states = _loaded(path)
+                states = (other.load if hasattr(other, "load") else portus.load)(path)
         except portus.PortusError:
             raise
         except Exception:  # stock Accelerate goes on without it, too
@@ -775,14 +819,3 @@ def _saying(what: str) -> Iterator[None]:
         yield
     except portus.PortusError as error:
         _log.warning("Portus: %s: %s", what, error)
-
-
-def _loaded(path: str) -> Any:
-    """The generators of a process, of a file as Accelerate writes it. Old versions of it cannot
-    read their own under torch 2.6 and later: they do not allow numpy's arrays."""
-    if hasattr(other, "load"):
-        return other.load(path)
-    core = getattr(np, "_core", None) or np.core
-    allowed = [core.multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType, encode]
-    with torch.serialization.safe_globals(allowed):
-        return torch.load(path)

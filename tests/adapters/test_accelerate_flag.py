@@ -64,7 +64,7 @@ def losses(root: Path, rank: int = 0) -> list[str]:
 
 
 def is_on(root: Path) -> bool:
-    return any((root / ".portus").glob("*.portus"))
+    return any((root / ".portus").glob("*.journal"))
 
 
 @pytest.fixture(scope="module")

@@ -160,15 +160,14 @@ def accelerate(name: str, config: Path | None = None) -> tuple[object, ...]:
 def test_accelerate_stores_what_was_computed(
     tmp_path: Path, installed: Path, expected: Checkpoint
 ) -> None:
-    config = tmp_path / "stays.yaml"  # else the pool goes at the end
-    ours = (CONFIGS / "accelerate" / "124M.yaml").read_text()
-    assert "materialize: end" in ours
-    config.write_text(ours.replace("materialize: end", "materialize: none"))
-    run(tmp_path, installed, *accelerate("124M", config))
+    run(tmp_path, installed, *accelerate("124M"))
     folder = tmp_path / "runs/accelerate-tiny"
-    assert len(list((folder / "checkpoints").iterdir())) == 2
-    (pool,) = (folder / ".portus").glob("*.portus")
-    assert_stored(pool, expected.state, expected.pool)
+    checkpoints = list((folder / "checkpoints").iterdir())
+    assert len(checkpoints) == 2
+    for checkpoint in checkpoints:
+        size = sum(path.stat().st_size for path in checkpoint.iterdir())
+        assert expected.state <= size < expected.state + OF_THE_FRAMEWORK_MAX
+    assert not list(folder.rglob("?*.portus")), "no pool"
 
 
 @pytest.mark.long

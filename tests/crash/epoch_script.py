@@ -83,7 +83,7 @@ def train(
         dataloader_config=loading,
         gradient_accumulation_steps=said["accumulate"],
     )
-    portus_accelerate.enable(accelerator, materialize="none", **portus)
+    portus_accelerate.enable(accelerator, **portus)
     model: Any = torch.nn.Sequential(
         torch.nn.Linear(2, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1)
     )

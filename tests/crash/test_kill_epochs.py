@@ -32,7 +32,7 @@ _TRAINS = {"lightning": "train", "accelerate": "tests.crash.epoch_script:train"}
 _HUGGING = "tests.crash.epoch_hugging"
 _NAMES = {
     "lightning": "step=*.ckpt",
-    "accelerate": "step_*/pytorch_model.bin",
+    "accelerate": "step_*/random_states_0.pkl",
     "transformers": "checkpoint-*/optimizer.pt",
 }
 _MEETINGS = itertools.count()
@@ -86,6 +86,8 @@ def newest(root: Path, framework: str) -> tuple[int, str | None]:
     for step in sorted(found, reverse=True):
         if framework == "lightning":
             return step, os.fspath(found[step])
+        if framework == "accelerate":  # all of its files appear together
+            return step, os.fspath(found[step].parent)
         try:
             state: Any = portus.load_reference(found[step])
         except portus.PortusError:
