@@ -25,6 +25,7 @@ def register() -> None:
     if is_on():
         watch("accelerate.accelerator", "Accelerator", "portus_accelerate.patch")
         watch("transformers.trainer", "Trainer", "portus_accelerate.trainer")
+        watch("transformers.trainer_utils", "get_last_checkpoint", "portus_accelerate.newest")
     if is_launcher():
         place = "accelerate.commands.config.config_args"
         watch(place, "ClusterConfig", "portus_accelerate.launching")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import os
 from _codecs import encode
 from collections.abc import Callable, Iterator
@@ -33,18 +34,35 @@ class Capture:
     """The files of one checkpoint directory: what each is to hold, and how to write it."""
 
     def __init__(
-        self, accepts: Callable[[str], bool] = lambda name: True, *, by_format: bool = False
+        self,
+        accepts: Callable[[str], bool] = lambda name: True,
+        *,
+        directory: str | None = None,
     ) -> None:
-        """accepts: which files, by name, are taken; others are written. by_format: taken where
-        Accelerate would write them, so that each has the format that it would have."""
-        self.accepts: Final = accepts
-        self.by_format: Final = by_format
+        """accepts: which files, by name, are taken; others are written. directory: the one whose
+        files are taken, each in the format that it is to have; None takes what is saved, whatever
+        the format, and wherever it goes."""
+        self._accepts: Final = accepts
+        self.directory: Final = directory and os.path.realpath(directory)
+        self.flush: Callable[[], object] = lambda: None
+        """Saves what was taken so far; returns when it is there."""
+        self.removed: Final[list[str]] = []
+        """Directories that are to go once the checkpoint is committed."""
         self.deferred: Final[list[Callable[[], Any]]] = []
         """What is to be done once the checkpoint is committed."""
         self.parts: Final[dict[str, Any]] = {}
         """By file name, as Accelerate says it; ``torch_name`` tells where its reference goes."""
         self.writes: Final[list[Callable[[], Any]]] = []
         """What Accelerate itself would have done, in order."""
+
+    def takes(self, path: Any) -> bool:
+        """Whether a file, which may be an open one, goes here."""
+        if not isinstance(path, str | os.PathLike):
+            return False
+        above, name = os.path.split(os.fspath(path))
+        if self.directory is not None and os.path.realpath(above) != self.directory:
+            return False
+        return self._accepts(name)
 
     def add(self, path: Any, value: Any, write: Callable[[], Any], *, is_ours: bool) -> None:
         """``value`` is to be at ``path``. is_ours: false where another process writes the file."""
@@ -69,10 +87,10 @@ _current: Final[contextvars.ContextVar[Capture | None]] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def capturing(
-    accepts: Callable[[str], bool] = lambda name: True, *, by_format: bool = False
+    accepts: Callable[[str], bool] = lambda name: True, *, directory: str | None = None
 ) -> Iterator[Capture]:
     """What this thread has Accelerate save inside goes to the capture."""
-    capture = Capture(accepts, by_format=by_format)
+    capture = Capture(accepts, directory=directory)
     token = _current.set(capture)
     try:
         yield capture
@@ -91,7 +109,7 @@ def save_of(stock: Writer, is_writer: Callable[[bool], bool]) -> Writer:
 
     def save(obj: Any, f: Any, save_on_each_node: bool = False, **named: Any) -> Any:
         capture = _current.get()
-        if capture is None or capture.by_format:
+        if capture is None or capture.directory is not None:
             return stock(obj, f, save_on_each_node=save_on_each_node, **named)
         capture.add(
             f,
@@ -140,11 +158,12 @@ def _missing() -> list[Any]:
 
 
 def safe_save_of(stock: Writer) -> Writer:
-    """In place of ``safe_save_file`` in ``accelerate.utils.other``."""
+    """In place of ``safetensors.torch.save_file``, wherever it was imported to."""
 
+    @functools.wraps(stock)
     def safe_save_file(tensors: Any, filename: Any, metadata: Any = None) -> Any:
         capture = _current.get()
-        if capture is None or not capture.by_format:
+        if capture is None or capture.directory is None or not capture.takes(filename):
             return stock(tensors, filename, metadata=metadata)
         part = portus.Safetensors(tensors, metadata or {})
         capture.add(filename, part, lambda: stock(tensors, filename, metadata), is_ours=True)
@@ -164,6 +183,25 @@ def safe_load_of(stock: Writer) -> Writer:
     return load_file
 
 
+class Shutil(ModuleType):
+    """In place of ``shutil`` within ``transformers.trainer_utils``: the same, but for this one."""
+
+    def __init__(self, stock: ModuleType) -> None:
+        super().__init__("shutil")
+        self._shutil: Final = stock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shutil, name)
+
+    def rmtree(self, path: Any, *more: Any, **named: Any) -> Any:
+        """``shutil.rmtree``, or what is to go after the commit for the capture that is on."""
+        capture = _current.get()
+        if capture is None or capture.directory is None:
+            return self._shutil.rmtree(path, *more, **named)
+        capture.removed.append(os.path.abspath(path))
+        return None
+
+
 class Torch(ModuleType):
     """In place of ``torch`` within ``accelerate.checkpointing``: the same, but for these two."""
 
@@ -176,16 +214,15 @@ class Torch(ModuleType):
 
     def load(self, f: Any, *more: Any, **named: Any) -> Any:
         """``torch.load``, and registered objects in files that were materialised."""
-        if _verifying.get() and isinstance(f, str | os.PathLike) and not more:
+        is_file = isinstance(f, str | os.PathLike) and not more
+        if _verifying.get() and is_file and not portus.is_reference(f):
             return portus.load(f, **named)
         return portus.decode_stand_ins(self._torch.load(f, *more, **named))
 
     def save(self, obj: Any, f: Any, *more: Any, **named: Any) -> Any:
         """``torch.save``, or what to save for the capture that is on. Every process writes."""
         capture = _current.get()
-        if capture is None or not isinstance(f, str | os.PathLike):
-            return self._torch.save(obj, f, *more, **named)
-        if not capture.accepts(os.path.basename(os.fspath(f))):
+        if capture is None or not capture.takes(f):
             return self._torch.save(obj, f, *more, **named)
         capture.add(f, obj, lambda: self._torch.save(obj, f, *more, **named), is_ours=True)
         return None

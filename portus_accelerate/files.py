@@ -1,4 +1,4 @@
-"""``Files``: checkpoint directories as Accelerate itself writes them, in the background.
+"""``CheckpointFiles``: checkpoint directories as stock writes them, in the background.
 
 Each process publishes its own files: the main one all but the random states of the others. What is
 in a directory appears in one step, and its random states with it; so a directory without those of
@@ -17,14 +17,12 @@ from typing import Any, Final
 import portus
 from portus_accelerate import place
 from portus_accelerate.capture import Capture, capturing, verifying
+from portus_accelerate.newest import RANDOM, why_incomplete
 from portus_accelerate.origin import note
 from portus_accelerate.settings import Settings
 
-RANDOM: Final = "random_states_{}.pkl"
-"""The file of a process's random states, by its number. Every save has it."""
 
-
-class Files:
+class CheckpointFiles:
     """Those of one ``Accelerator``. Its methods are called on every process."""
 
     def __init__(
@@ -75,17 +73,26 @@ class Files:
         handle. add: puts what is ours into the capture. surplus: the directories that are to be
         removed then. now: return when it is there."""
         self._begin(directory)
-        with capturing(by_format=True) as capture:
+        handle: portus.SaveHandle | None = None
+
+        def save(*, now: bool) -> None:
+            nonlocal handle
+            add(capture)
+            parts, removed = dict(capture.parts), list(capture.removed)
+            capture.parts.clear()
+            capture.removed.clear()
+            if parts:
+                said = note(self._run_of(directory).name, step)
+                handle = self._files.save_directory(directory, parts, step, said)
+            for old in (*_twins(directory, parts), *removed, *surplus()):
+                self._files.remove(old)
+            if now and handle is not None:
+                handle.wait()
+
+        with capturing(directory=directory) as capture:
+            capture.flush = lambda: save(now=True)
             location = stock()
-        add(capture)
-        if not capture.parts:
-            return location, None
-        said = note(self._run_of(directory).name, step)
-        handle = self._files.save_directory(directory, capture.parts, step, said)
-        for old in (*_twins(directory, capture.parts), *surplus()):
-            self._files.remove(old)
-        if now or self._settings.blocking or _is_temporary(directory):
-            handle.wait()
+        save(now=now or self._settings.blocking or _is_temporary(directory))
         return location, handle
 
     def load(self, stock: Callable[[str | None], Any], directory: str) -> Any:
@@ -141,26 +148,6 @@ def _twins(directory: str, names: Iterable[str]) -> list[str]:
     ]
     paths = [os.path.join(directory, name) for name in twins]
     return [path for path in paths if os.path.exists(path)]
-
-
-def why_incomplete(directory: str) -> str:
-    """Say why a directory is no checkpoint, with the one before it; empty if it may be one."""
-    if not os.path.isdir(directory) or os.path.exists(os.path.join(directory, RANDOM.format(0))):
-        return ""
-    names = os.listdir(directory)
-    if any(os.path.isdir(os.path.join(directory, name)) for name in names if name[:1] != "."):
-        return ""  # of shards
-    above = os.path.dirname(os.path.abspath(directory))
-    before = [
-        os.path.join(above, name)
-        for name in os.listdir(above)
-        if os.path.exists(os.path.join(above, name, RANDOM.format(0)))
-    ]
-    newest = max(before, key=lambda path: os.stat(path).st_mtime_ns, default=None)
-    return (
-        f"{directory}: it was never complete: its save was cut off, or is no save of Accelerate. "
-        + (f"Load the one before it, {newest}" if newest else "There is none before it")
-    )
 
 
 def _is_temporary(directory: str) -> bool:

@@ -27,7 +27,8 @@ from portus_accelerate.beside import KEY, gathered, put_back
 from portus_accelerate.capture import Capture, capturing, torch_name, verifying
 from portus_accelerate.cut_off import CutOff
 from portus_accelerate.ending import Ending
-from portus_accelerate.files import RANDOM, Files, why_incomplete
+from portus_accelerate.files import CheckpointFiles
+from portus_accelerate.newest import RANDOM, why_incomplete
 from portus_accelerate.origin import has_references, of_others, origin_of, saying_of_what
 from portus_accelerate.peers import Peers
 from portus_accelerate.settings import ACCELERATE, Settings
@@ -94,7 +95,7 @@ class Saver:
         self._preemption: portus.Preemption | None = None
         if settings.pool is not None:
             portus.allow(settings.pool)  # every process loads, and before anything was saved
-        self._made_files: Files | None = None
+        self._made_files: CheckpointFiles | None = None
         self._passed_over: Final[set[str]] = set()
         """Checkpoints that not all processes had saved."""
         if self.is_on():
@@ -133,9 +134,11 @@ class Saver:
         return what is None
 
     @property
-    def _files(self) -> Files:
+    def _files(self) -> CheckpointFiles:
         if self._made_files is None:
-            self._made_files = Files(self._settings, self._run_of, is_writer=self._peers.is_writer)
+            self._made_files = CheckpointFiles(
+                self._settings, self._run_of, is_writer=self._peers.is_writer
+            )
         return self._made_files
 
     @property
@@ -226,6 +229,30 @@ class Saver:
             self._files.close()
         return location
 
+    def save_whole(
+        self, stock: Callable[[], Any], directory: str, add: Callable[[Capture], object]
+    ) -> None:
+        """As ``save_state``, for a checkpoint that every process writes by ``stock``, which also
+        removes old ones: they go after the commit. add: as of ``CheckpointFiles.save``."""
+        directory = os.path.abspath(directory)
+        if not portus.is_nested():
+            self._files.wait()  # old ones are told by the times of directories
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(directory)
+        self._goes_on_from = None
+        _, handle = self._files.save(
+            stock, directory, self._step_of(directory), add, list, now=self._over
+        )
+        if handle is not None:
+            self._note(handle)
+
+    def agreed(self, paths: list[str], is_good: Callable[[str], bool]) -> str | None:
+        """The first of ``paths``, as the main process says them, that all processes find good."""
+        said = [paths]
+        if self._accelerator.num_processes > 1:
+            broadcast_object_list(said)
+        return next((path for path in said[0] if all(gather_object([is_good(path)]))), None)
+
     def _into(self, stock: Callable[[str | None], Any], asked: str | None, directory: str) -> Any:
         """Have ``stock`` save, even if a save to this directory was cut off: Accelerate refuses a
         name of its own that is taken."""
@@ -288,6 +315,8 @@ class Saver:
         """A training starts that saves beside ``directory``: put in order what is there."""
         self._over = False
         self._ending.begin()
+        if self.writes_files:
+            self._files.prepare([os.path.dirname(os.path.abspath(directory))])
         self._cut_off.mend(os.path.abspath(directory), uncommitted=True)
 
     def goes_on_from(self, directory: str) -> None:
@@ -304,10 +333,9 @@ class Saver:
     def make_room(self, directory: str, size: int) -> None:
         """Training is about to start, and checkpoints of about ``size`` bytes in the pool will be
         like ``directory``: make room in the background, so that the first is as fast as others."""
-        if self._checkpointer is not None or self._is_sharded() or not self._peers.is_writer:
+        is_done = self._checkpointer is not None or self._is_sharded() or self.writes_files
+        if is_done or not self._peers.is_writer:
             return
-        if self.writes_files:
-            return  # no room is needed ahead
         try:
             self._open(os.path.abspath(directory), size)
         except portus.BusyError:
@@ -450,6 +478,13 @@ class Saver:
         if own and own.get(_CADENCE) is not None:
             self.cadence().load_state_dict(own[_CADENCE])
 
+    def leave(self) -> None:
+        """Training ends with an error, which matters more: finish what is in flight, and say what
+        is wrong with that."""
+        with _saying("a save failed"):
+            if self._made_files is not None:
+                self._made_files.close()
+
     def finish(self) -> None:
         """Training ends: what is in flight ends too, or is reported. Later saves are durable when
         they return."""
@@ -471,7 +506,7 @@ class Saver:
             own, self._goes_on_from = self._goes_on_from, None
             if loaded is not None and self._trains_in(loaded):
                 own = loaded
-            if own is not None:
+            if own is not None and has_references(own):
                 self._ending.loaded(self._run_of(own), own)
             self._ending.materialize()
 

@@ -1,13 +1,15 @@
 """``transformers.Trainer``: it does not use ``save_state``, and writes its checkpoints by itself.
 
-With the flag on, optimizer, scheduler, scaler and generators go through the pool, in the
-background; they are most of a checkpoint. The weights stay real safetensors at every save:
-``load_best_model_at_end``, hub pushes and whoever calls ``from_pretrained`` read them at once.
-Everything is loaded by Trainer's own code, which follows the references.
+With the flag on, weights, optimizer, scheduler, scaler, generators and arguments are written in the
+background, as the files that Trainer writes; they appear together. The small ones that it writes
+itself (configurations, tokenizer, ``trainer_state.json``) are there before, and durable when the
+others appear. Whoever looks at a checkpoint is made to wait for it: callbacks that are told of
+saves, ``load_best_model_at_end``, pushes to a hub. Old checkpoints go after the commit.
 
-A checkpoint that was cut off holds weights, or a part of them, and nothing that was committed. It
-is put aside when training starts, before Trainer looks for the newest one. Old checkpoints are
-rotated away once the newer one is committed: at the next save, or at the end.
+A checkpoint that was cut off holds small files alone, and is passed over.
+
+With a pool (a device, a storage host, a mirror, shards) weights are Trainer's own, the rest are
+references into the pool, and what was cut off is put aside when training starts.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
+import safetensors.torch
+
+import portus
 from portus_accelerate import capture, pacing, place, trainer_data
+from portus_accelerate.newest import NAME, complete_in, is_complete, last, why_incomplete
 from portus_accelerate.saver import Saver
 from portus_accelerate.settings import ACCELERATE
 
@@ -33,6 +39,14 @@ _WHOLE: Final = ("checkpoint", "all_checkpoints")
 _FILES: Final = ("optimizer.pt", "scheduler.pt", "scaler.pt")
 _RANDOM: Final = "rng_state"
 """How the names of the files of random states begin, one for each process."""
+
+_LOADS: Final = (
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_rng_state",
+    "_load_best_model",
+)
 
 
 def install() -> None:
@@ -50,14 +64,26 @@ def install() -> None:
         return
     if isinstance(module.torch, capture.Torch):
         return
+    looking: Any = sys.modules["transformers.trainer_utils"]
+    models: Any = sys.modules["transformers.modeling_utils"]
     changes = [
         (module, "torch", capture.Torch(module.torch)),
         (module, "rotate_checkpoints", _rotate(module.rotate_checkpoints)),
+        (module, "get_last_checkpoint", last(module.get_last_checkpoint)),
+        (looking, "shutil", capture.Shutil(looking.shutil)),
+        (models, "safe_save_file", capture.safe_save_of(models.safe_save_file)),
+        (safetensors.torch, "save_file", capture.safe_save_of(safetensors.torch.save_file)),
         (module.Trainer, "_save_checkpoint", _save_checkpoint(module.Trainer._save_checkpoint)),
         (module.Trainer, "train", _train(module.Trainer.train)),
         (module.Trainer, "log", _logging(module.Trainer.log)),
         *trainer_data.changes(module.Trainer, _saver_of),
     ]
+    for name in _LOADS:
+        if hasattr(module.Trainer, name):
+            changes.append((module.Trainer, name, _verified(getattr(module.Trainer, name))))
+    if hasattr(module.Trainer, "_push_from_checkpoint"):
+        push = module.Trainer._push_from_checkpoint
+        changes.append((module.Trainer, "_push_from_checkpoint", _pushed(push)))
     for owner, name, value in changes:
         setattr(owner, name, value)
 
@@ -71,12 +97,24 @@ def _save_checkpoint(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def save(self: Any, model: Any, trial: Any) -> None:
         saver = _saver_of(self)
-        if saver is None or self.args.save_only_model:
+        if saver is None or (self.args.save_only_model and not saver.writes_files):
             stock(self, model, trial)
             return
-        saver.run_deferred()
         folder = f"checkpoint-{self.state.global_step}"
         directory = os.path.join(self._get_output_dir(trial=trial), folder)
+        if saver.writes_files:
+            _patch_peft()
+
+            def add(current: capture.Capture) -> None:
+                for name, part in current.parts.items():
+                    if name.startswith(_RANDOM):
+                        trainer_data.add_to(part, self)
+
+            saver.save_whole(lambda: stock(self, model, trial), directory, add)
+            if _is_watched(self):
+                saver.wait()
+            return
+        saver.run_deferred()
         accepts = _none if _pushes_all(self.args) else is_stored
 
         def write() -> None:
@@ -89,6 +127,47 @@ def _save_checkpoint(stock: Callable[..., None]) -> Callable[..., None]:
         saver.save_files(write, directory, accepts)
 
     return save
+
+
+def _patch_peft() -> None:
+    """It has the function that saves adapters in a module of its own, which may be loaded late."""
+    module: Any = sys.modules.get("peft.peft_model")
+    if module is not None and not hasattr(module.safe_save_file, "__wrapped__"):
+        module.safe_save_file = capture.safe_save_of(module.safe_save_file)
+
+
+def _is_watched(trainer: Any) -> bool:
+    """True if a callback looks at what was saved as soon as it was."""
+    base = sys.modules["transformers.trainer_callback"].TrainerCallback
+    return any(
+        type(each).on_save is not base.on_save for each in trainer.callback_handler.callbacks
+    )
+
+
+def _pushed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def push(self: Any, *positional: Any, **named: Any) -> Any:
+        current = capture.current()
+        if current is not None:
+            current.flush()
+        return stock(self, *positional, **named)
+
+    return push
+
+
+def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """For methods that load: after the saves in flight, every byte that has a digest verified."""
+
+    @functools.wraps(stock)
+    def load(self: Any, *positional: Any, **named: Any) -> Any:
+        saver = _saver_of(self)
+        if saver is None or not saver.writes_files:
+            return stock(self, *positional, **named)
+        saver.wait()
+        with capture.verifying():
+            return stock(self, *positional, **named)
+
+    return load
 
 
 def _none(name: str) -> bool:
@@ -113,7 +192,7 @@ def _rotate(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def rotate(*positional: Any, **named: Any) -> None:
         current = capture.current()
-        if current is None:
+        if current is None or current.directory is not None:
             stock(*positional, **named)
         else:
             current.deferred.append(lambda: stock(*positional, **named))
@@ -133,12 +212,15 @@ def _train(stock: Callable[..., Any]) -> Callable[..., Any]:
         if resume_from_checkpoint:
             saver.fetch_checkpoints(self.args.output_dir)
         saver.begin(os.path.join(self.args.output_dir, "checkpoint-0"))
-        chosen = _chosen(saver, self.args.output_dir, resume_from_checkpoint)
+        if saver.writes_files:
+            chosen = _chosen_of_files(self, saver, resume_from_checkpoint)
+        else:
+            chosen = _chosen(saver, self.args.output_dir, resume_from_checkpoint)
         own = _own_checkpoint(self.args.output_dir, chosen)
-        if own is not None and not self.args.save_only_model:
+        if own is not None and (saver.writes_files or not self.args.save_only_model):
             saver.goes_on_from(own)
         _follow_the_cadence(self, saver)
-        seen = not self.args.save_only_model and not _pushes_all(self.args)
+        seen = saver.writes_files or not (self.args.save_only_model or _pushes_all(self.args))
         from portus_accelerate import leaving  # it needs transformers
 
         with pacing.training(seen=seen), leaving.heard(self, saver.settings.preempt_within):
@@ -146,6 +228,9 @@ def _train(stock: Callable[..., Any]) -> Callable[..., Any]:
                 result = stock(self, chosen, *more, **named)
             except leaving.EvaluationLeft:
                 result = leaving.left(self)
+            except BaseException:
+                saver.leave()
+                raise
             if saver.saved_nothing_since:
                 _rotate_now(self)
             saver.finish()  # within the time that a signal leaves
@@ -215,6 +300,37 @@ def _tell_trackers(trainer: Any, metrics: dict[str, float]) -> None:
     some = copy.copy(trainer.callback_handler)
     some.callbacks = [each for each in some.callbacks if not isinstance(each, prints)]
     trainer.control = some.on_log(trainer.args, trainer.state, trainer.control, metrics)
+
+
+def _chosen_of_files(trainer: Any, saver: Saver, asked: Any) -> Any:
+    """What to resume from: the newest checkpoint that all processes finished, if none is named.
+    Raises ``UsageError`` for one whose save was cut off."""
+    if isinstance(asked, str | os.PathLike):
+        why = why_incomplete(os.fspath(asked), is_complete)
+        if why:
+            raise portus.UsageError(why)
+    if asked is not True or not os.path.isdir(trainer.args.output_dir):
+        return asked
+    output, count = os.path.abspath(trainer.args.output_dir), trainer.args.world_size
+    own = "rng_state.pth" if count == 1 else f"rng_state_{trainer.args.process_index}.pth"
+
+    def is_finished(path: str) -> bool:
+        is_there = os.path.exists(os.path.join(path, own))
+        return is_there or trainer_data.processes_of(path) != count
+
+    found = saver.agreed(complete_in(output), is_finished)
+    newest = max(filter(NAME.fullmatch, os.listdir(output)), key=_step, default=None)
+    if newest is None:
+        return asked  # Trainer says that there is none
+    if found is None:
+        _log.error("Portus: no checkpoint in %s was ever complete; STARTING FROM SCRATCH", output)
+    elif os.path.basename(found) != newest:
+        _log.error(
+            "Portus: %s is not complete, its save was cut off; FALLING BACK to %s",
+            os.path.join(output, newest),
+            found,
+        )
+    return found
 
 
 def _chosen(saver: Saver, output: str, asked: Any) -> Any:

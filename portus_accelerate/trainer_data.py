@@ -210,6 +210,16 @@ def _saved_in(checkpoint: Any, args: Any, is_of_main: bool) -> dict[str, Any] | 
     return found
 
 
+def processes_of(checkpoint: str) -> int | None:
+    """How many processes saved it; None if nothing says so. Raises nothing: whoever loads it hears
+    what is wrong."""
+    try:
+        found = _states(checkpoint, "rng_state_0.pth") or _states(checkpoint, "rng_state.pth")
+        return None if found is None else int(found["processes"])
+    except (portus.PortusError, OSError, ValueError, LookupError, RuntimeError):
+        return None
+
+
 def _states(checkpoint: Any, name: str) -> dict[str, Any] | None:
     path = os.path.join(checkpoint, name)
     if not os.path.isfile(path):

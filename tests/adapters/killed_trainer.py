@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 STEPS = 4
 _EVENTS = {"open", "os.mkdir", "os.link", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
@@ -47,15 +48,7 @@ class Moments:
             return
         self.count += 1
         if self.count == self.kill_at:
-            self.tear()
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def tear(self) -> None:
-        """Weights are written by a library that nobody sees at work: half of them, then."""
-        newest = Path(self.root, f"checkpoint-{self.step}")
-        weights = newest / "model.safetensors"
-        if weights.exists() and not (newest / "trainer_state.json").exists():
-            os.truncate(weights, weights.stat().st_size // 2)
 
 
 def train(root: Path, resume: bool | str, moments: Moments | None = None) -> str:
@@ -128,11 +121,12 @@ def killed_and_resumed(root: Path, step: int, moment: int) -> str:
         again.mkdir()
         return killed_and_resumed(again, step, moment - 1)
     # As scripts do that look for the newest by themselves, too.
-    resume: bool | str = True
-    if moment % 2:
-        steps = [int(path.name.partition("-")[2]) for path in out.glob("checkpoint-*")]
-        resume = str(out / f"checkpoint-{max(steps)}") if steps else False
-    digest: str = forked(lambda: train(out, resume), root / f"resumed-{moment}.txt")
+
+    def resumed() -> str:
+        look: Any = get_last_checkpoint
+        return train(out, (look(os.fspath(out)) or False) if moment % 2 else True)
+
+    digest: str = forked(resumed, root / f"resumed-{moment}.txt")
     return digest
 
 

@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` under the flag: weights stay real files, the rest is in the pool."""
+"""``transformers.Trainer`` under the flag: its own files, in the background."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import portus
 import portus_accelerate
 from portus.client.fence import clock
-from portus_accelerate import patch, settings, trainer, trainer_data
+from portus_accelerate import newest, patch, settings, trainer, trainer_data
 from tests.adapters.launching import TWO
 
 SCRIPT = Path(__file__).with_name("trainer_script.py")
@@ -32,14 +33,22 @@ def flag(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import transformers.trainer
 
     monkeypatch.setenv("PORTUS_ACCELERATE", "1")
-    monkeypatch.setenv(settings.VARIABLE, '{"materialize": "none"}')
-    for name in ("torch", "rotate_checkpoints"):
-        monkeypatch.setattr(transformers.trainer, name, getattr(transformers.trainer, name))
-    own = ("_save_checkpoint", "train", "log")
-    for name in (*own, *trainer_data.METHODS):
+    monkeypatch.setenv(settings.VARIABLE, "{}")
+    changed = {
+        transformers.trainer: ("torch", "rotate_checkpoints", "get_last_checkpoint"),
+        transformers.trainer_utils: ("shutil", "get_last_checkpoint"),
+        transformers.modeling_utils: ("safe_save_file",),
+        safetensors.torch: ("save_file",),
+    }
+    for module, names in changed.items():
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name))
+    own = ("_save_checkpoint", "_push_from_checkpoint", "train", "log")
+    for name in (*own, *trainer._LOADS, *trainer_data.METHODS):
         method = getattr(transformers.trainer.Trainer, name)
         monkeypatch.setattr(transformers.trainer.Trainer, name, method)
     patch.install()
+    newest.install()
     trainer.install()
     yield
     for state in (AcceleratorState, PartialState, GradientState):
@@ -66,20 +75,28 @@ def trained(
     return made
 
 
-@pytest.mark.long
+OF_STOCK = {
+    *("config.json", "generation_config.json", "model.safetensors", "optimizer.pt"),
+    *("rng_state.pth", "scheduler.pt", "trainer_state.json", "training_args.bin"),
+}
+"""The files of a checkpoint of ``trained``."""
+
+
 @pytest.mark.usefixtures("flag")
-def test_weights_stay_real_and_the_rest_is_in_the_pool_and_resumes(tmp_path: Path) -> None:
+def test_a_checkpoint_is_the_files_that_trainer_writes_and_resumes(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
     first = trained(tmp_path, 3)
     out = tmp_path / "out"
-    assert sorted(each.name for each in out.glob("checkpoint-*")) == [
-        "checkpoint-2",
-        "checkpoint-3",
-    ]
+    assert steps_of(tmp_path) == [2, 3]
     newest = out / "checkpoint-3"
-    kept = {path.name for path in newest.iterdir() if portus.is_reference(path)}
-    assert kept == {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert {path.name for path in newest.iterdir()} == OF_STOCK
+    assert safetensors.torch.load_file(newest / "model.safetensors").keys()
+    assert torch.load(newest / "optimizer.pt", weights_only=True)["state"]
+    assert portus.load(newest / "training_args.bin", weights_only=False).max_steps == 3
+    for path in newest.iterdir():
+        if path.suffix != ".json":
+            assert portus.read_note(path) == b'{"model": "out", "step": 3}', path.name
     weights = GPT2LMHeadModel.from_pretrained(newest).state_dict()
     for name, value in first.model.state_dict().items():
         assert torch.equal(weights[name], value)
@@ -91,70 +108,119 @@ def test_weights_stay_real_and_the_rest_is_in_the_pool_and_resumes(tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.usefixtures("flag")
-def test_a_run_that_was_killed_as_it_ended_is_ended_by_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed after its last commit, before it removed what is one too many, made its files real,
-    and removed its pool: nothing is left to train, and nothing is saved any more."""
-    out = tmp_path / "out"
+def test_a_run_that_was_killed_as_it_ended_is_ended_by_the_next_start(tmp_path: Path) -> None:
+    """Killed after its last commit, before it removed what is one too many: nothing is left to
+    train, and nothing is saved any more."""
     trained(tmp_path, 4, save_total_limit=3)
-    assert portus.is_reference(out / "checkpoint-4" / "optimizer.pt")
-    monkeypatch.setenv(settings.VARIABLE, '{"materialize": "end"}')
     again = trained(tmp_path, 4, resume=True, save_total_limit=2)
     assert again.state.global_step == 4
-    assert sorted(each.name for each in out.glob("checkpoint-*")) == [
-        "checkpoint-3",
-        "checkpoint-4",
-    ]
-    files = [path for path in out.rglob("*") if path.is_file()]
-    assert not any(map(portus.is_reference, files))
-    assert not [path for path in files if path.suffix == ".portus"]
+    assert steps_of(tmp_path) == [3, 4]
     trained(tmp_path, 6, resume=True)
-    assert sorted(each.name for each in out.glob("checkpoint-*")) == [
-        "checkpoint-5",
-        "checkpoint-6",
-    ]
+    assert steps_of(tmp_path) == [5, 6]
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("flag")
 def test_a_training_that_starts_from_another_one_s_checkpoint_leaves_that_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     trained(tmp_path / "first", 2)
     theirs = tmp_path / "first" / "out" / "checkpoint-2"
-    monkeypatch.setenv(settings.VARIABLE, '{"materialize": "end"}')
-    trained(tmp_path / "second", 2, resume=str(theirs))
-    assert portus.is_reference(theirs / "optimizer.pt")
+    before = {path.name: path.read_bytes() for path in theirs.iterdir()}
+    trained(tmp_path / "second", 2, resume=str(theirs), save_total_limit=1)
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
     assert (tmp_path / "first" / "out" / "checkpoint-1").is_dir()
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("flag")
-def test_what_keep_wants_stays_in_the_pool_when_trainer_rotates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_callback_that_is_told_of_a_save_finds_all_of_it(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    seen: list[set[str]] = []
+
+    class Uploads(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            with os.scandir(Path(args.output_dir, f"checkpoint-{state.global_step}")) as found:
+                seen.append({entry.name for entry in found})
+
+    trained(tmp_path, 2, callbacks=[Uploads()])
+    assert seen == [OF_STOCK, OF_STOCK]
+
+
+@pytest.mark.usefixtures("flag")
+def test_the_best_model_is_loaded_once_it_is_there(tmp_path: Path) -> None:
+    usual: Any = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    made = trained(tmp_path, 3, **usual)
+    best = safetensors.torch.load_file(f"{made.state.best_model_checkpoint}/model.safetensors")
+    found = made.model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in best.items())
+
+
+def cut_off(root: Path, step: int) -> Path:
+    """What a save leaves that was cut off."""
+    made = root / f"out/checkpoint-{step}"
+    made.mkdir(parents=True)
+    (made / "config.json").write_text("{}")
+    return made
+
+
+@pytest.mark.usefixtures("flag")
+def test_a_save_that_was_cut_off_is_passed_over_and_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = {"materialize": "none", "keep": {"last": 1, "best": ["eval_loss", "max", 1]}}
-    monkeypatch.setenv(settings.VARIABLE, json.dumps(said))
-    found = trained(tmp_path, 4, save_total_limit=1, eval_strategy="steps", eval_steps=1)
-    logged = {
-        each["step"]: {"eval_loss": each["eval_loss"]}
-        for each in found.state.log_history
-        if "eval_loss" in each
-    }
-    best = max(logged, key=lambda step: (logged[step]["eval_loss"], step))
-    assert best < 3
-    with portus.open(tmp_path / "out" / ".portus") as pool:
-        kept = {info.step: info.metrics for info in pool.versions()}
-    assert kept == {step: logged[step] for step in (best, 3, 4)}, "3 was rotated after the last"
+    from transformers.trainer_utils import get_last_checkpoint
+
+    look: Any = get_last_checkpoint
+    trained(tmp_path, 2)
+    out = str(tmp_path / "out")
+    left = cut_off(tmp_path, 4)
+    (left / "rng_state_1.pth").write_bytes(b"of a process that saves no more")
+    assert look(out) == f"{out}/checkpoint-2"
+    with pytest.raises(portus.UsageError, match=r"never complete.*before it, .*checkpoint-2"):
+        trained(tmp_path, 4, resume=str(left))
+    assert trained(tmp_path, 3, resume=True).state.global_step == 3
+    assert f"{left} is not complete" in caplog.text
+    assert f"FALLING BACK to {out}/checkpoint-2" in caplog.text
+    assert trained(tmp_path, 4, resume=True).state.global_step == 4
+    assert look(out) == os.fspath(left)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("flag")
-def test_saving_the_model_only_leaves_portus_out(tmp_path: Path) -> None:
+def test_where_nothing_was_ever_complete_training_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        trained(tmp_path, 2, resume=True)
+    cut_off(tmp_path, 1)
+    assert trained(tmp_path, 2, resume=True).state.global_step == 2
+    assert "STARTING FROM SCRATCH" in caplog.text
+
+
+@pytest.mark.usefixtures("flag")
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth"])
+def test_damage_is_found_as_a_checkpoint_is_loaded(tmp_path: Path, name: str) -> None:
+    first = trained(tmp_path, 1)
+    path = tmp_path / "out/checkpoint-1" / name
+    data = bytearray(path.read_bytes())
+    values = {
+        "model.safetensors": first.model.lm_head.weight.detach(),
+        "optimizer.pt": first.optimizer.state_dict()["state"][0]["exp_avg"],
+        "rng_state.pth": torch.load(path, weights_only=False)["cpu"] if "rng" in name else None,
+    }
+    data[data.index(values[name].numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(portus.CorruptionError, match=name):
+        trained(tmp_path, 2, resume=True)
+
+
+@pytest.mark.usefixtures("flag")
+def test_the_model_alone_is_saved_the_same_way(tmp_path: Path) -> None:
     trained(tmp_path, 2, save_only_model=True)
-    assert not (tmp_path / "out/checkpoint-2/optimizer.pt").exists()
-    assert not list((tmp_path / "out").glob(".portus/*.portus"))
+    newest = tmp_path / "out/checkpoint-2"
+    assert {path.name for path in newest.iterdir()} == OF_STOCK - {
+        *("optimizer.pt", "rng_state.pth", "scheduler.pt")
+    }
+    assert portus.read_note(newest / "model.safetensors")
 
 
 @pytest.mark.long
@@ -195,7 +261,7 @@ def steps_of(root: Path) -> list[int]:
 def test_the_flag_makes_saves_follow_the_cadence_in_place_of_save_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = '{"materialize": "none", "every": "auto", "max_overhead": 0.5}'
+    said = '{"every": "auto", "max_overhead": 0.5}'
     monkeypatch.setenv(settings.VARIABLE, said)
     usual: Any = {"save_steps": 3, "save_total_limit": None}
     first = trained(tmp_path, 5, **usual)
@@ -250,7 +316,7 @@ def test_a_callback_of_ones_own_says_the_interval_and_others_ask_for_saves_too(
 def test_the_flag_leaves_other_strategies_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    monkeypatch.setenv(settings.VARIABLE, '{"materialize": "none", "every": 1}')
+    monkeypatch.setenv(settings.VARIABLE, '{"every": 1}')
     trained(tmp_path, 5, **changes)
     assert steps_of(tmp_path) == ([] if changes["save_strategy"] == "no" else [4, 5])
 
@@ -272,7 +338,7 @@ def test_what_others_save_is_not_seen_so_auto_goes_by_time(
     trained(tmp_path / "weights", 1, callbacks=[Asks()], save_only_model=True)
     monkeypatch.setenv("PORTUS_DISABLE", "1")
     trained(tmp_path / "off", 1, callbacks=[Asks()])
-    assert intervals == ["auto", 600.0, 600.0]
+    assert intervals == ["auto", "auto", 600.0]
 
 
 @pytest.mark.long
@@ -360,7 +426,7 @@ def test_killed_at_any_moment_of_a_save_it_resumes_with_the_same_bits(
     program = str(SCRIPT.with_name("killed_trainer.py"))
     command = [sys.executable, program, str(tmp_path), str(step), "5"]
     found = json.loads(said(command, installed, flag=True).splitlines()[-1])
-    assert found["moments"] > 20
+    assert found["moments"] > 15
     assert len(found["same"]) == 5
     assert all(found["same"].values()), found
 
@@ -402,8 +468,7 @@ def test_a_job_that_is_told_to_go_goes_on_at_that_step_with_what_was_left_out(
     assert first.state.global_step == 2
     assert evaluated(first) == []
     assert signal.getsignal(signal.SIGTERM) is before
-    saved = tmp_path / "out/checkpoint-2"
-    assert portus.is_reference(saved / "optimizer.pt"), "nothing is made real"
+    assert (tmp_path / "out/checkpoint-2/optimizer.pt").exists()
     second = trained(tmp_path, 4, resume=True, **usual)
     assert second.state.global_step == 4
     assert evaluated(second) == [2, 4]

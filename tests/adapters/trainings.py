@@ -12,6 +12,7 @@ import accelerate
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 import portus
@@ -163,7 +164,7 @@ class Accelerate:
         model, optimizer = accelerator.prepare(model, optimizer)
         counter = Counter()
         accelerator.register_for_checkpointing(counter)
-        found = newest(Path(order.run, "ckpt"))
+        found = newest(Path(order.run, "ckpt"), lambda it: Path(it, "random_states_0.pkl").exists())
         if found is not None:
             accelerator.load_state(str(found))
         while counter.step < order.until:
@@ -178,7 +179,9 @@ class Accelerate:
 
     @staticmethod
     def load(path: str) -> int:
-        state = torch.load(os.path.join(path, "pytorch_model.bin"))
+        pooled = os.path.join(path, "pytorch_model.bin")
+        is_pooled = os.path.exists(pooled)
+        state = torch.load(pooled) if is_pooled else load_file(f"{path}/model.safetensors")
         step = torch.load(os.path.join(path, "custom_checkpoint_0.pkl"))["step"]
         return step_of(state["weight"], step)
 

@@ -63,7 +63,7 @@ def train(
 ) -> None:
     """Train on from ``resume``, with a checkpoint after each step; says each batch, and at the end
     a digest of the weights. meeting: a path that was never used, where ranks find each other."""
-    os.environ["PORTUS_ACCELERATE_CONFIG"] = json.dumps({"materialize": "none", **portus})
+    os.environ["PORTUS_ACCELERATE_CONFIG"] = json.dumps(dict(portus))
     join(meeting, rank, ranks)
     torch.manual_seed(1)
     net = Net()

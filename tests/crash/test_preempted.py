@@ -67,7 +67,7 @@ class Job:
         return said, number == signal.SIGTERM
 
 
-CONFIG = {"PORTUS_ACCELERATE_CONFIG": '{"materialize": "none", "preempt_within": 120}'}
+CONFIG = {"PORTUS_ACCELERATE_CONFIG": '{"preempt_within": 120}'}
 
 
 def steps(lines: list[str], kind: str) -> list[int]:

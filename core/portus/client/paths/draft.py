@@ -36,8 +36,9 @@ class FileDraft:
     """See ``pipeline.draft.Draft``. Publishes ``draft`` or abandons it, and closes ``files``.
 
     files: those of the draft, in its order; the storages of the save are theirs, one file after
-    another. turn: entered while the files get their names. Raises what forbids that. committed:
-    called once they are there, before anybody is told. Raises nothing.
+    another. ready: called before the files get their names. turn: entered while they do. Both raise
+    what forbids that. committed: called once they are there, before anybody is told. Raises
+    nothing.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class FileDraft:
         draft: Publication[Descriptor],
         files: Sequence[ImageFile],
         turn: Callable[[], AbstractContextManager[None]],
+        ready: Callable[[], None] | None = None,
         committed: Callable[[], None] | None = None,
     ) -> None:
         self._draft: Final = draft
         self._files: Final = files
         self._turn: Final = turn
+        self._ready: Final = ready
         self._committed: Final = committed
         counts = np.array([len(each.image.length) for each in files], np.int64)
         self._first: Final = np.cumsum(counts) - counts
@@ -103,6 +106,8 @@ class FileDraft:
     ) -> CommittedFile:
         for file in self._files:
             file.finish()
+        if self._ready is not None:
+            self._ready()
         self._draft.publish(self._turn())
         if self._committed is not None:
             self._committed()

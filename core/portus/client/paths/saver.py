@@ -78,8 +78,9 @@ class Extra:
     """What belongs to one save besides its state.
 
     step: of training; None for a file that has a name alone. note: bytes for a record of the file.
-    begun: called in the call, once the save is sure to end. committed: called on the worker once
-    the file is there, before anybody is told. then: called on the worker when the save is over.
+    begun: called in the call, once the save is sure to end. ready: called on the worker before the
+    file becomes visible; raises ``PortusError`` to forbid that. committed: called on the worker
+    once the file is there, before anybody is told. then: called there when the save is over.
     follows_links: False replaces a link that is at the path, and leaves alone where it leads. base:
     a directory whose hidden folder has the drafts, if it is above the files and on their file
     system; else their own directory has them.
@@ -88,6 +89,7 @@ class Extra:
     step: int = _STEP
     note: bytes = b""
     begun: Callable[[Save], None] | None = None
+    ready: Callable[[], None] | None = None
     committed: Callable[[], None] | None = None
     then: Callable[[Save], None] | None = None
     follows_links: bool = True
@@ -372,7 +374,11 @@ class FileSaver:
             ]
             name = joined.describer()
             draft = FileDraft(
-                unpublished, files, partial(_unless_newer, new, asked), extra.committed
+                unpublished,
+                files,
+                partial(_unless_newer, new, asked),
+                extra.ready,
+                extra.committed,
             )
             policy = Policy(
                 describe=name,

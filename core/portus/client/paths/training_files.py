@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
@@ -27,6 +29,7 @@ from portus.errors import MediumError, PortusError, UsageError, printable
 from portus.index.directory import journal_directory
 from portus.index.place import Place
 from portus.media import calls
+from portus.media.process import Descriptor
 from portus.pipeline.handle import SaveHandle
 from portus.pipeline.run import Save
 from portus.spec import VersionInfo
@@ -101,12 +104,14 @@ class TrainingFiles:
         self, directory: str, files: Mapping[str, object], step: int, note: bytes = b""
     ) -> SaveHandle:
         """Begin to save ``files``, by their names, into ``directory``, absolute, which is made.
-        They become visible together. What else is there stays. See ``portus.save``.
+        They become visible together, once what else is there is durable too. That stays. See
+        ``portus.save``.
 
         files: a state for each torch file, and a ``Safetensors`` for each safetensors file. note:
         a text in UTF-8, which ``portus.read_note`` returns of each file.
         """
-        return self._save_as(directory, directory, files, step, note)
+        ready = partial(_sync_below, directory)
+        return self._save_as(directory, directory, files, step, note, ready)
 
     def _save_as(
         self,
@@ -115,8 +120,9 @@ class TrainingFiles:
         files: Mapping[str, object],
         step: int,
         note: bytes = b"",
+        ready: Callable[[], None] | None = None,
     ) -> SaveHandle:
-        """path: what is removed later, or linked to."""
+        """path: what is removed later, or linked to. ready: see ``Extra``."""
         saver, after = self._opened()
         try:
             make_directory(directory)
@@ -130,6 +136,7 @@ class TrainingFiles:
             step=step,
             note=note,
             begun=partial(self._begun, path, begun),
+            ready=ready,
             committed=partial(self._committed, path, begun),
             then=partial(self._over, number, path),
             follows_links=False,
@@ -324,6 +331,23 @@ class TrainingFiles:
             self._mirror.wake()  # links lead elsewhere now
         if self._journal is not None:
             self._journal.over(save)
+
+
+def _sync_below(directory: str) -> None:
+    """Return when the files in ``directory`` and below, and their names, survive power loss. Raises
+    ``MediumError``."""
+    for where, _, names in os.walk(directory):
+        for path in (*(os.path.join(where, name) for name in names), where):
+            try:
+                if path == where or stat.S_ISREG(os.lstat(path).st_mode):
+                    with contextlib.closing(Descriptor(path, os.O_RDONLY)) as file:
+                        os.fsync(file.number)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise MediumError(
+                    error.errno, f"{printable(path)}: cannot sync: {error.strerror}"
+                ) from error
 
 
 def _journal_of(name: str, place: str) -> str:

@@ -1,0 +1,81 @@
+"""Which directory is the newest checkpoint: none whose save was cut off.
+
+What a save writes in the background appears in one step. A directory without that was never
+complete, whatever else is in it. Stock takes the highest number.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from portus_accelerate import place
+
+RANDOM: Final = "random_states_{}.pkl"
+"""Accelerate's file of a process's random states, by its number. Every save has it."""
+
+NAME: Final = re.compile(r"checkpoint-\d+")
+"""Of a checkpoint of ``transformers.Trainer``."""
+
+_OTHERS: Final = re.compile(r"rng_state_[1-9]\d*\.pth")
+"""Of a checkpoint of Trainer, the files of processes that save nothing else."""
+
+_WRITTEN: Final = (".safetensors", ".bin", ".pt", ".pth")
+"""Of a checkpoint of Trainer, the files that appear at the end of a save."""
+
+
+def install() -> None:
+    """Change the loaded ``transformers.trainer_utils``, before scripts take a name from it."""
+    module: Any = sys.modules["transformers.trainer_utils"]
+    module.get_last_checkpoint = last(module.get_last_checkpoint)
+
+
+def _has_random_states(directory: str) -> bool:
+    return os.path.exists(os.path.join(directory, RANDOM.format(0)))
+
+
+def why_incomplete(directory: str, is_complete: Callable[[str], bool] = _has_random_states) -> str:
+    """Say why a directory is no checkpoint, with the one before it; empty if it may be one.
+    is_complete: whether it has what a save makes visible last."""
+    if not os.path.isdir(directory) or is_complete(directory):
+        return ""
+    names = os.listdir(directory)
+    if any(os.path.isdir(os.path.join(directory, name)) for name in names if name[:1] != "."):
+        return ""  # of shards
+    above = os.path.dirname(os.path.abspath(directory))
+    beside = [os.path.join(above, name) for name in os.listdir(above) if name[:1] != "."]
+    before = [path for path in beside if os.path.isdir(path) and is_complete(path)]
+    newest = max(before, key=lambda path: os.stat(path).st_mtime_ns, default=None)
+    return f"{directory}: it was never complete: its save was cut off, or it is no checkpoint. " + (
+        f"Load the one before it, {newest}" if newest else "There is none before it"
+    )
+
+
+def is_complete(directory: str) -> bool:
+    """True if what a save makes visible last is there."""
+    return any(
+        name.endswith(_WRITTEN) and not _OTHERS.fullmatch(name) for name in os.listdir(directory)
+    )
+
+
+def complete_in(folder: str) -> list[str]:
+    """The checkpoints in ``folder`` whose save was not cut off; newest first."""
+    found = [path for path in place.numbered(folder) if NAME.fullmatch(os.path.basename(path))]
+    return [path for path in found[::-1] if not why_incomplete(path, is_complete)]
+
+
+def last(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """In place of ``get_last_checkpoint``: none whose save was cut off."""
+
+    @functools.wraps(stock)
+    def get_last_checkpoint(folder: Any) -> Any:
+        found = stock(folder)
+        if found is None or not why_incomplete(found, is_complete):
+            return found
+        return next(iter(complete_in(os.fspath(folder))), None)
+
+    return get_last_checkpoint
