@@ -33,7 +33,7 @@ from portus.index.directory import pools_at
 from portus.index.place import DEFAULT_DIRECTORY, Place
 from portus.media.local import LocalFiles
 
-_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", SUFFIX)
+_SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl", SUFFIX)
 _END: Final = b"PK\x05\x06"
 _END_SIZE: Final = 22
 """The first bytes of the last record of a zip file, and its size."""
