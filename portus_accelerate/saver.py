@@ -237,8 +237,8 @@ class Saver:
         directory = os.path.abspath(directory)
         if not portus.is_nested():
             self._files.wait()  # old ones are told by the times of directories
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(directory)
+        with contextlib.suppress(OSError):
+            os.utime(directory)  # one that was cut off is the newest from now on
         self._goes_on_from = None
         _, handle = self._files.save(
             stock, directory, self._step_of(directory), add, list, now=self._over

@@ -53,8 +53,8 @@ TELLING = {
     "accelerate": [
         Fault(Call.LIST, FILES, 66, errno.ELOOP, True),
         Fault(Call.CLOSE, FILES, 71, errno.EIO, True),
-        Fault(Call.STATFS, FILES, 13, errno.EIO, True),
-        Fault(Call.WRITE, FILES, 2, errno.EACCES, False),
+        Fault(Call.STATFS, POOL, 3, errno.EIO, True),
+        Fault(Call.WRITE, POOL, 2, errno.EACCES, False),
     ],
 }
 """Each of these once ended a training, left a lock behind, or a file that led to another step. The

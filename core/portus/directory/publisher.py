@@ -326,8 +326,9 @@ class Publisher(Generic[File]):
         used += [spare.folder for spare in self._spares]
         bases = {directory.base for directory in directories}
         for folder in [each for each in self._folders if each not in used]:
-            if folder.path_of_base() in bases:
-                continue  # a checkpoint that it may be asked to hold is open
+            with contextlib.suppress(MediumError):  # a failing disk: it is not needed
+                if bases and folder.path_of_base() in bases:
+                    continue  # a checkpoint that it may be asked to hold is open
             self._folders.remove(folder)
             with contextlib.suppress(MediumError):
                 folder.close()
