@@ -98,7 +98,7 @@ def ours(training: Training) -> tuple[float, float]:
 def main() -> None:
     root, rounds = Path(sys.argv[1]), int(sys.argv[2])
     plain, saved = Training(root / "stock"), Training(root / "portus")
-    portus_accelerate.enable(saved.accelerator, materialize="none", on_error="raise")
+    portus_accelerate.enable(saved.accelerator, on_error="raise")
     saved.step()  # seen by Portus, so that what it steps is copied late
     figures: dict[str, list[tuple[float, float]]] = {"stock": [], "portus": []}
     for number in range(WARMUPS + rounds):
