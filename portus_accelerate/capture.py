@@ -154,7 +154,7 @@ def _missing() -> list[Any]:
     if hasattr(other, "load"):
         return []
     core = getattr(np, "_core", None) or np.core
-    return [core.multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType, encode]
+    return [core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("uint32")), encode]
 
 
 def safe_save_of(stock: Writer) -> Writer:

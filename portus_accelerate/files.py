@@ -17,7 +17,7 @@ from typing import Any, Final
 import portus
 from portus_accelerate import place
 from portus_accelerate.capture import Capture, capturing, verifying
-from portus_accelerate.newest import RANDOM, why_incomplete
+from portus_accelerate.newest import NUMBERED, RANDOM, why_incomplete
 from portus_accelerate.origin import note
 from portus_accelerate.settings import Settings
 
@@ -50,6 +50,8 @@ class CheckpointFiles:
         """Remove directories of automatic naming whose save was cut off, and that nobody else wrote
         into: scripts go on from the highest number, or begin anew where there is none."""
         for directory in place.numbered(above) if os.path.isdir(above) else ():
+            if not NUMBERED.fullmatch(os.path.basename(directory)):
+                continue
             if not why_incomplete(directory) or _others_in(directory):
                 continue
             self._files.wait_for(directory)  # another process may be at it

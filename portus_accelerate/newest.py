@@ -18,6 +18,9 @@ from portus_accelerate import place
 RANDOM: Final = "random_states_{}.pkl"
 """Accelerate's file of a process's random states, by its number. Every save has it."""
 
+NUMBERED: Final = re.compile(r"checkpoint_\d+")
+"""Of a checkpoint that Accelerate names by itself."""
+
 NAME: Final = re.compile(r"checkpoint-\d+")
 """Of a checkpoint of ``transformers.Trainer``."""
 

@@ -248,10 +248,15 @@ class Saver:
 
     def agreed(self, paths: list[str], is_good: Callable[[str], bool]) -> str | None:
         """The first of ``paths``, as the main process says them, that all processes find good."""
+        said = self._as_main_says(paths)
+        return next((path for path in said if all(gather_object([is_good(path)]))), None)
+
+    def _as_main_says(self, paths: list[str]) -> list[str]:
+        """Of all processes, who may see names come and go at other moments, the main one's."""
         said = [paths]
         if self._accelerator.num_processes > 1:
             broadcast_object_list(said)
-        return next((path for path in said[0] if all(gather_object([is_good(path)]))), None)
+        return said[0]
 
     def _into(self, stock: Callable[[str | None], Any], asked: str | None, directory: str) -> Any:
         """Have ``stock`` save, even if a save to this directory was cut off: Accelerate refuses a
@@ -435,6 +440,8 @@ class Saver:
         if os.path.isdir(above) and self.writes_files:
             self._files.prepare([above])
         candidates = place.numbered(above)[::-1] if os.path.isdir(above) else []
+        if self.writes_files:
+            candidates = self._as_main_says(candidates)
         for candidate in candidates[:-1]:
             if not self._has_all_processes(candidate):
                 _log.error(
