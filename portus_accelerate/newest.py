@@ -18,6 +18,14 @@ from portus_accelerate import place
 RANDOM: Final = "random_states_{}.pkl"
 """Accelerate's file of a process's random states, by its number. Every save has it."""
 
+_OF_STATES: Final = re.compile(
+    r"random_states_0\.pkl|scaler\.pt"
+    r"|(optimizer|scheduler|sampler|dl_state_dict|custom_checkpoint)(_\d+)?\.(bin|pkl)"
+)
+_ANY_RANDOM: Final = re.compile(r"random_states_\d+\.pkl")
+_WEIGHTS: Final = re.compile(r"(pytorch_)?model(_\d+)?\.(bin|safetensors)(\.index\.json)?")
+"""Files of a checkpoint of Accelerate."""
+
 NUMBERED: Final = re.compile(r"checkpoint_\d+")
 """Of a checkpoint that Accelerate names by itself."""
 
@@ -37,18 +45,20 @@ def install() -> None:
     module.get_last_checkpoint = last(module.get_last_checkpoint)
 
 
-def _has_random_states(directory: str) -> bool:
-    return os.path.exists(os.path.join(directory, RANDOM.format(0)))
+def _is_saved(directory: str) -> bool:
+    """True for what ``save_state`` makes visible last. Hooks write weights, too; and on a machine
+    of its own (``save_on_each_node``) process 0 is another one's."""
+    names = os.listdir(directory)
+    if any(map(_OF_STATES.fullmatch, names)):
+        return True
+    return any(map(_WEIGHTS.fullmatch, names)) and any(map(_ANY_RANDOM.fullmatch, names))
 
 
-def why_incomplete(directory: str, is_complete: Callable[[str], bool] = _has_random_states) -> str:
+def why_incomplete(directory: str, is_complete: Callable[[str], bool] = _is_saved) -> str:
     """Say why a directory is no checkpoint, with the one before it; empty if it may be one.
     is_complete: whether it has what a save makes visible last."""
     if not os.path.isdir(directory) or is_complete(directory):
         return ""
-    names = os.listdir(directory)
-    if any(os.path.isdir(os.path.join(directory, name)) for name in names if name[:1] != "."):
-        return ""  # of shards
     above = os.path.dirname(os.path.abspath(directory))
     beside = [os.path.join(above, name) for name in os.listdir(above) if name[:1] != "."]
     before = [path for path in beside if os.path.isdir(path) and is_complete(path)]

@@ -626,6 +626,29 @@ def test_a_save_that_was_cut_off_is_passed_over_and_refused_by_name(
     assert (cut_off / "mine.pt").read_text() == "a hook's"
 
 
+def test_what_hooks_wrote_makes_no_checkpoint_of_a_save_that_was_cut_off(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    cut_off = tmp_path / "ckpt"
+    (cut_off / "unet").mkdir(parents=True)
+    (cut_off / "unet" / "model.safetensors").write_bytes(b"of a hook")
+    (cut_off / "model.safetensors").write_bytes(b"of a hook")
+    with pytest.raises(portus.UsageError, match="never complete"):
+        scene.accelerator.load_state(str(cut_off))
+
+
+def test_a_directory_that_another_process_leads_is_loaded(tmp_path: Path) -> None:
+    """As on the second machine, where each has a directory of its own."""
+    scene = Scene(tmp_path)
+    scene.step()
+    then = scene.facts()
+    scene.accelerator.save_state(str(tmp_path / "ckpt"))
+    scene.wait()
+    (tmp_path / "ckpt/random_states_0.pkl").rename(tmp_path / "ckpt/random_states_4.pkl")
+    scene.step()
+    scene.accelerator.load_state(str(tmp_path / "ckpt"))
+    assert same(scene.facts(), then)
+
+
 @pytest.mark.long
 def test_on_a_host_a_run_from_another_working_directory_keeps_what_was_saved_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
