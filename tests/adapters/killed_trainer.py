@@ -10,6 +10,7 @@ training is a fork of this process, which imports what they need once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
+
+import portus_accelerate
 
 STEPS = 4
 _EVENTS = {"open", "os.mkdir", "os.link", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
@@ -41,14 +44,26 @@ class Moments:
     def see(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.is_on or event not in _EVENTS:
             return
-        names = [each for each in arguments if isinstance(each, str)]
-        if not any(name.startswith(self.root) for name in names):
+        if not self.is_below(event, arguments):
             return
         if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
             return
         self.count += 1
         if self.count == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def is_below(self, event: str, arguments: tuple[Any, ...]) -> bool:
+        """Whether it is below the root: by its path, or by an open directory."""
+        names = [each for each in arguments if isinstance(each, str)]
+        if any(name.startswith(self.root) for name in names):
+            return True
+        if event == "open":  # it is not told of the directory; others open by absolute paths
+            return not any(map(os.path.isabs, names))
+        for number in (each for each in arguments if isinstance(each, int)):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{number}").startswith(self.root):
+                    return True
+        return False
 
 
 def train(root: Path, resume: bool | str, moments: Moments | None = None) -> str:
@@ -75,7 +90,8 @@ def train(root: Path, resume: bool | str, moments: Moments | None = None) -> str
         save = trainer._save_checkpoint
 
         def watched(*positional: Any, **named: Any) -> None:
-            # On until the next save: most of a save is after the call.
+            # Until it is over: most of a save is after the call.
+            portus_accelerate.wait(trainer.accelerator)
             moments.is_on = trainer.state.global_step == moments.step
             save(*positional, **named)
 

@@ -424,10 +424,11 @@ def test_killed_at_any_moment_of_a_save_it_resumes_with_the_same_bits(
     tmp_path: Path, installed: Path, step: int
 ) -> None:
     program = str(SCRIPT.with_name("killed_trainer.py"))
-    command = [sys.executable, program, str(tmp_path), str(step), "5"]
+    count = int(os.environ.get("PORTUS_TEST_KILLS", "8"))
+    command = [sys.executable, program, str(tmp_path), str(step), str(count)]
     found = json.loads(said(command, installed, flag=True).splitlines()[-1])
-    assert found["moments"] > 15
-    assert len(found["same"]) == 5
+    assert found["moments"] > 40
+    assert len(found["same"]) == count
     assert all(found["same"].values()), found
 
 
