@@ -18,10 +18,9 @@ from portus_accelerate import place
 RANDOM: Final = "random_states_{}.pkl"
 """Accelerate's file of a process's random states, by its number. Every save has it."""
 
-_OF_STATES: Final = re.compile(
-    r"random_states_0\.pkl|scaler\.pt"
-    r"|(optimizer|scheduler|sampler|dl_state_dict|custom_checkpoint)(_\d+)?\.(bin|pkl)"
-)
+_OF_STATES: Final = re.compile(r"random_states_0\.pkl|(optimizer|scheduler)(_\d+)?\.bin")
+"""Files of a checkpoint of Accelerate that the process which leads writes, and no other one."""
+
 _ANY_RANDOM: Final = re.compile(r"random_states_\d+\.pkl")
 _WEIGHTS: Final = re.compile(r"(pytorch_)?model(_\d+)?\.(bin|safetensors)(\.index\.json)?")
 """Files of a checkpoint of Accelerate."""

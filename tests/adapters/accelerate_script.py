@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import os
 import signal
+import time
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ def main() -> None:
             if accelerator.gradient_state.end_of_dataloader:
                 progress.epoch, progress.done = progress.epoch + 1, 0
             accelerator.save_state()
+            if args.kill_after and accelerator.num_processes > 1 and progress.total == 1:
+                time.sleep(1)  # one checkpoint that all processes have finished
             if progress.total == args.kill_after:
                 os.kill(os.getpid(), signal.SIGKILL)
     accelerator.end_training()

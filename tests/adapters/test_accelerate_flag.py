@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import portus
 import portus_accelerate
 from portus.testing.hosting import serving, url
 from portus_accelerate import FLAG, autoload
@@ -177,12 +178,13 @@ def test_the_yaml_of_accelerate_launch_turns_it_on(
     stock: list[str], tmp_path: Path, installed: Path, flag: bool
 ) -> None:
     config = tmp_path / "config.yaml"
-    ours = f"pool: {tmp_path}/pools, model: yaml, materialize: none"
+    ours = "model: yaml"
     config.write_text(f"{YAML}portus_config: {{{ours}}}\n")
     launcher = (*LAUNCH, "--config_file", str(config))
     done = run(tmp_path, installed, "--limit", 2, launcher=launcher, flag=flag)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "pools/yaml.portus").exists()
+    newest = max(tmp_path.glob("checkpoints/*/model.safetensors"))
+    assert b'"yaml"' in (portus.read_note(newest) or b"")
     assert losses(tmp_path) == stock
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_10", "checkpoint_11"]
 

@@ -21,9 +21,9 @@ TRAIN = """
 import sys, torch, portus
 from portus.directory.publisher import Publisher
 begun, spares, begin = 0, 0, Publisher.begin
-def noted(own, *paths):
+def noted(own, *paths, **named):
     global begun, spares
-    draft = begin(own, *paths)
+    draft = begin(own, *paths, **named)
     begun, spares = begun + 1, spares + draft.files[0].is_spare
     return draft
 Publisher.begin = noted
