@@ -86,11 +86,13 @@ class PendingPaths:
         touched = _TOUCHED.get(event)
         if touched is None or self._thread.is_exempt or sys.is_finalizing():
             return
+        if process.is_opening():
+            return  # it waited before it took the lock
         try:
             awaited = touched(tickets, arguments)
         except (OSError, ValueError, TypeError, IndexError):
             return  # whoever asked for it hears what is wrong with it
-        if not awaited or calls.is_nested() or process.is_opening():
+        if not awaited or calls.is_nested():
             return
         for ticket in awaited:
             with contextlib.suppress(Exception):  # the save's own error is told elsewhere

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from portus.client.files.pending import PENDING, PendingPaths
+from portus.media import process
 from portus.media.process import Descriptor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
@@ -188,6 +189,24 @@ def test_a_save_may_close_files_while_portus_waits_for_its_path(tmp_path: Path) 
     opened = Descriptor(str(path), os.O_RDONLY)
     assert os.read(opened.number, 9) == b"whole"
     opened.close()
+
+
+def test_a_save_that_begins_as_portus_opens_its_path_is_not_awaited_with_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, really_open, waits = tmp_path / "step.pt", process._open, list[str]()
+    path.write_text("before")
+
+    def late(*arguments: Any) -> int:
+        ticket = PENDING.add(os.path.realpath(path), lambda: waits.append("with the lock"))
+        try:
+            return really_open(*arguments)
+        finally:
+            PENDING.remove(ticket)
+
+    monkeypatch.setattr(process, "_open", late)
+    Descriptor(str(path), os.O_RDONLY).close()
+    assert waits == []
 
 
 def test_a_load_waits_for_a_file_and_for_what_is_below_a_directory(late: Late) -> None:
