@@ -29,7 +29,8 @@ class CheckpointFiles:
         self, settings: Settings, run_of: Callable[[str], portus.Run], *, is_writer: bool
     ) -> None:
         """is_writer: false in a process that saves its random states alone."""
-        self._settings: Final = settings if is_writer else replace(settings, journal=False)
+        alone = replace(settings, journal=False, mirror="none")  # one process sees to all files
+        self._settings: Final = settings if is_writer else alone
         self._run_of: Final = run_of
         self._is_writer: Final = is_writer
         self._made: portus.TrainingFiles | None = None
@@ -60,6 +61,14 @@ class CheckpointFiles:
                     for name in os.listdir(directory):
                         os.unlink(os.path.join(directory, name))
                     os.rmdir(directory)
+
+    def fetch(self, directory: str) -> None:
+        """If this machine has nothing of the run that saves ``directory``, fetch what its mirror
+        has. On the process that leads. Raises as ``portus.TrainingFiles.fetch``."""
+        if self._is_writer:
+            run = self._run_of(directory)
+            assert run.links is not None
+            self._files.fetch(run.name, run.links, os.path.dirname(directory))
 
     def save(
         self,
@@ -120,7 +129,7 @@ class CheckpointFiles:
     def _files(self) -> portus.TrainingFiles:
         """Raises ``UsageError`` for settings that only pools have."""
         if self._made is None:
-            self._made = portus.TrainingFiles(self._settings)
+            self._made = portus.TrainingFiles(self._settings, of_directories=True)
         return self._made
 
     def _begin(self, directory: str) -> None:

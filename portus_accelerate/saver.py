@@ -143,10 +143,11 @@ class Saver:
 
     @property
     def writes_files(self) -> bool:
-        """False if checkpoints go to a pool: on a device or a storage host, or sharded ones."""
+        """False if checkpoints go to a pool: on a device or a storage host, or mirrored to such a
+        host; or sharded ones."""
         named = self._settings.pool or portus.Place.by_variable()
         is_pool = named is not None and not named.is_directory
-        return not is_pool and not self._settings.has_mirror and not self._is_sharded()
+        return not is_pool and self._settings.can_mirror_files and not self._is_sharded()
 
     def cadence(self) -> portus.Cadence:
         """When the loop of the script saves, from the first call on."""
@@ -753,6 +754,9 @@ class Saver:
             return stock(directory)
         directory = os.path.abspath(directory)
         if self.writes_files and not has_references(directory):
+            self._accelerator.wait_for_everyone()  # all have looked, before anybody fetches it
+            if not os.path.exists(directory):
+                self._fetch(directory)
             return self._files.load(stock, directory)
         self._settings.allow_mirror()
         is_here = os.path.exists(directory)
@@ -774,9 +778,12 @@ class Saver:
         pool."""
         if not self._settings.has_mirror:
             return
+        directory = os.path.join(os.path.abspath(output), "checkpoint-0")
         try:
-            if self._peers.is_writer and self._checkpointer is None:
-                run = self._run_of(os.path.join(os.path.abspath(output), "checkpoint-0"))
+            if self.writes_files:
+                self._files.fetch(directory)
+            elif self._peers.is_writer and self._checkpointer is None:
+                run = self._run_of(directory)
                 try:
                     run.use(lambda checkpointer: put_back(checkpointer, output))
                 finally:
@@ -790,7 +797,9 @@ class Saver:
         if not self._settings.has_mirror:
             return
         try:
-            if self._is_sharded():
+            if self.writes_files:
+                self._files.fetch(directory)
+            elif self._is_sharded():
                 self._open_shards(directory)
             elif self._peers.is_writer and self._checkpointer is None:
                 run = self._run_of(directory)

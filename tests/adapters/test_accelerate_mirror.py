@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 
+import portus
 import portus_accelerate
 
 
@@ -56,25 +58,37 @@ def test_a_run_whose_machine_was_lost_goes_on_from_the_mirror(
     accelerator.end_training()
 
 
-def test_a_state_that_is_damaged_here_is_taken_from_the_mirror(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_the_mirror_has_the_files_of_a_checkpoint_whole_under_their_own_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, mirror = tmp_path / "run", tmp_path / "bucket"
+    run.mkdir()
+    monkeypatch.chdir(run)
+    accelerator, model = started(run, f"file://{mirror}", named=False)
+    accelerator.save_state()
+    accelerator.end_training()
+    [there] = mirror.glob("*/files/checkpoints/checkpoint_0")
+    here = run / "checkpoints" / "checkpoint_0"
+    for path in here.iterdir():
+        assert (there / path.name).read_bytes() == path.read_bytes()
+    weights = safetensors.torch.load_file(there / "model.safetensors")
+    assert torch.equal(weights["weight"], model.weight)
+
+
+def test_a_checkpoint_that_is_damaged_here_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, mirror = tmp_path / "run", f"file://{tmp_path}/bucket"
     run.mkdir()
     monkeypatch.chdir(run)
     accelerator, model = started(run, mirror, named=True)
-    with torch.no_grad():
-        model.weight.copy_(torch.arange(1200.0).reshape(40, 30))
-    content = model.weight.detach().numpy().tobytes()
     accelerator.save_state(str(run / "step_1"))
     accelerator.end_training()
-    [pool] = (path for path in run.rglob("*.portus") if path.is_file())
-    data = pool.read_bytes()
-    at = data.rindex(content)
-    pool.write_bytes(data[:at] + b"damage" + data[at + 6 :])
+    path = run / "step_1" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
     accelerator, model = started(run, mirror, named=True)
-    with caplog.at_level("ERROR", "portus"):
+    with pytest.raises(portus.CorruptionError, match=r"model\.safetensors"):
         accelerator.load_state(str(run / "step_1"))
-    assert model.weight.detach().numpy().tobytes() == content
-    assert "is taken from the mirror file://" in caplog.text
     accelerator.end_training()

@@ -74,9 +74,11 @@ class MirroredFiles:
         this machine."""
         return self._mirror.claim(who, run, 0)
 
-    def put(self, path: str, number: int, step: int, stop: Stop, *, term: int | None = None) -> int:
-        """Upload the open file ``number`` as the one at ``path``; its bytes. When this returns, it
-        counts. term: in which it was saved, if not in this one.
+    def upload(
+        self, path: str, number: int, step: int, stop: Stop, *, term: int | None = None
+    ) -> Filed:
+        """Upload the open file ``number`` as the one at ``path``; what ``count`` is to say of it.
+        term: in which it was saved, if not in this one.
 
         Raises ``SupersededError``; ``StoppedError`` within a piece after ``stop`` is set;
         ``StaleError`` if the file was written to meanwhile.
@@ -100,7 +102,7 @@ class MirroredFiles:
             raise StaleError(f"{printable(path)}: it was written to while it was mirrored")
         line = f"{hasher.hexdigest()}  {os.path.basename(name)}\n"
         self._store.put(self._prefix + name + DIGEST_SUFFIX, [line.encode()])
-        filed = Filed(
+        return Filed(
             path=path,
             name=name,
             digest=hasher.digest(),
@@ -109,10 +111,18 @@ class MirroredFiles:
             time_ns=before.st_mtime_ns,
             term=self.state.term if term is None else term,
         )
-        self._mirror.note([filed])
-        if replaced is not None and not replaced.link:
-            self._sweep_away(replaced.name)
-        return size
+
+    def count(self, files: Sequence[Filed], gone: Sequence[str] = ()) -> None:
+        """From now on uploaded files count, those of one entry of the log together; and the files
+        at ``gone`` do not any more."""
+        replaced = [self.state.file(each.path) for each in files]
+        replaced += [self.state.file(path) for path in gone]
+        facts = [*files, *map(Unfiled, gone)]
+        for start in range(0, len(facts), FACTS_MAX):
+            self._mirror.note(facts[start : start + FACTS_MAX])
+        for each in replaced:
+            if each is not None and not each.link:
+                self._sweep_away(each.name)
 
     def link(self, path: str, target: str) -> None:
         """Say that the link at ``path`` leads to ``target``, which is relative to it."""

@@ -42,7 +42,9 @@ def files(store: FileStore) -> MirroredFiles:
 def put(files: MirroredFiles, path: Path, name: str | None = None, stop: Stop | None = None) -> int:
     number = os.open(path, os.O_RDONLY)
     try:
-        return files.put(name or path.name, number, 7, stop or Stop())
+        filed = files.upload(name or path.name, number, 7, stop or Stop())
+        files.count([filed])
+        return filed.size
     finally:
         os.close(number)
 

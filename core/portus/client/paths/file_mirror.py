@@ -1,6 +1,7 @@
 """``DirectoryMirror``: the files of one run are copied to a store, behind training, newest first.
 
-Each committed file is uploaded whole, under its own name. What the run removes is removed there
+Each committed file is uploaded whole, under its own name. A checkpoint that is a directory counts
+once all its files are there, by one entry of the log. What the run removes is removed there
 too, once nothing newer waits to be uploaded: so the store is never without the newest checkpoint
 that it had. A machine that has nothing of the run fetches the files before it looks for the one to
 go on from.
@@ -12,6 +13,7 @@ is in the store still: after a kill it is removed there, too.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import stat
@@ -25,7 +27,9 @@ import msgspec
 from portus.client.files.pending import PENDING
 from portus.client.loading.checkpoint_file import has_digests
 from portus.client.paths.draft import make_directory, new_publisher
+from portus.directory.folder import FOLDER
 from portus.directory.links import replace_link
+from portus.directory.waiting import wait_for_drafts
 from portus.errors import (
     CorruptionError,
     MediumError,
@@ -48,6 +52,9 @@ _log: Final = logging.getLogger("portus")
 
 _NOTE: Final = "mirror.json"
 
+_DRAFTS_S: Final = 60.0
+"""The longest that an upload waits for files of other processes in the same directory."""
+
 
 class _Note(msgspec.Struct):
     """``run``: 32 hex digits, of this run on this machine. ``gone``: paths of files that the run
@@ -58,16 +65,35 @@ class _Note(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class _Committed:
-    """A file to be uploaded. ``identity``: what tells that it is the same still. ``term``: in which
-    it was saved; None for this one."""
+class _File:
+    """A file to be uploaded. ``identity``: what tells that it is the same still."""
 
     path: str
-    step: int
     identity: tuple[int, ...]
     time_ns: int
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Committed:
+    """A checkpoint to be uploaded: a file, or a directory. ``files``: all that is in it now.
+    ``term``: in which it was saved; None for this one."""
+
+    path: str
+    step: int
+    files: tuple[_File, ...]
+    is_directory: bool
     term: int | None = None
+
+    @property
+    def newest(self) -> _File:
+        """The file that was written last."""
+        return max(self.files, key=lambda each: each.time_ns)
+
+    @property
+    def time_ns(self) -> int:
+        """When it was written."""
+        return self.newest.time_ns
 
 
 class DirectoryMirror(Behind):
@@ -82,15 +108,18 @@ class DirectoryMirror(Behind):
         checkpoints: str,
         home: str,
         wait_s: float,
+        of_directories: bool = False,
     ) -> None:
         """Asks nobody. root: the directory, absolute, that names in the store are relative to, and
         below which all is mirrored. checkpoints: a directory there, in which others may have left
-        checkpoints. home: of the note, made when that is written. Raises ``UsageError``."""
+        checkpoints: files, or else ``of_directories``. home: of the note, made when that is
+        written. Raises ``UsageError``."""
         store = open_file_store(address)
         super().__init__(store, str(address), model, wait_s=wait_s)
         self._place: Final = address
         self._directory: Final = root
         self._checkpoints: Final = checkpoints
+        self._of_directories: Final = of_directories
         self._note_path: Final = os.path.join(home, _NOTE)
         self._mirror: Final = MirroredFiles(store, model, str(address))
         self._guard: Final = threading.RLock()
@@ -161,7 +190,7 @@ class DirectoryMirror(Behind):
     # While it saves. On the worker, as a rule.
 
     def committed(self, path: str, step: int) -> None:
-        """The file at ``path``, absolute, was committed."""
+        """The checkpoint at ``path``, absolute, was committed: a file or a directory."""
         name = self._name_of(path)
         with PENDING.exempt(), self._guard:
             if name is None:
@@ -169,11 +198,12 @@ class DirectoryMirror(Behind):
             self._step_of[name] = step
             self._forget_removal(name)
             self._links.discard(name)
-            found = _committed(path, name, step)
+            found = self._read(name, step)
             if found is not None and found.time_ns <= self._newest_ns:
+                newest = os.path.join(self._directory, found.newest.path)
                 with contextlib.suppress(OSError):  # a coarse clock, or one that was set back
-                    os.utime(path, ns=(self._newest_ns + 1,) * 2)
-                found = _committed(path, name, step)
+                    os.utime(newest, ns=(self._newest_ns + 1,) * 2)
+                found = self._read(name, step)
             if found is not None:
                 self._newest_ns = max(self._newest_ns, found.time_ns)
                 self._waiting.pop(name, None)
@@ -191,16 +221,19 @@ class DirectoryMirror(Behind):
             self.wake()
 
     def removing(self, path: str) -> None:
-        """The file at ``path`` is about to be removed by the run. Raises nothing."""
+        """What is at ``path`` is about to be removed by the run. Raises nothing."""
         name = self._name_of(path)
         if name is None:
             return
         with PENDING.exempt(), self._guard:
             self._waiting.pop(name, None)
             self._links.discard(name)
-            is_there = self._mirror.state.file(name) is not None or name == self._uploaded
-            if is_there and name not in self._note.gone:
-                self._note.gone.append(name)
+            there = [each.path for each in self._mirror.state.files if _is_in(each.path, name)]
+            if name == self._uploaded:
+                there.append(name)
+            fresh = [each for each in there if each not in self._note.gone]
+            if fresh:
+                self._note.gone += fresh
                 self._write_note()
         self.wake()
 
@@ -224,7 +257,7 @@ class DirectoryMirror(Behind):
         super().close()
 
     def unmirrored(self) -> list[str]:
-        """The paths of the files that are not mirrored."""
+        """The paths of the checkpoints that are not mirrored."""
         with self._guard:
             return list(self._waiting)
 
@@ -233,8 +266,8 @@ class DirectoryMirror(Behind):
         if not left:
             return ""
         return (
-            f"{len(left)} files of {printable(self._directory)} are not in {self.address}, the "
-            f"newest {printable(left[-1])}"
+            f"{len(left)} checkpoints of {printable(self._directory)} are not in {self.address}, "
+            f"the newest {printable(left[-1])}"
         )
 
     # The thread.
@@ -243,38 +276,67 @@ class DirectoryMirror(Behind):
         with PENDING.exempt():
             if not self._mirror.is_claimed:
                 self._claim()
-            while (file := self._next()) is not None:
-                self._upload(file)
+            while (found := self._next()) is not None:
+                self._upload(found)
             self._say_links()
             self._remove_gone()
 
     def _next(self) -> _Committed | None:
-        """The newest file that waits."""
+        """The newest checkpoint that waits."""
         with self._guard:
             newest = max(self._waiting.values(), key=lambda each: each.time_ns, default=None)
             self._uploaded = newest.path if newest is not None else ""
             return newest
 
-    def _upload(self, file: _Committed) -> None:
-        path = os.path.join(self._directory, file.path)
-        try:
-            with contextlib.closing(Descriptor(path, os.O_RDONLY)) as opened:
-                if _identity(os.fstat(opened.number)) == file.identity:
-                    with self._uploading() as stop:
-                        self._mirror.put(file.path, opened.number, file.step, stop, term=file.term)
-                    self._has_copied, self._is_behind = True, False
-                    self._mirrored_ns = max(self._mirrored_ns, file.time_ns)
-        except OSError as error:
-            if isinstance(error, PortusError):
-                raise
-            if not isinstance(error, FileNotFoundError):  # else it was removed, or moved away
-                self._is_behind = True
-                _log.warning(
-                    "portus: %s is not mirrored: %s", printable(path), error.strerror or error
-                )
+    def _upload(self, committed: _Committed) -> None:
+        found: _Committed | None = committed
+        if committed.is_directory:  # others may have put files there meanwhile
+            wait_for_drafts(os.path.realpath(self._path_of(committed.path)), timeout_s=_DRAFTS_S)
+            found = self._read(committed.path, committed.step)
+        if found is not None:
+            filed = self._sent(replace(found, term=committed.term))
+            if filed is not None:
+                below = [each.path for each in found.files] if found.is_directory else []
+                gone = [
+                    each.path
+                    for each in self._mirror.state.files
+                    if below and _is_in(each.path, found.path) and each.path not in below
+                ]
+                if filed or gone:
+                    self._mirror.count(filed, gone)
+                self._has_copied, self._is_behind = True, False
+                self._mirrored_ns = max(self._mirrored_ns, found.time_ns)
         with self._guard:
-            if self._waiting.get(file.path) == file:
-                del self._waiting[file.path]
+            if self._waiting.get(committed.path) == committed:
+                del self._waiting[committed.path]
+
+    def _sent(self, found: _Committed) -> list[Filed] | None:
+        """Upload what the store has not; None if a file is another one now, or cannot be read."""
+        filed = []
+        for file in found.files:
+            if found.is_directory and _is_same(file, self._mirror.state.file(file.path)):
+                continue
+            path = self._path_of(file.path)
+            try:
+                with contextlib.closing(Descriptor(path, os.O_RDONLY)) as opened:
+                    if _identity(os.fstat(opened.number)) != file.identity:
+                        return None
+                    with self._uploading() as stop:
+                        filed.append(
+                            self._mirror.upload(
+                                file.path, opened.number, found.step, stop, term=found.term
+                            )
+                        )
+            except OSError as error:
+                if isinstance(error, PortusError):
+                    raise
+                if not isinstance(error, FileNotFoundError):  # else it was removed, or moved away
+                    self._is_behind = True
+                    _log.warning(
+                        "portus: %s is not mirrored: %s", printable(path), error.strerror or error
+                    )
+                return None
+        return filed
 
     def _say_links(self) -> None:
         with self._guard:
@@ -293,8 +355,9 @@ class DirectoryMirror(Behind):
             gone = list(self._note.gone)
         if not gone or self._is_behind:
             return
+        there = [each.path for each in self._mirror.state.files]
         try:
-            self._mirror.remove(gone)
+            self._mirror.remove([path for path in there if any(_is_in(path, each) for each in gone)])
         except UsageError as error:  # no right to delete; they do not count any more
             self._say(error)
         with self._guard:
@@ -322,13 +385,14 @@ class DirectoryMirror(Behind):
         """Note what is in the directory and not in the store: a process that was killed did not
         come to it."""
         newest = self._mirror.state.newest_file
-        for path in self._images():
+        for path in self._checkpoints_here():
             name = os.path.relpath(path, self._directory)
-            found = _committed(path, name, self._step_of.get(name, 0))
+            found = self._read(name, self._step_of.get(name, 0))
             with self._guard:
                 if found is None or name in self._waiting:
                     continue
-                if _is_same(found, self._mirror.state.file(name)):  # asked last: it was waiting
+                # Asked last: it was waiting.
+                if all(_is_same(each, self._mirror.state.file(each.path)) for each in found.files):
                     continue
                 is_old = newest is not None and found.time_ns < newest.time_ns
                 term = newest.term if newest is not None and is_old else None
@@ -368,13 +432,18 @@ class DirectoryMirror(Behind):
     def _missing(self, state: State) -> list[Filed]:
         """What is not here, oldest first."""
         files = [each for each in state.files if not each.link and not self._has(each)]
-        return sorted(files, key=lambda each: (each.term, each.time_ns))
+        newest: dict[str, tuple[int, int]] = {}
+        for each in files:
+            of = self._checkpoint_of(each)
+            newest[of] = max(newest.get(of, (0, 0)), (each.term, each.time_ns))
+        return sorted(files, key=lambda each: (newest[of := self._checkpoint_of(each)], of))
 
     def _fetch_all(self, state: State) -> int:
         """Oldest first: whoever is killed in it finds the newest missing, and goes on."""
         files = self._missing(state)
         if not files:
             return 0
+        together = [list(each) for _, each in itertools.groupby(files, self._checkpoint_of)]
         total = sum(each.size for each in files)
         _log.warning(
             "portus: %s: %d files of run %r, %d bytes, are fetched from %s",
@@ -393,13 +462,13 @@ class DirectoryMirror(Behind):
                 if show is not None:
                     show(sent[0] >> 20, max(1, total >> 20), " MiB")
 
-            for each in files:
+            for part in together:
                 try:
-                    self._fetch(each, advanced)
-                    done += 1
+                    self._fetch(part, advanced)
+                    done += len(part)
                 except CorruptionError as error:
                     failure = error
-                    _log.error("portus: a file is not fetched: %s", error)
+                    _log.error("portus: a checkpoint is not fetched: %s", error)
         if failure is not None and not done:
             raise failure
         for each in state.files:
@@ -409,31 +478,61 @@ class DirectoryMirror(Behind):
                     replace_link(path, os.path.join(os.path.dirname(path), each.link))
         return done
 
-    def _fetch(self, said: Filed, advanced: Callable[[int], None]) -> None:
-        path = os.path.realpath(os.path.join(self._directory, said.path))
-        make_directory(os.path.dirname(path))
+    def _checkpoint_of(self, said: Filed) -> str:
+        """The directory of a checkpoint that a file is in; of one that is a file, its path."""
+        return os.path.dirname(said.path) if self._of_directories else said.path
+
+    def _fetch(self, files: list[Filed], advanced: Callable[[int], None]) -> None:
+        """Those of one directory become visible together."""
+        paths = [os.path.realpath(self._path_of(each.path)) for each in files]
+        make_directory(os.path.dirname(paths[0]))
         publisher = new_publisher()
         try:
-            draft = publisher.begin(path)
+            draft = publisher.begin(*paths, base=self._base_for(paths[0]))
             try:
-                number = draft.files[0].file.number
-                self._mirror.fetch(said, number, advanced)
-                with contextlib.suppress(OSError):
-                    os.utime(number, ns=(said.time_ns, said.time_ns))
-                _sync(number, path)
+                for each, path, file in zip(files, paths, draft.files, strict=True):
+                    number = file.file.number
+                    self._mirror.fetch(each, number, advanced)
+                    with contextlib.suppress(OSError):
+                        os.utime(number, ns=(each.time_ns, each.time_ns))
+                    _sync(number, path)
                 draft.publish()
             finally:
                 draft.abandon()
         finally:
             publisher.close()
 
+    def _base_for(self, path: str) -> str | None:
+        """The directory of the run, for what is not to be seen among its checkpoints."""
+        base = os.path.realpath(self._directory)
+        is_below = os.path.commonpath([base, path]) == base
+        is_same = is_below and os.stat(base).st_dev == os.stat(os.path.dirname(path)).st_dev
+        return base if is_same else None
+
     # The directory.
 
+    def _checkpoints_here(self) -> Iterator[str]:
+        """The checkpoints of Portus where there may be some: files, or directories of files."""
+        if not self._of_directories:
+            yield from self._images()
+            return
+        for path in sorted({os.path.dirname(each) for each in self._images()}):
+            if path != os.path.normpath(self._checkpoints):
+                yield path
+
     def _images(self) -> Iterator[str]:
-        """The checkpoint files of Portus where there may be some."""
+        """The files of Portus where there may be some."""
         there = {os.path.dirname(each.path) for each in self._mirror.state.files}
-        found = {os.path.normpath(os.path.join(self._directory, each)) for each in there}
-        for directory in sorted({*found, os.path.normpath(self._checkpoints)}):
+        found = {os.path.normpath(self._path_of(each)) for each in there}
+        found.add(os.path.normpath(self._checkpoints))
+        if self._of_directories:
+            with contextlib.suppress(OSError), os.scandir(self._checkpoints) as entries:
+                found |= {
+                    each.path
+                    for each in entries
+                    if each.name != FOLDER and each.is_dir(follow_symlinks=False)
+                }
+        for directory in sorted(found):
             with contextlib.suppress(OSError), os.scandir(directory) as entries:
                 for each in entries:
                     if not each.is_file(follow_symlinks=False):
@@ -441,6 +540,31 @@ class DirectoryMirror(Behind):
                     with contextlib.suppress(PortusError):
                         if has_digests(each.path):
                             yield each.path
+
+    def _path_of(self, name: str) -> str:
+        return os.path.join(self._directory, name)
+
+    def _read(self, name: str, step: int) -> _Committed | None:
+        """What a checkpoint is made of now; None if it was removed again."""
+        path, is_directory = self._path_of(name), False
+        found = [(name, path)]
+        if os.path.isdir(path) and not os.path.islink(path):
+            is_directory, found = True, []
+            for where, folders, names in os.walk(path):
+                folders[:] = [each for each in folders if each != FOLDER]
+                for each in names:
+                    whole = os.path.join(where, each)
+                    said = self._name_of(whole)
+                    if said is not None:
+                        found.append((said, whole))
+        files = []
+        for said, whole in found:
+            with contextlib.suppress(OSError):  # it was removed again
+                status = os.stat(whole, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    size, time_ns = status.st_size, status.st_mtime_ns
+                    files.append(_File(said, _identity(status), time_ns, size))
+        return _Committed(name, step, tuple(files), is_directory) if files else None
 
     def _name_of(self, path: str) -> str | None:
         """What a file is called in the store; None for one elsewhere, or whose name is no text."""
@@ -450,8 +574,9 @@ class DirectoryMirror(Behind):
         return name.replace(os.sep, "/")
 
     def _forget_removal(self, name: str) -> None:
-        if name in self._note.gone:
-            self._note.gone.remove(name)
+        left = [each for each in self._note.gone if not _is_in(each, name)]
+        if len(left) < len(self._note.gone):
+            self._note.gone = left
             self._write_note()
 
     def _write_note(self) -> None:
@@ -479,21 +604,15 @@ def _read_note(path: str) -> _Note:
     return _Note(os.urandom(16).hex())
 
 
-def _committed(path: str, name: str, step: int) -> _Committed | None:
-    try:
-        status = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return None  # it was removed again
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    return _Committed(name, step, _identity(status), status.st_mtime_ns, status.st_size)
-
-
 def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _is_same(file: _Committed, said: Filed | None) -> bool:
+def _is_in(path: str, above: str) -> bool:
+    return path == above or path.startswith(f"{above}/")
+
+
+def _is_same(file: _File, said: Filed | None) -> bool:
     return said is not None and (said.size, said.time_ns) == (file.size, file.time_ns)
 
 

@@ -42,10 +42,11 @@ class TrainingFiles:
 
     A forked child has no part in what its parent has in flight, and has savers of its own.
 
-    settings: how to save. Raises ``UsageError`` for what only pools have.
+    settings: how to save. of_directories: checkpoints are directories. Raises ``UsageError`` for
+    what only pools have.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, of_directories: bool = False) -> None:
         if settings.max_bytes is not None:
             raise UsageError(
                 "max_bytes: checkpoints are files, which have no largest size together; "
@@ -54,6 +55,7 @@ class TrainingFiles:
         if settings.durable != 1:
             raise UsageError("durable: checkpoints are files; only storage hosts have copies")
         self._settings: Final = settings
+        self._of_directories: Final = of_directories
         self._base: str | None = None
         self._journal_at: tuple[str, str] | None = None
         self._journal: FileJournal | None = None
@@ -303,6 +305,7 @@ class TrainingFiles:
                 checkpoints=checkpoints,
                 home=_journal_of(name, place),
                 wait_s=self._settings.mirror_wait,
+                of_directories=self._of_directories,
             )
         return self._mirror
 

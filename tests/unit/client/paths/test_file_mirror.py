@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -17,6 +18,7 @@ import portus
 from portus.client.job.settings import Settings
 from portus.client.paths import file_mirror, process
 from portus.client.paths.training_files import TrainingFiles
+from portus.directory.publisher import Publisher
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
 from portus.mirror.address import parse
 from portus.mirror.files import MirroredFiles
@@ -416,7 +418,7 @@ def test_a_store_that_does_not_come_back_is_waited_for_no_longer_than_said(
     bucket.error = TransportError("no answer")
     run.save("1.ckpt", 1).wait()
     run.files.close()
-    assert "1 files of" in caplog.text
+    assert "1 checkpoints of" in caplog.text
     assert "the newest ckpt/1.ckpt" in caplog.text
 
 
@@ -533,6 +535,113 @@ def test_the_lag_is_the_age_of_the_newest_that_is_there(bucket: Bucket, tmp_path
     run.files.close()
     assert second.stats.mirror_lag_s is not None
     assert second.stats.mirror_lag_s > 0
+
+
+class Directories(Run):
+    """A training whose checkpoints are directories of files: ``root/ckpt/<name>``."""
+
+    def __init__(self, bucket: Bucket, root: Path, *, wait: float = 60.0) -> None:
+        super().__init__(bucket, root, wait=wait)
+        settings = Settings(mirror=bucket.address, mirror_wait=wait)
+        self.files = TrainingFiles(settings, of_directories=True)
+
+    def save(self, name: str, step: int, size: int = 100) -> portus.SaveHandle:
+        whole = os.path.join(self.checkpoints, name)
+        os.makedirs(whole, exist_ok=True)
+        with contextlib.suppress(FileExistsError), open(f"{whole}/config.json", "x") as file:
+            file.write(name)
+        tensors = {"w": torch.full((size,), float(step))}
+        files = {"model.safetensors": portus.Safetensors(tensors), "rest.bin": {"step": step}}
+        return self.files.save_directory(whole, files, step)
+
+
+def mirrored(bucket: Bucket) -> set[str]:
+    """The paths of the files that count."""
+    state = MirroredFiles(bucket.behind, "run", "bucket").read()
+    return {each.path for each in state.files}
+
+
+PARTS = ("config.json", "model.safetensors", "rest.bin")
+
+
+def parts(*names: str) -> set[str]:
+    return {f"ckpt/{name}/{part}" for name in names for part in PARTS}
+
+
+def test_a_directory_counts_once_all_its_files_are_there(bucket: Bucket, tmp_path: Path) -> None:
+    run = Directories(bucket, tmp_path / "run").begin()
+    bucket.gate.clear()
+    run.save("a", 1).wait()
+    assert bucket.begun.wait(30)
+    assert mirrored(bucket) == set()
+    bucket.gate.set()
+    run.save("b", 2).wait()
+    run.files.close()
+    assert mirrored(bucket) == parts("a", "b")
+    entries = list(bucket.behind.list("run/log/"))
+    assert len(entries) <= 4, "one entry for each directory, however many files it has"
+
+
+def test_a_machine_that_lost_all_its_directories_has_them_again_each_as_a_whole(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Directories(bucket, tmp_path / "run").begin()
+    for step in (1, 2):
+        run.save(f"s{step}", step).wait()
+    run.remove("s1")
+    run.files.close()
+    before = {
+        path.name: path.read_bytes() for path in (tmp_path / "run" / "ckpt" / "s2").iterdir()
+    }
+    shutil.rmtree(tmp_path / "run")
+    seen: list[list[str]] = []
+    publish = Publisher.publish
+
+    def noted(self: Any, draft: Any, turn: Any = None) -> None:
+        seen.append([each.name for each in draft.files])
+        publish(self, draft, turn)
+
+    monkeypatch.setattr(Publisher, "publish", noted)
+    again = Directories(bucket, tmp_path / "run").fetch()
+    found = {path.name: path.read_bytes() for path in (tmp_path / "run" / "ckpt" / "s2").iterdir()}
+    assert found == before
+    assert [sorted(each) for each in seen] == [sorted(PARTS)], "all in one publication"
+    assert set(os.listdir(tmp_path / "run" / "ckpt")) - {".portus"} == {"s2"}
+    again.files.close()
+
+
+def test_a_directory_that_is_removed_goes_there_too_and_one_that_was_left_comes(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Directories(bucket, tmp_path / "run").begin()
+    bucket.gate.clear()
+    run.save("s1", 1).wait()
+    assert bucket.begun.wait(30)
+    run.remove("s1")
+    run.save("s2", 2).wait()
+    bucket.gate.set()
+    run.files.close()
+    assert mirrored(bucket) == parts("s2")
+    bucket.error = TransportError("no answer")
+    dead = Directories(bucket, tmp_path / "run", wait=0.0).begin()
+    dead.save("s3", 3).wait()
+    dead.kill()
+    bucket.error = None
+    next_run = Directories(bucket, tmp_path / "run").begin()
+    next_run.files.close()
+    assert mirrored(bucket) == parts("s2", "s3")
+
+
+def test_files_that_come_later_to_a_directory_are_mirrored_with_the_next(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Directories(bucket, tmp_path / "run").begin()
+    run.save("s1", 1).wait()
+    until(lambda: mirrored(bucket) == parts("s1"))
+    (tmp_path / "run" / "ckpt" / "s1" / "late.txt").write_text("late")
+    run.save("s2", 2).wait()
+    run.files.close()
+    assert "ckpt/s1/late.txt" in mirrored(bucket)
 
 
 def test_the_directory_of_a_checkpointer_has_a_mirror_with_the_same_files(
