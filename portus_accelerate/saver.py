@@ -100,6 +100,7 @@ class Saver:
         """Checkpoints that not all processes had saved."""
         if self.is_on():
             if self.writes_files:
+                self._fetch_named()
                 self._files.prepare(place.roots(accelerator.project_dir))
             self._cut_off.mend_all()  # of pools; whether this run is sharded may be known later
             if not self.writes_files and (self._peers.is_writer or self._is_sharded()):
@@ -790,6 +791,14 @@ class Saver:
                     run.close()
         finally:
             self._accelerator.wait_for_everyone()
+
+    def _fetch_named(self) -> None:
+        """Before a script looks for checkpoints of automatic naming: fetch them, if they are not
+        here."""
+        project = self._accelerator.project_configuration
+        if project.automatic_checkpoint_naming and self._accelerator.project_dir is not None:
+            above = os.path.join(os.path.abspath(self._accelerator.project_dir), "checkpoints")
+            self._fetch(os.path.join(above, "checkpoint_0"))
 
     def _fetch(self, directory: str) -> None:
         """The checkpoint ``directory`` is not here: fetch what a run without a pool has in its

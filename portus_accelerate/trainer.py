@@ -8,7 +8,7 @@ saves, ``load_best_model_at_end``, pushes to a hub. Old checkpoints go after the
 
 A checkpoint that was cut off holds small files alone, and is passed over.
 
-With a pool (a device, a storage host, a mirror, shards) weights are Trainer's own, the rest are
+With a pool (a device, a storage host, shards) weights are Trainer's own, the rest are
 references into the pool, and what was cut off is put aside when training starts.
 """
 

@@ -162,6 +162,28 @@ def test_two_processes_killed_in_a_save_and_resumed(
         assert_same(losses(tmp_path / "on", rank), losses(tmp_path / "stock", rank))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_whose_machine_was_lost_goes_on_from_the_mirror(
+    tmp_path: Path, installed: Path, processes: int
+) -> None:
+    whole(tmp_path / "stock", processes=processes)
+    root, mirror = tmp_path / "on", f"file://{tmp_path}/bucket"
+    how: Any = {"launcher": TWO if processes > 1 else (), "flag": True, "PORTUS_MIRROR": mirror}
+    first = run(root, installed, "--epochs", 1, **how)
+    assert first.returncode == 0, first.stderr
+    name, steps = f"checkpoint_{6 // processes - 1}", 6 // processes
+    newest = {path.name for path in (root / "checkpoints" / name).iterdir()}
+    assert f"random_states_{processes - 1}.pkl" in newest
+    shutil.rmtree(root)
+    done = run(root, installed, **how)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (root / "checkpoints" / name).iterdir()} == newest
+    for rank in range(processes):
+        expected = losses(tmp_path / "stock", rank)
+        assert losses(root, rank) == expected[steps:], "from the second epoch on, the same bits"
+
+
 YAML = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: 'NO'

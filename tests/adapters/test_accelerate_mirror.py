@@ -81,14 +81,14 @@ def test_a_checkpoint_that_is_damaged_here_is_not_loaded(
     run, mirror = tmp_path / "run", f"file://{tmp_path}/bucket"
     run.mkdir()
     monkeypatch.chdir(run)
-    accelerator, model = started(run, mirror, named=True)
+    accelerator, _ = started(run, mirror, named=True)
     accelerator.save_state(str(run / "step_1"))
     accelerator.end_training()
     path = run / "step_1" / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
-    accelerator, model = started(run, mirror, named=True)
+    accelerator, _ = started(run, mirror, named=True)
     with pytest.raises(portus.CorruptionError, match=r"model\.safetensors"):
         accelerator.load_state(str(run / "step_1"))
     accelerator.end_training()

@@ -357,7 +357,9 @@ class DirectoryMirror(Behind):
             return
         there = [each.path for each in self._mirror.state.files]
         try:
-            self._mirror.remove([path for path in there if any(_is_in(path, each) for each in gone)])
+            self._mirror.remove(
+                [path for path in there if any(_is_in(path, each) for each in gone)]
+            )
         except UsageError as error:  # no right to delete; they do not count any more
             self._say(error)
         with self._guard:

@@ -590,9 +590,7 @@ def test_a_machine_that_lost_all_its_directories_has_them_again_each_as_a_whole(
         run.save(f"s{step}", step).wait()
     run.remove("s1")
     run.files.close()
-    before = {
-        path.name: path.read_bytes() for path in (tmp_path / "run" / "ckpt" / "s2").iterdir()
-    }
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run" / "ckpt" / "s2").iterdir()}
     shutil.rmtree(tmp_path / "run")
     seen: list[list[str]] = []
     publish = Publisher.publish
