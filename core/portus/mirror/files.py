@@ -117,7 +117,7 @@ class MirroredFiles:
         at ``gone`` do not any more."""
         replaced = [self.state.file(each.path) for each in files]
         replaced += [self.state.file(path) for path in gone]
-        facts = [*files, *map(Unfiled, gone)]
+        facts: list[Filed | Unfiled] = [*files, *map(Unfiled, gone)]
         for start in range(0, len(facts), FACTS_MAX):
             self._mirror.note(facts[start : start + FACTS_MAX])
         for each in replaced:
