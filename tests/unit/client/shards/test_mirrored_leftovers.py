@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from portus.client.shards import mirrored_groups
 from portus.client.shards.beginning import beginning
 from portus.client.shards.mirrored_groups import GroupMirror, MirroredRun
 from portus.client.shards.mirrored_leftovers import MirroredLeftovers
+from portus.client.shards.part_mirror import PartMirroring
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.errors import TransportError
 from portus.index.groups import part_model
@@ -110,11 +112,15 @@ def alone(root: Path, keep: int) -> Iterator[PortusStorageWriter]:
 
 def save(root: Path, *steps: int, keep: int = 1) -> None:
     with alone(root, keep) as writer:
-        for step in steps:
-            writer.save(state(float(step)), step=step).wait()
-            mirroring = writer._mirroring
-            assert mirroring is not None
-            until(lambda: not mirroring.unmirrored())  # noqa: B023
+        saved_by(writer, *steps)
+
+
+def saved_by(writer: PortusStorageWriter, *steps: int) -> None:
+    for step in steps:
+        writer.save(state(float(step)), step=step).wait()
+        mirroring = writer._mirroring
+        assert mirroring is not None
+        until(lambda: not mirroring.unmirrored())  # noqa: B023
 
 
 def let_go(root: Path, newer: int, keep: int = 1) -> None:
@@ -129,12 +135,28 @@ def test_a_run_lets_go_of_what_other_numbers_of_ranks_left_a_day_after_its_own_a
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copier, "_COLLECT_S", 0.0)
-    save(root, 3, 4, 5)
+    collected, delete = threading.Event(), PartMirroring._delete
+
+    def noted(self: PartMirroring, stop: Stop) -> None:
+        delete(self, stop)
+        collected.set()
+
+    def saved(*steps: int) -> None:
+        """And what may go went: the end of a run does not wait for that."""
+        with alone(root, 1) as writer:
+            saved_by(writer, *steps)
+            collected.clear()
+            assert writer._mirroring is not None
+            writer._mirroring.wake()
+            assert collected.wait(30)
+
+    monkeypatch.setattr(PartMirroring, "_delete", noted)
+    saved(3, 4, 5)
     assert groups(root)[-1] == (5, 1)
     assert all(count == 1 for _, count in groups(root)), "the log says so"
     assert objects(root), "and who began to load yesterday finds them"
     aged(root, 1.1)
-    save(root, 6, 7, 8)
+    saved(6, 7, 8)
     assert objects(root) == []
     target = state(0.0)
     reader = PortusStorageReader(root / "none", "run", mirror=f"file://{root}/bucket")
