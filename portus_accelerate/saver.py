@@ -437,8 +437,7 @@ class Saver:
         if directory is not None or not project.automatic_checkpoint_naming:
             return self._load(stock, directory)
         above = os.path.join(self._accelerator.project_dir, "checkpoints")
-        if not os.path.isdir(above):
-            self._fetch(os.path.join(above, "checkpoint_0"))
+        self._fetch_named()
         if os.path.isdir(above) and self.writes_files:
             self._files.prepare([above])
         candidates = place.numbered(above)[::-1] if os.path.isdir(above) else []
@@ -754,17 +753,12 @@ class Saver:
         if directory is None:
             return stock(directory)
         directory = os.path.abspath(directory)
-        if self.writes_files and not has_references(directory):
-            self._accelerator.wait_for_everyone()  # all have looked, before anybody fetches it
-            if not os.path.exists(directory):
-                self._fetch(directory)
+        is_files = self.writes_files and not has_references(directory)
+        if not is_files:
+            self._settings.allow_mirror()
+        self._fetch_if_lost(directory, is_here=os.path.exists(directory))
+        if is_files:
             return self._files.load(stock, directory)
-        self._settings.allow_mirror()
-        is_here = os.path.exists(directory)
-        if self._settings.has_mirror:
-            self._accelerator.wait_for_everyone()  # all have looked, before anybody puts it back
-        if not is_here:
-            self._fetch(directory)
         self._cut_off.mend(directory, uncommitted=False)
         if not self._is_sharded():
             found = stock(directory)
@@ -793,12 +787,17 @@ class Saver:
             self._accelerator.wait_for_everyone()
 
     def _fetch_named(self) -> None:
-        """Before a script looks for checkpoints of automatic naming: fetch them, if they are not
-        here."""
+        """Before anybody looks for checkpoints of automatic naming: fetch them, if none is here."""
         project = self._accelerator.project_configuration
         if project.automatic_checkpoint_naming and self._accelerator.project_dir is not None:
             above = os.path.join(os.path.abspath(self._accelerator.project_dir), "checkpoints")
-            self._fetch(os.path.join(above, "checkpoint_0"))
+            self._fetch_if_lost(os.path.join(above, "checkpoint_0"), is_here=os.path.isdir(above))
+
+    def _fetch_if_lost(self, directory: str, *, is_here: bool) -> None:
+        """``_fetch``, if it is not here for every process. All have looked before anybody fetches;
+        without a mirror they do not wait for each other."""
+        if self._settings.has_mirror and not all(gather_object([is_here])):
+            self._fetch(directory)
 
     def _fetch(self, directory: str) -> None:
         """The checkpoint ``directory`` is not here: fetch what a run without a pool has in its

@@ -16,6 +16,7 @@ from accelerate.utils import ProjectConfiguration
 
 import portus
 import portus_accelerate
+from portus.client.paths.file_mirror import DirectoryMirror
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +74,28 @@ def test_the_mirror_has_the_files_of_a_checkpoint_whole_under_their_own_names(
         assert (there / path.name).read_bytes() == path.read_bytes()
     weights = safetensors.torch.load_file(there / "model.safetensors")
     assert torch.equal(weights["weight"], model.weight)
+
+
+def test_a_run_that_has_its_checkpoints_starts_while_the_mirror_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, mirror = tmp_path / "run", f"file://{tmp_path}/bucket"
+    run.mkdir()
+    monkeypatch.chdir(run)
+    accelerator, model = started(run, mirror, named=False)
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    accelerator.save_state()
+    accelerator.end_training()
+
+    def silent(_: DirectoryMirror) -> int:
+        raise portus.TransportError("no answer")
+
+    monkeypatch.setattr(DirectoryMirror, "fetch", silent)
+    accelerator, model = started(run, mirror, named=False)
+    accelerator.load_state()
+    assert torch.equal(model.weight, torch.full((40, 30), 3.0))
+    accelerator.end_training()
 
 
 def test_a_checkpoint_that_is_damaged_here_is_not_loaded(
