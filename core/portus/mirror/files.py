@@ -117,12 +117,8 @@ class MirroredFiles:
         at ``gone`` do not any more."""
         replaced = [self.state.file(each.path) for each in files]
         replaced += [self.state.file(path) for path in gone]
-        facts: list[Filed | Unfiled] = [*files, *map(Unfiled, gone)]
-        for start in range(0, len(facts), FACTS_MAX):
-            self._mirror.note(facts[start : start + FACTS_MAX])
-        for each in replaced:
-            if each is not None and not each.link:
-                self._sweep_away(each.name)
+        self._say([*files, *map(Unfiled, gone)])
+        self._sweep_away([each.name for each in replaced if each is not None and not each.link])
 
     def link(self, path: str, target: str) -> None:
         """Say that the link at ``path`` leads to ``target``, which is relative to it."""
@@ -130,15 +126,14 @@ class MirroredFiles:
         said = Filed(path, file_name(path), bytes(16), 0, 0, 0, self.state.term, target)
         self._mirror.note([said])
         if before is not None and not before.link:
-            self._sweep_away(before.name)
+            self._sweep_away([before.name])
 
     def remove(self, paths: Sequence[str]) -> None:
         """Remove files; those that are not there are no error. Raises ``SupersededError``, and
         ``UsageError`` without the right to delete: they do not count any more then."""
         there = {each.path: each for each in self.state.files}
         gone = [there[path] for path in dict.fromkeys(paths) if path in there]
-        for start in range(0, len(gone), FACTS_MAX):
-            self._mirror.note([Unfiled(each.path) for each in gone[start : start + FACTS_MAX]])
+        self._say([Unfiled(each.path) for each in gone])
         self._delete([each.name for each in gone if not each.link])
 
     def sweep(self) -> int:
@@ -201,10 +196,15 @@ class MirroredFiles:
                 f"{hasher.hexdigest()}"
             )
 
-    def _sweep_away(self, name: str) -> None:
+    def _say(self, facts: Sequence[Filed | Unfiled]) -> None:
+        """Note facts, by one entry of the log if it has room."""
+        for start in range(0, len(facts), FACTS_MAX):
+            self._mirror.note(facts[start : start + FACTS_MAX])
+
+    def _sweep_away(self, names: Sequence[str]) -> None:
         """Delete what does not count any more. What fails is done by ``sweep``, a day later."""
         with contextlib.suppress(PortusError):
-            self._delete([name])
+            self._delete(names)
 
     def _delete(self, names: Sequence[str]) -> None:
         if names:

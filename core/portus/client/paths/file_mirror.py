@@ -228,12 +228,9 @@ class DirectoryMirror(Behind):
         with PENDING.exempt(), self._guard:
             self._waiting.pop(name, None)
             self._links.discard(name)
-            there = [each.path for each in self._mirror.state.files if _is_in(each.path, name)]
-            if name == self._uploaded:
-                there.append(name)
-            fresh = [each for each in there if each not in self._note.gone]
-            if fresh:
-                self._note.gone += fresh
+            is_there = name == self._uploaded or bool(self._there_in(name))
+            if is_there and name not in self._note.gone:
+                self._note.gone.append(name)
                 self._write_note()
         self.wake()
 
@@ -296,12 +293,8 @@ class DirectoryMirror(Behind):
         if found is not None:
             filed = self._sent(replace(found, term=committed.term))
             if filed is not None:
-                below = [each.path for each in found.files] if found.is_directory else []
-                gone = [
-                    each.path
-                    for each in self._mirror.state.files
-                    if below and _is_in(each.path, found.path) and each.path not in below
-                ]
+                own = {each.path for each in found.files}
+                gone = [path for path in self._there_in(found.path) if path not in own]
                 if filed or gone:
                     self._mirror.count(filed, gone)
                 self._has_copied, self._is_behind = True, False
@@ -338,6 +331,10 @@ class DirectoryMirror(Behind):
                 return None
         return filed
 
+    def _there_in(self, name: str) -> list[str]:
+        """The paths that the store has of the checkpoint ``name``: itself, or those below it."""
+        return [each.path for each in self._mirror.state.files if _is_in(each.path, name)]
+
     def _say_links(self) -> None:
         with self._guard:
             links = list(self._links)
@@ -355,11 +352,8 @@ class DirectoryMirror(Behind):
             gone = list(self._note.gone)
         if not gone or self._is_behind:
             return
-        there = [each.path for each in self._mirror.state.files]
         try:
-            self._mirror.remove(
-                [path for path in there if any(_is_in(path, each) for each in gone)]
-            )
+            self._mirror.remove([path for each in gone for path in self._there_in(each)])
         except UsageError as error:  # no right to delete; they do not count any more
             self._say(error)
         with self._guard:

@@ -91,10 +91,13 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bucket]:
 class Run:
     """A training in ``root`` that saves to ``root/ckpt``."""
 
+    of_directories = False
+
     def __init__(self, bucket: Bucket, root: Path, *, wait: float = 60.0) -> None:
         self.root, self.place = root, str(root / ".portus")
         self.checkpoints = str(root / "ckpt")
-        self.files = TrainingFiles(Settings(mirror=bucket.address, mirror_wait=wait))
+        settings = Settings(mirror=bucket.address, mirror_wait=wait)
+        self.files = TrainingFiles(settings, of_directories=self.of_directories)
 
     def fetch(self) -> Run:
         self.files.fetch("run", self.place, self.checkpoints)
@@ -108,6 +111,13 @@ class Run:
     def save(self, name: str, step: int, size: int = 100) -> portus.SaveHandle:
         state = {"step": step, "w": torch.full((size,), float(step))}
         return self.files.save(state, os.path.join(self.checkpoints, name), step)
+
+    def save_stuck(self, bucket: Bucket, name: str, step: int, size: int = 100) -> None:
+        """Save, and return once the upload waits at the gate."""
+        bucket.gate.clear()
+        bucket.begun.clear()
+        self.save(name, step, size).wait()
+        assert bucket.begun.wait(30)
 
     def remove(self, name: str) -> None:
         self.files.remove(os.path.join(self.checkpoints, name))
@@ -140,9 +150,7 @@ def test_the_newest_goes_first_and_what_was_removed_before_its_turn_never_goes(
     bucket: Bucket, tmp_path: Path
 ) -> None:
     run = Run(bucket, tmp_path / "run").begin()
-    bucket.gate.clear()
-    run.save("0.ckpt", 0).wait()
-    assert bucket.begun.wait(30)
+    run.save_stuck(bucket, "0.ckpt", 0)
     for step in (1, 2, 3):
         run.save(f"{step}.ckpt", step).wait()
     run.remove("1.ckpt")
@@ -174,9 +182,7 @@ def test_a_file_that_is_removed_while_it_is_uploaded_is_removed_there(
     bucket: Bucket, tmp_path: Path
 ) -> None:
     run = Run(bucket, tmp_path / "run").begin()
-    bucket.gate.clear()
-    run.save("1.ckpt", 1).wait()
-    assert bucket.begun.wait(30)
+    run.save_stuck(bucket, "1.ckpt", 1)
     run.save("2.ckpt", 2).wait()
     run.remove("1.ckpt")
     until(lambda: run.here() == {"2.ckpt"})
@@ -188,9 +194,7 @@ def test_a_file_that_is_removed_while_it_is_uploaded_is_removed_there(
 def test_a_file_under_upload_is_no_spare(bucket: Bucket, tmp_path: Path) -> None:
     """The next save would write over the bytes that are being sent."""
     run = Run(bucket, tmp_path / "run").begin()
-    bucket.gate.clear()
-    run.save("1.ckpt", 1, size=1 << 20).wait()
-    assert bucket.begun.wait(30)
+    run.save_stuck(bucket, "1.ckpt", 1, size=1 << 20)
     run.save("2.ckpt", 2, size=1 << 20).wait()
     run.remove("1.ckpt")
     run.save("3.ckpt", 3, size=1 << 20).wait()
@@ -279,10 +283,7 @@ def test_a_run_that_was_killed_mirrors_and_removes_what_it_had_not_come_to(
     run = Run(bucket, tmp_path / "run").begin()
     run.save("1.ckpt", 1).wait()
     until(lambda: bucket.files() == {"ckpt/1.ckpt": 1})
-    bucket.gate.clear()
-    bucket.begun.clear()
-    run.save("2.ckpt", 2).wait()
-    assert bucket.begun.wait(30)
+    run.save_stuck(bucket, "2.ckpt", 2)
     run.save("3.ckpt", 3).wait()
     run.remove("1.ckpt")
     until(lambda: run.here() == {"2.ckpt", "3.ckpt"})
@@ -476,9 +477,7 @@ def test_a_full_disk_gets_the_space_of_a_removed_file_that_is_being_sent(
     bucket: Bucket, tmp_path: Path
 ) -> None:
     run = Run(bucket, tmp_path / "run").begin()
-    bucket.gate.clear()
-    run.save("1.ckpt", 1, size=16 << 20).wait()
-    assert bucket.begun.wait(30)
+    run.save_stuck(bucket, "1.ckpt", 1, size=16 << 20)
     assert not run.files._make_room(), "it is there still"
     run.save("2.ckpt", 2).wait()
     run.remove("1.ckpt")
@@ -540,10 +539,7 @@ def test_the_lag_is_the_age_of_the_newest_that_is_there(bucket: Bucket, tmp_path
 class Directories(Run):
     """A training whose checkpoints are directories of files: ``root/ckpt/<name>``."""
 
-    def __init__(self, bucket: Bucket, root: Path, *, wait: float = 60.0) -> None:
-        super().__init__(bucket, root, wait=wait)
-        settings = Settings(mirror=bucket.address, mirror_wait=wait)
-        self.files = TrainingFiles(settings, of_directories=True)
+    of_directories = True
 
     def save(self, name: str, step: int, size: int = 100) -> portus.SaveHandle:
         whole = os.path.join(self.checkpoints, name)
@@ -570,9 +566,7 @@ def parts(*names: str) -> set[str]:
 
 def test_a_directory_counts_once_all_its_files_are_there(bucket: Bucket, tmp_path: Path) -> None:
     run = Directories(bucket, tmp_path / "run").begin()
-    bucket.gate.clear()
-    run.save("a", 1).wait()
-    assert bucket.begun.wait(30)
+    run.save_stuck(bucket, "a", 1)
     assert mirrored(bucket) == set()
     bucket.gate.set()
     run.save("b", 2).wait()
@@ -612,9 +606,7 @@ def test_a_directory_that_is_removed_goes_there_too_and_one_that_was_left_comes(
     bucket: Bucket, tmp_path: Path
 ) -> None:
     run = Directories(bucket, tmp_path / "run").begin()
-    bucket.gate.clear()
-    run.save("s1", 1).wait()
-    assert bucket.begun.wait(30)
+    run.save_stuck(bucket, "s1", 1)
     run.remove("s1")
     run.save("s2", 2).wait()
     bucket.gate.set()
