@@ -1,8 +1,8 @@
 """One queue, one worker (V5): saves and removals happen in the order in which they were asked for.
 
-One save in flight and one queued, or more if they are small; the next call waits. The worker thread
-is started by the first work and ends when there has been none for a while, so an idle program has
-no thread of ours.
+One save in flight and one queued, or more if they are small, but of two steps of a training at most:
+a kill loses no more than that. The next call waits. The worker thread by the first work and ends when there has been none for a while, so an idle program has no thread of
+ours.
 """
 
 from __future__ import annotations
@@ -48,10 +48,15 @@ class Chore:
 
 class Turn:
     """A place for one save of ``size`` bytes, of the thread that asks for it. Given back by the
-    worker once its work is over, or by ``dismiss``."""
+    worker once its work is over, or by ``dismiss``.
 
-    def __init__(self, size: int = 0) -> None:
+    saver, step: who saves, and of which step: of each saver ``SAVES_MAX`` steps have places.
+    """
+
+    def __init__(self, size: int = 0, saver: object = None, step: int = 0) -> None:
         self.size: Final = size
+        self.saver: Final = saver
+        self.step: Final = step
         self.by: Final = threading.current_thread()
 
 
@@ -82,20 +87,23 @@ class Queue:
         ``UsageError`` once it is closed."""
         with self._lock:
             self._check_open()
-            if not self._has_place(turn.size):
+            if not self._has_place(turn):
                 self._hurry(1)
             if not self._changed.wait_for(
-                lambda: self._closing or self._has_place(turn.size), timeout_s
+                lambda: self._closing or self._has_place(turn), timeout_s
             ):
                 return False
             self._check_open()
             self._turns.add(turn)
             return True
 
-    def _has_place(self, size: int) -> bool:
+    def _has_place(self, turn: Turn) -> bool:
         if len(self._turns) < SAVES_MAX:
             return True
-        total = sum(turn.size for turn in self._turns) + size
+        steps = {each.step for each in self._turns if each.saver is turn.saver}
+        if len(steps | {turn.step}) > SAVES_MAX:
+            return False
+        total = sum(each.size for each in self._turns) + turn.size
         return self._bytes_max > 0 and total <= self._bytes_max
 
     def dismiss(self, turn: Turn) -> bool:

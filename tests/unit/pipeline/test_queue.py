@@ -52,6 +52,22 @@ def test_a_third_save_waits_for_a_place() -> None:
     queue.close()
 
 
+def test_small_saves_have_places_of_two_steps_of_each_saver_at_most() -> None:
+    queue, gate = Queue("portus-test", bytes_max=1 << 10), threading.Event()
+    one, other = object(), object()
+    for saver, step in [(one, 1), (one, 1), (one, 2), (one, 2), (other, 7), (other, 8)]:
+        place = Turn(1, saver, step)
+        assert queue.admit(place, 0)
+        queue.put(_Work(gate.wait), place)  # type: ignore[arg-type]
+    assert not queue.admit(Turn(1, one, 3), 0)
+    assert not queue.admit(Turn(1 << 10, one, 2), 0), "and of so many bytes at most"
+    gate.set()
+    third = Turn(1, one, 3)
+    assert queue.admit(third, 5)
+    assert queue.dismiss(third)
+    queue.close()
+
+
 def test_a_place_is_given_back_once_and_not_while_work_is_on_it() -> None:
     queue, gate = Queue("portus-test"), threading.Event()
     places = [Turn(), Turn()]

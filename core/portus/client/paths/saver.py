@@ -238,7 +238,7 @@ class FileSaver:
                 raise
             return self.refuse(error, time.perf_counter() - start)
         new = _new_files(files, targets, extra)
-        turn = Turn(sum(each.size for each in new))
+        turn = Turn(sum(each.size for each in new), self, extra.step)
         if not self._queue.admit(turn, self._fence_timeout):
             waited_s = time.perf_counter() - start
             return self.refuse(_too_late(_name_of(new), waited_s), waited_s)

@@ -22,6 +22,7 @@ import torch
 from portus.client.files.pending import PENDING
 from portus.client.paths import process
 from portus.client.paths.face import load, save
+from portus.client.paths.saver import Extra
 from portus.errors import AbandonedError, CorruptionError, MediumError, UsageError
 from portus.writer.image_file import ImageFile
 from tests.crash.saver import Training
@@ -396,3 +397,19 @@ def test_threads_save_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert failed == []
+
+
+def test_a_kill_loses_two_steps_of_a_training_at_most_however_small_they_are(held: Held) -> None:
+    training = process.saver()
+    for step in (1, 2):
+        for name in ("best", "last"):
+            training.save({"step": step}, f"{name}-{step}.pt", Extra(step=step))
+    third = threading.Thread(target=training.save, args=({}, "best-3.pt", Extra(step=3)))
+    third.start()
+    third.join(0.5)
+    assert third.is_alive(), "two steps are not over yet"
+    held.open.set()
+    third.join(WAIT_S_MAX)
+    assert not third.is_alive()
+    training.wait()
+    assert len(visible()) == 5
