@@ -1,8 +1,8 @@
 """One queue, one worker (V5): saves and removals happen in the order in which they were asked for.
 
-One save in flight and one queued, or more if they are small, but of two steps of a training at most:
-a kill loses no more than that. The next call waits. The worker thread by the first work and ends when there has been none for a while, so an idle program has no thread of
-ours.
+One save in flight and one queued; more if they are small, but of two steps of one training at most,
+which a kill loses. The next call waits. The worker thread is started by the first work and ends
+when there has been none for a while, so an idle program has no thread of ours.
 """
 
 from __future__ import annotations
