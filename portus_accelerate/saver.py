@@ -34,7 +34,7 @@ from portus_accelerate.peers import Peers
 from portus_accelerate.settings import ACCELERATE, Settings
 
 if TYPE_CHECKING:
-    from portus.dcp import PortusStorageWriter
+    from portus.dcp import GroupWriter
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -90,7 +90,7 @@ class Saver:
         self._metrics: dict[str, float] = {}
         self._over = False
         self._watch: portus.PoolCheckpointer | None = None
-        self._shards: PortusStorageWriter | None = None
+        self._shards: GroupWriter | None = None
         self._cadence: portus.Cadence | None = None
         self._preemption: portus.Preemption | None = None
         if settings.pool is not None:
@@ -676,16 +676,16 @@ class Saver:
         if self._over:
             self.finish()
 
-    def _open_shards(self, directory: str) -> PortusStorageWriter:
+    def _open_shards(self, directory: str) -> GroupWriter:
         if self._shards is None:
             if self._settings.materialize == "end" and self._peers.is_writer:
                 ACCELERATE.say_once(
                     "Portus: sharded checkpoints stay in the pool, materialize='end' does not "
                     "reach them. Before you copy or upload one: portus export"
                 )
-            from portus.dcp import PortusStorageWriter
+            from portus.dcp import GroupWriter
 
-            self._shards = PortusStorageWriter.of(self._run_of(directory))
+            self._shards = GroupWriter.of(self._run_of(directory))
             self._shards.prepare(0)  # so that what this rank did not commit can be told from lost
             self._stop_watching()
         return self._shards

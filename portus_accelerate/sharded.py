@@ -52,15 +52,15 @@ def collecting() -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def reading(directory: str, mirror: str | None = None) -> Iterator[None]:
     """What this thread lets torch load inside from subdirectories of ``directory`` comes out of
-    its group. One that torch itself wrote is loaded as ever. mirror: as of ``PortusStorageReader``.
+    its group. One that torch itself wrote is loaded as ever. mirror: as of ``GroupReader``.
 
     Raises ``UsageError`` for a group that is not complete, and ``CorruptionError`` for a damaged
     one, on all ranks.
     """
-    from portus.dcp import PortusStorageReader, load
+    from portus.dcp import GroupReader, load
 
     of_torch = _of_torch()
-    reader = PortusStorageReader.at(directory, mirror=mirror)
+    reader = GroupReader.at(directory, mirror=mirror)
     if reader is None:
         yield
         return

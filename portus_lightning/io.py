@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
     from typing_extensions import Unpack
 
-    from portus.dcp import PortusStorageWriter
+    from portus.dcp import GroupWriter
 else:
     CheckpointIO = object  # stock.adopt makes it one, in whichever copy of Lightning is loaded
 
@@ -87,7 +87,7 @@ class PortusIO(CheckpointIO):
     _resumed_step: int | None
     _saved: dict[str, None]
     _writes_files: bool
-    _shards: PortusStorageWriter | None
+    _shards: GroupWriter | None
 
     def __init__(
         self,
@@ -218,13 +218,13 @@ class PortusIO(CheckpointIO):
             return f"every rank needs a pool file of its own, and {place} is no directory"
         return ""
 
-    def open_shards(self, directory: str) -> PortusStorageWriter:
+    def open_shards(self, directory: str) -> GroupWriter:
         """The writer of this rank's shards, for checkpoints in ``directory``. Call it on every
         rank, with the same directory. Raises the errors of opening a pool."""
         if self._shards is None:
-            from portus.dcp import PortusStorageWriter
+            from portus.dcp import GroupWriter
 
-            self._shards = PortusStorageWriter.of(self._pooled.run_of(directory))
+            self._shards = GroupWriter.of(self._pooled.run_of(directory))
         return self._shards
 
     def save_shards(

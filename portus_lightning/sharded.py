@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 from torch.distributed.checkpoint import state_dict as of_torch
 
 import portus
-from portus.dcp import PortusStorageReader, load
+from portus.dcp import GroupReader, load
 from portus_lightning import stock
 
 META: Final = "meta.pt"
@@ -58,7 +58,7 @@ def attach(
     mirror: str | None = None,
 ) -> None:
     """Let ``strategy`` load sharded checkpoints of Portus, and make such, by ``save``, with what
-    ``metrics`` gives on the first rank. mirror: as of ``PortusStorageReader``.
+    ``metrics`` gives on the first rank. mirror: as of ``GroupReader``.
 
     A second call replaces what the first one did: a Trainer may be used again.
     """
@@ -126,7 +126,7 @@ class _Sharded:
         path = stock.local_path(self._strategy.broadcast(checkpoint_path))
         reader = None
         if path is not None:
-            reader = PortusStorageReader.at(path, fall_back=True, mirror=self._mirror)
+            reader = GroupReader.at(path, fall_back=True, mirror=self._mirror)
         if reader is None:
             result = self._stock("load_checkpoint")(checkpoint_path, *more, **named)
             assert isinstance(result, dict)
@@ -136,7 +136,7 @@ class _Sharded:
         assert isinstance(rest, dict)
         return rest
 
-    def _load(self, reader: PortusStorageReader) -> None:
+    def _load(self, reader: GroupReader) -> None:
         model, module = self._strategy.model, self._strategy.lightning_module
         is_fitting = module.trainer.state.fn == "fit"
         optimizers = list(self._strategy.optimizers) if is_fitting else []

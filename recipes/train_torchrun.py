@@ -1,4 +1,4 @@
-"""A GPT under torchrun: FSDP2, and ``portus.dcp`` in place of a folder of files.
+"""A GPT under torchrun: FSDP2, and ``portus.dcp`` in the background, into torch's own directories.
 
     torchrun --nproc-per-node 8 recipes/train_torchrun.py \\
         --config recipes/configs/torchrun/6.7B.yaml
@@ -19,13 +19,13 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import yaml  # type: ignore[import-untyped]
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+import portus.dcp
 from gpt import GPT, SIZES, Text, adamw, shard, warm_then_cosine
-from portus.dcp import PortusStorageReader, PortusStorageWriter, groups
+from portus.dcp import PortusStorageWriter
 
 TYPES: Final = {"str": str, "int": int, "float": float}
 
@@ -34,8 +34,8 @@ TYPES: Final = {"str": str, "int": int, "float": float}
 class Settings:
     """The keys of the YAML; each is an option of the command line too.
 
-    batch, learning_rate: 0 for those of the size. save_every: steps. pool: a directory that all
-    ranks see. keep: complete checkpoints kept. model: the name of the run in the pool.
+    batch, learning_rate: 0 for those of the size. save_every: steps. checkpoints: a directory that
+    all ranks see. keep: complete checkpoints kept.
     """
 
     size: str = "tiny"
@@ -44,9 +44,8 @@ class Settings:
     learning_rate: float = 0.0
     seed: int = 1
     save_every: int = 5
-    pool: str = "runs/torchrun/.portus"
+    checkpoints: str = "runs/torchrun/checkpoints"
     keep: int = 2
-    model: str = "gpt"
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:
@@ -115,13 +114,9 @@ class Training:
 
     def resume(self) -> int:
         """Load the newest complete checkpoint, if there is one; how many steps are done."""
-        settings = self.settings
-        if not any(Path(settings.pool).glob("*.portus")):
-            return 0
-        if not any(group.is_complete for group in groups(settings.pool, settings.model)):
-            return 0
         state = self.state(0)
-        dcp.load(state, storage_reader=PortusStorageReader(settings.pool, settings.model))
+        if portus.dcp.load_newest(state, self.settings.checkpoints) is None:
+            return 0
         set_state_dict(
             self.model,
             self.optimizer,
@@ -139,19 +134,20 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     training = Training(settings, device)
-    writer = PortusStorageWriter(settings.pool, settings.model, keep=settings.keep)
+    writer = PortusStorageWriter(keep=settings.keep)
     start = training.resume()
     say(f"{settings.size} on {dist.get_world_size()} ranks, from step {start}")
     for number in range(start, settings.steps):
         loss = training.step(number)
         done = number + 1
         if done % settings.save_every == 0 or done == settings.steps:
-            dcp.save(training.state(done), checkpoint_id=f"step_{done}", storage_writer=writer)
+            writer.save(training.state(done), f"{settings.checkpoints}/step_{done}")
         say(f"step {done:4d}  loss {loss:.6f}")
     writer.close()
-    for each in groups(settings.pool, settings.model) if dist.get_rank() == 0 else ():
-        sizes = [info.size for _, info in each.parts.values()]
-        say(f"step {each.step} in the pool: {sum(sizes):,} bytes, at most {max(sizes):,} of a rank")
+    if dist.get_rank() == 0:
+        for directory in sorted(Path(settings.checkpoints).glob("step_*")):
+            size = sum(file.stat().st_size for file in directory.iterdir())
+            say(f"{directory}: {size:,} bytes")
     dist.destroy_process_group()
 
 

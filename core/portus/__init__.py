@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from portus.errors import BusyError as BusyError
     from portus.errors import CorruptionError as CorruptionError
     from portus.errors import MediumError as MediumError
+    from portus.errors import NoCheckpointError as NoCheckpointError
     from portus.errors import PortusError as PortusError
     from portus.errors import StaleError as StaleError
     from portus.errors import TransportError as TransportError
@@ -96,6 +97,7 @@ _MODULE_OF: Final = {
     "Framework": "portus.client.loading.stock",
     "Keep": "portus.index.keep",
     "MediumError": "portus.errors",
+    "NoCheckpointError": "portus.errors",
     "Place": "portus.index.place",
     "PoolCheckpointer": "portus.client.pool_checkpointer",
     "PoolView": "portus.client.loading.view",

@@ -1,15 +1,31 @@
-"""A Portus pool as the storage of ``torch.distributed.checkpoint``: a part of the public face.
+"""``torch.distributed.checkpoint`` through Portus: a part of the public face. Needs torch.
 
-``dcp.save(state, checkpoint_id="step_100", storage_writer=PortusStorageWriter(pool))``, and
-``dcp.load(state, storage_reader=PortusStorageReader(pool))``. Needs torch.
+``save``, ``async_save``, ``load`` and ``load_newest`` are whole calls. ``PortusStorageWriter`` and
+``PortusStorageReader`` are for torch's own ``dcp.save`` and ``dcp.load``.
 """
 
 from __future__ import annotations
 
-from portus.client.dcp import PortusStorageWriter as PortusStorageWriter
-from portus.client.dcp import groups as groups
-from portus.client.shards.dcp_reader import PortusStorageReader as PortusStorageReader
-from portus.client.shards.dcp_reader import load as load
+from portus.client.dcp.face import PortusStorageReader as PortusStorageReader
+from portus.client.dcp.face import PortusStorageWriter as PortusStorageWriter
+from portus.client.dcp.group_writer import GroupWriter as GroupWriter
+from portus.client.dcp.group_writer import groups as groups
+from portus.client.dcp.whole_calls import async_save as async_save
+from portus.client.dcp.whole_calls import load as load
+from portus.client.dcp.whole_calls import load_newest as load_newest
+from portus.client.dcp.whole_calls import save as save
+from portus.client.shards.group_reader import GroupReader as GroupReader
 from portus.index.groups import Group as Group
 
-__all__ = ["Group", "PortusStorageReader", "PortusStorageWriter", "groups", "load"]
+__all__ = [
+    "Group",
+    "GroupReader",
+    "GroupWriter",
+    "PortusStorageReader",
+    "PortusStorageWriter",
+    "async_save",
+    "groups",
+    "load",
+    "load_newest",
+    "save",
+]

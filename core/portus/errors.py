@@ -95,6 +95,10 @@ class UsageError(PortusError, ValueError):
     """The caller must change the call (or the version of Portus, or the configuration)."""
 
 
+class NoCheckpointError(UsageError):
+    """There is no checkpoint where one was to be loaded: the job may start fresh."""
+
+
 class MediumError(PortusError, OSError):
     """The operator must look at the machine: no space, no permission, a failing disk."""
 

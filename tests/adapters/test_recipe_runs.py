@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import portus
 from checkpoint_bytes import Checkpoint, checkpoint_of
 from gpt import SIZES
-from portus.dcp import groups
 from tests.adapters.launching import TWO
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -102,8 +104,8 @@ def assert_stored(pool: Path, each: int, expected_pool: int) -> None:
     assert pool.stat().st_size <= expected_pool + GROWTH
 
 
-METADATA_MAX = 64 << 10
-"""Bytes of torch's metadata of a sharded state of this size, which one rank saves too."""
+OF_AN_ITEM_MAX = 4 << 10
+"""Bytes of a shard beside its own: the zip that it is in, and torch's metadata of it."""
 
 
 @pytest.mark.long
@@ -111,17 +113,34 @@ def test_torchrun_killed_and_resumed_stores_what_was_computed(
     tmp_path: Path, installed: Path, expected: Checkpoint
 ) -> None:
     config = CONFIGS / "torchrun" / "22B.yaml"
-    command = (*TWO, RECIPES / "train_torchrun.py", "--config", config, "--tiny", "--pool=pools")
+    command = (
+        *TWO,
+        RECIPES / "train_torchrun.py",
+        "--config",
+        config,
+        "--tiny",
+        "--checkpoints=ckpt",
+    )
     before = killed(tmp_path, installed, *command, at=13)
     after = run(tmp_path, installed, *command)
     assert_goes_on(before, after, 13)
-    newest = groups(tmp_path / "pools", "gpt")[-1]
-    assert (newest.step, newest.count, newest.is_complete) == (20, 2, True)
-    parts = [info.size for _, info in newest.parts.values()]
-    scalars = expected.state - 12 * expected.parameters
-    metadata = sum(parts) - expected.state
-    assert 0 < metadata < METADATA_MAX
-    assert max(parts) <= (expected.state - scalars) // 2 + scalars + metadata
+    newest = tmp_path / "ckpt" / "step_20"
+    assert len(list(newest.glob("__*_*.distcp"))) == 2
+    noted = FileSystemReader(newest).read_metadata()
+    shards = [
+        each
+        for each in noted.state_dict_metadata.values()
+        if isinstance(each, TensorStorageMetadata)
+    ]
+    stored = sum(
+        math.prod(chunk.sizes) * each.properties.dtype.itemsize
+        for each in shards
+        for chunk in each.chunks
+    )
+    assert stored == expected.state
+    files = [each.stat().st_size for each in newest.iterdir()]
+    count = sum(len(each.chunks) for each in shards)
+    assert stored < sum(files) < stored + count * OF_AN_ITEM_MAX + OF_THE_FRAMEWORK_MAX
 
 
 @pytest.mark.long

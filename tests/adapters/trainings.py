@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 import portus
+import portus.dcp
 import portus_accelerate
-from portus.dcp import PortusStorageReader, PortusStorageWriter
-from portus.dcp import load as load_shards
+from portus.dcp import GroupReader, GroupWriter, PortusStorageWriter
 from portus.testing.adapter import Order
 from portus_lightning import PortusIO
 from portus_lightning.companion_of_lightning import PortusCompanion
@@ -187,38 +187,53 @@ class Accelerate:
 
 
 class Shards:
-    """``portus.dcp``, at one rank."""
+    """``portus.dcp``, at one rank: directories of torch's, or groups on a storage host."""
 
     @staticmethod
     def train(order: Order) -> None:
-        links = f"{order.run}/.portus"
-        pool = order.pool or links
-        portus.mend(pool, uncommitted=True, links=links)
         weight, optimizer = started()
-        writer = PortusStorageWriter(pool, "net", keep=1, links=links)
-        writer.prepare(0)  # and from then on references may lead there
-        found = newest(Path(order.run, "ckpt"), lambda each: bool(PortusStorageReader.at(each)))
-        step = 0 if found is None else Shards._load(str(found), weight.data)
+        above = Path(order.run, "ckpt")
+        state = {"weight": weight.data, "step": torch.tensor(0)}
+        groups = directories = None
+        if order.pool is not None and portus.Place.named(order.pool).is_host:
+            links = f"{order.run}/.portus"
+            portus.mend(order.pool, uncommitted=True, links=links)
+            groups = GroupWriter(order.pool, "net", keep=1, links=links)
+            groups.prepare(0)  # and from then on references may lead there
+            found = newest(above, lambda each: bool(GroupReader.at(each)))
+            if found is not None:
+                Shards._load(str(found), state)
+        else:
+            directories = PortusStorageWriter()
+            portus.dcp.load_newest(state, above)
+        step = int(state["step"])
         while step < order.until:
             weight.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            path = os.path.join(order.run, "ckpt", f"step_{step}")
+            path = str(above / f"step_{step}")
             state = {"weight": weight.data, "step": torch.tensor(step)}
-            writer.save_directory(state, path, step=step)
+            if groups is not None:
+                groups.save_directory(state, path, step=step)
+            elif directories is not None:
+                directories.save(state, path)
             order.saved(step, path)
-        writer.close()
+        for each in (groups, directories):
+            if each is not None:
+                each.close()
 
     @staticmethod
     def load(path: str) -> int:
-        weight = torch.zeros(SIZE)
-        return step_of(weight, Shards._load(path, weight))
+        state = {"weight": torch.zeros(SIZE), "step": torch.tensor(0)}
+        Shards._load(path, state)
+        return step_of(state["weight"], int(state["step"]))
 
     @staticmethod
-    def _load(path: str, weight: torch.Tensor) -> int:
-        reader = PortusStorageReader.at(path)
-        assert reader is not None, f"{path}: no checkpoint"
-        state = {"weight": weight, "step": torch.tensor(0)}
-        load_shards(state, reader)
-        return int(state["step"])
+    def _load(path: str, state: dict[str, torch.Tensor]) -> None:
+        if any(name.endswith(".shard") for name in os.listdir(path)):
+            reader = GroupReader.at(path)
+            assert reader is not None, f"{path}: no checkpoint"
+            portus.dcp.load(state, reader)
+        else:
+            portus.dcp.load(state, path)

@@ -32,13 +32,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import portus.client.dcp
+import portus.client.dcp.group_writer
 import portus.dcp
 from portus.client.job.exchange import Tally
 from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.client.shards.cuts import FORMAT_KEY
 from portus.client.shards.grouped import shard_name
-from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.dcp import GroupReader, GroupWriter
 from portus.index import roll
 from portus.index.groups import ID_SIZE, part_model, part_token
 from tests.faults import calls
@@ -102,7 +102,7 @@ def _measure(root: Path, ranks: int) -> dict[str, Counts]:
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     state = {"t": torch.zeros(64)}
 
-    def saved(writer: PortusStorageWriter, step: int) -> bytes:
+    def saved(writer: GroupWriter, step: int) -> bytes:
         if step == 2:
             writer.save_directory(state, directory, step=step)
         else:
@@ -112,9 +112,9 @@ def _measure(root: Path, ranks: int) -> dict[str, Counts]:
         writer.wait()  # and the roll is written
         return info.token[:ID_SIZE]
 
-    def writer_of_this_rank() -> PortusStorageWriter:
-        with mock.patch.object(portus.client.dcp, "Tally", _Last):
-            return PortusStorageWriter(pools, "run", keep=4, links=links)
+    def writer_of_this_rank() -> GroupWriter:
+        with mock.patch.object(portus.client.dcp.group_writer, "Tally", _Last):
+            return GroupWriter(pools, "run", keep=4, links=links)
 
     writer = writer_of_this_rank()
     ids = [saved(writer, step) for step in (1, 2)]
@@ -129,31 +129,31 @@ def _measure(root: Path, ranks: int) -> dict[str, Counts]:
                 part.save({FORMAT_KEY: 1}, step, token=token, reference=references).wait()
     assert [group.is_complete for group in portus.dcp.groups(pools, "run")] == [True, True]
 
-    def load(reader: PortusStorageReader, **more: Any) -> None:
+    def load(reader: GroupReader, **more: Any) -> None:
         target = {"t": torch.ones(64)}
         assert portus.dcp.load(target, reader, **more).step == 2
         assert not target["t"].any()
 
-    def load_plainly(reader: PortusStorageReader | None) -> None:
+    def load_plainly(reader: GroupReader | None) -> None:
         assert reader is not None
         target = {"t": torch.ones(64)}
         dcp.load(target, storage_reader=reader)
         assert not target["t"].any()
 
-    looking, told = (PortusStorageReader(pools, "run") for _ in range(2))
+    looking, told = (GroupReader(pools, "run") for _ in range(2))
     found = {"load, the rank that looks": counted(lambda: load(looking))}
     told._given = looking._find()
     told._saved = looking._metadata_in(told._given[0])
     found["load, every other rank"] = counted(lambda: load(told, no_dist=True))
     found["load by `dcp.load`, every rank"] = counted(
-        lambda: load_plainly(PortusStorageReader(pools, "run"))
+        lambda: load_plainly(GroupReader(pools, "run"))
     )
     found["load of a directory by `dcp.load`, every rank"] = counted(
-        lambda: load_plainly(PortusStorageReader.at(directory))
+        lambda: load_plainly(GroupReader.at(directory))
     )
     roll.remove(str(pools), "run")
     found["load without a roll, the rank that looks"] = counted(
-        lambda: load(PortusStorageReader(pools, "run"))
+        lambda: load(GroupReader(pools, "run"))
     )
     writer = writer_of_this_rank()
     found["first commit, the rank that looks"] = counted(lambda: saved(writer, 3))

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.dcp import GroupReader, GroupWriter
 
 MIB = 1 << 20
 LAYERS = 16
@@ -155,7 +155,7 @@ class Asynchronous(Way):
 class Portus(Way):
     def __init__(self, root: Path, name: str) -> None:
         super().__init__(root, name)
-        self._writer = PortusStorageWriter(self.place, "run", keep=1, on_error="raise")
+        self._writer = GroupWriter(self.place, "run", keep=1, on_error="raise")
 
     def begin(self, job: Job) -> None:
         self._writer.save(job.state(), step=self.step)
@@ -173,7 +173,7 @@ class Portus(Way):
         return self._writer.last.stats.copied_bytes
 
     def load(self, job: Job) -> None:
-        dcp.load(job.state(), storage_reader=PortusStorageReader(self.place, "run"))
+        dcp.load(job.state(), storage_reader=GroupReader(self.place, "run"))
 
     def forget(self) -> None:
         """It lets go of older groups by itself."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import portus.dcp
 from portus.client.files import run_mirror
-from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.dcp import GroupReader, GroupWriter
 from portus.mirror import behind
 from portus.mirror.address import StoreAddress
 from portus.mirror.opening import open_store
@@ -64,10 +64,10 @@ def train(
     pools, job = root / "run" / "pools", Job(1, count)
     if int(nodes) > 1:
         pools = root / "run" / f"node-{rank % int(nodes)}" / "pools"
-    writer = PortusStorageWriter(pools, "run", mirror=address(root), mirror_wait=60)
+    writer = GroupWriter(pools, "run", mirror=address(root), mirror_wait=60)
     if int(first) > 1:
         state = job.state(0)
-        found = portus.dcp.load(state, PortusStorageReader(pools, "run", mirror=address(root)))
+        found = portus.dcp.load(state, GroupReader(pools, "run", mirror=address(root)))
         job.take(state)
         tell(rank, "loaded", found.step, job)
     steps = (
@@ -90,7 +90,7 @@ def look(rank: int, count: int, root: Path) -> None:
     """Load from the mirror alone, and make no pool."""
     job = Job(2, count)
     state = job.state(0)
-    reader = PortusStorageReader(root / "none", "run", mirror=address(root))
+    reader = GroupReader(root / "none", "run", mirror=address(root))
     found = portus.dcp.load(state, reader)
     job.take(state)
     tell(rank, "loaded", found.step, job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Final
@@ -69,3 +70,28 @@ def _wait_in(base: str, below: str, name: str | None, until_s: float | None) -> 
         folder.forget()
         folder.system.close(folder.base)
     return True
+
+
+def in_flight(directory: str) -> set[str]:
+    """Return the names of the files that any process is saving to ``directory``, absolute and
+    without links."""
+    found: set[str] = set()
+    for base in bases_of(directory):
+        below = os.path.relpath(directory, base)
+        for path in _paths_in_flight(base):
+            where, name = os.path.split(os.fsdecode(path))
+            if where == ("" if below == "." else below):
+                found.add(name)
+    return found
+
+
+def _paths_in_flight(base: str) -> list[bytes]:
+    """Of one hidden folder, those that locked records name."""
+    with contextlib.suppress(MediumError):
+        folder = HiddenFolder(Linux(), base)
+        try:
+            return [path for paths in folder.in_flight().values() for path in paths]
+        finally:
+            folder.forget()
+            folder.system.close(folder.base)
+    return []

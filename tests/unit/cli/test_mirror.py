@@ -15,10 +15,10 @@ import torch
 
 import portus as face
 from portus.cli import mirrored
-from portus.client.dcp import PortusStorageWriter, groups
+from portus.client.dcp.group_writer import GroupWriter, groups
 from portus.client.loading.resolve import load_reference
 from portus.client.pool_checkpointer import PoolCheckpointer
-from portus.dcp import PortusStorageReader
+from portus.dcp import GroupReader
 from portus.dcp import load as dcp_load
 from portus.errors import CorruptionError, TransportError, UsageError
 from portus.index.directory import open_reader
@@ -171,9 +171,7 @@ def test_a_model_whose_name_has_slashes_is_found_behind_a_prefix_that_has_some(
 def test_a_sharded_run_is_found_behind_the_address_of_its_mirror(
     scene: Scene, tmp_path: Path, name: str
 ) -> None:
-    with contextlib.closing(
-        PortusStorageWriter(tmp_path / "pools", name, mirror=scene.url)
-    ) as writer:
+    with contextlib.closing(GroupWriter(tmp_path / "pools", name, mirror=scene.url)) as writer:
         writer.prepare(1)
         writer.save({"w": torch.arange(9)}, step=5).wait()
     url = f"{scene.url}/{name}"
@@ -296,13 +294,13 @@ def test_load_of_a_sharded_run_names_what_loads_it(sharded: Sharded) -> None:
         said = str(told.value)
         assert f"model 'run' is sharded, its newest save here is step {step} of 2 ranks" in said
         asked, at = ("step=2, ", "@2") if step == 2 else ("", "")
-        reader = f"PortusStorageReader(model='run', {asked}mirror='{sharded.url}')"
+        reader = f"GroupReader(model='run', {asked}mirror='{sharded.url}')"
         assert f"portus.dcp.load(state, portus.dcp.{reader})" in said
         assert f"portus export {sharded.url}/run{at} OUT.safetensors" in said
         assert f"portus pull {sharded.url}/run" in said
     target = {"w": torch.zeros(4, 3)}
     shutil.rmtree(sharded.root / "pools")
-    from_mirror = PortusStorageReader(model="run", step=2, mirror=sharded.url)
+    from_mirror = GroupReader(model="run", step=2, mirror=sharded.url)
     assert dcp_load(target, from_mirror).step == 2
     assert torch.equal(target["w"], torch.arange(12.0).reshape(4, 3) + 2)
     with pytest.raises(UsageError, match=r"sharded model 'run' has no step 9, but \[1, 2, 3, 4\]"):

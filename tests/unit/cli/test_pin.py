@@ -16,7 +16,7 @@ import portus as face
 from portus.client.files.pins import pin
 from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.daemon.mirrors import TenantMirrors
-from portus.dcp import PortusStorageWriter
+from portus.dcp import GroupWriter
 from portus.errors import StaleError
 from portus.format.reference import pin_at
 from portus.index.directory import open_reader
@@ -186,7 +186,7 @@ def test_it_needs_one_step(run: Run) -> None:
 @pytest.mark.long
 def test_all_parts_of_a_sharded_step_are_pinned(tmp_path: Path) -> None:
     pool = tmp_path / "pool"
-    writer = PortusStorageWriter(pool, "run", keep=1)
+    writer = GroupWriter(pool, "run", keep=1)
     for step in (1, 2):
         writer.save({"w": torch.tensor(step)}, step=step).wait()
     assert portus("pin", "run@2", "--pool", pool).code == 0
@@ -252,7 +252,7 @@ def test_a_pinned_group_and_its_pins_are_on_empty_disks_again(
 ) -> None:
     def save(*numbers: int) -> None:
         with contextlib.closing(
-            PortusStorageWriter("pools", "run", mirror=f"file://{tmp_path}/bucket", keep=1)
+            GroupWriter("pools", "run", mirror=f"file://{tmp_path}/bucket", keep=1)
         ) as writer:
             writer.prepare(1)
             for step in numbers:

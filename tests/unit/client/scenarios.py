@@ -399,7 +399,7 @@ def loaded_by_portus_dcp() -> Iterator[State]:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.planner import ReadItem
 
-    from portus.dcp import PortusStorageReader, PortusStorageWriter
+    from portus.dcp import GroupReader, GroupWriter
 
     class Planner(DefaultLoadPlanner):
         def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -407,12 +407,12 @@ def loaded_by_portus_dcp() -> Iterator[State]:
 
     model = perceptron()
     with tempfile.TemporaryDirectory() as folder:
-        writer = PortusStorageWriter(folder)
+        writer = GroupWriter(folder)
         dcp.save({"model": perceptron().state_dict()}, storage_writer=writer, no_dist=True)
         writer.close()
         for state in trained(model, torch.optim.AdamW(model.parameters())):
             yield state
-            reader, planner = PortusStorageReader(folder), Planner()
+            reader, planner = GroupReader(folder), Planner()
             into = {"model": model.state_dict()}
             dcp.load(into, storage_reader=reader, planner=planner, no_dist=True)
 

@@ -40,10 +40,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import portus.client.dcp
+import portus.client.dcp.group_writer
 import portus.dcp
 from portus.client.fence.writers import classify
-from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.dcp import GroupReader, GroupWriter
 from portus.errors import CorruptionError
 from portus.pipeline.handle import SaveHandle
 from portus.spec import VersionInfo
@@ -91,7 +91,7 @@ class Job:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "step": step, "more": (1, {"a": "b"})}
 
-    def load(self, reader: PortusStorageReader) -> int:
+    def load(self, reader: GroupReader) -> int:
         state = self.state(0)
         dcp.load(state, storage_reader=reader)
         return self.take(state)
@@ -140,7 +140,7 @@ def pools(root: Path) -> str:
 def save(rank: int, count: int, root: Path, parallel: str = "fsdp") -> None:
     replicas = 2 if parallel == "hsdp" else 1
     job = Job(1, count, tensor_parallel=parallel == "tp", replicas=replicas)
-    writer = PortusStorageWriter(pools(root), parallel)
+    writer = GroupWriter(pools(root), parallel)
     for step in (1, 2):
         job.step(step)
         expected = job.whole()
@@ -165,7 +165,7 @@ def sharded(parameter: torch.Tensor) -> DTensor:
 def load(rank: int, count: int, root: Path, parallel: str = "fsdp") -> None:
     job = Job(2, count, tensor_parallel=parallel == "tp")
     job.step(0)
-    reader = PortusStorageReader(pools(root), parallel)
+    reader = GroupReader(pools(root), parallel)
     assert job.load(reader) == 2
     assert reader.group is not None
     assert (reader.group.step, reader.group.count) == (2, 4)
@@ -176,7 +176,7 @@ def load(rank: int, count: int, root: Path, parallel: str = "fsdp") -> None:
         assert torch.equal(found[name], value), name
 
 
-def hold(writer: PortusStorageWriter) -> None:
+def hold(writer: GroupWriter) -> None:
     """Let this rank, which has saved before, commit no more."""
 
     def never(own: Sequence[VersionInfo]) -> list[int]:
@@ -194,8 +194,8 @@ def train(rank: int, count: int, root: Path, until: str, killed: str = "-1") -> 
     with contextlib.suppress(portus.UsageError):  # there is no pool yet
         found = portus.dcp.groups(pools(root), "run")
     dist.barrier()
-    writer = PortusStorageWriter(pools(root), "run", links=str(root / "links"))
-    done = job.load(PortusStorageReader(pools(root), "run")) if found else 0
+    writer = GroupWriter(pools(root), "run", links=str(root / "links"))
+    done = job.load(GroupReader(pools(root), "run")) if found else 0
     for step in range(done + 1, int(until) + 1):
         job.step(step)
         if step == int(killed):
@@ -221,10 +221,10 @@ def train_for_ever(rank: int, count: int, root: Path, first: str) -> None:
     say(f"process {rank} {os.getpid()}")
     job = Job(1, count)
     if int(first) > 1:
-        loaded = job.load(PortusStorageReader(pools(root), "run"))
+        loaded = job.load(GroupReader(pools(root), "run"))
         tell(rank, "loaded", loaded, job)
     durable: Literal[1, 2] = 2 if "+" in pools(root) else 1  # two hosts
-    writer = PortusStorageWriter(pools(root), "run", links=str(root / "links"), durable=durable)
+    writer = GroupWriter(pools(root), "run", links=str(root / "links"), durable=durable)
     under_way: dict[int, SaveHandle] = {}
     for step in itertools.count(int(first)):
         job.step(step)
@@ -253,7 +253,7 @@ def digest_of(job: Job) -> str:
 def look(rank: int, count: int, root: Path) -> None:
     """Load what there is, and tell it."""
     job = Job(2, count)
-    tell(rank, "loaded", job.load(PortusStorageReader(pools(root), "run")), job)
+    tell(rank, "loaded", job.load(GroupReader(pools(root), "run")), job)
 
 
 def damaged(rank: int, count: int, root: Path) -> None:
@@ -262,13 +262,13 @@ def damaged(rank: int, count: int, root: Path) -> None:
     job = Job(2, count)
     job.step(0)
     before = job.whole()
-    reader = PortusStorageReader(root / "pools", "fsdp", step=2)
+    reader = GroupReader(root / "pools", "fsdp", step=2)
     with pytest.raises(CorruptionError, match=f"step 2 of {count} ranks, the part of rank 1"):
         portus.dcp.load(job.state(0), reader)
     after = job.whole()
     assert all(torch.equal(after[name], before[name]) for name in before), "half loaded"
     state = job.state(0)
-    reader = PortusStorageReader(root / "pools", "fsdp")
+    reader = GroupReader(root / "pools", "fsdp")
     group = portus.dcp.load(state, reader)
     assert (group.step, state["step"]) == (1, 1)
     say(f"rank {rank} loaded {group.step}")
@@ -276,7 +276,7 @@ def damaged(rank: int, count: int, root: Path) -> None:
 
 def mixed(rank: int, count: int, root: Path) -> None:
     """Ranks that do not name the same step, or are not all there, are told so."""
-    writer = PortusStorageWriter(root / "mixed", "run")
+    writer = GroupWriter(root / "mixed", "run")
     with pytest.raises(CheckpointException, match="rank 0 saves step 3 and rank 1 saves step 4"):
         dcp.save({"t": torch.zeros(3)}, checkpoint_id=f"step_{3 + rank}", storage_writer=writer)
     alone = dist.new_group([0])
@@ -328,7 +328,7 @@ def again(rank: int, count: int, root: Path) -> None:
         return global_plan(planner, plans)
 
     setattr(DefaultSavePlanner, "create_global_plan", counted)  # noqa: B010
-    writer = PortusStorageWriter(root / "again", "run", keep=None, on_error="raise")
+    writer = GroupWriter(root / "again", "run", keep=None, on_error="raise")
     state: dict[str, Any] = {"same": torch.zeros(64), f"own{rank}": torch.zeros(8), "n": 0}
 
     def saved(step: int, *, plannings: int) -> None:
@@ -343,7 +343,7 @@ def again(rank: int, count: int, root: Path) -> None:
             name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
             for name, value in state.items()
         }
-        found = portus.dcp.load(target, PortusStorageReader(root / "again", "run"))
+        found = portus.dcp.load(target, GroupReader(root / "again", "run"))
         assert (found.step, found.count) == (step, count)
         assert target["n"] == (step, "text")
         for name, value in state.items():
@@ -381,7 +381,7 @@ def again(rank: int, count: int, root: Path) -> None:
     assert writer.last is not None
     assert writer.last.wait().step == 122
     caching = DefaultSavePlanner(enable_plan_caching=True)
-    with pytest.raises(CheckpointException, match=r"PortusStorageWriter\.save caches plans"):
+    with pytest.raises(CheckpointException, match=r"GroupWriter\.save caches plans"):
         dcp.save(state, checkpoint_id="13", storage_writer=writer, planner=caching)
     saved(13, plannings=11)
     mesh = init_device_mesh("cpu", (count,))
@@ -393,7 +393,7 @@ def again(rank: int, count: int, root: Path) -> None:
         writer.wait()
         dist.barrier()
         target: dict[str, Any] = {"same": torch.zeros(4, 4)}
-        portus.dcp.load(target, PortusStorageReader(root / "again", "run"))
+        portus.dcp.load(target, GroupReader(root / "again", "run"))
         assert torch.equal(target["same"], whole), step
         assert rank or len(planned) == 12 + cut, planned
     dist.barrier()
@@ -423,7 +423,7 @@ def full(rank: int, count: int, root: Path, on_error: str, way: str) -> None:
     said, room = Told(), int(4.5 * PART) if rank == 1 else None
     options: dict[str, Any] = {"on_error": on_error, "max_bytes": room, "links": str(root / "l")}
     keep = 1 if way == "directory" else None
-    writer = PortusStorageWriter(root / "pools", "run", keep=keep, **options)
+    writer = GroupWriter(root / "pools", "run", keep=keep, **options)
     state = {f"own{rank}": torch.zeros(PART // 4)}
     first_failed, first_told = 0, 0
     for step in range(1, 16):
@@ -464,7 +464,7 @@ def full(rank: int, count: int, root: Path, on_error: str, way: str) -> None:
         assert len(parts) <= newest.step + 2, parts
         assert pool.stat().st_size < 13 * PART, "15 parts of saves that rank 1 has no part of"
     target = {f"own{rank}": torch.zeros(PART // 4)}
-    portus.dcp.load(target, PortusStorageReader(root / "pools", "run"))
+    portus.dcp.load(target, GroupReader(root / "pools", "run"))
     assert target[f"own{rank}"].eq(newest.step).all()
     if way == "directory":
         kept = sorted(int(each.parent.name) for each in root.glob(f"[0-9]*/rank-{rank}-*.shard"))
@@ -476,7 +476,7 @@ def spread(rank: int, count: int, root: Path, first: str, last: str, killed: str
     """Save to several storage hosts; one is killed before the save of a step. What each rank was
     told is printed."""
     said = Told()
-    writer = PortusStorageWriter(pools(root), "run", links=str(root / "links"))
+    writer = GroupWriter(pools(root), "run", links=str(root / "links"))
     own = torch.zeros(1000)
     for step in range(int(first), int(last) + 1):
         if step == int(killed):
@@ -497,7 +497,7 @@ def spread(rank: int, count: int, root: Path, first: str, last: str, killed: str
 
 def elastic(rank: int, count: int, root: Path, first: str) -> None:
     """Save three times, as a job that goes on with another number of ranks than the one before."""
-    writer = PortusStorageWriter(pools(root), "run", keep=1)
+    writer = GroupWriter(pools(root), "run", keep=1)
     own = torch.zeros(2 * PART // count)
     for step in range(int(first), int(first) + 3):
         own.fill_(step)
@@ -516,9 +516,9 @@ def big(rank: int, count: int, root: Path, step: str) -> None:
     state: dict[str, Any] = {**cut, "all": whole.clone(), f"own{rank}": torch.ones(9)}
     if step != "1":
         target = {name: torch.zeros_like(value) for name, value in state.items() if name[0] != "o"}
-        assert portus.dcp.load(target, PortusStorageReader(root, "run")).step == int(step) - 1
+        assert portus.dcp.load(target, GroupReader(root, "run")).step == int(step) - 1
         assert all(torch.equal(unwrapped(target[n]), unwrapped(state[n])) for n in target)
-    writer = PortusStorageWriter(root, "run")
+    writer = GroupWriter(root, "run")
     writer.save(state, step=int(step))
     writer.close()
 
@@ -539,7 +539,7 @@ def quiet(rank: int, count: int, root: Path, first: str) -> None:
 
     sys.addaudithook(note)
     ranks = [f"run%2Frank-{each}-of-{count}.portus" for each in range(count)]
-    writer = PortusStorageWriter(root / "pools", "run", keep=1)
+    writer = GroupWriter(root / "pools", "run", keep=1)
     for step in range(int(first), int(first) + 4):
         writer.save({f"own{rank}": torch.full((9,), step)}, step=step)
         writer.wait()
@@ -556,16 +556,16 @@ def quiet(rank: int, count: int, root: Path, first: str) -> None:
     assert [(each.step, each.is_complete) for each in found] == [(step - 1, True), (step, True)]
     opened.clear()
     target = {f"own{rank}": torch.zeros(9)}
-    assert portus.dcp.load(target, PortusStorageReader(root / "pools", "run")).step == step
+    assert portus.dcp.load(target, GroupReader(root / "pools", "run")).step == step
     assert target[f"own{rank}"].eq(step).all()
     assert rank == 0 or opened == {ranks[rank]}, "one rank looks, reads, and tells the others"
     looks = {ranks[0], ranks[rank], "pools", "run.groups"}
     assert opened <= looks, "the last save was counted, and is on the roll"
     opened.clear()
-    dcp.load(target, storage_reader=PortusStorageReader(root / "pools", "run"))
+    dcp.load(target, storage_reader=GroupReader(root / "pools", "run"))
     assert opened == looks, "each rank looks, and not at every pool"
     everyone = dist.new_group(backend="gloo")
-    nowhere = PortusStorageReader(root / "pools", "other")
+    nowhere = GroupReader(root / "pools", "other")
     with pytest.raises(portus.UsageError, match="nothing sharded is there"):
         portus.dcp.load(target, nowhere, process_group=everyone)
 
@@ -573,7 +573,7 @@ def quiet(rank: int, count: int, root: Path, first: str) -> None:
 def elsewhere(rank: int, count: int, root: Path) -> None:
     """Rank 1 has another second host than rank 0, where nobody would look for its part."""
     hosts = os.environ["SHARDED_POOL"].split(",")
-    writer = PortusStorageWriter([hosts[0], hosts[1 + rank]], "run", links=str(root / "l"))
+    writer = GroupWriter([hosts[0], hosts[1 + rank]], "run", links=str(root / "l"))
     with pytest.raises(CheckpointException, match=r"rank 1 saves to .* has another storage host"):
         writer.save({f"own{rank}": torch.zeros(9)}, step=1)
     writer.close()
@@ -582,11 +582,11 @@ def elsewhere(rank: int, count: int, root: Path) -> None:
 def apart(rank: int, count: int, root: Path, of: str = "") -> None:
     """Each rank has a pool directory of its own: said at the first save, and nothing is left. Or
     all have a copy of what was there ``of`` an older job: that stays as it is."""
-    setattr(portus.client.dcp, "_SEEN_S", 0.2)  # noqa: B010
+    setattr(portus.client.dcp.group_writer, "_SEEN_S", 0.2)  # noqa: B010
     place = root / f"node{rank}"
     if of:
         shutil.copytree(root / of, place)
-    writer = PortusStorageWriter(place, "run", keep=1)
+    writer = GroupWriter(place, "run", keep=1)
     refused = r"(?s)rank 1 does not find the pool of rank 0 at .* or a mirror \(mirror=\)"
     with pytest.raises(CheckpointException, match=refused):
         dcp.save({"t": torch.zeros(9)}, checkpoint_id="1", storage_writer=writer)
@@ -623,7 +623,7 @@ def fsdp1(rank: int, count: int, root: Path, kind: str, action: str) -> None:
     step()
     place = root / "pools"
     if action == "save":
-        writer = PortusStorageWriter(place, kind)
+        writer = GroupWriter(place, kind)
         of_model, of_optimizer = get_state_dict(model, optimizer)
         writer.save({"model": of_model, "optimizer": of_optimizer}, step=1)
         found = whole()
@@ -634,7 +634,7 @@ def fsdp1(rank: int, count: int, root: Path, kind: str, action: str) -> None:
     step()
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": of_model, "optimizer": of_optimizer}
-    portus.dcp.load(state, PortusStorageReader(place, kind))
+    portus.dcp.load(state, GroupReader(place, kind))
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
@@ -656,7 +656,7 @@ def late(rank: int, count: int, root: Path) -> None:
     place = root / "late" if rank == 1 else root / "pools"
     logging.getLogger().addHandler(Comes(root / "pools", root / "late"))
     with pytest.raises(CheckpointException) as caught:
-        dcp.load({"model": {}}, storage_reader=PortusStorageReader(place, "fsdp"))
+        dcp.load({"model": {}}, storage_reader=GroupReader(place, "fsdp"))
     assert list(caught.value.failures) == [1]
     assert (root / "late").exists() or rank == 0
     say(f"rank {rank} heard")
@@ -668,7 +668,7 @@ def directories(rank: int, count: int, root: Path, killed: str = "-1") -> None:
     At every moment, some directory leads to a complete group.
     """
     job = Job(1, count)
-    writer = PortusStorageWriter(pools(root), "run", keep=1, links=str(root / ".links"))
+    writer = GroupWriter(pools(root), "run", keep=1, links=str(root / ".links"))
     for step in range(1, 5):
         job.step(step)
         if step == int(killed):
@@ -694,11 +694,11 @@ def read_directory(rank: int, count: int, root: Path, name: str, step: str) -> N
     job = Job(2, count)
     state = job.state(0)
     if name != step:  # the save was cut off: nothing else is loaded unasked
-        cut_off = PortusStorageReader.at(root / name)
+        cut_off = GroupReader.at(root / name)
         assert cut_off is not None
         with pytest.raises(portus.UsageError, match=f"step {name} of {2} ranks is not complete"):
             portus.dcp.load(state, cut_off)
-    reader = PortusStorageReader.at(root / name, fall_back=name != step)
+    reader = GroupReader.at(root / name, fall_back=name != step)
     assert reader is not None
     assert portus.dcp.load(state, reader).step == int(step) == state["step"]
     assert reader.file("meta.pt") == {"step": int(step)}
@@ -708,7 +708,7 @@ def read_directory(rank: int, count: int, root: Path, name: str, step: str) -> N
 def asynchronous(rank: int, count: int, root: Path) -> None:
     job = Job(1, count)
     job.step(1)
-    writer = PortusStorageWriter(root / "pools", "async")
+    writer = GroupWriter(root / "pools", "async")
     group = dist.new_group(backend="gloo")
     future: Any = dcp.async_save(
         job.state(1), checkpoint_id="1", storage_writer=writer, process_group=group
@@ -720,7 +720,7 @@ def asynchronous(rank: int, count: int, root: Path) -> None:
     assert writer.last.committed
     writer.close()
     dist.barrier()
-    job.load(PortusStorageReader(root / "pools", "async"))
+    job.load(GroupReader(root / "pools", "async"))
     found = job.whole()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -728,7 +728,7 @@ def asynchronous(rank: int, count: int, root: Path) -> None:
 def in_a_process(rank: int, count: int, root: Path) -> None:
     """``async_save`` in a process of its own, twice; the weights change as soon as it returns."""
     job = Job(1, count)
-    writer = PortusStorageWriter(root / "pools", "run", on_error="raise")
+    writer = GroupWriter(root / "pools", "run", on_error="raise")
     group = dist.new_group(backend="gloo")
     for step in (1, 2):
         job.step(step)
@@ -743,7 +743,7 @@ def in_a_process(rank: int, count: int, root: Path) -> None:
         job.step(10 + step)
         future.result()
     writer.close()
-    assert job.load(PortusStorageReader(root / "pools", "run")) == 2
+    assert job.load(GroupReader(root / "pools", "run")) == 2
     found = job.whole()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 

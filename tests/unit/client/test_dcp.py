@@ -37,7 +37,7 @@ from portus.client.retention import Retention
 from portus.client.run import Run
 from portus.client.shards import grouped
 from portus.client.shards.cuts import FORMAT
-from portus.dcp import PortusStorageReader, PortusStorageWriter, groups, load
+from portus.dcp import GroupReader, GroupWriter, groups, load
 from portus.index.directory import WRITERS
 from portus.index.groups import Past, new_id, part_model, part_token
 from portus.index.keep import Keep
@@ -195,11 +195,11 @@ def test_ranks_save_to_a_storage_host_each_a_model_of_its_own(
         assert "1 of 2, incomplete: not 1" in listed
         assert listed.count("2 of 2, complete") == 2
         with pytest.raises(portus.UsageError, match=rf"rank 1: its pool {host.url} has steps \["):
-            load({}, PortusStorageReader(host.url, "run", step=3))
+            load({}, GroupReader(host.url, "run", step=3))
         said = run(tmp_path, "train:2:4", SHARDED_POOL=host.url)
         resumed = said.splitlines()[-1].split()
         assert resumed[:2] == ["resumed", "2"]
-        reader = PortusStorageReader(host.url, "run")  # by one process
+        reader = GroupReader(host.url, "run")  # by one process
         entries = reader.read_metadata().state_dict_metadata
         state = {
             name: torch.zeros(entry.size)
@@ -256,7 +256,7 @@ def test_a_rank_that_cannot_read_the_metadata_leaves_none_waiting(
 
 def whole_state(place: Path) -> dict[str, Any]:
     """A state for one process with all tensors of the newest group."""
-    entries = PortusStorageReader(place, "fsdp", step=1).read_metadata().state_dict_metadata
+    entries = GroupReader(place, "fsdp", step=1).read_metadata().state_dict_metadata
     return {
         name: torch.zeros(entry.size)
         for name, entry in entries.items()
@@ -268,7 +268,7 @@ def test_in_one_process_too_and_the_log_says_which_and_why(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage_shard(copied(saved, tmp_path), 3)
-    reader = PortusStorageReader(tmp_path, "fsdp")
+    reader = GroupReader(tmp_path, "fsdp")
     state = whole_state(tmp_path)
     assert load(state, reader).step == 1
     assert "step 2 of 4 ranks, the part of rank 3" in caplog.text
@@ -277,7 +277,7 @@ def test_in_one_process_too_and_the_log_says_which_and_why(
     expected = {name: value.clone() for name, value in state.items()}
     damage_all.write_bytes(damage_all.read_bytes()[: 1 << 16])
     with pytest.raises(portus.PortusError, match="rank 3: its pool cannot be read"):
-        load(state, PortusStorageReader(tmp_path, "fsdp"))
+        load(state, GroupReader(tmp_path, "fsdp"))
     assert all(torch.equal(state[name], expected[name]) for name in state)
 
 
@@ -291,12 +291,12 @@ def test_a_group_of_which_one_rank_was_torn_off_is_passed_over(
     newest = list(writer.catalogue().entries())[-1].info
     writer.retire([newest.id])
     WRITERS.close(writer)
-    assert load(whole_state(tmp_path), PortusStorageReader(tmp_path, "fsdp")).step == 1
+    assert load(whole_state(tmp_path), GroupReader(tmp_path, "fsdp")).step == 1
     with pytest.raises(
         portus.UsageError,
         match=rf"step 2 of 4 ranks is not complete.*; step 1 is\. rank {torn}: .* has steps \[1\]",
     ):
-        load({}, PortusStorageReader(tmp_path, "fsdp", step=2))
+        load({}, GroupReader(tmp_path, "fsdp", step=2))
 
 
 @pytest.mark.long
@@ -333,20 +333,18 @@ def test_a_lost_pool_of_one_rank_is_reported_as_that(saved: Path, tmp_path: Path
         portus.UsageError,
         match=r"step 2 of 4 ranks is not complete.* those of 2 .*rank 2: .* is not there",
     ):
-        PortusStorageReader(tmp_path, "fsdp").read_metadata()
+        GroupReader(tmp_path, "fsdp").read_metadata()
 
 
 def test_a_damaged_shard_is_named_with_its_rank(saved: Path, tmp_path: Path) -> None:
     damage_shard(copied(saved, tmp_path), 3)
     with pytest.raises(CheckpointException, match=r"step 2 of 4 ranks, the part of rank 3"):
-        dcp.load(
-            whole_state(tmp_path), storage_reader=PortusStorageReader(tmp_path, "fsdp", step=2)
-        )
+        dcp.load(whole_state(tmp_path), storage_reader=GroupReader(tmp_path, "fsdp", step=2))
 
 
 def test_a_part_can_be_loaded_by_name(saved: Path) -> None:
     state = {"model": {"0.bias": torch.zeros(96)}}
-    dcp.load(state, storage_reader=PortusStorageReader(saved / "pools", "fsdp"))
+    dcp.load(state, storage_reader=GroupReader(saved / "pools", "fsdp"))
     expected = torch.load(saved / "fsdp.pt")["model.0.bias"]
     assert torch.equal(state["model"]["0.bias"], expected)
 
@@ -365,17 +363,17 @@ def test_groups_are_listed(saved: Path, tmp_path: Path) -> None:
 # One process, no process group.
 
 
-def save(writer: PortusStorageWriter, step: int, state: dict[str, Any]) -> None:
+def save(writer: GroupWriter, step: int, state: dict[str, Any]) -> None:
     dcp.save(state, checkpoint_id=f"step_{step}", storage_writer=writer)
 
 
 def test_objects_keep_their_types_and_nothing_is_pickled(tmp_path: Path) -> None:
     state: dict[str, Any] = {"a": (1, {"x": None}), "b": torch.float16, "t": torch.arange(6)}
-    writer = PortusStorageWriter(tmp_path, "run")
+    writer = GroupWriter(tmp_path, "run")
     save(writer, 7, state)
     writer.close()
     other: dict[str, Any] = {"a": None, "b": None, "t": torch.zeros(6, dtype=torch.int64)}
-    reader = PortusStorageReader(tmp_path, "run", step=7)
+    reader = GroupReader(tmp_path, "run", step=7)
     dcp.load(other, storage_reader=reader)
     assert other["a"] == (1, {"x": None})
     assert other["b"] is torch.float16
@@ -386,13 +384,13 @@ def test_objects_keep_their_types_and_nothing_is_pickled(tmp_path: Path) -> None
 def loaded(pool: Path, checkpoint_id: Any, **asked: Any) -> float:
     """What ``dcp.load`` gives for an id."""
     state = {"t": torch.zeros(4)}
-    reader = PortusStorageReader(pool, "run", **asked)
+    reader = GroupReader(pool, "run", **asked)
     dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader)
     return float(state["t"][0])
 
 
 def test_an_id_loads_what_was_saved_as_it_and_nothing_else(tmp_path: Path) -> None:
-    writer = PortusStorageWriter(tmp_path, "run", keep=None)
+    writer = GroupWriter(tmp_path, "run", keep=None)
     ids = ["ckpt/best", Path("ckpt/last"), "runA/step_7", "runB/step_7", "step_3/model"]
     ids += ["step_3/optim", "ckpt/last/", "s3://bucket/a_9", "/absolute/4"]
     for number, name in enumerate(ids):
@@ -431,13 +429,13 @@ def test_an_id_loads_what_was_saved_as_it_and_nothing_else(tmp_path: Path) -> No
 def test_what_was_saved_before_ids_were_kept_is_found_by_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = PortusStorageWriter(tmp_path, "run", keep=None)
-    stock = PortusStorageWriter._described
+    writer = GroupWriter(tmp_path, "run", keep=None)
+    stock = GroupWriter._described
 
-    def of_old(writer: PortusStorageWriter) -> dict[str, Any]:
+    def of_old(writer: GroupWriter) -> dict[str, Any]:
         return {"metadata": stock(writer)["metadata"]}
 
-    monkeypatch.setattr(PortusStorageWriter, "_described", of_old)
+    monkeypatch.setattr(GroupWriter, "_described", of_old)
     for step in (3, 4):
         save(writer, step, {"t": torch.full((4,), float(step))})
     monkeypatch.undo()
@@ -450,14 +448,14 @@ def test_what_was_saved_before_ids_were_kept_is_found_by_its_number(
 
 
 def test_a_directory_is_asked_for_by_its_path_and_leads_to_no_other_step(tmp_path: Path) -> None:
-    writer = PortusStorageWriter(tmp_path / ".portus", "run", keep=None)
+    writer = GroupWriter(tmp_path / ".portus", "run", keep=None)
     for step in (1, 2):
         state = {"t": torch.full((4,), float(step))}
         writer.save_directory(state, tmp_path / f"{step}", step=step)
     writer.close()
     assert loaded(tmp_path / ".portus", tmp_path / "1") == 1
     (tmp_path / "2").rename(tmp_path / "moved")
-    reader = PortusStorageReader.at(tmp_path / "moved")
+    reader = GroupReader.at(tmp_path / "moved")
     assert reader is not None
     state = {"t": torch.zeros(4)}
     dcp.load(state, checkpoint_id=tmp_path / "moved", storage_reader=reader)
@@ -472,7 +470,7 @@ def test_a_directory_is_asked_for_by_its_path_and_leads_to_no_other_step(tmp_pat
         with pytest.raises((portus.UsageError, CheckpointException), match="was asked for"):
             act(state, reader)
     assert state["t"][0] == 2
-    falling_back = PortusStorageReader.at(tmp_path / "moved", fall_back=True)
+    falling_back = GroupReader.at(tmp_path / "moved", fall_back=True)
     assert falling_back is not None
     assert load(state, falling_back).step == 1
 
@@ -481,14 +479,14 @@ def test_a_directory_is_of_whoever_saved_there_last(tmp_path: Path) -> None:
     place = tmp_path / "last.ckpt"
     stock = dcp.FileSystemWriter(place)
     dcp.save({"m": {"t": torch.zeros(4)}}, storage_writer=stock)
-    assert PortusStorageReader.at(place) is None
-    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    assert GroupReader.at(place) is None
+    writer = GroupWriter(tmp_path / ".portus", "run")
     writer.save_directory({"m": {"t": torch.ones(4)}}, place, step=1, files={"a.pt": [1]})
     writer.close()
     assert sorted(os.listdir(place)) == ["a.pt", "rank-0-of-1.shard"]
     assert torch.load(place / "a.pt") == [1]
     assert torch.load(place / "rank-0-of-1.shard") == FORMAT, "no shard, which means nothing alone"
-    reader = PortusStorageReader.at(place)
+    reader = GroupReader.at(place)
     assert reader is not None
     state = {"m": {"t": torch.zeros(4)}}
     load(state, reader)
@@ -499,8 +497,8 @@ def test_a_directory_is_of_whoever_saved_there_last(tmp_path: Path) -> None:
         writer.save_directory({}, place, step=2, files={"items": 1})
     writer.close()
     dcp.save({"m": {"t": torch.zeros(4)}}, storage_writer=dcp.FileSystemWriter(place))
-    assert PortusStorageReader.at(place) is None
-    assert PortusStorageReader.at(tmp_path) is None
+    assert GroupReader.at(place) is None
+    assert GroupReader.at(tmp_path) is None
 
 
 @pytest.mark.long
@@ -509,7 +507,7 @@ def test_a_materialised_directory_is_one_of_torch_and_needs_no_pool(
 ) -> None:
     run(tmp_path, "directories:2")
     place = tmp_path / "4"
-    reader = PortusStorageReader.at(place)
+    reader = GroupReader.at(place)
     assert reader is not None
     entries = reader.read_metadata().state_dict_metadata
 
@@ -532,7 +530,7 @@ def test_a_materialised_directory_is_one_of_torch_and_needs_no_pool(
     for name, value in expected.items():
         same = torch.equal(value, found[name]) if torch.is_tensor(value) else value == found[name]
         assert same, name
-    assert PortusStorageReader.at(place) is None, "it is torch's now"
+    assert GroupReader.at(place) is None, "it is torch's now"
     dcp_to_torch_save(place, tmp_path / "whole.pt")  # which has the nesting of the state
     whole = torch.load(tmp_path / "whole.pt", weights_only=False)
     assert whole["step"] == 4
@@ -540,7 +538,7 @@ def test_a_materialised_directory_is_one_of_torch_and_needs_no_pool(
 
 
 def test_the_directories_inside_of_one_of_accelerate_are_torch_s_each(tmp_path: Path) -> None:
-    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(tmp_path / ".portus", "run")
     parts: dict[str, Any] = {
         "pytorch_model_fsdp_0": {"model": {"t": torch.rand(5)}},
         "optimizer_0": {"optimizer": {"m": torch.rand(5), "groups": [{"lr": 0.5}]}},
@@ -564,7 +562,7 @@ def test_shards_go_to_files_of_a_bounded_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(materialize_shards, "FILE_SIZE", 3000)
-    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(tmp_path / ".portus", "run")
     state = {f"t{n}": torch.rand(250) for n in range(8)}
     writer.save_directory(dict(state), tmp_path / "place", step=1)
     writer.close()
@@ -598,7 +596,7 @@ def test_materialising_takes_the_memory_of_a_file_of_shards_and_not_of_the_state
     tmp_path: Path,
 ) -> None:
     file_size, state_size = 8 << 20, 128 << 20
-    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(tmp_path / ".portus", "run")
     state = {f"t{n}": torch.full((1 << 18,), n) for n in range(state_size >> 21)}
     writer.save_directory(dict(state), tmp_path / "place", step=1)
     writer.close()
@@ -615,7 +613,7 @@ def test_materialising_takes_the_memory_of_a_file_of_shards_and_not_of_the_state
 
 
 def test_a_damaged_shard_is_not_materialised_and_the_directory_stays(tmp_path: Path) -> None:
-    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(tmp_path / ".portus", "run")
     shard = torch.rand(5000)
     writer.save_directory({"t": shard}, tmp_path / "place", step=1)
     writer.close()
@@ -632,7 +630,7 @@ def test_torch_s_own_reader_finds_a_directory_of_ours_and_fails_instead_of_start
     tmp_path: Path,
 ) -> None:
     place, state = tmp_path / "step-5", {"t": torch.rand(9)}
-    writer = PortusStorageWriter(tmp_path / ".portus", "run", keep=1)
+    writer = GroupWriter(tmp_path / ".portus", "run", keep=1)
     for step in (4, 5):
         writer.save_directory(dict(state), place, step=step)
         writer.wait()
@@ -646,7 +644,7 @@ def test_torch_s_own_reader_finds_a_directory_of_ours_and_fails_instead_of_start
     assert not target["t"].any()
     with pytest.raises(portus.UsageError, match="a part of a sharded checkpoint"):
         portus.materialize(place / ".metadata")
-    reader = PortusStorageReader.at(place)
+    reader = GroupReader.at(place)
     assert reader is not None
     assert load(target, reader).step == 5
     portus.materialize(place)
@@ -661,7 +659,7 @@ def test_torch_s_own_reader_finds_a_directory_of_ours_and_fails_instead_of_start
 
 def test_a_damaged_shard_is_told_by_the_name_of_its_tensor(tmp_path: Path) -> None:
     shard = torch.rand(5000)
-    writer = PortusStorageWriter(tmp_path, "run")
+    writer = GroupWriter(tmp_path, "run")
     writer.save({"net": {"weight": shard}, "other": torch.rand(9)}, step=1)
     writer.close()
     (pool,) = tmp_path.glob("*.portus")
@@ -671,14 +669,14 @@ def test_a_damaged_shard_is_told_by_the_name_of_its_tensor(tmp_path: Path) -> No
     state = {"net": {"weight": torch.zeros(5000)}}
     told = "model 'run', step 1.*the part of rank 0.* net.weight is damaged"
     with pytest.raises(portus.CorruptionError, match=told):
-        load(state, PortusStorageReader(tmp_path, "run"))
+        load(state, GroupReader(tmp_path, "run"))
     assert not state["net"]["weight"].any()
 
 
 def test_a_directory_in_the_place_of_another_keeps_the_old_group_until_the_new_is_complete(
     tmp_path: Path,
 ) -> None:
-    writer = PortusStorageWriter(tmp_path / ".portus", "run", keep=1)
+    writer = GroupWriter(tmp_path / ".portus", "run", keep=1)
     for step in (1, 2, 3):
         writer.save_directory({"t": torch.full((9,), float(step))}, tmp_path / "last", step=step)
         writer.wait()
@@ -690,7 +688,7 @@ def test_a_directory_in_the_place_of_another_keeps_the_old_group_until_the_new_i
 
 
 def test_what_directories_lead_to_is_kept_and_goes_when_they_are_deleted(tmp_path: Path) -> None:
-    writer = PortusStorageWriter(tmp_path / ".portus", "run", keep=1)
+    writer = GroupWriter(tmp_path / ".portus", "run", keep=1)
     for step in (1, 2, 3, 4):
         writer.save_directory({"t": torch.full((9,), float(step))}, tmp_path / f"{step}", step=step)
         writer.wait()
@@ -702,18 +700,18 @@ def test_what_directories_lead_to_is_kept_and_goes_when_they_are_deleted(tmp_pat
 
 
 def test_a_state_of_another_nesting_is_planned_anew(tmp_path: Path) -> None:
-    writer = PortusStorageWriter(tmp_path, "run")
+    writer = GroupWriter(tmp_path, "run")
     writer.save({"a": {"b": torch.ones(4)}}, step=1)
     writer.save({"a.b": torch.ones(4)}, step=2)
     writer.close()
     for step, path in ((1, ("a", "b")), (2, ("a.b",))):
-        metadata = PortusStorageReader(tmp_path, "run", step=step).read_metadata()
+        metadata = GroupReader(tmp_path, "run", step=step).read_metadata()
         assert metadata.planner_data == {"a.b": path}
 
 
 def test_what_a_save_blocked_is_told_with_its_planning(tmp_path: Path) -> None:
     state = {f"t{n}": torch.zeros(8) for n in range(400)}
-    writer = PortusStorageWriter(tmp_path, "run", keep=1)
+    writer = GroupWriter(tmp_path, "run", keep=1)
 
     def told(act: Callable[[], object]) -> float:
         """The share of a call that is in its statistics."""
@@ -734,13 +732,13 @@ def test_what_a_save_blocked_is_told_with_its_planning(tmp_path: Path) -> None:
 
 
 def test_a_load_waits_for_saves_of_what_it_loads_into(tmp_path: Path) -> None:
-    writer = PortusStorageWriter(tmp_path, "run")
+    writer = GroupWriter(tmp_path, "run")
     save(writer, 1, {"t": torch.ones(9)})
     writer.close()
     state = {"t": torch.zeros(9)}
     fence, under_way = Fence(FENCE_S_MAX), LateCopy({**state}, everything_late=True)
     fence.guard(under_way)
-    load(state, PortusStorageReader(tmp_path, "run"))
+    load(state, GroupReader(tmp_path, "run"))
     fence.close()
     assert under_way.waits == 1
     assert not under_way.torn
@@ -748,7 +746,7 @@ def test_a_load_waits_for_saves_of_what_it_loads_into(tmp_path: Path) -> None:
 
 
 def test_ranks_that_chose_different_groups_are_told(tmp_path: Path) -> None:
-    reader = PortusStorageReader(tmp_path, "run")
+    reader = GroupReader(tmp_path, "run")
     plans = [LoadPlan([], storage_data=new_id()) for _ in range(2)]
     with pytest.raises(portus.StaleError, match="load again"):
         reader.prepare_global_plan(plans)
@@ -758,7 +756,7 @@ def test_ranks_that_chose_different_groups_are_told(tmp_path: Path) -> None:
 class Held:
     """A writer that has saved before and, from now on, begins no commit until it is released."""
 
-    def __init__(self, writer: PortusStorageWriter) -> None:
+    def __init__(self, writer: GroupWriter) -> None:
         self.begun, self.release = threading.Event(), threading.Event()
         writer.wait()
         writer._open().part.surplus = self._hold
@@ -770,7 +768,7 @@ class Held:
 
 
 def test_a_save_from_another_thread_returns_when_it_is_committed(tmp_path: Path) -> None:
-    writer = PortusStorageWriter(tmp_path, "run")
+    writer = GroupWriter(tmp_path, "run")
     save(writer, 1, {"t": torch.ones(9)})
     held = Held(writer)
     thread = threading.Thread(target=save, args=(writer, 2, {"t": torch.ones(9)}))
@@ -789,13 +787,13 @@ def test_what_this_process_saves_to_a_directory_is_waited_for_however_long_it_ta
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grouped, "AWAITED_S_MAX", 0.0)
-    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(tmp_path / ".portus", "run")
     save(writer, 1, {"t": torch.ones(9)})
     held = Held(writer)
     writer.save_directory({"t": torch.full((9,), 2.0)}, tmp_path / "2", step=2)
     later = threading.Timer(0.2, held.release.set)
     later.start()
-    reader = PortusStorageReader.at(tmp_path / "2")
+    reader = GroupReader.at(tmp_path / "2")
     assert reader is not None
     assert load({"t": torch.zeros(9)}, reader).step == 2
     writer.close()
@@ -813,7 +811,7 @@ def test_ranks_that_are_about_to_commit_are_waited_for(tmp_path: Path) -> None:
         last = {"token": part_token(group, 1)}
         later = threading.Timer(0.2, one.save, ({"format": 1}, 1), last)
         later.start()
-        assert PortusStorageReader.at(place) is not None
+        assert GroupReader.at(place) is not None
         assert groups(pools)[-1].is_complete
         later.join()
 
@@ -849,7 +847,7 @@ def test_a_directory_leads_somewhere_at_every_moment_of_materialising(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "place"
-    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(tmp_path / ".portus", "run")
     writer.save_directory({"t": torch.rand(9)}, place, step=1)
     writer.close()
     order = Order(place, monkeypatch)
@@ -870,7 +868,7 @@ def test_a_directory_that_is_replaced_while_it_is_materialised_stays_the_newer_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, usage = tmp_path / "place", shutil.disk_usage
-    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(tmp_path / ".portus", "run")
 
     def saved(step: int) -> None:
         writer.save_directory({"t": torch.full((9,), float(step))}, place, step=step)
@@ -886,7 +884,7 @@ def test_a_directory_that_is_replaced_while_it_is_materialised_stays_the_newer_o
         portus.materialize(place)
     writer.close()
     assert sorted(os.listdir(place)) == OURS
-    reader = PortusStorageReader.at(place)
+    reader = GroupReader.at(place)
     assert reader is not None
     assert load({"t": torch.zeros(9)}, reader).step == 2
 
@@ -895,7 +893,7 @@ def test_without_room_nothing_is_materialised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "place"
-    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(tmp_path / ".portus", "run")
     writer.save_directory({"t": torch.rand(9)}, place, step=1)
     writer.close()
     full = shutil.disk_usage(tmp_path)._replace(free=35)
@@ -916,14 +914,14 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_directory_leads_to_a_group_wherever_its_pool_is(place: str, tmp_path: Path) -> None:
-    writer = PortusStorageWriter(place, "run", keep=1, links=str(tmp_path / "links"))
+    writer = GroupWriter(place, "run", keep=1, links=str(tmp_path / "links"))
     for step in (1, 2):
         state = {"t": torch.full((9,), float(step))}
         files = {"more": {"step": step}}
         writer.save_directory(state, tmp_path / f"{step}", step=step, files=files)
         writer.wait()
     writer.remove(tmp_path / "1")
-    reader = PortusStorageReader.at(tmp_path / "2")
+    reader = GroupReader.at(tmp_path / "2")
     assert reader is not None
     state = {"t": torch.zeros(9)}
     assert load(state, reader).step == 2
@@ -937,7 +935,7 @@ def test_a_directory_leads_to_a_group_wherever_its_pool_is(place: str, tmp_path:
 
 
 def test_old_groups_go_once_newer_ones_are_complete(place: str, tmp_path: Path) -> None:
-    writer = PortusStorageWriter(place, "run", keep=2, links=str(tmp_path / "links"))
+    writer = GroupWriter(place, "run", keep=2, links=str(tmp_path / "links"))
     for step in range(6):
         save(writer, step, {"t": torch.full((1000,), float(step))})
         writer.wait()
@@ -1014,7 +1012,7 @@ def test_what_jobs_of_other_numbers_of_ranks_left_goes_but_for_what_directories_
     save_as(place, links, 2, 2)
     save_as(place, links, 2, 3, kept)
     save_as(place, links, 4, 4)
-    writer = PortusStorageWriter(place, "run", keep=2, links=str(links))
+    writer = GroupWriter(place, "run", keep=2, links=str(links))
 
     def saved(*steps: int) -> list[tuple[int, int]]:
         for step in steps:
@@ -1028,7 +1026,7 @@ def test_what_jobs_of_other_numbers_of_ranks_left_goes_but_for_what_directories_
     assert saved(7, 8) == [(3, 2), (6, 1), (7, 1), (8, 1)]
     shutil.rmtree(kept)
     writer.close()
-    writer = PortusStorageWriter(place, "run", keep=2, links=str(links))
+    writer = GroupWriter(place, "run", keep=2, links=str(links))
     assert saved(9, 10, 11)[0] == (9, 1)
     writer.close()
     if not place.startswith("portus:"):
@@ -1053,17 +1051,17 @@ def test_what_was_there_before_and_cannot_be_seen_stays_until_newer_is_complete(
     monkeypatch.chdir(tmp_path)
     with serving(tmp_path / "host") as server:
 
-        def saved(writer: PortusStorageWriter, step: int) -> list[int]:
+        def saved(writer: GroupWriter, step: int) -> list[int]:
             save(writer, step, {"t": torch.full((9,), float(step))})
             writer.wait()
             with monkeypatch.context() as other:
                 other.delenv("PORTUS_SECRET_FILE", raising=False)
                 return [group.step for group in groups(url(server))]
 
-        writer = PortusStorageWriter(url(server), "run", keep=2)
+        writer = GroupWriter(url(server), "run", keep=2)
         assert [saved(writer, step) for step in (1, 2)][-1] == [1, 2]
         writer.close()
-        writer = PortusStorageWriter(url(server), "run", keep=1)
+        writer = GroupWriter(url(server), "run", keep=1)
         writer.prepare(0)
         monkeypatch.setenv("PORTUS_SECRET_FILE", str(tmp_path / "gone"))
         assert saved(writer, 3) == [1, 2, 3]
@@ -1071,7 +1069,7 @@ def test_what_was_there_before_and_cannot_be_seen_stays_until_newer_is_complete(
         assert saved(writer, 4) == [3, 4]
         writer.close()
         monkeypatch.undo()
-        writer = PortusStorageWriter(url(server), "run", keep=1)
+        writer = GroupWriter(url(server), "run", keep=1)
         assert saved(writer, 5) == [4, 5]
         writer.close()
 
@@ -1080,7 +1078,7 @@ def test_a_first_save_where_nothing_is_yet_warns_of_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2):
-        writer = PortusStorageWriter(tmp_path / "fresh")
+        writer = GroupWriter(tmp_path / "fresh")
         save(writer, step, {"t": torch.ones(3)})
         writer.close()
     assert [group.step for group in groups(tmp_path / "fresh")] == [1, 2]
@@ -1098,35 +1096,35 @@ def test_a_pool_directory_that_cannot_be_seen_is_told(
 
 
 def test_a_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    writer = PortusStorageWriter(tmp_path, "run")
+    writer = GroupWriter(tmp_path, "run")
     save(writer, 1, {"t": torch.zeros(4, 4)})
     writer.close()
     with pytest.raises(CheckpointException, match=r"Size mismatch .* for t"):
-        dcp.load({"t": torch.zeros(2, 2)}, storage_reader=PortusStorageReader(tmp_path, "run"))
+        dcp.load({"t": torch.zeros(2, 2)}, storage_reader=GroupReader(tmp_path, "run"))
     what = r"model 'run', step 1 of 1 ranks was not loaded: rank 0: "
     with pytest.raises(portus.UsageError, match=rf"{what}Size mismatch .* for t"):
-        load({"t": torch.zeros(2, 2)}, PortusStorageReader(tmp_path, "run"))
+        load({"t": torch.zeros(2, 2)}, GroupReader(tmp_path, "run"))
     with pytest.raises(portus.UsageError, match=rf"{what}Missing key .* other"):
-        load({"other": torch.zeros(2)}, PortusStorageReader(tmp_path, "run"))
+        load({"other": torch.zeros(2)}, GroupReader(tmp_path, "run"))
 
 
 def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
     with pytest.raises(portus.UsageError, match="there is no pool"):
-        PortusStorageReader(tmp_path / "none", "run").read_metadata()
-    writer = PortusStorageWriter(tmp_path, "run")
+        GroupReader(tmp_path / "none", "run").read_metadata()
+    writer = GroupWriter(tmp_path, "run")
     save(writer, 1, {"t": torch.zeros(4)})
     writer.close()
     with pytest.raises(portus.UsageError, match=r"has step 9; there are steps \[1\]"):
-        PortusStorageReader(tmp_path, "run", step=9).read_metadata()
+        GroupReader(tmp_path, "run", step=9).read_metadata()
     with pytest.raises(portus.UsageError, match="nothing sharded"):
-        PortusStorageReader(tmp_path, "other").read_metadata()
+        GroupReader(tmp_path, "other").read_metadata()
     writer.save_directory({"t": torch.zeros(4)}, tmp_path / "2", step=2)
     writer.close()
     (pool,) = tmp_path.glob("*.portus")
     of_step_2, saved = WRITERS.open(str(pool)), groups(tmp_path)
     of_step_2.retire([saved[-1].parts[0][1].id])
     WRITERS.close(of_step_2)
-    reader = PortusStorageReader.at(tmp_path / "2")
+    reader = GroupReader.at(tmp_path / "2")
     assert reader is not None
     what = r"the one that was asked for; there are steps \[1"
     with pytest.raises(portus.UsageError, match=what):
@@ -1154,24 +1152,24 @@ def test_a_directory_leads_to_its_group_also_where_a_pool_was_lost(
 ) -> None:
     place = save_parts(tmp_path, {"format": 1})
     (tmp_path / f"pools/run%2Frank-{lost}-of-2.portus").unlink()
-    reader = PortusStorageReader.at(place)
+    reader = GroupReader.at(place)
     assert reader is not None
     with pytest.raises(portus.UsageError, match=f"step 1 of 2 ranks.* rank {lost}: its pool file "):
         reader.read_metadata()
 
 
 def test_a_group_of_a_newer_format_is_refused(tmp_path: Path) -> None:
-    reader = PortusStorageReader.at(save_parts(tmp_path, {"format": 99, "metadata": "?"}))
+    reader = GroupReader.at(save_parts(tmp_path, {"format": 99, "metadata": "?"}))
     assert reader is not None
     with pytest.raises(portus.UsageError, match="written by a newer Portus"):
         reader.read_metadata()
 
 
 def test_a_directory_that_nothing_replaces_is_removed_at_once(tmp_path: Path) -> None:
-    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(tmp_path / ".portus", "run")
     writer.save_directory({"t": torch.ones(4)}, tmp_path / "1", step=1)
     writer.close()
-    writer = PortusStorageWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(tmp_path / ".portus", "run")
     writer.remove(tmp_path / "1")
     writer.wait()
     assert not (tmp_path / "1").exists(), "while the writer is open"
@@ -1184,10 +1182,10 @@ def test_ranks_that_saved_each_for_itself_are_no_group_and_named(tmp_path: Path)
             checkpointer.save({"t": torch.zeros(4)}, 5).wait()
     what = r"no group of model 'run'; nothing .*'run/rank-0-of-2' has steps \[5\], 'run/rank-1-of"
     with pytest.raises(portus.UsageError, match=what):
-        load({"t": torch.zeros(4)}, PortusStorageReader(tmp_path, "run"))
+        load({"t": torch.zeros(4)}, GroupReader(tmp_path, "run"))
 
 
 def test_a_pool_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.portus").write_bytes(b"")
     with pytest.raises(portus.UsageError, match="give a directory"):
-        PortusStorageWriter(tmp_path / "a.portus")
+        GroupWriter(tmp_path / "a.portus")

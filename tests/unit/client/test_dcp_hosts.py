@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import portus
 from portus.cli.app import app
-from portus.dcp import PortusStorageReader, groups, load
+from portus.dcp import GroupReader, groups, load
 from portus.errors import TransportError, UsageError
 from portus.index.place import Place, PlaceKind
 from tests.hosts import Host, serving, url
@@ -34,7 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def loaded(*hosts: str, ranks: int = 2) -> tuple[int, list[float]]:
     """The step of what a load takes, and what each rank saved."""
     state: dict[str, Any] = {f"own{rank}": torch.zeros(1000) for rank in range(ranks)}
-    group = load(state, PortusStorageReader(hosts, "run"))
+    group = load(state, GroupReader(hosts, "run"))
     assert all(torch.equal(each, each[0].expand(1000)) for each in state.values())
     return group.step, [float(each[0]) for each in state.values()]
 
@@ -159,4 +159,4 @@ def test_a_directory_leads_to_a_group_on_several_hosts(
 
 
 def at(directory: Path) -> Any:
-    return PortusStorageReader.at(directory)
+    return GroupReader.at(directory)

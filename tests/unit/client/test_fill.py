@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 
 import portus
-from portus.client.shards.dcp_reader import reason_of
+from portus.client.shards.group_reader import reason_of
 from portus.client.shards.grouped import fill_part
-from portus.dcp import PortusStorageReader, PortusStorageWriter, load
+from portus.dcp import GroupReader, GroupWriter, load
 from portus.format.checksum import UNIT
 from tests.unit.client.test_dcp import run
 
@@ -35,7 +35,7 @@ class OwnTensor(torch.Tensor):
 
 def save(place: Path, state: dict[str, Any]) -> Path:
     """The pool file in which ``state`` is, as step 1."""
-    writer = PortusStorageWriter(place, "run")
+    writer = GroupWriter(place, "run")
     writer.save(state, step=1)
     writer.close()
     (pool,) = place.glob("*.portus")
@@ -70,7 +70,7 @@ def test_whatever_is_loaded_into_holds_what_was_saved(tmp_path: Path) -> None:
     both = torch.zeros(COUNT + 9)
     state = {**made, "one": both[:COUNT], "over one": both[9:], "number": torch.tensor(0.0)}
     state["no element"] = torch.zeros(0, 3)
-    reader = PortusStorageReader(tmp_path, "run")
+    reader = GroupReader(tmp_path, "run")
     load(dict(state), reader)
     for name in (*made, "number"):
         assert (state[name].dtype == torch.int32) == (name == "of another dtype")
@@ -91,7 +91,7 @@ def test_autograd_hears_of_what_was_copied_behind_its_back(tmp_path: Path) -> No
     save(tmp_path, {"weight": torch.ones(COUNT)})
     weight = torch.zeros(COUNT, requires_grad=True)
     loss = weight.square().sum()
-    load({"weight": weight}, PortusStorageReader(tmp_path, "run"))
+    load({"weight": weight}, GroupReader(tmp_path, "run"))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -132,7 +132,7 @@ def test_each_damaged_unit_is_found_before_it_is_told_to_be_loaded(
         flip()
     planner = Between(flip if when != "before" else lambda: None)
     with pytest.raises(CheckpointException) as caught:
-        dcp.load(state, storage_reader=PortusStorageReader(place, "run"), planner=planner)
+        dcp.load(state, storage_reader=GroupReader(place, "run"), planner=planner)
     flip()
     found = reason_of(caught.value)
     assert isinstance(found, portus.CorruptionError)
@@ -141,7 +141,7 @@ def test_each_damaged_unit_is_found_before_it_is_told_to_be_loaded(
     if when == "before":
         assert not target.any()
         assert not small.any()
-    load(state, PortusStorageReader(place, "run"))
+    load(state, GroupReader(place, "run"))
     assert torch.equal(target, shard)
 
 

@@ -13,7 +13,7 @@ import portus
 from portus.cli import gc
 from portus.client.files.host import HostPool
 from portus.daemon.server import Server
-from portus.dcp import PortusStorageWriter
+from portus.dcp import GroupWriter
 from tests.hosts import serving, url
 from tests.unit.cli.scene import portus_json
 from tests.unit.client.test_uncommitted import cut_off
@@ -31,7 +31,7 @@ def by_checkpointer(place: str, run: Path, step: int) -> None:
 
 
 def by_writer(place: str, run: Path, step: int) -> None:
-    writer = PortusStorageWriter(place, "run", keep=1)
+    writer = GroupWriter(place, "run", keep=1)
     writer.save_directory({"shards": state(step)}, run / str(step), step=step, files={"f": step})
     writer.close()
 

@@ -23,7 +23,7 @@ import torch
 import portus
 from portus.cli import rm
 from portus.cli.output import Output
-from portus.client.dcp import PortusStorageWriter
+from portus.client.dcp.group_writer import GroupWriter
 from portus.client.files import run_mirror
 from portus.client.files.keeper import Keeper
 from portus.client.files.run_mirror import Mirroring
@@ -597,7 +597,7 @@ def test_what_is_not_mirrored_though_the_environment_asks_for_it_is_said_once(
     assert caplog.text.count("$PORTUS_MIRROR is set, and model 'remote' is NOT mirrored") == 1
     caplog.clear()
     with caplog.at_level(logging.WARNING, "portus"):
-        PortusStorageWriter(node.run / "pool", "meant", mirror="none")
+        GroupWriter(node.run / "pool", "meant", mirror="none")
         PoolCheckpointer(node.run / "pool", part_model("of another rank", 1, 2)).close()
     assert "NOT mirrored" not in caplog.text
 

@@ -26,7 +26,7 @@ from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.client.shards import grouped
 from portus.client.shards.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, ItemLocation, encode
 from portus.client.shards.grouped import census, glance
-from portus.dcp import PortusStorageReader, groups, load
+from portus.dcp import GroupReader, groups, load
 from portus.index import roll
 from portus.index.directory import WRITERS
 from portus.index.groups import new_id, part_model, part_token
@@ -123,7 +123,7 @@ def test_whatever_was_committed_and_whatever_the_roll_says_the_newest_complete_g
             for step in (None, 2):
                 glanced += glance(Place.named(place), "run") is not None
                 state = state_of(count)
-                found = load(state, PortusStorageReader(place, "run", step=step))
+                found = load(state, GroupReader(place, "run", step=step))
                 assert found.step == (step or newest), (have, told)
                 assert found.is_complete
                 assert all(value.eq(found.step).all() for value in state.values())
@@ -142,7 +142,7 @@ def test_a_look_takes_as_many_opens_with_any_number_of_ranks(
         if since:
             save(place, count, 3, ranks=[0])  # the others were killed
         opened.clear()
-        reader = PortusStorageReader(place, "run")
+        reader = GroupReader(place, "run")
         reader.read_metadata()
         assert reader.group is not None
         assert (reader.group.step, reader.group.is_complete) == (2, True)
@@ -152,7 +152,7 @@ def test_a_look_takes_as_many_opens_with_any_number_of_ranks(
             {f"run%2Frank-{count - 1}-of-{count}.portus"} if since else set()
         )
         opened.clear()
-        load({"t1": torch.zeros(SIZE, dtype=torch.int64)}, PortusStorageReader(place, "run"))
+        load({"t1": torch.zeros(SIZE, dtype=torch.int64)}, GroupReader(place, "run"))
         looks.append(len(opened))
     assert looks[:2] == looks[2:]
 
@@ -173,7 +173,7 @@ def test_a_directory_takes_as_many_looks_with_any_number_of_ranks(
         roll.add(str(place), "run", ids)
         for step, directory in enumerate(directories, 1):
             opened.clear()
-            reader = PortusStorageReader.at(directory)
+            reader = GroupReader.at(directory)
             assert reader is not None
             assert load({"t0": torch.zeros(SIZE, dtype=torch.int64)}, reader).step == step
             looks.append(sorted(each.replace(f"of-{count}", "of-N") for each in opened))
@@ -190,14 +190,14 @@ def test_a_directory_leads_to_what_any_rank_s_reference_leads_to(tmp_path: Path)
     for path, content in zip(firsts, before, strict=True):
         path.unlink()
         path.write_bytes(content)  # the first rank was killed before it replaced them
-    reader = PortusStorageReader.at(last)
+    reader = GroupReader.at(last)
     assert reader is not None
     assert load(state_of(2), reader).step == 2
     pool = place / "run%2Frank-0-of-2.portus"
     writer = WRITERS.open(str(pool))
     writer.retire([list(writer.catalogue().entries())[-1].info.id])
     WRITERS.close(writer)
-    reader = PortusStorageReader.at(last)
+    reader = GroupReader.at(last)
     assert reader is not None
     assert load(state_of(2), reader).step == 1
 
@@ -207,18 +207,18 @@ def test_a_step_that_was_saved_again_is_the_newer_one_though_the_roll_lacks_it(
 ) -> None:
     first, again, last = (save(tmp_path, 2, step) for step in (1, 1, 2))
     roll.add(str(tmp_path), "run", [first, last])
-    assert load(state_of(2), PortusStorageReader(tmp_path, "run", step=1)).id == again
+    assert load(state_of(2), GroupReader(tmp_path, "run", step=1)).id == again
 
 
 def test_groups_of_other_numbers_of_ranks_are_seen_whatever_the_roll_says(tmp_path: Path) -> None:
     place = tmp_path / "pools"
     roll.add(str(place), "run", [save(place, 3, 1)])
     save(place, 2, 2)
-    assert load(state_of(2), PortusStorageReader(place, "run")).count == 2
+    assert load(state_of(2), GroupReader(place, "run")).count == 2
     save(place, 4, 3, ranks=[0, 1, 2])
-    assert load(state_of(2), PortusStorageReader(place, "run")).step == 2
+    assert load(state_of(2), GroupReader(place, "run")).step == 2
     save(place, 1, 4)
-    assert load(state_of(1), PortusStorageReader(place, "run")).step == 4
+    assert load(state_of(1), GroupReader(place, "run")).step == 4
 
 
 def test_where_a_part_is_gone_plain_loads_say_so_once_and_then_take_what_is_there(
@@ -232,18 +232,18 @@ def test_where_a_part_is_gone_plain_loads_say_so_once_and_then_take_what_is_ther
     roll.add(str(place), "run", ids)
     pool.write_bytes(before)  # somebody stored a backup over it
     with pytest.raises(CheckpointException, match=r"no part of rank 1 \(any more\).*load again"):
-        dcp.load(state_of(2), storage_reader=PortusStorageReader(place, "run"))
+        dcp.load(state_of(2), storage_reader=GroupReader(place, "run"))
     state = state_of(2)
-    dcp.load(state, storage_reader=PortusStorageReader(place, "run"))
+    dcp.load(state, storage_reader=GroupReader(place, "run"))
     assert all(value.eq(1).all() for value in state.values())
     roll.add(str(place), "run", ids)
     pool.write_bytes(before[: 1 << 14])
     with pytest.raises(CheckpointException, match=r"step 2 .*rank 1: its pool cannot be read"):
-        dcp.load(state_of(2), storage_reader=PortusStorageReader(place, "run"))
+        dcp.load(state_of(2), storage_reader=GroupReader(place, "run"))
     roll.add(str(place), "run", ids)
     pool.unlink()
     with pytest.raises(portus.UsageError, match=r"rank 1: its pool file .* is not there"):
-        load(state_of(2), PortusStorageReader(place, "run"))
+        load(state_of(2), GroupReader(place, "run"))
 
 
 def test_a_copy_of_the_pools_has_its_own_roll_and_the_last_pool_takes_it_along(
@@ -259,6 +259,6 @@ def test_a_copy_of_the_pools_has_its_own_roll_and_the_last_pool_takes_it_along(
     left = sorted(place.iterdir()) if place.exists() else []
     assert not [each for each in left if each.suffix in (".portus", ".groups")]
     assert glance(Place.named(copy), "run") is not None
-    assert load(state_of(2), PortusStorageReader(copy, "run")).step == 1
+    assert load(state_of(2), GroupReader(copy, "run")).step == 1
     assert [group.step for group in groups(copy)] == [1]
     assert census(Place.named(copy)).groups[0].is_complete

@@ -21,7 +21,7 @@ import portus
 from portus.cli.output import USAGE
 from portus.client.leaving import weights_file
 from portus.client.loading.view import of_token
-from portus.dcp import PortusStorageWriter
+from portus.dcp import GroupWriter
 from portus.embedding import fill
 from portus.embedding.store import MARKS
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
@@ -240,7 +240,7 @@ def test_weights_become_a_safetensors_file_with_the_tables(saved: Saved, tmp_pat
 
 def test_a_sharded_checkpoint_is_materialised_with_its_tables(tmp_path: Path) -> None:
     training, place = Training(), tmp_path / "shards"
-    writer = PortusStorageWriter(tmp_path / ".portus", "shards")
+    writer = GroupWriter(tmp_path / ".portus", "shards")
     with training.protected(str(tmp_path / "tables.portus")):
         training.step(1)
         expected: Any = copy.deepcopy(fill({"model": training.model.state_dict()}))

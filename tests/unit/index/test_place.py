@@ -140,7 +140,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
     "check": lambda url: portus.check(url),
     "mend": lambda url: portus.mend(url),
     "export": _exported,
-    "dcp": lambda url: portus.dcp.PortusStorageWriter(url, "m"),
+    "dcp": lambda url: portus.dcp.GroupWriter(url, "m"),
     "--pool": lambda url: find_pool(url),
     "links": lambda url: portus.PoolCheckpointer("portus+unix:///x", links=url),
 }

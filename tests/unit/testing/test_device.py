@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import portus
-from portus.dcp import PortusStorageWriter
+from portus.dcp import GroupWriter
 from portus.index.directory import has_pool
 from portus.index.place import Place, PlaceKind
 from portus.media.dax import DaxDevice, device_facts
@@ -58,4 +58,4 @@ def test_on_a_blank_device_there_is_nothing_to_mend(device: str) -> None:
 def test_shards_of_many_ranks_do_not_go_to_one_pool(device: str, tmp_path: Path) -> None:
     for place in (device, tmp_path / "one.portus"):
         with pytest.raises(portus.UsageError, match="give a directory"):
-            PortusStorageWriter(place)
+            GroupWriter(place)

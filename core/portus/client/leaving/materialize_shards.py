@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import (
 
 from portus.client.leaving.whole import PoolPath, filled
 from portus.client.shards.cuts import ITEMS, METADATA, ItemLocation, decode
-from portus.client.shards.dcp_reader import PortusStorageReader
+from portus.client.shards.group_reader import GroupReader
 from portus.client.shards.grouped import STOCK_METADATA, load_part, name_of, shards_at
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.index.groups import ID_SIZE, Group
@@ -58,7 +58,7 @@ def materialize_shards(directory: str, tables_pool: PoolPath | None = None) -> l
     ``UsageError`` for a group that is not complete, ``CorruptionError``, ``MediumError``; then
     the directory leads where it did.
     """
-    reader = PortusStorageReader.at(directory)
+    reader = GroupReader.at(directory)
     assert reader is not None, "not a directory of ours"
     reader.read_metadata()
     group = reader.group

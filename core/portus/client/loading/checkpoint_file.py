@@ -1,17 +1,21 @@
-"""One checkpoint file, of torch or safetensors: loaded, verified, recognized by its first bytes."""
+"""One checkpoint file, of torch or safetensors, or one of a sharded checkpoint: loaded, verified,
+recognized by its first or last bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.safetensors_file import load_tensors
 from portus.client.loading.stored_bytes import StoredBytes, opened, reads
 from portus.client.loading.torch_file import has_digests_of_torch, load_torch, note_of_torch
 from portus.errors import PortusError, UsageError, printable
+from portus.image.metadata_file import NAME as METADATA
+from portus.image.metadata_file import read_pickle
+from portus.image.rank_file import DISTCP, RANK_FILE, is_rank_file, read_rank_file
 from portus.image.safetensors import LENGTH_SIZE, SUFFIX
 from portus.image.safetensors_reader import is_safetensors, read_safetensors
 from portus.image.stored import Read, StoredFile
@@ -67,6 +71,9 @@ def has_digests(path: str | os.PathLike[str]) -> bool:
     it. Raises ``CorruptionError`` for one that is cut off, ``MediumError``."""
     where = os.fspath(path)
     with opened(where, as_torch=False) as (file, _):
+        shard = _shard_of(reads(file), file.size, where)
+        if shard is not None:
+            return shard.has_digests
         if _is_safetensors(reads(file), where):
             found = read_safetensors(reads(file), file.size, printable(where))
             return found.digests is not None
@@ -82,6 +89,12 @@ def verify_file(path: str | os.PathLike[str], pace: Callable[[int], object] | No
     """
     where = os.fspath(path)
     with opened(where, as_torch=False) as (file, number):
+        shard = _shard_of(reads(file), file.size, where)
+        if shard is not None:
+            if pace is not None:
+                _drop_cached(number)
+            shard.verify(reads(file) if pace is None else _paced(reads(file), pace))
+            return file.size
         found = _read(reads(file), file.size, printable(where))
         if pace is not None:
             _drop_cached(number)
@@ -109,6 +122,10 @@ def is_whole(number: int, name: str) -> bool:
         return os.pread(number, length, offset)
 
     try:
+        shard = _shard_of(read, os.fstat(number).st_size, name)
+        if shard is not None:
+            shard.verify(read)
+            return True
         is_other = os.path.splitext(name)[1] not in (SUFFIX, *_TORCH_SUFFIXES)
         if is_other and not _is_safetensors(read, name) and read(0, len(ZIP)) != ZIP:
             return True
@@ -116,6 +133,27 @@ def is_whole(number: int, name: str) -> bool:
     except (PortusError, OSError):
         return False
     return True
+
+
+class _Shard(NamedTuple):
+    """A file of a sharded checkpoint. verify: reads all that has digests."""
+
+    has_digests: bool
+    verify: Callable[[Read], object]
+
+
+def _shard_of(read: Read, size: int, path: str) -> _Shard | None:
+    """What is known of a file of a directory of ``torch.distributed.checkpoint``, by its name; None
+    for another one. Raises ``CorruptionError``."""
+    name = os.path.basename(path)
+    if name == METADATA:
+        _, is_verified = read_pickle(read, size, printable(path))
+        return _Shard(is_verified, lambda _: None)
+    if not name.endswith(DISTCP):
+        return None
+    if not is_rank_file(read, size) and not RANK_FILE.fullmatch(name):
+        return _Shard(False, lambda _: None)
+    return _Shard(True, read_rank_file(read, size, printable(path)).verify)
 
 
 def _is_safetensors(read: Read, name: str) -> bool:

@@ -86,7 +86,7 @@ def _advice(mirrors: Mirrors, found: Meant) -> str:
         f"{mirrors.address}: model {found.model!r} is sharded, its newest save here is step "
         f"{newest.step} of {count} ranks, and portus.load returns whole states. Load it into your "
         "own state, with any number of ranks: portus.dcp.load(state, portus.dcp."
-        f"PortusStorageReader(model={found.model!r}{asked}, mirror='{mirrors.address}')). Or make "
+        f"GroupReader(model={found.model!r}{asked}, mirror='{mirrors.address}')). Or make "
         f"a whole file of it: portus export {mirrors.address}/{found.model}{step} OUT.safetensors. "
         f"Or fetch its pools: portus pull {mirrors.address}/{found.model}"
     )

@@ -111,8 +111,17 @@ class Safetensors:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """What is to be saved as a file in a format of its own."""
+
+    contents: FileContents
+
+
 def contents_of(state: object) -> Callable[[], FileContents]:
     """Return what gives the contents of a file for ``state``, in the format that it is for."""
+    if isinstance(state, Laid):
+        return lambda: state.contents
     if isinstance(state, Safetensors):
         return partial(named_tensors, state.tensors, state.metadata)
     return partial(pickle_state, state)

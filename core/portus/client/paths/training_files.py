@@ -103,17 +103,28 @@ class TrainingFiles:
         return self._save_as(path, os.path.dirname(path), {os.path.basename(path): state}, step)
 
     def save_directory(
-        self, directory: str, files: Mapping[str, object], step: int, note: bytes = b""
+        self,
+        directory: str,
+        files: Mapping[str, object],
+        step: int,
+        note: bytes = b"",
+        ready: Callable[[], None] = lambda: None,
     ) -> SaveHandle:
         """Begin to save ``files``, by their names, into ``directory``, absolute, which is made.
         They become visible together, once what else is there is durable too. That stays. See
         ``portus.save``.
 
         files: a state for each torch file, and a ``Safetensors`` for each safetensors file. note:
-        a text in UTF-8, which ``portus.read_note`` returns of each file.
+        a text in UTF-8, which ``portus.read_note`` returns of each file. ready: called on the
+        worker before they become visible; blocks for as long as that has to wait, and raises
+        ``PortusError`` to forbid it.
         """
-        ready = partial(_sync_below, directory)
-        return self._save_as(directory, directory, files, step, note, ready)
+
+        def all_ready() -> None:
+            ready()
+            _sync_below(directory)
+
+        return self._save_as(directory, directory, files, step, note, all_ready)
 
     def _save_as(
         self,

@@ -20,7 +20,7 @@ from portus.client.shards.beginning import beginning
 from portus.client.shards.mirrored_groups import GroupMirror, MirroredRun
 from portus.client.shards.mirrored_leftovers import MirroredLeftovers
 from portus.client.shards.part_mirror import PartMirroring
-from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.dcp import GroupReader, GroupWriter
 from portus.errors import TransportError
 from portus.index.groups import part_model
 from portus.index.keep import Keep
@@ -99,12 +99,10 @@ def state(value: float) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def alone(root: Path, keep: int) -> Iterator[PortusStorageWriter]:
+def alone(root: Path, keep: int) -> Iterator[GroupWriter]:
     """A job of one rank goes on."""
     with contextlib.closing(
-        PortusStorageWriter(
-            root / "run" / "pools", "run", mirror=f"file://{root}/bucket", keep=keep
-        )
+        GroupWriter(root / "run" / "pools", "run", mirror=f"file://{root}/bucket", keep=keep)
     ) as writer:
         writer.prepare(1)
         yield writer
@@ -115,7 +113,7 @@ def save(root: Path, *steps: int, keep: int = 1) -> None:
         saved_by(writer, *steps)
 
 
-def saved_by(writer: PortusStorageWriter, *steps: int) -> None:
+def saved_by(writer: GroupWriter, *steps: int) -> None:
     for step in steps:
         writer.save(state(float(step)), step=step).wait()
         mirroring = writer._mirroring
@@ -159,7 +157,7 @@ def test_a_run_lets_go_of_what_other_numbers_of_ranks_left_a_day_after_its_own_a
     saved(6, 7, 8)
     assert objects(root) == []
     target = state(0.0)
-    reader = PortusStorageReader(root / "none", "run", mirror=f"file://{root}/bucket")
+    reader = GroupReader(root / "none", "run", mirror=f"file://{root}/bucket")
     assert portus.dcp.load(target, reader).step == 8
     assert torch.equal(target["w"], state(8.0)["w"])
 

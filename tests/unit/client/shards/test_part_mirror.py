@@ -24,7 +24,7 @@ from portus.client.shards import mirrored_groups, part_mirror
 from portus.client.shards.beginning import beginning, put_back
 from portus.client.shards.grouped import has_writer
 from portus.client.shards.mirrored_groups import GroupMirror, MirroredRun
-from portus.dcp import PortusStorageReader, PortusStorageWriter, groups
+from portus.dcp import GroupReader, GroupWriter, groups
 from portus.errors import CorruptionError, TransportError, UsageError
 from portus.index.groups import ID_SIZE, part_model, part_token
 from portus.index.keep import Keep
@@ -120,7 +120,7 @@ def save(root: Path, *steps: int, keep: int = 2) -> None:
     """In this process alone, which is all ranks."""
     mirror = f"file://{root}/bucket"
     with contextlib.closing(
-        PortusStorageWriter(root / "run" / "pools", "run", mirror=mirror, keep=keep)
+        GroupWriter(root / "run" / "pools", "run", mirror=mirror, keep=keep)
     ) as writer:
         writer.prepare(1)
         for step in steps:
@@ -129,16 +129,16 @@ def save(root: Path, *steps: int, keep: int = 2) -> None:
 
 def load(root: Path) -> tuple[int, float]:
     target = state(0.0)
-    reader = PortusStorageReader(root / "run" / "pools", "run", mirror=f"file://{root}/bucket")
+    reader = GroupReader(root / "run" / "pools", "run", mirror=f"file://{root}/bucket")
     found = portus.dcp.load(target, reader)
     assert torch.equal(target["frozen"], torch.arange(50_000))
     return found.step, float(target["w"][-1])
 
 
-def start(root: Path, **more: Any) -> PortusStorageWriter:
+def start(root: Path, **more: Any) -> GroupWriter:
     """The job of this process alone, before its first save."""
     more = {"mirror": f"file://{root}/bucket", "mirror_wait": 60, **more}
-    writer = PortusStorageWriter(root / "run" / "pools", "run", **more)
+    writer = GroupWriter(root / "run" / "pools", "run", **more)
     writer.prepare(1)
     return writer
 
@@ -310,9 +310,7 @@ def test_a_directory_that_nobody_can_write_to_is_an_error_at_once_for_who_saves(
         start(tmp_path, mirror=f"file://{tmp_path}/file/runs")
     assert not list((tmp_path / "run").rglob("*.portus"))
     save(tmp_path, 1)
-    reader = PortusStorageReader(
-        tmp_path / "run" / "pools", "run", mirror=f"file://{tmp_path}/file/runs"
-    )
+    reader = GroupReader(tmp_path / "run" / "pools", "run", mirror=f"file://{tmp_path}/file/runs")
     assert portus.dcp.load(state(0.0), reader).step == 1, "who only loads writes nothing"
 
 

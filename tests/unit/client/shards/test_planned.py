@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import portus
 from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.client.shards.planned import look
-from portus.dcp import PortusStorageReader, PortusStorageWriter, load
+from portus.dcp import GroupReader, GroupWriter, load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -113,14 +113,14 @@ def assert_saved(place: Path, found: State) -> None:
     planner = DefaultSavePlanner()
     planner.set_up_planner(found, is_coordinator=True)
     _, expected = planner.create_global_plan([planner.create_local_plan()])
-    metadata = PortusStorageReader(place, "run").read_metadata()
+    metadata = GroupReader(place, "run").read_metadata()
     assert dict(metadata.state_dict_metadata) == expected.state_dict_metadata
     assert metadata.planner_data == expected.planner_data
     target: State = {
         name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
         for name, value in planner.state_dict.items()
     }
-    load(target, PortusStorageReader(place, "run"))
+    load(target, GroupReader(place, "run"))
     for name, value in planner.state_dict.items():
         is_tensor = isinstance(value, torch.Tensor)
         assert torch.equal(target[name], value) if is_tensor else target[name] == value, name
@@ -131,7 +131,7 @@ def test_whatever_changes_in_what_a_state_looks_like_is_planned_anew(
     tmp_path: Path, plans: list[int], change: Callable[[State], None]
 ) -> None:
     found = state()
-    with closing(PortusStorageWriter(tmp_path, "run")) as writer:
+    with closing(GroupWriter(tmp_path, "run")) as writer:
         for step in (1, 2):
             writer.save(found, step=step).wait()
         assert len(plans) == 1
@@ -150,7 +150,7 @@ def test_other_objects_that_look_the_same_are_saved_without_a_plan(
 ) -> None:
     """Values, addresses and objects change; nothing that a plan is made of does."""
     found = state()
-    with closing(PortusStorageWriter(tmp_path, "run")) as writer:
+    with closing(GroupWriter(tmp_path, "run")) as writer:
         writer.save(found, step=1).wait()
         found["model"]["weight"].data = torch.rand(3, 4)
         found["model"]["bias"] = torch.rand(8)[::2]
@@ -164,7 +164,7 @@ def test_other_objects_that_look_the_same_are_saved_without_a_plan(
 
 def test_what_cannot_be_saved_is_refused_without_a_plan(tmp_path: Path, plans: list[int]) -> None:
     found = state()
-    with closing(PortusStorageWriter(tmp_path, "run")) as writer:
+    with closing(GroupWriter(tmp_path, "run")) as writer:
         writer.save(found, step=1).wait()
         with pytest.raises(portus.UsageError, match="cannot be saved"):
             writer.save({**found, "n": object()}, step=2)
@@ -191,7 +191,7 @@ def test_what_the_other_ranks_hear_of_is_not_raised_on_one_rank_alone(tmp_path: 
 
 
 def test_what_other_ranks_planned_is_planned_anew(tmp_path: Path, plans: list[int]) -> None:
-    with closing(PortusStorageWriter(tmp_path, "run")) as writer:
+    with closing(GroupWriter(tmp_path, "run")) as writer:
         for step in (1, 2):
             writer.save(state(), step=step).wait()
         assert len(plans) == 1

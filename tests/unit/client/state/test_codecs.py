@@ -19,7 +19,7 @@ import portus
 import portus.dcp
 from portus.client.leaving.nested import write_file
 from portus.client.loading.restore import check_where
-from portus.client.shards import dcp_reader
+from portus.client.shards import group_reader
 from portus.client.state import codecs
 from portus.client.state.state import unflatten
 from portus.index.check import check
@@ -424,16 +424,16 @@ def sharded(fill: float) -> dict[str, Any]:
 def test_shards_hold_objects_and_streams(
     tmp_path: Path, nothing_registered: Callable[[], None]
 ) -> None:
-    writer = portus.dcp.PortusStorageWriter(tmp_path / "pools")
+    writer = portus.dcp.GroupWriter(tmp_path / "pools")
     for step in (1, 2):  # the second one is planned by a look
         writer.save(sharded(step), step=step)
     writer.save_directory(sharded(3), tmp_path / "ckpt", step=3)
     writer.close()
-    reader = portus.dcp.PortusStorageReader(tmp_path / "pools")
+    reader = portus.dcp.GroupReader(tmp_path / "pools")
     state = sharded(0)
     portus.dcp.load(state, reader)
     assert_same(sharded(3), state)
-    assert not dcp_reader._handed
+    assert not group_reader._handed
     portus.materialize(tmp_path / "ckpt")
     state = sharded(0)
     dcp.load(state, checkpoint_id=tmp_path / "ckpt")
@@ -444,7 +444,7 @@ def test_shards_hold_objects_and_streams(
     state = {"w": torch.zeros(4), "buffer": None}
     for load in (portus.dcp.load, lambda state, reader: dcp.load(state, storage_reader=reader)):
         with pytest.raises((portus.UsageError, CheckpointException), match=r"buffer.*'tests\.Repl"):
-            load(state, portus.dcp.PortusStorageReader(tmp_path / "pools"))
+            load(state, portus.dcp.GroupReader(tmp_path / "pools"))
         assert not state["w"].any()
     with portus.open(tmp_path / "pools") as pool:
         file, entry = next(pool.entries())
@@ -460,10 +460,10 @@ def test_an_object_that_cannot_be_encoded_is_told_by_the_sharded_save(
 ) -> None:
     nothing_registered()
     broken(fail)
-    writer = portus.dcp.PortusStorageWriter(tmp_path / "pools")
+    writer = portus.dcp.GroupWriter(tmp_path / "pools")
     writer.save({"a": 1}, step=1)
     with pytest.raises((portus.UsageError, CheckpointException), match="raised OSError"):
         writer.save({"a": Broken(1)}, step=2)
     writer.close()
     state = {"a": 0}
-    assert portus.dcp.load(state, portus.dcp.PortusStorageReader(tmp_path / "pools")).step == 1
+    assert portus.dcp.load(state, portus.dcp.GroupReader(tmp_path / "pools")).step == 1

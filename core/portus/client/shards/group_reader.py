@@ -85,7 +85,7 @@ _Items = Mapping[str, list[ReadItem]]
 """What is to be read of a rank's part, by the key there."""
 
 
-class PortusStorageReader(StorageReader):
+class GroupReader(StorageReader):
     """Loads a group, at any number of ranks: ``dcp.load(state, storage_reader=reader)``.
 
     It loads the newest complete group. ``dcp.load(checkpoint_id=...)`` loads the newest complete
@@ -93,7 +93,7 @@ class PortusStorageReader(StorageReader):
     effect until another one is given. ``portus.dcp.load(state, reader)`` also falls back to the
     group before if one is damaged.
 
-    pool, model: as in ``PortusStorageWriter``. A part may be on any of several hosts. The log names
+    pool, model: as in ``GroupWriter``. A part may be on any of several hosts. The log names
         a host that does not answer.
     step: the step of the group; None: any.
     mirror: an address, as in ``portus.Settings``. Parts that are missing or damaged in the pools
@@ -139,9 +139,9 @@ class PortusStorageReader(StorageReader):
         *,
         fall_back: bool = False,
         mirror: str | None = None,
-    ) -> PortusStorageReader | None:
+    ) -> GroupReader | None:
         """A reader of the group that a checkpoint directory leads to; None if
-        ``PortusStorageWriter.save_directory`` did not write the directory.
+        ``GroupWriter.save_directory`` did not write the directory.
 
         directory: the checkpoint directory.
         fall_back: if the group of the directory was never completed, is gone or is damaged, load
@@ -441,7 +441,7 @@ class PortusStorageReader(StorageReader):
         return sorted(found.items())
 
 
-def load(state: dict[str, Any], reader: PortusStorageReader, **more: Any) -> Group:
+def load(state: dict[str, Any], reader: GroupReader, **more: Any) -> Group:
     """Load the newest complete group that verifies into ``state``. Call it on every rank.
 
     If any rank finds its part damaged, all ranks fall back to the group before, and the log has an
@@ -488,7 +488,7 @@ def load(state: dict[str, Any], reader: PortusStorageReader, **more: Any) -> Gro
         reader._doubts, reader._saved = False, None
 
 
-def _misfit(reader: PortusStorageReader, error: CheckpointException) -> UsageError:
+def _misfit(reader: GroupReader, error: CheckpointException) -> UsageError:
     """What torch's planner found wrong, and in which group."""
     tried = reader._tried
     what = f"{reader.place}: model {reader.model!r}" if tried is None else name_of(tried)

@@ -77,7 +77,7 @@ from portus.client.shards.cuts import (
     ItemLocation,
     encode,
 )
-from portus.client.shards.dcp_reader import reason_of
+from portus.client.shards.group_reader import reason_of
 from portus.client.shards.grouped import (
     STOCK_METADATA,
     census,
@@ -147,7 +147,7 @@ class _Start:
     past: Past | None
 
 
-class PortusStorageWriter(StorageWriter):
+class GroupWriter(StorageWriter):
     """Saves the shards of this rank to its own pool file, or to a storage host.
 
     Create one on every rank, with the same arguments, after the process group was created and
@@ -223,7 +223,7 @@ class PortusStorageWriter(StorageWriter):
             self._open()
 
     @classmethod
-    def of(cls, run: Run) -> PortusStorageWriter:
+    def of(cls, run: Run) -> GroupWriter:
         """For the shards of ``run``. It keeps what that does, and what directories lead to."""
         return cls(
             run.place, run.name, keep=run.keep, links=run.links, **as_arguments(run.settings)
@@ -267,7 +267,7 @@ class PortusStorageWriter(StorageWriter):
         on every rank.
 
         directory: gets a small reference file for each rank. The group is kept as long as the
-            directory exists. ``PortusStorageReader.at`` loads from it.
+            directory exists. ``GroupReader.at`` loads from it.
         step: as in ``save``.
         files: further values of this rank, by file name: ``torch.load`` of that file in
             ``directory`` returns the value.
@@ -472,7 +472,7 @@ class PortusStorageWriter(StorageWriter):
         if getattr(planner, "_enable_plan_caching", False):  # it would bring an old group's id
             raise UsageError(
                 "planners with enable_plan_caching are not supported: "
-                "PortusStorageWriter.save caches plans itself"
+                "GroupWriter.save caches plans itself"
             )
         parts = collected(plan, planner)
         self._begin_group(start.group, parts)
@@ -757,9 +757,7 @@ class PortusStorageWriter(StorageWriter):
             time.sleep(_POLL_S if self._condemned else 0)
 
 
-def _sent(
-    kind: type[PortusStorageWriter], place: Place, model: str, more: dict[str, Any]
-) -> PortusStorageWriter:
+def _sent(kind: type[GroupWriter], place: Place, model: str, more: dict[str, Any]) -> GroupWriter:
     writer = kind(place, model, **more)
     writer._is_sent = True
     return writer
@@ -812,4 +810,4 @@ def _apart(*said: Named) -> Iterator[str]:
     return (f"metrics {dict(metrics)}" for _, _, metrics in said)
 
 
-__all__ = ["PortusStorageWriter", "groups"]
+__all__ = ["GroupWriter", "groups"]

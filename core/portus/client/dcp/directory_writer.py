@@ -1,0 +1,421 @@
+"""``DirectoryWriter``: a checkpoint directory as torch's own storage writes it, in the background.
+
+Each rank publishes one file, ``__R_N.distcp``; N is the number of the save, so no file of another
+save is in the way. The rank that coordinates publishes its file together with ``.metadata``, once
+those of all others are there. Without ``.metadata`` stock torch sees no checkpoint, and with it
+there is a whole one. Nothing is told between ranks but for torch's planning: in that, at the next
+save, each rank says which of its saves failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from portus.client.files.pending import PENDING
+from portus.client.job.settings import Settings
+from portus.client.paths.saver import Laid
+from portus.client.paths.training_files import TrainingFiles
+from portus.client.shards.directories import complete_in, rank_file_name, series_of, stale_in
+from portus.client.shards.rank_contents import PickledMetadata, RankContents
+from portus.directory.claim import SeriesClaim
+from portus.directory.waiting import in_flight
+from portus.errors import AbandonedError, PortusError, UsageError, printable
+from portus.image.metadata_file import NAME
+from portus.index.place import DEFAULT_DIRECTORY
+from portus.pipeline.handle import SaveHandle
+
+_log: Final = logging.getLogger("portus")
+
+_POLL_MIN_S: Final = 0.002
+_POLL_MAX_S: Final = 0.05
+
+GONE_S: Final = 60.0
+"""How long a rank's file may be neither there nor being written, as another node sees it."""
+
+SEEN_S: Final = 10.0
+"""How long a file that another rank has begun may be out of sight."""
+
+_NAMED_MAX: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """What a rank tells the one that coordinates: where it saves, and which of its saves failed,
+    and why."""
+
+    directory: str
+    failed: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What all ranks are told: the number of the save, their own, and the failures of saves."""
+
+    save: int
+    rank: int
+    failed: Mapping[int, str]
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A save of this rank. ``handle``: None before it is begun."""
+
+    save: int
+    path: str
+    handle: SaveHandle | None = None
+
+
+class DirectoryWriter(StorageWriter):
+    """Saves this rank's part of checkpoint directories. Make one on each rank, with the same
+    arguments, and keep it for the whole training.
+
+    directory: where to save if a save names no ``checkpoint_id``. keep: how many complete
+        directories stay of those whose names differ in their numbers alone; None: all. name: of the
+        run, in the journal and the mirror.
+    """
+
+    def __init__(
+        self,
+        directory: str | None = None,
+        settings: Settings | None = None,
+        *,
+        name: str | None = None,
+        keep: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._default: Final = directory
+        self._settings: Final = settings or Settings()
+        self._name: Final = name
+        self._keep: Final = keep
+        self._files: TrainingFiles | None = None
+        self._claim: SeriesClaim | None = None
+        self._claimed: tuple[str, str] | None = None
+        self._directory = ""
+        self._is_coordinator = False
+        self._is_late = False
+        self._has_begun = False
+        self._asked: Final[list[_Asked]] = []
+        self._given_up: Final[set[int]] = set()
+        self._count = 0
+        self._start: _Start | None = None
+        self._contents: RankContents | None = None
+        if settings is not None or directory is None:
+            self._opened(is_first=_rank() == 0).open()
+
+    # What a user calls.
+
+    @property
+    def last(self) -> SaveHandle | None:
+        """The handle of this rank's part of the newest save; on the rank that coordinates, of the
+        whole checkpoint. None before the first one."""
+        return self._asked[-1].handle if self._asked else None
+
+    def begin_late(self) -> None:
+        """The next save returns before it is complete."""
+        self._is_late = True
+
+    def remove(self, directory: str) -> None:
+        """Remove a directory as soon as the newest save so far, or a later one, is complete. Call
+        it on the rank that coordinates."""
+        self._opened().remove(os.path.realpath(directory))
+
+    def wait(self) -> None:
+        """Block until this rank's saves are over. Raises what nobody heard of."""
+        if self._files is not None:
+            self._files.wait()
+
+    def close(self) -> None:
+        """Finish the saves in flight. It may be used again."""
+        files, self._files = self._files, None
+        self._has_begun = False
+        try:
+            if files is not None:
+                self._close(files)
+        finally:
+            claim, self._claim, self._claimed = self._claim, None, None
+            if claim is not None:
+                claim.release()
+
+    def _close(self, files: TrainingFiles) -> None:
+        try:
+            if self._keep is not None and self._is_coordinator:
+                files.wait()  # what was in flight counts now
+                for path in self._surplus():
+                    files.remove(path)
+        finally:
+            files.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process goes what it was made with."""
+        made = partial(DirectoryWriter, name=self._name, keep=self._keep)
+        return made, (self._default, self._settings)
+
+    # What torch calls.
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path will do."""
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A save to ``checkpoint_id``, a directory, is about to begin."""
+        named = os.fspath(checkpoint_id) if checkpoint_id else self._default
+        if not named:
+            raise UsageError("checkpoint_id: expected the directory to save to, found none")
+        self._directory = os.path.realpath(os.fsdecode(named))
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What torch keeps beside its plan."""
+        return StorageMeta(checkpoint_id=self._directory)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises ``UsageError`` for what makes no whole checkpoint."""
+        if not kwargs.get("use_collectives", True):
+            raise UsageError(
+                "use_collectives=False: ranks that plan alone make no checkpoint that all of them "
+                "have; leave it out"
+            )
+        if not self._directory:
+            self.reset()
+        self._is_coordinator = is_coordinator
+        self._contents = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Adds what this rank has to say."""
+        return replace(plan, storage_data=_Word(self._directory, self._failed()))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Adds the number of the save, and what ranks said."""
+        words = [plan.storage_data for plan in plans]
+        directories = {word.directory for word in words}
+        if len(directories) > 1:
+            found = ", ".join(printable(each) for each in sorted(directories)[:2])
+            raise UsageError(f"checkpoint_id: expected the same on all ranks, found {found}")
+        self._take(self._directory)
+        failed: dict[int, str] = {}
+        for rank, word in enumerate(words):
+            for save, why in word.failed.items():
+                failed.setdefault(save, f"rank {rank}: {why}")
+        save = max(time.time_ns(), max((each.save for each in self._asked), default=0) + 1)
+        return [
+            replace(plan, storage_data=_Start(save, rank, failed))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Begin to save this rank's items; on the rank that coordinates, ``finish`` does."""
+        start = plan.storage_data
+        if not isinstance(start, _Start) or start.save in {each.save for each in self._asked}:
+            raise UsageError(
+                "planner: its plans are those of an earlier save (enable_plan_caching); use one "
+                "that plans each save"
+            )
+        self._start = start
+        self._hear(start.failed)
+        contents = RankContents(plan, planner, start.save)
+        name = rank_file_name(start.rank, start.save)
+        asked = _Asked(start.save, os.path.join(self._directory, name))
+        self._asked.append(asked)
+        if self._is_coordinator:
+            self._contents = contents
+        else:
+            asked.handle = self._begun().save_directory(
+                self._directory, {name: Laid(contents)}, self._step()
+            )
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(contents.results(name))
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Save the metadata; on the rank that coordinates. Returns when the checkpoint is complete,
+        or at once if it is late."""
+        start, contents, asked = self._start, self._contents, self._asked[-1]
+        assert start is not None
+        assert contents is not None
+        is_late, self._is_late = self._is_late, False
+        metadata.version = getattr(metadata, "version", None) or _version()
+        metadata.storage_data = {each.index: each.storage_data for one in results for each in one}
+        metadata.storage_meta = self.storage_meta()
+        own = os.path.basename(asked.path)
+        others = [rank_file_name(rank, start.save) for rank in range(len(results))]
+        others.remove(own)
+        self._refuse_node_local(others)
+        older = self._older(start.save)
+        handle = self._begun().save_directory(
+            self._directory,
+            {own: Laid(contents), NAME: Laid(PickledMetadata(pickle.dumps(metadata)))},
+            self._step(),
+            ready=partial(self._await, self._directory, others, start.save),
+        )
+        asked.handle = handle
+        for path in (*older, *self._surplus()):
+            self._begun().remove(path)
+        if not is_late:
+            handle.wait()
+
+    # On the worker.
+
+    def _await(self, directory: str, names: Collection[str], save: int) -> None:
+        """Return when the files of the other ranks are there."""
+        seen, pause_s = time.monotonic(), _POLL_MIN_S
+        while missing := set(names) - set(os.listdir(directory)):
+            if save in self._given_up:
+                raise AbandonedError(
+                    f"{printable(directory)}: save given up: a rank could not save its part"
+                )
+            now = time.monotonic()
+            if missing & in_flight(directory):
+                seen = now
+            elif now - seen > GONE_S:
+                raise AbandonedError(
+                    f"{printable(directory)}: save given up: {_named(missing)} "
+                    f"{'is' if len(missing) == 1 else 'are'} not there, and nobody writes it: a "
+                    "rank has ended, or could not save its part"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_MAX_S)
+
+    # Between saves.
+
+    def _opened(self, *, is_first: bool | None = None) -> TrainingFiles:
+        if self._files is None:
+            is_first = self._is_coordinator if is_first is None else is_first
+            alone = replace(self._settings, journal=False, mirror="none")
+            settings = self._settings if is_first else alone
+            self._files = TrainingFiles(settings, of_directories=True)
+        return self._files
+
+    def _begun(self) -> TrainingFiles:
+        files = self._opened()
+        if not self._has_begun:
+            above = os.path.dirname(self._directory)
+            name = self._name or os.path.basename(above) or "checkpoints"
+            files.begin(name, os.path.join(above, DEFAULT_DIRECTORY), above)
+            self._has_begun = True
+        return files
+
+    def _take(self, directory: str) -> None:
+        """Raises ``BusyError`` if another job has checkpoints of such names."""
+        above, name = os.path.split(directory)
+        wanted = above, series_of(name)
+        if self._claimed != wanted:
+            with PENDING.exempt():
+                os.makedirs(above, exist_ok=True)
+                claim, before = SeriesClaim(*wanted), self._claim
+                self._claim, self._claimed = claim, wanted
+                if before is not None:
+                    before.release()
+
+    def _step(self) -> int:
+        """The number at the end of the directory's name; else saves are counted."""
+        self._count += 1
+        digits = os.path.basename(self._directory)
+        tail = digits[len(digits.rstrip("0123456789")) :]
+        return int(tail) if tail and len(tail) < 16 else self._count
+
+    def _failed(self) -> dict[int, str]:
+        """The saves of this rank that failed since the last call."""
+        failed, left = {}, []
+        for each in self._asked:
+            if each.handle is None:
+                failed[each.save] = "the save was not begun on all ranks"
+            elif each.handle.done and not each.handle.committed:
+                failed[each.save] = _reason(each.handle)
+            else:
+                left.append(each)
+        self._asked[:] = left[-2 * _NAMED_MAX :]
+        return failed
+
+    def _hear(self, failed: Mapping[int, str]) -> None:
+        """Some saves will never be complete: give up what waits for them, and remove this rank's
+        files. Raises ``AbandonedError`` as ``on_error`` says."""
+        self._given_up.update(failed)
+        for each in [each for each in self._asked if each.save in failed]:
+            self._asked.remove(each)
+            if each.handle is not None and not self._is_coordinator:
+                self._begun().remove(each.path)
+        for why in failed.values():
+            text = f"portus: a sharded save was given up: {why}"
+            if self._settings.on_error == "raise":
+                raise AbandonedError(text)
+            if self._is_coordinator:
+                _log.error("%s", text)
+
+    def _refuse_node_local(self, others: Sequence[str]) -> None:
+        """At the first save. Raises ``UsageError`` if the files of others are out of sight."""
+        if self._has_begun or not others:
+            return
+        until = time.monotonic() + SEEN_S
+        with PENDING.exempt():
+            os.makedirs(self._directory, exist_ok=True)
+            while True:
+                found = in_flight(self._directory) | set(os.listdir(self._directory))
+                missing = set(others) - found
+                if not missing:
+                    return
+                if time.monotonic() > until:
+                    break
+                time.sleep(_POLL_MAX_S)
+        raise UsageError(
+            f"{printable(self._directory)}: expected a directory that all ranks see, but "
+            f"{_named(missing)}, which other ranks began to write, cannot be seen here. Save to a "
+            "file system that all nodes share"
+        )
+
+    def _older(self, save: int) -> list[str]:
+        """The files of earlier saves to the same directory."""
+        with PENDING.exempt():
+            stale = stale_in(self._directory, save)
+        stale |= {
+            each.path
+            for each in self._asked
+            if each.save < save and os.path.dirname(each.path) == self._directory
+        }
+        return sorted(stale)
+
+    def _surplus(self) -> list[str]:
+        if self._keep is None:
+            return []
+        above, name = os.path.split(self._directory)
+        with PENDING.exempt():
+            before = [each for each in complete_in(above, name) if each != self._directory]
+        return before[max(0, self._keep - 1) :]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _version() -> str:
+    from torch.distributed.checkpoint import filesystem
+
+    return str(getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0"))
+
+
+def _named(names: Collection[str]) -> str:
+    found = sorted(names)
+    more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
+    return ", ".join(found[:_NAMED_MAX]) + more
+
+
+def _reason(handle: SaveHandle) -> str:
+    try:
+        handle.wait(0)
+    except PortusError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

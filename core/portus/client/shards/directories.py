@@ -1,0 +1,107 @@
+"""Checkpoint directories of torch.distributed.checkpoint, as they lie there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+from typing import Any, Final, NamedTuple
+
+from portus.client.loading.stored_bytes import opened, reads
+from portus.errors import CorruptionError, NoCheckpointError, PortusError, printable
+from portus.image.metadata_file import NAME, read_pickle
+from portus.image.rank_file import RANK_FILE
+
+_STOCK: Final = re.compile(r"__(\d+)_(\d+)\.distcp")
+"""The file of a rank, whoever wrote it."""
+
+_DIGITS: Final = re.compile(r"\d+")
+
+
+def rank_file_name(rank: int, save: int) -> str:
+    """Return the name of the file of a rank in the directory of a save."""
+    return f"__{rank}_{save}.distcp"
+
+
+def series_of(name: str) -> str:
+    """Return what names have in common that differ in their numbers alone."""
+    return _DIGITS.sub("#", name)
+
+
+class Metadata(NamedTuple):
+    """What ``.metadata`` says. is_verified: Portus wrote it."""
+
+    value: Any
+    is_verified: bool
+
+
+def read_metadata(directory: str) -> Metadata:
+    """Return what the metadata of a directory say. Raises ``NoCheckpointError`` if there are none,
+    ``CorruptionError``, ``MediumError``."""
+    path = os.path.join(directory, NAME)
+    try:
+        with opened(path) as (file, _):
+            data, is_verified = read_pickle(reads(file), file.size, printable(path))
+    except FileNotFoundError as error:
+        raise NoCheckpointError(_why_none(directory)) from error
+    try:
+        return Metadata(pickle.loads(data), is_verified)
+    except PortusError:
+        raise
+    except Exception as error:
+        raise CorruptionError(
+            f"{printable(path)}: torch's metadata cannot be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _why_none(directory: str) -> str:
+    where = printable(directory)
+    if not os.path.isdir(directory):
+        return f"{where}: there is no checkpoint: no such directory"
+    before = complete_before(directory)
+    other = f"; the newest complete one beside it is {printable(before)}" if before else ""
+    if any(_STOCK.fullmatch(name) for name in os.listdir(directory)):
+        return f"{where}: its save was cut off: it has files of ranks and no {NAME}{other}"
+    return f"{where}: there is no checkpoint: it has no {NAME}{other}"
+
+
+def complete_before(directory: str) -> str | None:
+    """Return the newest complete directory beside one, of another number."""
+    above, name = os.path.split(os.path.abspath(directory))
+    found = [each for each in complete_in(above, name) if each != os.path.abspath(directory)]
+    return found[0] if found else None
+
+
+def complete_in(above: str, like: str | None = None) -> list[str]:
+    """Return the directories in ``above`` that have metadata, the newest save first. like: those
+    alone whose names differ from this one in their numbers."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(above) as entries:
+        for each in entries:
+            if like is not None and series_of(each.name) != series_of(like):
+                continue
+            with contextlib.suppress(OSError):
+                if os.path.isfile(os.path.join(each.path, NAME)):
+                    found.append((_age(each.path), each.path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _age(directory: str) -> tuple[int, int]:
+    """What is higher for a newer save: the number of the save, which is a time, also in a copy; for
+    one by stock torch, which counts from 0, the time of the file."""
+    matches = [RANK_FILE.fullmatch(name) for name in os.listdir(directory)]
+    save = max((int(match[2]) for match in matches if match), default=0)
+    written = os.stat(os.path.join(directory, NAME)).st_mtime_ns
+    return save or written, written
+
+
+def stale_in(directory: str, save: int) -> set[str]:
+    """Return the files of ranks in a directory that are of other saves than ``save``, and older."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            match = _STOCK.fullmatch(name)
+            if match and int(match[2]) < save:
+                found.add(os.path.join(directory, name))
+    return found

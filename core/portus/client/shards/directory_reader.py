@@ -1,0 +1,329 @@
+"""``DirectoryReader``: loads from a checkpoint directory of torch's, verifying all on the way.
+
+Shards that are wanted as they are go straight to where they belong, and are verified there; of the
+others, the units that are needed. What stock torch wrote has no digests, and torch loads it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from portus.client.fence.fence import before_write
+from portus.client.files.pending import PENDING
+from portus.client.loading.stored_bytes import opened, reads
+from portus.client.shards.directories import read_metadata
+from portus.directory.waiting import wait_for_drafts
+from portus.errors import (
+    CorruptionError,
+    NoCheckpointError,
+    PortusError,
+    UsageError,
+    printable,
+)
+from portus.format.checksum import UNIT, unit_counts
+from portus.image.metadata_file import NAME as METADATA
+from portus.image.rank_file import (
+    BLOCK,
+    RANK_FILE,
+    ItemRow,
+    RankFile,
+    bytes_of,
+    is_rank_file,
+    read_rank_file,
+    slice_of,
+)
+from portus.image.stored import Read, StoredFile
+from portus.image.torch_reader import read_torch
+from portus.media.file import PlainFile
+from portus.spec import Extent
+from portus.transport.base import Digests, Source, Stop
+from portus.transport.local import fetch
+
+_BUFFERS_MAX: Final = 256 << 20
+"""Bytes of shards that are in memory on their way, before the next ones are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What a shard is by the metadata: one block of memory, in order."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Whole units of a file that go to memory: what they are to be (None: nobody knows), and what
+    is done then."""
+
+    source: Source
+    digests: Digests | None
+    name: str
+    then: Callable[[], None]
+
+
+class DirectoryReader(FileSystemReader):
+    """Loads from a directory that ``DirectoryWriter`` or torch's own storage wrote.
+
+    directory: None where each load names it as its ``checkpoint_id``. verify: False compares no
+    digests of tensors.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, *, verify: bool = True
+    ) -> None:
+        super().__init__("." if directory is None else directory)
+        self._is_named = directory is not None
+        self._verify: Final = verify
+        self._problem: PortusError | None = None
+        self._known: Mapping[str, Any] = {}
+        self._chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+
+    @property
+    def directory(self) -> str:
+        """Where it loads from, absolute and without links."""
+        return os.path.realpath(self.path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A load from ``checkpoint_id`` is about to begin."""
+        super().reset(checkpoint_id)
+        self._is_named |= bool(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Wait for saves in flight, and return what torch noted. What is wrong with that is told by
+        ``set_up_storage_reader``: torch would make a text of it."""
+        if kwargs.get("rank") is not None:  # stock torch, without collectives, made one for each
+            own: Metadata = super().read_metadata(*args, **kwargs)
+            return own
+        self._problem = None
+        try:
+            return self._read_metadata()
+        except NoCheckpointError as error:
+            if os.path.exists(os.path.join(self.directory, f"__0{METADATA}")):
+                raise
+            self._problem = error
+        except PortusError as error:
+            self._problem = error
+        return Metadata({})
+
+    def _read_metadata(self) -> Metadata:
+        if not self._is_named:
+            raise UsageError("checkpoint_id: expected the directory to load from, found none")
+        PENDING.wait_for(self.directory)
+        with PENDING.exempt():
+            wait_for_drafts(self.directory)
+            found: Metadata = read_metadata(self.directory).value
+        return found
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """All ranks have the metadata now. Raises ``NoCheckpointError``, ``CorruptionError``,
+        ``MediumError``, ``UsageError``."""
+        if self._problem is not None:
+            raise self._problem
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._known = metadata.state_dict_metadata
+        self._chunks = {}
+
+    def _block(self, index: MetadataIndex) -> _Block:
+        """What the metadata say of a shard."""
+        noted: Any = self._known[index.fqn]
+        if index.fqn not in self._chunks:
+            self._chunks[index.fqn] = {
+                tuple(each.offsets): tuple(each.sizes) for each in noted.chunks
+            }
+        sizes = self._chunks[index.fqn][tuple(index.offset or ())]
+        return _Block(sizes, noted.properties.dtype)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Load what this rank needs, one file after another. Raises ``CorruptionError`` with file,
+        name and offset, ``UsageError``, ``MediumError``."""
+        before_write()  # a writer of this process may be saving these tensors
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        stock: list[ReadItem] = []
+        with PENDING.exempt():
+            for name, items in by_file.items():
+                if not self._load(name, items, planner):
+                    stock += items
+            if stock:
+                super().read_data(replace(plan, items=stock), planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _offset_of(self, item: ReadItem) -> int:
+        return int(self.storage_data[item.storage_index].offset)
+
+    def _load(self, name: str, items: Sequence[ReadItem], planner: LoadPlanner) -> bool:
+        """Load from the file ``name``; False if stock torch wrote it."""
+        path = os.path.join(self.directory, name)
+        try:
+            with opened(path) as (file, _):
+                read = reads(file)
+                match = RANK_FILE.fullmatch(name)
+                if match is None and not is_rank_file(read, file.size):
+                    return False
+                found = read_rank_file(read, file.size, printable(path))
+                if match is None or int(match[2]) != found.save:
+                    raise CorruptionError(
+                        f"{printable(path)}: the file is that of the save {found.save}: it was "
+                        "renamed, or copied from another checkpoint"
+                    )
+                loading = _Loading(file, found, planner, self._block, verify=self._verify)
+                for item in sorted(items, key=self._offset_of):
+                    loading.load(item, self.storage_data[item.storage_index])
+                loading.flush()
+                return True
+        except FileNotFoundError as error:
+            raise CorruptionError(
+                f"{printable(path)}: the file of a rank is missing; the checkpoint cannot be loaded"
+            ) from error
+
+
+class _Loading:
+    """Of one open file. block: what a shard is by the metadata."""
+
+    def __init__(
+        self,
+        file: PlainFile,
+        found: RankFile,
+        planner: LoadPlanner,
+        block: Callable[[MetadataIndex], _Block],
+        *,
+        verify: bool,
+    ) -> None:
+        self._file: Final = file
+        self._found: Final = found
+        self._planner: Final = planner
+        self._block: Final = block
+        self._verify: Final = verify
+        self._read: Final[Read] = reads(file)
+        self._wanted: Final[list[_Wanted]] = []
+        self._buffered = 0
+
+    def load(self, item: ReadItem, place: Any) -> None:
+        """Have an item handed over, by ``flush`` at the latest. place: where torch says it is."""
+        row, name = self._found.at(place.offset, place.length), self._name(item)
+        if item.type == LoadItemType.BYTE_IO:
+            self._planner.load_bytes(item, io.BytesIO(bytes_of(row, self._read, name)))
+            return
+        target = self._planner.resolve_tensor(item).detach()
+        if target.size() != item.lengths:
+            raise UsageError(
+                f"{name}: the state has shape {tuple(target.size())} where the checkpoint has "
+                f"{tuple(item.lengths)}"
+            )
+        part = slice_of(self._read, row)
+        stored = read_torch(part, row.length, name)
+        if row.kind != BLOCK:
+            if self._verify:
+                stored.verify(part)
+            file = io.BytesIO(part(0, row.length))
+            whole = torch.load(file, map_location="cpu", weights_only=True)
+            target.copy_(_narrowed(whole, item, 0))
+            self._planner.commit_tensor(item, target)
+            return
+        block = self._block(item.storage_index)
+        rows, size = block.sizes[:1] or (1,), int(stored.length.sum())
+        if math.prod(block.sizes) * block.dtype.itemsize != size or len(stored.length) != 1:
+            raise CorruptionError(f"{name}: {size} bytes are not those of {block}")
+        if _is_whole(item, target, block):
+            address = target.data_ptr()
+            self._want(row, stored, 0, size, address, item, partial(self._commit, item, target))
+            return
+        first, count = (item.storage_offsets[0], item.lengths[0]) if block.sizes else (0, 1)
+        each = size // max(1, rows[0])
+        begin, end = (
+            first * each // UNIT * UNIT,
+            min(size, -(-(first + count) * each // UNIT) * UNIT),
+        )
+        buffer = torch.empty(end - begin, dtype=torch.uint8)
+        inside = first * each - begin
+
+        def copy() -> None:
+            found = buffer[inside : inside + count * each].view(block.dtype)
+            shape = (count, *block.sizes[1:]) if block.sizes else ()
+            target.copy_(_narrowed(found.reshape(shape), item, first))
+            self._planner.commit_tensor(item, target)
+
+        self._want(row, stored, begin, end, buffer.data_ptr(), item, copy)
+        self._buffered += len(buffer)
+        if self._buffered > _BUFFERS_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read what is wanted, compare it, and hand it over."""
+        wanted, self._wanted[:] = list(self._wanted), []
+        self._buffered = 0
+        filled = [each for each in wanted if each.source.length]
+        stored, at = fetch(self._file, [each.source for each in filled], Stop()), 0
+        for each in filled:
+            units = int(unit_counts(np.array([each.source.length]))[0])
+            own, at = stored[at : at + units], at + units
+            if each.digests is not None and not np.array_equal(own, each.digests):
+                offset = each.source.extents[0].offset
+                raise CorruptionError(
+                    f"{each.name}: {each.source.length} bytes at {offset} are not those that were "
+                    "saved. Load another checkpoint, and check the disk"
+                )
+        for each in wanted:
+            each.then()
+
+    def _want(
+        self,
+        row: ItemRow,
+        stored: StoredFile,
+        begin: int,
+        end: int,
+        address: int,
+        item: ReadItem,
+        then: Callable[[], None],
+    ) -> None:
+        """Of the only storage of an item, whole units."""
+        digests = None
+        if self._verify and stored.digests is not None:
+            digests = stored.digests[begin // UNIT : -(-end // UNIT)]
+        extents = (Extent(row.offset + int(stored.offset[0]) + begin, end - begin),)
+        source = Source(address, end - begin, extents if end > begin else ())
+        self._wanted.append(_Wanted(source, digests, self._name(item), then))
+
+    def _commit(self, item: ReadItem, target: torch.Tensor) -> None:
+        self._planner.commit_tensor(item, target)
+
+    def _name(self, item: ReadItem) -> str:
+        return f"{self._found.name}: {item.storage_index.fqn}"
+
+
+def _is_whole(item: ReadItem, target: torch.Tensor, block: _Block) -> bool:
+    """True if the bytes of a shard are those of its target."""
+    return (
+        tuple(item.lengths) == block.sizes
+        and target.dtype == block.dtype
+        and target.device.type == "cpu"
+        and target.layout is torch.strided
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+def _narrowed(tensor: torch.Tensor, item: ReadItem, first: int) -> torch.Tensor:
+    """What an item wants of a shard, whose rows before ``first`` are not there."""
+    for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        tensor = tensor.narrow(axis, start - first if axis == 0 else start, length)
+    return tensor

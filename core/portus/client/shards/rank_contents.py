@@ -1,0 +1,162 @@
+"""``RankContents``: what one rank saves of a plan of torch, as the contents of its file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from portus.client.state.contents import changes_of
+from portus.client.state.pickling import PickledState, pickle_state
+from portus.errors import UsageError
+from portus.image.image import Column, Image
+from portus.image.metadata_file import metadata_image
+from portus.image.rank_file import BytesItem, Item, TensorItem, offsets_of, rank_image
+
+_ARCHIVE: Final = "archive"
+"""How torch calls the archive of a tensor that it saves to a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """One item of a plan."""
+
+    planned: WriteItem
+    item: Item
+    pickled: PickledState | None
+    is_copy: bool
+
+
+class RankContents:
+    """See ``FileContents``. The items of ``plan``, as ``planner`` gives them; those that are a part
+    of a larger storage were copied. save: the number of the save.
+
+    Raises ``UsageError`` for what torch cannot save.
+    """
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner, save: int) -> None:
+        self._saved: Final = [_item(each, planner) for each in plan.items]
+        self._save: Final = save
+        tensors = [each for each in self._saved if each.pickled is not None]
+        self._tensors: Final = tensors
+        self.storages: Final[Sequence[torch.UntypedStorage]] = [
+            storage for each in tensors for storage in _pickled(each).storages
+        ]
+        self._owner: Final = [
+            each.planned.index.fqn for each in tensors for _ in _pickled(each).storages
+        ]
+        self.owned: Final = frozenset(
+            index
+            for index, each in enumerate(each for each in tensors for _ in _pickled(each).storages)
+            if each.is_copy
+        )
+        self.lengths: Final[Column] = np.array(
+            [storage.nbytes() for storage in self.storages], np.int64
+        )
+        self.has_devices: Final = any(_pickled(each).has_devices for each in tensors)
+
+    def changes(self) -> Column:
+        """See ``FileContents``."""
+        return changes_of(
+            self.storages, [tensor for each in self._tensors for tensor in _pickled(each).tensors]
+        )
+
+    def image(self, path: str, note: bytes = b"") -> Image:
+        """See ``FileContents``; there is no note."""
+        return rank_image([each.item for each in self._saved], self._save)
+
+    def describer(self) -> Callable[[int], str]:
+        """See ``FileContents``."""
+        return self._owner.__getitem__
+
+    def results(self, name: str) -> list[WriteResult]:
+        """Return what torch is to note of the items in the file ``name``."""
+        offsets = offsets_of([each.item for each in self._saved])
+        return [
+            WriteResult(
+                index=each.planned.index,
+                size_in_bytes=each.item.size,
+                storage_data=_StorageInfo(name, offset, each.item.size),
+            )
+            for offset, each in zip(offsets, self._saved, strict=True)
+        ]
+
+
+class PickledMetadata:
+    """See ``FileContents``: the file ``.metadata`` with torch's pickle."""
+
+    def __init__(self, pickle: bytes) -> None:
+        self._pickle: Final = pickle
+        self.storages: Final[Sequence[torch.UntypedStorage]] = []
+        self.owned: Final[frozenset[int]] = frozenset()
+        self.lengths: Final[Column] = np.zeros(0, np.int64)
+        self.has_devices: Final = False
+
+    def changes(self) -> Column:
+        """See ``FileContents``."""
+        return np.zeros(0, np.int64)
+
+    def image(self, path: str, note: bytes = b"") -> Image:
+        """See ``FileContents``; there is no note."""
+        return metadata_image(self._pickle)
+
+    def describer(self) -> Callable[[int], str]:
+        """See ``FileContents``."""
+        return lambda index: ".metadata"
+
+
+def _pickled(saved: _Saved) -> PickledState:
+    assert saved.pickled is not None
+    return saved.pickled
+
+
+def _item(planned: WriteItem, planner: SavePlanner) -> _Saved:
+    try:
+        value = planner.resolve_data(planned)
+    except Exception as error:
+        raise UsageError(
+            f"{planned.index.fqn}: torch cannot save it: {type(error).__name__}: {error}"
+        ) from error
+    if planned.type == WriteItemType.BYTE_IO:
+        assert isinstance(value, io.BytesIO)
+        return _Saved(planned, BytesItem(value.getvalue()), None, False)
+    assert isinstance(value, torch.Tensor)
+    tensor = value.detach()
+    is_copy = tensor.layout is torch.strided and (
+        tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+    )
+    if is_copy:
+        tensor = tensor.clone()
+    try:
+        pickled = _on_cpu(tensor)
+    except UsageError as error:
+        raise UsageError(f"{planned.index.fqn}: {error}") from error
+    is_block = (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        and len(pickled.storages) == 1
+    )
+    item = TensorItem(pickled.image(_ARCHIVE), is_block)
+    return _Saved(planned, item, pickled, is_copy)
+
+
+def _on_cpu(tensor: torch.Tensor) -> PickledState:
+    """``tensor`` as torch saves it: as one on the CPU, wherever its bytes are."""
+    if tensor.device.type == "cpu" or tensor.layout is not torch.strided:
+        return pickle_state(tensor if tensor.device.type == "cpu" else tensor.cpu())
+    alike = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return replace(
+        pickle_state(alike),
+        storages=[tensor.untyped_storage()],
+        tensors=[tensor],
+        has_devices=True,
+    )

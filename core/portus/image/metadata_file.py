@@ -1,0 +1,55 @@
+"""``.metadata`` of ``torch.distributed.checkpoint``: torch's pickle, and behind it a digest, which
+``pickle.load`` does not look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from portus.errors import CorruptionError
+from portus.format.checksum import DIGEST_SIZE, digest
+from portus.format.record import Field, Record
+from portus.image.image import Crcs, Digests, Image, Literal
+from portus.image.stored import Read, exactly
+
+NAME: Final = ".metadata"
+MAGIC: Final = b"PORTUSMD"
+
+END: Final = Record(
+    "end of .metadata",
+    16,
+    (
+        Field("magic", "8s", '`"PORTUSMD"`'),
+        Field("pickle", "Q", "bytes of the pickle in front of it"),
+    ),
+)
+"""The xxh3_128 of the pickle and of this follows it and ends the file."""
+
+
+def metadata_image(pickle: bytes) -> Image:
+    """Return the image of the file with ``pickle``."""
+    data = pickle + END.row(MAGIC, len(pickle))
+    data += digest(data)
+    none = np.zeros(0, np.int64)
+
+    def literals(digests: Digests, crcs: Crcs) -> Sequence[Literal]:
+        return [Literal(0, data)]
+
+    return Image(size=len(data), offset=none, length=none, literals=literals)
+
+
+def read_pickle(read: Read, size: int, name: str) -> tuple[bytes, bool]:
+    """Return the pickle in the file ``name`` of ``size`` bytes, and whether it was verified: one by
+    stock torch has no digest. Raises ``CorruptionError``."""
+    data = exactly(read, 0, size, name)
+    at = size - END.size - DIGEST_SIZE
+    end = END.unpack(data[at : at + END.size]) if at >= 0 else {}
+    if end.get("magic") != MAGIC and end.get("pickle") != at:
+        if not data.endswith(b"."):
+            raise CorruptionError(f"{name}: {size} bytes, no whole pickle: cut off, or damaged")
+        return data, False
+    if digest(data[:-DIGEST_SIZE]) != data[-DIGEST_SIZE:]:
+        raise CorruptionError(f"{name} does not match its digest")
+    return data[:at], True

@@ -1,0 +1,189 @@
+"""Sharded jobs of several processes that save and load directories of torch's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+import portus.dcp
+from portus.client.dcp.directory_writer import DirectoryWriter
+from portus.dcp import PortusStorageReader, PortusStorageWriter
+from portus.errors import MediumError, PortusError, UsageError
+from portus.writer.image_file import ImageFile
+from tests.unit.client import sharded
+from tests.unit.client.sharded import Job, say
+
+run = sharded.run
+warm_up = sharded.warm_up
+
+
+def note(job: Job, root: Path, step: int) -> None:
+    """What is to be loaded of a step."""
+    whole = job.whole()
+    if dist.get_rank() == 0:
+        torch.save(whole, root / f"expected-{step}.pt")
+
+
+def is_noted(job: Job, root: Path, step: int) -> None:
+    """It was loaded, bit for bit."""
+    found, expected = job.whole(), torch.load(root / f"expected-{step}.pt")
+    assert found.keys() == expected.keys()
+    assert len(found) > 8
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), (step, name)
+
+
+def dirs_save(rank: int, count: int, root: Path, how: str, last: str = "2") -> None:
+    """Save steps 1 to ``last``; training goes on at once."""
+    job = Job(1, count)
+    writer = FileSystemWriter("") if how == "stock" else PortusStorageWriter()
+    for step in range(1, int(last) + 1):
+        job.step(step)
+        note(job, root, step)
+        place, state = root / f"step_{step}", job.state(step)
+        if isinstance(writer, PortusStorageWriter) and how == "late":
+            writer.save(state, place)
+        elif how == "call":
+            portus.dcp.save(state, place)
+        elif how == "async_call":
+            portus.dcp.async_save(state, place)
+        elif how == "async":
+            group = dist.new_group(backend="gloo")
+            future: Any = dcp.async_save(
+                state, checkpoint_id=place, storage_writer=writer, process_group=group
+            )
+        else:
+            dcp.save(state, checkpoint_id=place, storage_writer=writer)
+        if how in ("dcp", "call", "stock"):
+            assert (place / ".metadata").exists(), "it returns when all is there"
+        job.step(100 + step)
+        if how == "async":
+            future.result()
+            assert (place / ".metadata").exists()
+    if isinstance(writer, PortusStorageWriter):
+        writer.close()
+
+
+def dirs_load(rank: int, count: int, root: Path, by: str, step: str) -> None:
+    job, place = Job(2, count), root / f"step_{step}"
+    state = job.state(0)
+    if by == "stock":
+        dcp.load(state, storage_reader=FileSystemReader(place))
+    elif by == "reader":
+        dcp.load(state, checkpoint_id=place, storage_reader=PortusStorageReader())
+    elif by == "newest":
+        assert portus.dcp.load_newest(state, root) == str(place)
+    else:
+        portus.dcp.load(state, place)
+    assert job.take(state) == int(step)
+    is_noted(job, root, int(step))
+    say(f"rank {rank} has {step}")
+
+
+def dirs_train(rank: int, count: int, root: Path, until: str, kill: str = "") -> None:
+    """Go on from the newest, to ``until``; ``kill``, as "who-ms": who is killed so long after the
+    last save was asked for."""
+    job = Job(1, count)
+    state = job.state(0)
+    writer = PortusStorageWriter()
+    newest = portus.dcp.load_newest(state, root / "run")
+    start = 0
+    if newest is not None:
+        start = job.take(state)
+        if (root / f"expected-{start}.pt").exists():
+            is_noted(job, root, start)
+        say(f"rank {rank} goes on from {start}")
+    for step in range(start + 1, int(until) + 1):
+        job.step(step)
+        note(job, root, step)
+        dist.barrier()
+        if step == int(until) and kill:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the others when one dies
+        writer.save(job.state(step), root / "run" / f"step_{step}")
+    if kill:
+        who, after_ms = kill.split("-")
+        if who in ("all", str(rank)):
+            time.sleep(int(after_ms) / 1000)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+    writer.close()
+
+
+def dirs_full(rank: int, count: int, root: Path) -> None:
+    """The disk of rank 1 is full at step 2: all know it within two saves, and the next ones are
+    complete."""
+    job, writer = Job(1, count), PortusStorageWriter()
+    real, is_full = ImageFile.finish, False
+
+    def finish(file: ImageFile) -> None:
+        if is_full:
+            raise MediumError(errno.ENOSPC, f"{file._path}: No space left on device")
+        real(file)
+
+    setattr(ImageFile, "finish", finish)  # noqa: B010
+    for step in range(1, 5):
+        is_full = rank == 1 and step == 2
+        job.step(step)
+        note(job, root, step)
+        writer.save(job.state(step), root / f"step_{step}")
+        if rank != 0 or step != 2:
+            writer.wait()  # that of rank 0 waits for rank 1
+        dist.barrier()
+    writer.close()
+    dist.barrier()
+    found = sorted(each.name for each in (root / "step_2").iterdir())
+    assert found == [], f"what others wrote of it is removed: {found}"
+    assert (root / "step_4" / ".metadata").exists()
+
+
+def dirs_apart(rank: int, count: int, root: Path) -> None:
+    """Rank 1 sees another file system at the same path."""
+    real = DirectoryWriter.write_data
+
+    def write_data(self: DirectoryWriter, *more: Any) -> Any:
+        if rank == 1:
+            self._directory = str(root / "elsewhere" / "step_1")
+        return real(self, *more)
+
+    setattr(DirectoryWriter, "write_data", write_data)  # noqa: B010
+    setattr(portus.client.dcp.directory_writer, "SEEN_S", 0.3)  # noqa: B010
+    job, writer = Job(1, count), PortusStorageWriter()
+    (root / "elsewhere").mkdir(exist_ok=True)
+    with pytest.raises(UsageError, match="expected a directory that all ranks see"):
+        writer.save(job.state(1), root / "step_1")
+    writer.close()
+
+
+def dirs_refused(rank: int, count: int, root: Path) -> None:
+    """What one rank cannot save is an error on all of them, and the next save is complete."""
+    job, writer = Job(1, count), PortusStorageWriter()
+    state = {**job.state(1), "bad": (lambda: 0) if rank == 1 else 0}
+    with pytest.raises((PortusError, dcp.api.CheckpointException)):
+        writer.save(state, root / "step_1")
+    note(job, root, 2)
+    writer.save(job.state(2), root / "step_2")
+    writer.close()
+    dist.barrier()
+    assert not list((root / "step_1").glob("*.distcp"))
+
+
+sharded.TASKS.update(
+    {
+        "dirs_save": dirs_save,
+        "dirs_load": dirs_load,
+        "dirs_train": dirs_train,
+        "dirs_full": dirs_full,
+        "dirs_apart": dirs_apart,
+        "dirs_refused": dirs_refused,
+    }
+)
