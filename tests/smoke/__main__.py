@@ -35,6 +35,8 @@ TESTS: Final = (
     # Files: equal to torch's byte for byte, written and loaded by each of its versions.
     "tests/unit/client/state/test_pickling.py::test_the_archive_has_the_name_that_torch_gives_it",
     "tests/unit/client/paths/test_face.py",
+    "tests/unit/client/dcp/test_directories.py::test_each_reads_what_the_other_wrote",
+    "tests/unit/client/dcp/test_directories.py::test_stock_torch_reads_it_without_portus",
     # The command, and a storage host over a unix socket.
     "tests/unit/cli/test_ls.py::test_it_lists_models_steps_sizes_and_reference_files",
     "tests/unit/cli/test_verify.py::test_a_healthy_pool_is_said_to_be",

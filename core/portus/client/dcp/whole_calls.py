@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import warnings
+from collections.abc import Iterator
 from typing import Any, Final, overload
 
 import torch.distributed as dist
@@ -42,13 +45,10 @@ def save_with(
     if is_late:
         writer.begin_late()
     try:
-        torch_save(
-            state,
-            checkpoint_id=directory,
-            storage_writer=writer,
-            process_group=process_group,
-            no_dist=not dist.is_initialized(),
-        )
+        with _perhaps_alone():
+            torch_save(
+                state, checkpoint_id=directory, storage_writer=writer, process_group=process_group
+            )
     except CheckpointException as error:
         found = reason_of(error)
         raise found from (None if found is error else error)
@@ -86,6 +86,14 @@ def async_save(
     checkpoints of such names, and what an earlier save failed with, as long as none succeeded.
     """
     return save_with(_writer(), state, checkpoint_id, process_group=process_group, is_late=True)
+
+
+@contextlib.contextmanager
+def _perhaps_alone() -> Iterator[None]:
+    """A program of one process without a process group means what it does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")
+        yield
 
 
 def _writer() -> DirectoryWriter:
@@ -130,9 +138,9 @@ def load(
     if isinstance(checkpoint_id, GroupReader):
         return load_group(state, checkpoint_id, process_group=process_group, **more)
     reader = DirectoryReader(checkpoint_id, verify=verify)
-    more.setdefault("no_dist", not dist.is_initialized())
     try:
-        torch_load(state, storage_reader=reader, process_group=process_group, **more)
+        with _perhaps_alone():
+            torch_load(state, storage_reader=reader, process_group=process_group, **more)
     except CheckpointException as error:
         found = reason_of(error)
         if found is not error:

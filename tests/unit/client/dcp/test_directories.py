@@ -41,6 +41,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only"),
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # stock torch 2.6 itself
     pytest.mark.usefixtures("own_writer"),
 ]
 
