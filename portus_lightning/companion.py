@@ -75,7 +75,9 @@ class CompanionHooks:
             from portus_lightning import sharded  # it needs much of torch.distributed
 
             save = None if io.why_no_shards() else io.save_shards
-            sharded.attach(trainer.strategy, io.is_on, save, io.pooled.metrics, io.mirror)
+            sharded.attach(
+                trainer.strategy, io.is_on, save, io.pooled.metrics, io.is_chosen, io.mirror
+            )
         if stage == "fit" and io.is_on():
             self._data = data.TrainingData(trainer, io.fixed_batch)
             for message in warnings_for(trainer, io):
@@ -302,8 +304,7 @@ def _expect(trainer: Any, pl_module: Any) -> None:
         return
     expected = portus.expected_bytes([pl_module], trainer.optimizers)
     if _saves_shards(trainer.strategy):
-        # On every rank, so that each sees its optimizers' steps before the first save.
-        io.open_shards(local[0]).prepare(expected)
+        io.expect_shards(local[0], expected)
     elif trainer.is_global_zero:
         io.expect(local[0], expected)
 
@@ -477,7 +478,7 @@ def warnings_for(trainer: Any, io: PortusIO) -> list[str]:
             f"checkpoints of {what} do NOT go through Portus: this strategy writes them by itself. "
             "They are as safe and as fast as without Portus"
         )
-    elif _saves_shards(trainer.strategy):
+    elif _saves_shards(trainer.strategy) and not io.writes_files:
         found.append(
             "sharded checkpoints stay in the pool. Before you copy or upload one: portus export"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -17,9 +18,9 @@ from portus_lightning.pooled import PooledCheckpoints
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
-    from typing_extensions import Unpack
+    from typing_extensions import TypeIs, Unpack
 
-    from portus.dcp import GroupWriter
+    from portus.dcp import GroupWriter, PortusStorageWriter
 else:
     CheckpointIO = object  # stock.adopt makes it one, in whichever copy of Lightning is loaded
 
@@ -65,8 +66,8 @@ class PortusIO(CheckpointIO):
     Args:
         pool: A device for persistent memory (``/dev/dax0.0``), a pool file on it, or the address of
             a storage host (``portus://host:7117``): checkpoints go there, and at their paths are
-            small files that lead to them. For strategies that save in shards, a directory for pool
-            files or a list of hosts is possible too. Default: ``$PORTUS_POOL``, or none.
+            small files that lead to them. For strategies that save in shards, a list of hosts is
+            possible too. Default: ``$PORTUS_POOL``, or none.
         model: The name of this run in the pool and for ``portus report``. Default: derived from
             the checkpoint directory.
         preempt_within: Seconds, or a text like "90s", in which a job that receives SIGTERM or
@@ -87,7 +88,7 @@ class PortusIO(CheckpointIO):
     _resumed_step: int | None
     _saved: dict[str, None]
     _writes_files: bool
-    _shards: GroupWriter | None
+    _shards: GroupWriter | PortusStorageWriter | None
 
     def __init__(
         self,
@@ -218,14 +219,26 @@ class PortusIO(CheckpointIO):
             return f"every rank needs a pool file of its own, and {place} is no directory"
         return ""
 
-    def open_shards(self, directory: str) -> GroupWriter:
+    def open_shards(self, directory: str) -> GroupWriter | PortusStorageWriter:
         """The writer of this rank's shards, for checkpoints in ``directory``. Call it on every
         rank, with the same directory. Raises the errors of opening a pool."""
         if self._shards is None:
-            from portus.dcp import GroupWriter
+            from portus.dcp import GroupWriter, PortusStorageWriter
 
-            self._shards = GroupWriter.of(self._pooled.run_of(directory))
+            run = self._pooled.run_of(directory)
+            if self._writes_files:
+                settings: Any = dataclasses.asdict(self._settings)
+                self._shards = PortusStorageWriter(model=run.name, links=run.links, **settings)
+            else:
+                self._shards = GroupWriter.of(run)
         return self._shards
+
+    def expect_shards(self, directory: str, size: int) -> None:
+        """As ``expect``, for a strategy that saves in shards; on every rank, so that each sees its
+        optimizers' steps before the first save."""
+        writer = self.open_shards(directory)
+        if _is_for_groups(writer):
+            writer.prepare(size)
 
     def save_shards(
         self,
@@ -242,13 +255,18 @@ class PortusIO(CheckpointIO):
 
         Raises ``UsageError`` for a value that cannot be stored, on all ranks.
         """
-        writer = self.open_shards(os.path.dirname(path))
-        writer.synchronous = self._over or is_last_chance(path)
+        writer, step = self.open_shards(os.path.dirname(path)), self._step_of(rest)
         files = {"meta.pt": rest} if is_first else {}
+        now = self._over or is_last_chance(path)
         try:
-            handle = writer.save_directory(
-                shards, path, step=self._step_of(rest), files=files, metrics=metrics
-            )
+            if _is_for_groups(writer):
+                writer.synchronous = now
+                handle = writer.save_directory(
+                    shards, path, step=step, files=files, metrics=metrics
+                )
+            else:
+                now = now or not self._thread.is_late
+                handle = writer.save(shards, path, files=files, blocking=now)
         except portus.UsageError:
             writer.wait()  # or a save in flight would replace files of whoever saves it instead
             raise
@@ -293,7 +311,11 @@ class PortusIO(CheckpointIO):
         rank."""
         self._root = root
         self._pooled.begin(root, None)
-        self.open_shards(directory).prepare(0)
+        writer = self.open_shards(directory)
+        if _is_for_groups(writer):
+            writer.prepare(0)
+        else:
+            writer.fetch(directory)
 
     @contextlib.contextmanager
     def saving(self, *, is_late: bool) -> Iterator[None]:
@@ -311,7 +333,10 @@ class PortusIO(CheckpointIO):
     def link(self, link: str, target: str) -> None:
         """Have ``link`` lead to ``target`` as soon as that is there. Raises ``OSError`` where no
         link can be made."""
-        if self._writes_files:
+        shards = self._shards if os.path.isdir(target) else None
+        if shards is not None and not _is_for_groups(shards):
+            shards.link(link, target)
+        elif self._writes_files:
             self._opened_files().link(link, target)
         else:
             portus.replace_link(link, target)
@@ -355,6 +380,11 @@ class PortusIO(CheckpointIO):
         """Lightning chose the checkpoint at ``path`` to go on from: if it is damaged, another one
         of its directory will do."""
         self._chosen = path
+
+    def is_chosen(self, path: str) -> bool:
+        """True if Lightning chose ``path``; asked once."""
+        chosen, self._chosen = self._chosen, None
+        return path == chosen
 
     def is_on(self) -> bool:
         """False where saves are left to Lightning: ``$PORTUS_DISABLE``, or not on Linux."""
@@ -427,8 +457,7 @@ class PortusIO(CheckpointIO):
     def _loaded(self, path: str, **settings: Any) -> dict[str, Any]:
         """Return what is at ``path``; or at the newest one beside it, if Lightning chose it."""
         verify = self._settings.verify
-        chosen, self._chosen = self._chosen, None
-        others = iter(_others(path) if path == chosen else ())
+        others = iter(_others(path) if self.is_chosen(path) else ())
         found = path
         while True:
             try:
@@ -488,6 +517,10 @@ stock.adopt(PortusIO, load=False)
 
 INSTANCES: Final[deque[bool]] = deque(maxlen=1)
 """Not empty once a ``PortusIO`` was made in this process."""
+
+
+def _is_for_groups(writer: GroupWriter | PortusStorageWriter) -> TypeIs[GroupWriter]:
+    return hasattr(writer, "save_directory")
 
 
 def is_last_chance(path: str) -> bool:

@@ -5,15 +5,16 @@ companion puts ``save_checkpoint`` and ``load_checkpoint`` of the Trainer's stra
 instance, where the plugin is a ``PortusIO``. Which states are saved, by what names and at which
 paths, stays as it was: what either of the two saved, stock Lightning's names lead to.
 
-At a checkpoint's path is a directory, as with stock Lightning, of small reference files: one for
-each rank, and ``meta.pt``, which leads to what is not sharded. A directory that stock Lightning
-wrote is loaded by its own code.
+At a checkpoint's path is the directory that stock Lightning would write: torch's, and ``meta.pt``
+with what is not sharded. On a storage host the shards are a group, and the directory has a small
+reference for each rank. A directory that stock Lightning wrote is loaded by its own code.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, Final, Protocol
@@ -21,8 +22,10 @@ from typing import Any, Final, Protocol
 from torch.distributed.checkpoint import state_dict as of_torch
 
 import portus
-from portus.dcp import GroupReader, load
+from portus.dcp import GroupReader, has_digests, load, load_newest
 from portus_lightning import stock
+
+_log: Final = logging.getLogger("portus_lightning")
 
 META: Final = "meta.pt"
 """Where Lightning keeps what is not sharded; it looks for this file."""
@@ -55,15 +58,19 @@ def attach(
     is_on: Callable[[], bool],
     save: Saves | None,
     metrics: Callable[[], dict[str, float]],
+    is_chosen: Callable[[str], bool],
     mirror: str | None = None,
 ) -> None:
     """Let ``strategy`` load sharded checkpoints of Portus, and make such, by ``save``, with what
-    ``metrics`` gives on the first rank. mirror: as of ``GroupReader``.
+    ``metrics`` gives on the first rank. is_chosen: whether Lightning chose a path to go on from.
+    mirror: as of ``GroupReader``.
 
     A second call replaces what the first one did: a Trainer may be used again.
     """
     is_fsdp2 = hasattr(strategy, "_save_distributed_checkpoint")
-    own = _Sharded(strategy, "state_dict" if is_fsdp2 else "model", is_on, save, metrics, mirror)
+    own = _Sharded(
+        strategy, "state_dict" if is_fsdp2 else "model", is_on, save, metrics, is_chosen, mirror
+    )
     strategy.load_checkpoint = own.load_checkpoint
     if save is not None and is_sharded(strategy):
         strategy.save_checkpoint = own.save_checkpoint
@@ -82,6 +89,7 @@ class _Sharded:
         is_on: Callable[[], bool],
         save: Saves | None,
         metrics: Callable[[], dict[str, float]],
+        is_chosen: Callable[[str], bool],
         mirror: str | None,
     ) -> None:
         self._strategy: Final = strategy
@@ -89,6 +97,7 @@ class _Sharded:
         self._is_on: Final = is_on
         self._save: Final = save
         self._metrics: Final = metrics
+        self._is_chosen: Final = is_chosen
         self._mirror: Final = mirror
 
     def _stock(self, name: str) -> Callable[..., Any]:
@@ -124,6 +133,9 @@ class _Sharded:
     def load_checkpoint(self, checkpoint_path: Any, *more: Any, **named: Any) -> dict[str, Any]:
         """In place of the strategy's."""
         path = stock.local_path(self._strategy.broadcast(checkpoint_path))
+        is_chosen = path is not None and self._strategy.broadcast(self._is_chosen(path))
+        if path is not None and (is_chosen or has_digests(path)):
+            return self._load_directory(path, is_chosen=is_chosen)
         reader = None
         if path is not None:
             reader = GroupReader.at(path, fall_back=True, mirror=self._mirror)
@@ -131,12 +143,32 @@ class _Sharded:
             result = self._stock("load_checkpoint")(checkpoint_path, *more, **named)
             assert isinstance(result, dict)
             return result
-        self._load(reader)
+        self._load(lambda state: load(state, reader))
         rest = reader.file(META)
         assert isinstance(rest, dict)
         return rest
 
-    def _load(self, reader: GroupReader) -> None:
+    def _load_directory(self, path: str, *, is_chosen: bool) -> dict[str, Any]:
+        """From torch's own directory; the newest complete one beside it, if Lightning chose it and
+        it is damaged, or its save was cut off."""
+        found = path
+        try:
+            self._load(lambda state: load(state, path))
+        except (portus.CorruptionError, portus.NoCheckpointError) as error:
+            if not is_chosen:
+                raise
+            newest: list[str | None] = []
+            self._load(lambda state: newest.append(load_newest(state, os.path.dirname(path))))
+            if newest[0] is None:
+                raise
+            found = newest[0]
+            if self._strategy.global_rank == 0:
+                _log.error("Portus: %s; FALLING BACK to %s", error, found)
+        rest = portus.load(os.path.join(found, META), map_location="cpu", weights_only=False)
+        assert isinstance(rest, dict)
+        return rest
+
+    def _load(self, load_into: Callable[[dict[str, Any]], object]) -> None:
         model, module = self._strategy.model, self._strategy.lightning_module
         is_fitting = module.trainer.state.fn == "fit"
         optimizers = list(self._strategy.optimizers) if is_fitting else []
@@ -144,7 +176,7 @@ class _Sharded:
         for index, optimizer in enumerate(optimizers):
             name = f"optimizer_{index}"
             state[name] = of_torch.get_optimizer_state_dict(model, optimizer)
-        load(state, reader)
+        load_into(state)
         options = of_torch.StateDictOptions(strict=module.strict_loading)
         of_torch.set_model_state_dict(model, state[self._key], options=options)
         for index, optimizer in enumerate(optimizers):

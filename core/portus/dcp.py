@@ -14,6 +14,7 @@ from portus.client.dcp.whole_calls import async_save as async_save
 from portus.client.dcp.whole_calls import load as load
 from portus.client.dcp.whole_calls import load_newest as load_newest
 from portus.client.dcp.whole_calls import save as save
+from portus.client.shards.directories import has_digests as has_digests
 from portus.client.shards.group_reader import GroupReader as GroupReader
 from portus.index.groups import Group as Group
 
@@ -25,6 +26,7 @@ __all__ = [
     "PortusStorageWriter",
     "async_save",
     "groups",
+    "has_digests",
     "load",
     "load_newest",
     "save",

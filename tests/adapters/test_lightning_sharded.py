@@ -1,4 +1,4 @@
-"""``ModelParallelStrategy``: sharded checkpoints of two processes go through the pool.
+"""``ModelParallelStrategy``: sharded checkpoints of two processes are stock's directories.
 
 FSDP2 over gloo on CPUs. ``FSDPStrategy`` wants a GPU, and is tested where there is one.
 """
@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import portus
-from portus.dcp import groups
+from portus.client.loading.checkpoint_file import verify_file
 from tests.adapters.tiny import same
 
 SCRIPT = Path(__file__).with_name("sharded_lightning.py")
@@ -61,22 +60,29 @@ def whole(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Path:
     root = tmp_path_factory.mktemp("whole")
     said = run(root, installed, "whole")
     assert "do NOT go through Portus" not in said
-    assert "sharded checkpoints stay in the pool" in said
     return root
+
+
+def assert_is_stock_s(directory: Path) -> None:
+    """It has what stock Lightning writes, and no more."""
+    names = sorted(os.listdir(directory))
+    assert names[0] == ".metadata"
+    assert names[-1] == "meta.pt"
+    assert [name[:4] for name in names[1:-1]] == ["__0_", "__1_"]
+    for name in names:
+        verify_file(directory / name)
 
 
 @pytest.mark.long
 def test_a_rank_killed_right_after_a_save_resumes_by_last_bit_for_bit(
     whole: Path, tmp_path: Path, installed: Path
 ) -> None:
-    last = whole / "ckpt/last.ckpt"
-    shards = ["rank-0-of-2.shard", "rank-1-of-2.shard"]
-    assert sorted(os.listdir(last)) == [".metadata", "meta.pt", *shards]
-    assert all(portus.is_reference(path) for path in last.iterdir())
-    assert torch.load(last / "meta.pt")["global_step"] == 6
-    assert {group.step for group in groups(whole / ".portus") if group.is_complete} == {
-        *range(1, 7)
-    }
+    assert_is_stock_s(whole / "ckpt/last.ckpt")
+    found = torch.load(whole / "ckpt/last.ckpt/meta.pt", weights_only=False)
+    assert found["global_step"] == 6
+    assert sorted(each.name for each in (whole / "ckpt").glob("step=*")) == [
+        f"step={step}.ckpt" for step in range(1, 7)
+    ]
     run(tmp_path, installed, "killed", "--kill-at", "3", dies=True)
     run(tmp_path, installed, "resumed", "--resume", "last", "--top-k", "2")
     assert_goes_on(results(tmp_path, "resumed"), results(whole, "whole"))
@@ -107,7 +113,15 @@ def test_switched_off_it_saves_as_stock_does_and_loads_what_both_saved(
     run(tmp_path, installed, "on", "--resume", str(tmp_path / "ckpt/step=4.ckpt"))
     # Stock Lightning saved no generators: the draws differ, the steps go on.
     assert results(tmp_path, "on")[0]["drawn"][0][0] == 4
-    assert list((tmp_path / "ckpt").glob("*.ckpt/rank-1-of-2.shard"))
+    assert_is_stock_s(tmp_path / "ckpt/last.ckpt")
+
+
+@pytest.mark.long
+def test_stock_lightning_goes_on_from_what_portus_saved(
+    whole: Path, tmp_path: Path, installed: Path
+) -> None:
+    run(tmp_path, installed, "stock", "--stock", "--resume", str(whole / "ckpt/step=5.ckpt"))
+    assert results(tmp_path, "stock")[0]["drawn"][0][0] == 5
 
 
 @pytest.mark.long
@@ -126,19 +140,22 @@ def test_a_run_whose_machine_was_lost_comes_back_from_the_mirror(
 
 
 @pytest.mark.long
-def test_a_damaged_part_is_taken_from_the_mirror_that_the_plugin_names(
-    tmp_path: Path, installed: Path
+@pytest.mark.parametrize("damage", ["flipped", "cut off"])
+def test_the_last_one_that_is_damaged_is_passed_over_and_one_by_name_is_an_error(
+    whole: Path, tmp_path: Path, installed: Path, damage: str
 ) -> None:
-    more = ("--top-k", "2", "--mirror", f"file://{tmp_path}/bucket")
-    root = tmp_path / "run"
-    run(root, installed, "first", *more)
-    expected = results(root, "first")
-    [pool] = root.rglob("*rank-1-of-2.portus")
-    data, weight = pool.read_bytes(), expected[1]["model"]["layers.0.weight"]
-    at = data.rindex(weight[len(weight) // 2 :].numpy().tobytes())  # the rows of rank 1
-    pool.write_bytes(data[:at] + b"damage" + data[at + 6 :])
-    said = run(root, installed, "second", "--resume", "last", *more)
-    assert "TAKEN FROM file://" in said
-    for found, each in zip(results(root, "second"), expected, strict=True):
-        assert found["drawn"] == [], "all steps were done"
-        assert same(found["model"], each["model"])
+    shutil.copytree(whole / "ckpt", tmp_path / "ckpt")
+    last = tmp_path / "ckpt/last.ckpt"
+    shutil.rmtree(tmp_path / "ckpt/step=6.ckpt")  # the same state as the last one
+    if damage == "flipped":
+        [file] = last.glob("__1_*.distcp")
+        data = bytearray(file.read_bytes())
+        data[(data.index(b"data/0") // 64 + 1) * 64] ^= 1  # of a weight
+        file.write_bytes(data)
+    else:
+        (last / ".metadata").unlink()
+    said = run(tmp_path, installed, "named", "--resume", str(last), dies=True)
+    assert ("CorruptionError" if damage == "flipped" else "was cut off") in said
+    said = run(tmp_path, installed, "chosen", "--resume", "last")
+    assert "FALLING BACK to" in said
+    assert_goes_on(results(tmp_path, "chosen"), results(whole, "whole"))

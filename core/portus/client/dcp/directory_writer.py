@@ -84,7 +84,8 @@ class DirectoryWriter(StorageWriter):
 
     directory: where to save if a save names no ``checkpoint_id``. keep: how many complete
         directories stay of those whose names differ in their numbers alone; None: all. name: of the
-        run, in the journal and the mirror.
+        run, in the journal and the mirror. links: the directory for the journal; None: ``.portus``
+        beside the checkpoints.
     """
 
     def __init__(
@@ -94,18 +95,20 @@ class DirectoryWriter(StorageWriter):
         *,
         name: str | None = None,
         keep: int | None = None,
+        links: str | None = None,
     ) -> None:
         super().__init__()
         self._default: Final = directory
         self._settings: Final = settings or Settings()
         self._name: Final = name
         self._keep: Final = keep
+        self._links: Final = links
         self._files: TrainingFiles | None = None
-        self._claim: SeriesClaim | None = None
-        self._claimed: tuple[str, str] | None = None
+        self._claims: Final[dict[tuple[str, str], SeriesClaim]] = {}
         self._directory = ""
         self._is_coordinator = False
         self._is_late = False
+        self._more: Mapping[str, object] = {}
         self._has_begun = False
         self._asked: Final[list[_Asked]] = []
         self._given_up: Final[set[int]] = set()
@@ -123,9 +126,23 @@ class DirectoryWriter(StorageWriter):
         whole checkpoint. None before the first one."""
         return self._asked[-1].handle if self._asked else None
 
-    def begin_late(self) -> None:
-        """The next save returns before it is complete."""
-        self._is_late = True
+    def begin(self, files: Mapping[str, object], *, is_late: bool) -> None:
+        """Of the next save. files: further states by the names of their files, on the rank that
+        coordinates. is_late: it returns before it is complete."""
+        self._more, self._is_late = files, is_late
+
+    def fetch(self, checkpoints: str) -> None:
+        """If the settings name a mirror, and this machine has nothing of the run that saves to the
+        directory ``checkpoints``, fetch what the mirror has. On the first rank. See
+        ``TrainingFiles.fetch``."""
+        if _rank() == 0:
+            name, place = self._run(os.path.realpath(checkpoints))
+            self._opened(is_first=True).fetch(name, place, os.path.realpath(checkpoints))
+
+    def link(self, link: str, target: str) -> None:
+        """Have ``link`` lead to the directory ``target`` once that is complete. On the rank that
+        coordinates."""
+        self._opened().link(link, target)
 
     def remove(self, directory: str) -> None:
         """Remove a directory as soon as the newest save so far, or a later one, is complete. Call
@@ -145,9 +162,8 @@ class DirectoryWriter(StorageWriter):
             if files is not None:
                 self._close(files)
         finally:
-            claim, self._claim, self._claimed = self._claim, None, None
-            if claim is not None:
-                claim.release()
+            while self._claims:
+                self._claims.popitem()[1].release()
 
     def _close(self, files: TrainingFiles) -> None:
         try:
@@ -160,7 +176,7 @@ class DirectoryWriter(StorageWriter):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process goes what it was made with."""
-        made = partial(DirectoryWriter, name=self._name, keep=self._keep)
+        made = partial(DirectoryWriter, name=self._name, keep=self._keep, links=self._links)
         return made, (self._default, self._settings)
 
     # What torch calls.
@@ -245,7 +261,8 @@ class DirectoryWriter(StorageWriter):
         start, contents, asked = self._start, self._contents, self._asked[-1]
         assert start is not None
         assert contents is not None
-        is_late, self._is_late = self._is_late, False
+        more, is_late = self._more, self._is_late
+        self.begin({}, is_late=False)
         metadata.version = getattr(metadata, "version", None) or _version()
         metadata.storage_data = {each.index: each.storage_data for one in results for each in one}
         metadata.storage_meta = self.storage_meta()
@@ -256,7 +273,7 @@ class DirectoryWriter(StorageWriter):
         older = self._older(start.save)
         handle = self._begun().save_directory(
             self._directory,
-            {own: Laid(contents), NAME: Laid(PickledMetadata(pickle.dumps(metadata)))},
+            {own: Laid(contents), NAME: Laid(PickledMetadata(pickle.dumps(metadata))), **more},
             self._step(),
             ready=partial(self._await, self._directory, others, start.save),
         )
@@ -298,12 +315,16 @@ class DirectoryWriter(StorageWriter):
             self._files = TrainingFiles(settings, of_directories=True)
         return self._files
 
+    def _run(self, above: str) -> tuple[str, str]:
+        """What the run that saves to ``above`` is called, and where its journal is."""
+        name = self._name or os.path.basename(above) or "checkpoints"
+        return name, self._links or os.path.join(above, DEFAULT_DIRECTORY)
+
     def _begun(self) -> TrainingFiles:
         files = self._opened()
         if not self._has_begun:
             above = os.path.dirname(self._directory)
-            name = self._name or os.path.basename(above) or "checkpoints"
-            files.begin(name, os.path.join(above, DEFAULT_DIRECTORY), above)
+            files.begin(*self._run(above), above)
             self._has_begun = True
         return files
 
@@ -311,13 +332,10 @@ class DirectoryWriter(StorageWriter):
         """Raises ``BusyError`` if another job has checkpoints of such names."""
         above, name = os.path.split(directory)
         wanted = above, series_of(name)
-        if self._claimed != wanted:
+        if wanted not in self._claims:
             with PENDING.exempt():
                 os.makedirs(above, exist_ok=True)
-                claim, before = SeriesClaim(*wanted), self._claim
-                self._claim, self._claimed = claim, wanted
-                if before is not None:
-                    before.release()
+                self._claims[wanted] = SeriesClaim(*wanted)
 
     def _step(self) -> int:
         """The number at the end of the directory's name; else saves are counted."""

@@ -19,6 +19,7 @@ from portus.client.dcp.whole_calls import save_with
 from portus.client.job.settings import Settings
 from portus.client.shards.directory_reader import DirectoryReader
 from portus.client.shards.group_reader import GroupReader
+from portus.directory.links import replace_link
 from portus.errors import UsageError
 from portus.index.keep import Keep
 from portus.index.place import Place, PlaceName
@@ -42,6 +43,8 @@ class PortusStorageWriter(StorageWriter):
         storage host (``portus://host:7117``), or a list of several: then ``checkpoint_id`` is a
         name there. None: ``$PORTUS_POOL`` if that is a storage host.
     model: the name of the run, in the journal, in the mirror and on a storage host.
+    links: the directory for the journal, and on a storage host for the links, see ``Checkpointer``;
+        None: ``.portus`` beside the checkpoints.
     keep: how many complete checkpoints stay, of directories whose names differ in their numbers
         alone; None: all. On a storage host a ``portus.Keep`` too, and 2 if nothing is said.
     settings: as of ``portus.Checkpointer``.
@@ -53,15 +56,16 @@ class PortusStorageWriter(StorageWriter):
         model: str | None = None,
         *,
         keep: int | Keep | None = None,
+        links: str | None = None,
         **settings: Unpack[SettingsDict],
     ) -> None:
         super().__init__()
         host = _host_of(place)
         self._writer: Final[DirectoryWriter | GroupWriter] = (
-            _directory_writer(place, model, keep, Settings(**settings))
+            _directory_writer(place, model, keep, links, Settings(**settings))
             if host is None
             else GroupWriter(
-                place, model or "default", keep=2 if keep is None else keep, **settings
+                place, model or "default", keep=2 if keep is None else keep, links=links, **settings
             )
         )
 
@@ -70,13 +74,17 @@ class PortusStorageWriter(StorageWriter):
         state: dict[str, Any],
         checkpoint_id: str | os.PathLike[str] | None = None,
         *,
+        files: Mapping[str, object] | None = None,
+        blocking: bool = False,
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> SaveHandle:
         """Begin to save ``state``. Call it on every rank.
 
-        checkpoint_id: the directory. step, metrics: on a storage host, of the save. process_group:
+        checkpoint_id: the directory. files: further states that are to be torch files in it, by
+            their names; those of the rank that coordinates count. blocking: return when the
+            checkpoint is complete. step, metrics: on a storage host, of the save. process_group:
             all ranks of the job, with a backend for tensors on the CPU; None: the job's own.
 
         Returns the handle of this rank's part; on the rank that coordinates, of the whole
@@ -86,6 +94,8 @@ class PortusStorageWriter(StorageWriter):
         if isinstance(writer, GroupWriter):
             if step is None:
                 raise UsageError("step: expected the training step of this state, found none")
+            if files or blocking:
+                raise UsageError("files and blocking are for directories, not for storage hosts")
             return writer.save(
                 state,
                 step=step,
@@ -95,7 +105,29 @@ class PortusStorageWriter(StorageWriter):
             )
         if metrics:
             raise UsageError("metrics: directories have none; leave it out")
-        return save_with(writer, state, checkpoint_id, process_group=process_group, is_late=True)
+        return save_with(
+            writer,
+            state,
+            checkpoint_id,
+            files=files,
+            process_group=process_group,
+            is_late=not blocking,
+        )
+
+    def fetch(self, checkpoints: str | os.PathLike[str]) -> None:
+        """If the settings name a mirror, and this machine has nothing of the run that saves to the
+        directory ``checkpoints``, fetch what the mirror has. Call it on every rank, and let them
+        wait for the first one. Raises as ``portus.TrainingFiles.fetch``."""
+        if isinstance(self._writer, DirectoryWriter):
+            self._writer.fetch(os.fspath(checkpoints))
+
+    def link(self, link: str, target: str) -> None:
+        """Have ``link`` lead to the directory ``target``, both absolute, once that is complete.
+        Call it on the rank that coordinates. Raises ``OSError`` where no link can be made."""
+        if isinstance(self._writer, DirectoryWriter):
+            self._writer.link(link, target)
+        else:
+            replace_link(link, target)
 
     def remove(self, directory: str | os.PathLike[str]) -> None:
         """Remove a checkpoint directory as soon as the newest save so far, or a later one, is
@@ -223,10 +255,14 @@ def _path_of(place: PlaceName | None) -> str | None:
 
 
 def _directory_writer(
-    place: PlaceName | None, model: str | None, keep: int | Keep | None, settings: Settings
+    place: PlaceName | None,
+    model: str | None,
+    keep: int | Keep | None,
+    links: str | None,
+    settings: Settings,
 ) -> DirectoryWriter:
     if isinstance(keep, Keep):
         raise UsageError("keep: expected a number for directories, found a portus.Keep")
     if keep is not None and keep < 1:
         raise UsageError(f"keep: expected 1 or more, found {keep}")
-    return DirectoryWriter(_path_of(place), settings, name=model, keep=keep)
+    return DirectoryWriter(_path_of(place), settings, name=model, keep=keep, links=links)

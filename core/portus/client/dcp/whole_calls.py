@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, overload
 
 import torch.distributed as dist
@@ -38,12 +38,12 @@ def save_with(
     state: dict[str, Any],
     directory: str | os.PathLike[str] | None,
     *,
+    files: Mapping[str, object] | None = None,
     process_group: dist.ProcessGroup | None = None,
     is_late: bool = False,
 ) -> SaveHandle:
-    """Save ``state`` to ``directory``; see ``async_save``."""
-    if is_late:
-        writer.begin_late()
+    """Save ``state`` to ``directory``; see ``async_save``. files: see ``DirectoryWriter.begin``."""
+    writer.begin(files or {}, is_late=is_late)
     try:
         with _perhaps_alone():
             torch_save(

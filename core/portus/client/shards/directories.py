@@ -96,6 +96,13 @@ def _age(directory: str) -> tuple[int, int]:
     return save or written, written
 
 
+def has_digests(directory: str | os.PathLike[str]) -> bool:
+    """Return whether Portus saved a checkpoint directory, or began to. Raises nothing."""
+    with contextlib.suppress(OSError):
+        return any(RANK_FILE.fullmatch(name) for name in os.listdir(directory))
+    return False
+
+
 def stale_in(directory: str, save: int) -> set[str]:
     """Return the files of ranks in a directory that are of other saves than ``save``, and older."""
     found = set()
