@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import portus
-from portus_accelerate import place
+from portus_accelerate import place, sharded
 from portus_accelerate.capture import Capture, capturing, verifying
 from portus_accelerate.newest import NUMBERED, RANDOM, why_incomplete
 from portus_accelerate.origin import note
@@ -34,6 +36,7 @@ class CheckpointFiles:
         self._run_of: Final = run_of
         self._is_writer: Final = is_writer
         self._made: portus.TrainingFiles | None = None
+        self._shards: sharded.Shards | None = None
         self._has_begun = False
 
     def prepare(self, roots: list[str]) -> None:
@@ -58,9 +61,7 @@ class CheckpointFiles:
             self._files.wait_for(directory)  # another process may be at it
             if why_incomplete(directory) and not _others_in(directory):
                 with contextlib.suppress(OSError):
-                    for name in os.listdir(directory):
-                        os.unlink(os.path.join(directory, name))
-                    os.rmdir(directory)
+                    shutil.rmtree(directory)
 
     def fetch(self, directory: str) -> None:
         """If this machine has nothing of the run that saves ``directory``, fetch what its mirror
@@ -79,10 +80,11 @@ class CheckpointFiles:
         surplus: Callable[[], list[str]],
         *,
         now: bool,
+        is_sharded: bool = False,
     ) -> tuple[Any, portus.SaveHandle | None]:
         """Begin to save what ``stock`` would write into ``directory``; what it returns, and the
         handle. add: puts what is ours into the capture. surplus: the directories that are to be
-        removed then. now: return when it is there."""
+        removed then. now: return when it is there. is_sharded: torch saves shards below it."""
         self._begin(directory)
         handle: portus.SaveHandle | None = None
 
@@ -94,36 +96,52 @@ class CheckpointFiles:
             capture.removed.clear()
             if parts:
                 said = note(self._run_of(directory).name, step)
-                handle = self._files.save_directory(directory, parts, step, said)
+                handle = self._files.save_directory(
+                    directory, parts, step, said, partial(_all_committed, directory, shards)
+                )
             for old in (*_twins(directory, parts), *removed, *surplus()):
                 self._files.remove(old)
             if now and handle is not None:
                 handle.wait()
 
-        with capturing(directory=directory) as capture:
+        now = now or self._settings.blocking or _is_temporary(directory)
+        saving = self._opened_shards(directory).saving(step, now=now) if is_sharded else None
+        with (
+            capturing(directory=directory) as capture,
+            saving or contextlib.nullcontext(list[portus.SaveHandle]()) as shards,
+        ):
             capture.flush = lambda: save(now=True)
             location = stock()
-        save(now=now or self._settings.blocking or _is_temporary(directory))
+        save(now=now)
         return location, handle
 
-    def load(self, stock: Callable[[str | None], Any], directory: str) -> Any:
-        """Have ``stock`` load a directory, every byte that has a digest verified. Raises
-        ``UsageError`` for one that was never complete."""
+    def load(
+        self, stock: Callable[[str | None], Any], directory: str, *, is_sharded: bool = False
+    ) -> Any:
+        """Have ``stock`` load a directory, every byte that has a digest verified. is_sharded: torch
+        loads shards below it. Raises ``UsageError`` for one that was never complete."""
         self._files.wait_for(directory)
         why = why_incomplete(directory)
         if why:
             raise portus.UsageError(why)
-        with verifying():
+        with verifying(), sharded.verifying() if is_sharded else contextlib.nullcontext():
             return stock(directory)
 
     def wait(self) -> None:
         """Block until all saves are over; raises as ``on_error`` says."""
+        if self._shards is not None:
+            self._shards.wait()
         self._files.wait()
 
     def close(self) -> None:
         """Finish the saves in flight. Later ones open it again."""
         self._has_begun = False
-        self._files.close()
+        shards, self._shards = self._shards, None
+        try:
+            if shards is not None:
+                shards.close()
+        finally:
+            self._files.close()
 
     @property
     def _files(self) -> portus.TrainingFiles:
@@ -131,6 +149,12 @@ class CheckpointFiles:
         if self._made is None:
             self._made = portus.TrainingFiles(self._settings, of_directories=True)
         return self._made
+
+    def _opened_shards(self, directory: str) -> sharded.Shards:
+        if self._shards is None:
+            run = self._run_of(directory)
+            self._shards = sharded.Shards(self._settings, run.name, run.links)
+        return self._shards
 
     def _begin(self, directory: str) -> None:
         if not self._has_begun:
@@ -141,13 +165,28 @@ class CheckpointFiles:
 
 
 def _others_in(directory: str) -> list[str]:
-    """The names in ``directory`` but for random states."""
+    """The names in ``directory`` but for random states, and shards that Portus saved."""
     head, tail = RANDOM.split("{}")
     return [
         name
         for name in os.listdir(directory)
         if not (name.startswith(head) and name.endswith(tail))
+        and not _has_shards(os.path.join(directory, name))
     ]
+
+
+def _has_shards(directory: str) -> bool:
+    """True for a directory of shards, whose save may have been cut off, also at its begin."""
+    from portus.dcp import has_digests
+
+    return os.path.isdir(directory) and (has_digests(directory) or not os.listdir(directory))
+
+
+def _all_committed(directory: str, shards: Sequence[portus.SaveHandle]) -> None:
+    """Raises ``AbandonedError`` if shards of this checkpoint could not be saved: on the worker,
+    after these saves."""
+    if not all(each.committed for each in shards):
+        raise portus.AbandonedError(f"{directory}: save given up: its shards could not be saved")
 
 
 def _twins(directory: str, names: Iterable[str]) -> list[str]:

@@ -97,7 +97,7 @@ class Saver:
             portus.allow(settings.pool)  # every process loads, and before anything was saved
         self._made_files: CheckpointFiles | None = None
         self._passed_over: Final[set[str]] = set()
-        """Checkpoints that not all processes had saved."""
+        """Checkpoints that not all processes had saved, or that are damaged."""
         if self.is_on():
             if self.writes_files:
                 self._fetch_named()
@@ -145,10 +145,10 @@ class Saver:
     @property
     def writes_files(self) -> bool:
         """False if checkpoints go to a pool: on a device or a storage host, or mirrored to such a
-        host; or sharded ones."""
+        host."""
         named = self._settings.pool or portus.Place.by_variable()
         is_pool = named is not None and not named.is_directory
-        return not is_pool and self._settings.can_mirror_files and not self._is_sharded()
+        return not is_pool and self._settings.can_mirror_files
 
     def cadence(self) -> portus.Cadence:
         """When the loop of the script saves, from the first call on."""
@@ -224,6 +224,7 @@ class Saver:
             self._random_states,
             lambda: place.surplus(directory, limit) if is_main else [],
             now=self._over,
+            is_sharded=self._is_sharded() and not portus.is_nested(),
         )
         if handle is not None:
             self._note(handle)
@@ -243,7 +244,13 @@ class Saver:
             os.utime(directory)  # one that was cut off is the newest from now on
         self._goes_on_from = None
         _, handle = self._files.save(
-            stock, directory, self._step_of(directory), add, list, now=self._over
+            stock,
+            directory,
+            self._step_of(directory),
+            add,
+            list,
+            now=self._over,
+            is_sharded=self._is_sharded() and not portus.is_nested(),
         )
         if handle is not None:
             self._note(handle)
@@ -456,6 +463,7 @@ class Saver:
                 return self._load(stock, candidate)
             except (portus.CorruptionError, portus.UsageError) as error:
                 _log.error("Portus: %s; FALLING BACK to the checkpoint before it", error)
+                self._passed_over.add(candidate)  # training will save there again
         return self._load(stock, candidates[-1] if candidates else None)
 
     def _has_all_processes(self, directory: str) -> bool:
@@ -758,7 +766,7 @@ class Saver:
             self._settings.allow_mirror()
         self._fetch_if_lost(directory, is_here=os.path.exists(directory))
         if is_files:
-            return self._files.load(stock, directory)
+            return self._files.load(stock, directory, is_sharded=self._is_sharded())
         self._cut_off.mend(directory, uncommitted=False)
         if not self._is_sharded():
             found = stock(directory)

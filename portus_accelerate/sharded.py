@@ -1,19 +1,25 @@
-"""Checkpoint directories of FSDP with sharded states: each is one group, of all ranks' parts.
+"""Checkpoint directories of FSDP with sharded states.
 
 Accelerate hands the state of each model and of each optimizer to ``torch.distributed.checkpoint``
-by itself, into a subdirectory each. While ``save_state`` runs these calls are collected, and all
-of it is saved at once, with the files of each rank: a checkpoint is never of two moments, and it
-is there as a whole or not at all. While ``load_state`` runs, Accelerate's own calls get back what
-they gave, by the names of the subdirectories, at any number of ranks.
+by itself, into a subdirectory each. While ``save_state`` runs these calls go to ``Shards``, which
+saves the same directories in the background; the files of the main process appear after them, so
+without these nothing is a checkpoint. While ``load_state`` runs what is loaded is verified.
+
+On a storage host a checkpoint is one group, of all ranks' parts: there the calls are collected, and
+all of it is saved at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 from collections.abc import Iterator
 from typing import Any, Final
+
+import portus
+from portus_accelerate.settings import ACCELERATE
 
 SHARDED: Final = "SHARDED_STATE_DICT"
 FULL: Final = "FULL_STATE_DICT"
@@ -25,6 +31,77 @@ def kind_of(accelerator: Any) -> str | None:
     if getattr(accelerator.distributed_type, "value", "") != "FSDP":
         return None
     return str(accelerator.state.fsdp_plugin.state_dict_type.name)
+
+
+class Shards:
+    """Saves the subdirectories of one ``Accelerator``'s checkpoints. Its methods are called on
+    every process. settings: how. name, links: see ``portus.TrainingFiles.begin``."""
+
+    def __init__(self, settings: portus.Settings, name: str, links: str | None) -> None:
+        from portus.dcp import PortusStorageWriter
+
+        own: Any = {
+            field.name: getattr(settings, field.name)
+            for field in dataclasses.fields(portus.Settings)
+        }
+        own |= {"journal": False, "mirror": "none"}  # the files of the checkpoint have these
+        self._writer: Final = PortusStorageWriter(model=name, links=links, **own)
+
+    @contextlib.contextmanager
+    def saving(self, step: int, *, now: bool) -> Iterator[list[portus.SaveHandle]]:
+        """What this thread lets torch save inside is saved late, or, if ``now``, returns when it is
+        complete; the handles of these saves. What Portus cannot save, torch does."""
+        of_torch = _of_torch()
+        thread, stock = threading.get_ident(), of_torch.save
+        handles: list[portus.SaveHandle] = []
+
+        def save(state_dict: dict[str, Any], **named: Any) -> Any:
+            path = _path_of(named, "storage_writer")
+            if path is None or threading.get_ident() != thread:
+                return stock(state_dict, **named)
+            try:
+                handles.append(self._writer.save(state_dict, path, step=step, blocking=now))
+            except portus.UsageError as error:
+                ACCELERATE.say_it_saves(error)
+                return stock(state_dict, **named)
+            return None
+
+        of_torch.save = save
+        try:
+            yield handles
+        finally:
+            of_torch.save = stock
+
+    def wait(self) -> None:
+        """Block until all saves of this process are over. Raises as ``on_error`` says."""
+        self._writer.wait()
+
+    def close(self) -> None:
+        """Finish the saves in flight."""
+        self._writer.close()
+
+
+@contextlib.contextmanager
+def verifying() -> Iterator[None]:
+    """What this thread lets torch load inside is verified, if Portus saved it."""
+    from portus.dcp import has_digests, load
+
+    of_torch = _of_torch()
+    thread, stock = threading.get_ident(), of_torch.load
+
+    def verified(state_dict: dict[str, Any], **named: Any) -> None:
+        path = _path_of(named, "storage_reader")
+        if path is None or threading.get_ident() != thread or not has_digests(path):
+            stock(state_dict, **named)
+            return
+        more = {key: named[key] for key in ("planner", "process_group") if key in named}
+        load(state_dict, path, **more)
+
+    of_torch.load = verified
+    try:
+        yield
+    finally:
+        of_torch.load = stock
 
 
 @contextlib.contextmanager

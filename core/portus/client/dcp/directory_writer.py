@@ -109,6 +109,7 @@ class DirectoryWriter(StorageWriter):
         self._is_coordinator = False
         self._is_late = False
         self._more: Mapping[str, object] = {}
+        self._said: int | None = None
         self._has_begun = False
         self._asked: Final[list[_Asked]] = []
         self._given_up: Final[set[int]] = set()
@@ -126,10 +127,11 @@ class DirectoryWriter(StorageWriter):
         whole checkpoint. None before the first one."""
         return self._asked[-1].handle if self._asked else None
 
-    def begin(self, files: Mapping[str, object], *, is_late: bool) -> None:
+    def begin(self, files: Mapping[str, object], step: int | None = None, *, is_late: bool) -> None:
         """Of the next save. files: further states by the names of their files, on the rank that
-        coordinates. is_late: it returns before it is complete."""
-        self._more, self._is_late = files, is_late
+        coordinates. step: of training; None: the number at the end of the directory's name.
+        is_late: it returns before it is complete."""
+        self._more, self._said, self._is_late = files, step, is_late
 
     def fetch(self, checkpoints: str) -> None:
         """If the settings name a mirror, and this machine has nothing of the run that saves to the
@@ -261,8 +263,8 @@ class DirectoryWriter(StorageWriter):
         start, contents, asked = self._start, self._contents, self._asked[-1]
         assert start is not None
         assert contents is not None
-        more, is_late = self._more, self._is_late
-        self.begin({}, is_late=False)
+        more, is_late, step = self._more, self._is_late, self._step()
+        self.begin({}, None, is_late=False)
         metadata.version = getattr(metadata, "version", None) or _version()
         metadata.storage_data = {each.index: each.storage_data for one in results for each in one}
         metadata.storage_meta = self.storage_meta()
@@ -274,7 +276,7 @@ class DirectoryWriter(StorageWriter):
         handle = self._begun().save_directory(
             self._directory,
             {own: Laid(contents), NAME: Laid(PickledMetadata(pickle.dumps(metadata))), **more},
-            self._step(),
+            step,
             ready=partial(self._await, self._directory, others, start.save),
         )
         asked.handle = handle
@@ -330,16 +332,22 @@ class DirectoryWriter(StorageWriter):
 
     def _take(self, directory: str) -> None:
         """Raises ``BusyError`` if another job has checkpoints of such names."""
-        above, name = os.path.split(directory)
-        wanted = above, series_of(name)
+        above = os.path.dirname(directory)
+        root = os.path.realpath(os.path.dirname(self._links)) if self._links else above
+        if os.path.commonpath([root, above]) == root:
+            above = root
+        wanted = above, series_of(os.path.relpath(directory, above))
         if wanted not in self._claims:
             with PENDING.exempt():
                 os.makedirs(above, exist_ok=True)
                 self._claims[wanted] = SeriesClaim(*wanted)
 
     def _step(self) -> int:
-        """The number at the end of the directory's name; else saves are counted."""
+        """What was said, or the number at the end of the directory's name; else saves are
+        counted."""
         self._count += 1
+        if self._said is not None:
+            return self._said
         digits = os.path.basename(self._directory)
         tail = digits[len(digits.rstrip("0123456789")) :]
         return int(tail) if tail and len(tail) < 16 else self._count

@@ -84,8 +84,9 @@ class PortusStorageWriter(StorageWriter):
 
         checkpoint_id: the directory. files: further states that are to be torch files in it, by
             their names; those of the rank that coordinates count. blocking: return when the
-            checkpoint is complete. step, metrics: on a storage host, of the save. process_group:
-            all ranks of the job, with a backend for tensors on the CPU; None: the job's own.
+            checkpoint is complete. step: of training; None: the number at the end of the name of
+            the directory. metrics: on a storage host, of the save. process_group: all ranks of the
+            job, with a backend for tensors on the CPU; None: the job's own.
 
         Returns the handle of this rank's part; on the rank that coordinates, of the whole
         checkpoint in a directory. Raises as ``portus.dcp.async_save``.
@@ -110,6 +111,7 @@ class PortusStorageWriter(StorageWriter):
             state,
             checkpoint_id,
             files=files,
+            step=step,
             process_group=process_group,
             is_late=not blocking,
         )

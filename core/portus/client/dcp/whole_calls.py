@@ -39,11 +39,12 @@ def save_with(
     directory: str | os.PathLike[str] | None,
     *,
     files: Mapping[str, object] | None = None,
+    step: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     is_late: bool = False,
 ) -> SaveHandle:
-    """Save ``state`` to ``directory``; see ``async_save``. files: see ``DirectoryWriter.begin``."""
-    writer.begin(files or {}, is_late=is_late)
+    """Save ``state`` to ``directory``; see ``async_save``, and ``DirectoryWriter.begin``."""
+    writer.begin(files or {}, step, is_late=is_late)
     try:
         with _perhaps_alone():
             torch_save(
