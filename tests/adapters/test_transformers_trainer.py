@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -415,6 +416,41 @@ def test_two_processes_killed_in_a_save_and_resumed_end_with_the_same_bits(
     newest = tmp_path / "on/out/checkpoint-4"
     names = {"optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"}
     assert names <= {path.name for path in newest.iterdir()}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_fsdp_leaves_what_stock_leaves_and_goes_on_after_a_kill(
+    kind: str, tmp_path: Path, installed: Path
+) -> None:
+    fsdp = ("--fsdp", kind)
+    run(tmp_path / "stock", installed, *fsdp, flag=False, launcher=TWO)
+    run(
+        tmp_path / "on", installed, *fsdp, "--kill-after", "3", flag=True, launcher=TWO, ends_with=1
+    )
+    run(tmp_path / "on", installed, *fsdp, flag=True, launcher=TWO)
+    expected = (tmp_path / "stock/losses-0.txt").read_text()
+    assert set((tmp_path / "on/losses-0.txt").read_text().splitlines()) == set(
+        expected.splitlines()
+    )
+    for rank in (0, 1):
+        end = (tmp_path / f"on/end-{rank}.txt").read_text()
+        assert end == (tmp_path / f"stock/end-{rank}.txt").read_text()
+    names = [names_in(tmp_path / which / "out/checkpoint-4") for which in ("on", "stock")]
+    assert names[0] == names[1]
+    assert any("pytorch_model_fsdp_0/" in name for name in names[0]) == (kind[0] == "S")
+    shutil.rmtree(tmp_path / "on/out/checkpoint-4")
+    run(tmp_path / "on", installed, *fsdp, flag=False, launcher=TWO)  # stock goes on from ours
+    for rank in (0, 1):
+        end = (tmp_path / f"on/end-{rank}.txt").read_text()
+        assert end == (tmp_path / f"stock/end-{rank}.txt").read_text()
+
+
+def names_in(checkpoint: Path) -> list[str]:
+    """All that is in it, the number of a save left out."""
+    names = [str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*")]
+    return sorted(re.sub(r"_\d+\.distcp", "_N.distcp", name) for name in names)
 
 
 @pytest.mark.long
