@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from portus.dcp import GroupReader, GroupWriter
+from portus import SaveHandle
+from portus.dcp import PortusStorageReader, PortusStorageWriter
 
 MIB = 1 << 20
 LAYERS = 16
@@ -155,31 +156,38 @@ class Asynchronous(Way):
 class Portus(Way):
     def __init__(self, root: Path, name: str) -> None:
         super().__init__(root, name)
-        self._writer = GroupWriter(self.place, "run", keep=1, on_error="raise")
+        self.writer = PortusStorageWriter(on_error="raise")
 
     def begin(self, job: Job) -> None:
-        self._writer.save(job.state(), step=self.step)
+        self.writer.save(job.state(), self.path)
 
     def end(self) -> None:
-        assert self._writer.last is not None
-        self._writer.last.wait()
+        """On the first rank, of the whole checkpoint."""
+        self._newest.wait()
 
     def fence_s(self) -> float:
-        assert self._writer.last is not None
-        return self._writer.last.stats.fence_s
+        return self._newest.stats.fence_s
 
-    def written(self) -> int:
-        assert self._writer.last is not None
-        return self._writer.last.stats.copied_bytes
+    def committed_s(self) -> float:
+        """From the call on, without what the call waited for before."""
+        stats = self._newest.stats
+        return stats.total_s - stats.call_s
 
     def load(self, job: Job) -> None:
-        dcp.load(job.state(), storage_reader=GroupReader(self.place, "run"))
+        dcp.load(job.state(), checkpoint_id=self.path, storage_reader=PortusStorageReader())
 
     def forget(self) -> None:
-        """It lets go of older groups by itself."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self.writer.remove(self.path)
 
     def close(self) -> None:
-        self._writer.close()
+        self.writer.close()
+
+    @property
+    def _newest(self) -> SaveHandle:
+        assert self.writer.last is not None
+        return self.writer.last
 
 
 WAYS: dict[str, Callable[[Path, str], Way]] = {
@@ -204,8 +212,8 @@ class Peak:
     """The most memory that this process and its children have had, looked at again and again."""
 
     def __init__(self, *, shared: bool) -> None:
-        """shared: shared memory counts too. Not for Portus, whose pool is mapped: that on tmpfs
-        it looks like shared memory makes it no less the checkpoint."""
+        """shared: shared memory counts too. Not for Portus, which maps the files that it writes
+        over: that on tmpfs they look like shared memory makes them no less the checkpoint."""
         self._names = ("RssAnon", "VmLck", "VmPin") + (("RssShmem",) if shared else ())
         self._over = threading.Event()
         self._before = self._highest = self._now()
@@ -253,9 +261,7 @@ def measured(way: Way, job: Job) -> Figures:
     blocked_s = called_s + way.fence_s()
     commit_s = called_s if type(way) is Way else worked_s
     if isinstance(way, Portus):
-        assert way._writer.last is not None
-        stats = way._writer.last.stats
-        commit_s = called_s - stats.call_s + stats.total_s
+        commit_s = called_s + way.committed_s()
     dist.barrier()
     start = time.perf_counter()
     way.load(job)

@@ -34,7 +34,7 @@ class SeriesClaim:
         except BaseException:
             folder.close()
             raise
-        self.release: Final = weakref.finalize(self, _release, folder, record)
+        self.release: Final = weakref.finalize(self, _release, os.getpid(), folder, record)
         """Call it to end the claim, which the exit of the process does too."""
         try:
             folder.system.write(record.file, b"\0".join(said))
@@ -58,7 +58,11 @@ def _refuse_if_taken(
             )
 
 
-def _release(folder: HiddenFolder[Descriptor], record: LockedRecord[Descriptor]) -> None:
+def _release(
+    owner: int, folder: HiddenFolder[Descriptor], record: LockedRecord[Descriptor]
+) -> None:
+    if owner != os.getpid():
+        return  # a forked child ends
     with contextlib.suppress(MediumError):
         folder.system.unlink(folder.make(), record.name)
     with contextlib.suppress(MediumError):

@@ -31,6 +31,7 @@ from portus.client.paths.training_files import TrainingFiles
 from portus.client.shards.directories import complete_in, rank_file_name, series_of, stale_in
 from portus.client.shards.rank_contents import PickledMetadata, RankContents
 from portus.directory.claim import SeriesClaim
+from portus.directory.system import medium_error
 from portus.directory.waiting import in_flight
 from portus.errors import AbandonedError, PortusError, UsageError, printable
 from portus.image.metadata_file import NAME
@@ -104,6 +105,7 @@ class DirectoryWriter(StorageWriter):
         self._keep: Final = keep
         self._links: Final = links
         self._files: TrainingFiles | None = None
+        self._is_first = False
         self._claims: Final[dict[tuple[str, str], SeriesClaim]] = {}
         self._directory = ""
         self._is_coordinator = False
@@ -116,8 +118,7 @@ class DirectoryWriter(StorageWriter):
         self._count = 0
         self._start: _Start | None = None
         self._contents: RankContents | None = None
-        if settings is not None or directory is None:
-            self._opened(is_first=_rank() == 0).open()
+        self._opened(is_first=_rank() == 0).open()
 
     # What a user calls.
 
@@ -253,6 +254,7 @@ class DirectoryWriter(StorageWriter):
             asked.handle = self._begun().save_directory(
                 self._directory, {name: Laid(contents)}, self._step()
             )
+            self.begin({}, None, is_late=False)
         future: Future[list[WriteResult]] = Future()
         future.set_result(contents.results(name))
         return future
@@ -290,7 +292,7 @@ class DirectoryWriter(StorageWriter):
     def _await(self, directory: str, names: Collection[str], save: int) -> None:
         """Return when the files of the other ranks are there."""
         seen, pause_s = time.monotonic(), _POLL_MIN_S
-        while missing := set(names) - set(os.listdir(directory)):
+        while missing := set(names) - _names_in(directory):
             if save in self._given_up:
                 raise AbandonedError(
                     f"{printable(directory)}: save given up: a rank could not save its part"
@@ -311,9 +313,9 @@ class DirectoryWriter(StorageWriter):
 
     def _opened(self, *, is_first: bool | None = None) -> TrainingFiles:
         if self._files is None:
-            is_first = self._is_coordinator if is_first is None else is_first
+            self._is_first = self._is_coordinator if is_first is None else is_first
             alone = replace(self._settings, journal=False, mirror="none")
-            settings = self._settings if is_first else alone
+            settings = self._settings if self._is_first else alone
             self._files = TrainingFiles(settings, of_directories=True)
         return self._files
 
@@ -323,6 +325,9 @@ class DirectoryWriter(StorageWriter):
         return name, self._links or os.path.join(above, DEFAULT_DIRECTORY)
 
     def _begun(self) -> TrainingFiles:
+        if self._files is not None and self._is_first != self._is_coordinator:
+            self._files.close()  # it was made before the ranks were known
+            self._files = None
         files = self._opened()
         if not self._has_begun:
             above = os.path.dirname(self._directory)
@@ -419,6 +424,13 @@ class DirectoryWriter(StorageWriter):
         with PENDING.exempt():
             before = [each for each in complete_in(above, name) if each != self._directory]
         return before[max(0, self._keep - 1) :]
+
+
+def _names_in(directory: str) -> set[str]:
+    try:
+        return set(os.listdir(directory))
+    except OSError as error:
+        raise medium_error(error, directory) from error
 
 
 def _rank() -> int:

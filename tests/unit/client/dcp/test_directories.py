@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import portus
 import portus.dcp
 from portus.client.dcp import whole_calls
+from portus.client.files.pending import PENDING
 from portus.client.loading.checkpoint_file import has_digests, is_whole, verify_file
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.errors import (
@@ -35,6 +37,7 @@ from portus.errors import (
     UsageError,
 )
 from portus.testing.nursery import nursery
+from portus.writer.image_file import ImageFile
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -434,3 +437,25 @@ def test_a_job_that_was_killed_goes_on_bit_for_bit(kill: tuple[str, int], tmp_pa
     assert starts[-1] == 6
     os.rename(tmp_path / "run" / "step_6", tmp_path / "step_6")
     run(tmp_path, "dirs_load:8:stock:6", "dirs_load:8:call:6")
+
+
+def test_a_directory_that_is_removed_during_its_save_fails_that_save_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on, real = threading.Event(), ImageFile.finish
+
+    def finish(file: ImageFile) -> None:
+        assert go_on.wait(30)
+        real(file)
+
+    monkeypatch.setattr(ImageFile, "finish", finish)
+    writer = PortusStorageWriter()
+    first = writer.save(state_of(1), "run/step_1")
+    with PENDING.exempt():
+        shutil.rmtree("run/step_1")
+    go_on.set()
+    with pytest.raises(PortusError):
+        first.wait()
+    writer.save(state_of(2), "run/step_2").wait()
+    writer.close()
+    assert portus.dcp.load_newest(emptied(), "run") == os.path.realpath("run/step_2")
