@@ -77,8 +77,7 @@ PICKLE = {
     "core/portus/client/leaving/torch_file.py": "writes what torch.save would, verified",
     "core/portus/client/leaving/materialize_shards.py": "writes torch's files, verified",
     "core/portus/client/shards/group_reader.py": "hands torch's planner objects, in memory alone",
-    "core/portus/client/shards/directories.py": "loads torch's own metadata, as torch does",
-    "core/portus/client/dcp/directory_writer.py": "makes torch's own metadata; loads none",
+    "core/portus/client/shards/directories.py": "torch's own metadata, as torch loads them",
     "portus_accelerate/saver.py": "writes what Portus cannot store, as Accelerate would",
 }
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,13 @@ from portus.client.files.pending import PENDING
 from portus.client.job.settings import Settings
 from portus.client.paths.saver import Laid
 from portus.client.paths.training_files import TrainingFiles
-from portus.client.shards.directories import complete_in, rank_file_name, series_of, stale_in
+from portus.client.shards.directories import (
+    complete_in,
+    pickled_metadata,
+    rank_file_name,
+    series_of,
+    stale_in,
+)
 from portus.client.shards.rank_contents import PickledMetadata, RankContents
 from portus.directory.claim import SeriesClaim
 from portus.directory.system import medium_error
@@ -277,7 +282,7 @@ class DirectoryWriter(StorageWriter):
         older = self._older(start.save)
         handle = self._begun().save_directory(
             self._directory,
-            {own: Laid(contents), NAME: Laid(PickledMetadata(pickle.dumps(metadata))), **more},
+            {own: Laid(contents), NAME: Laid(PickledMetadata(pickled_metadata(metadata))), **more},
             step,
             ready=partial(self._await, self._directory, others, start.save),
         )

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import io
 import os
 import pickle
 import re
 from typing import Any, Final, NamedTuple
 
+import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
+
 from portus.client.loading.stored_bytes import opened, reads
-from portus.errors import CorruptionError, NoCheckpointError, PortusError, printable
+from portus.errors import CorruptionError, NoCheckpointError, UsageError, printable
 from portus.image.metadata_file import NAME, read_pickle
 from portus.image.rank_file import RANK_FILE
 
@@ -17,6 +22,26 @@ _STOCK: Final = re.compile(r"__(\d+)_(\d+)\.distcp")
 """The file of a rank, whoever wrote it."""
 
 _DIGITS: Final = re.compile(r"\d+")
+
+
+def pickled_metadata(metadata: object) -> bytes:
+    """Return torch's metadata as torch pickles them, so that older versions of torch read them:
+    2.15 notes the strides of a tensor too, which is one field more than 2.14 expects."""
+    file = io.BytesIO()
+    _Pickler(file).dump(metadata)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        """See ``pickle``."""
+        if type(obj) is not TensorProperties:
+            return NotImplemented
+        return copyreg.__newobj__, (TensorProperties,), obj.__getstate__()[:_FIELDS]  # type: ignore[attr-defined]
+
+
+_FIELDS: Final = 5
+"""What torch 2.6 to 2.14 note of a tensor."""
 
 
 def rank_file_name(rank: int, save: int) -> str:
@@ -38,7 +63,7 @@ class Metadata(NamedTuple):
 
 def read_metadata(directory: str) -> Metadata:
     """Return what the metadata of a directory say. Raises ``NoCheckpointError`` if there are none,
-    ``CorruptionError``, ``MediumError``."""
+    ``CorruptionError``, ``MediumError``, and ``UsageError`` if another torch wrote them."""
     path = os.path.join(directory, NAME)
     try:
         with opened(path) as (file, _):
@@ -47,11 +72,15 @@ def read_metadata(directory: str) -> Metadata:
         raise NoCheckpointError(_why_none(directory)) from error
     try:
         return Metadata(pickle.loads(data), is_verified)
-    except PortusError:
-        raise
     except Exception as error:
-        raise CorruptionError(
+        said = (
             f"{printable(path)}: torch's metadata cannot be read: {type(error).__name__}: {error}"
+        )
+        if not is_verified:
+            raise CorruptionError(said) from error
+        raise UsageError(
+            f"{said}. They are as they were saved, by another version of torch than this "
+            f"{torch.__version__}: load with that one"
         ) from error
 
 

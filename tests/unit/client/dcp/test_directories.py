@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 import portus
 import portus.dcp
@@ -459,3 +460,22 @@ def test_a_directory_that_is_removed_during_its_save_fails_that_save_and_no_othe
     writer.save(state_of(2), "run/step_2").wait()
     writer.close()
     assert portus.dcp.load_newest(emptied(), "run") == os.path.realpath("run/step_2")
+
+
+def test_metadata_of_a_newer_torch_with_more_fields_are_written_for_older_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    portus.dcp.save(SMALL, "step_1")
+    real: Any = TensorProperties.__getstate__
+    with monkeypatch.context() as newer:
+        newer.setattr(TensorProperties, "__getstate__", lambda self: (*real(self), (3, 1)))
+        portus.dcp.save(SMALL, "step_2")
+        metadata = FileSystemReader("step_1").read_metadata()
+        data = pickle.dumps(metadata)  # as stock would
+    assert _loads_small("step_2")
+    found = {"weight": torch.zeros(2, 3), "turned": torch.zeros(3, 2), "step": 0}
+    dcp.load(found, checkpoint_id="step_2")
+    assert_same(found, SMALL)
+    Path("step_1", ".metadata").write_bytes(data)
+    with pytest.raises(PortusError, match="metadata cannot be read"):
+        portus.dcp.load(found, "step_1")
