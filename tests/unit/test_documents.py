@@ -126,6 +126,21 @@ def test_the_page_of_compatibility_has_the_versions_of_the_code() -> None:
         assert f"| {what} | {found[1]} |" in text
 
 
+def test_the_page_of_compatibility_names_tests_that_there_are() -> None:
+    text = (ROOT / "docs" / "compatibility.md").read_text()
+    rows = [line for line in text.splitlines() if "test_" in line and line.startswith("|")]
+    named = 0
+    for row in rows:
+        code = ""
+        for word in re.findall(r"`([^`]+)`", row):
+            if word.endswith(".py"):
+                code = (ROOT / "tests" / word).read_text()
+            elif word.startswith("test_"):
+                named += 1
+                assert f"def {word}(" in code, f"{word}: there is no such test"
+    assert named > 20
+
+
 def test_unit_tests_mirror_the_rooms() -> None:
     rooms = {path.name for path in (ROOT / "core" / "portus").iterdir() if path.is_dir()}
     folders = {path.name for path in (ROOT / "tests" / "unit").iterdir() if path.is_dir()}
