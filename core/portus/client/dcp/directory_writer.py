@@ -270,6 +270,7 @@ class DirectoryWriter(StorageWriter):
         start, contents, asked = self._start, self._contents, self._asked[-1]
         assert start is not None
         assert contents is not None
+        self._contents = None  # it has copies of what is a part of something larger
         more, is_late, step = self._more, self._is_late, self._step()
         self.begin({}, None, is_late=False)
         metadata.version = getattr(metadata, "version", None) or _version()
