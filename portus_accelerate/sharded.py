@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import portus
@@ -51,8 +51,7 @@ class Shards:
     def saving(self, step: int, *, now: bool) -> Iterator[list[portus.SaveHandle]]:
         """What this thread lets torch save inside is saved late, or, if ``now``, returns when it is
         complete; the handles of these saves. What Portus cannot save, torch does."""
-        of_torch = _of_torch()
-        thread, stock = threading.get_ident(), of_torch.save
+        thread, stock = threading.get_ident(), _of_torch().save
         handles: list[portus.SaveHandle] = []
 
         def save(state_dict: dict[str, Any], **named: Any) -> Any:
@@ -66,11 +65,8 @@ class Shards:
                 return stock(state_dict, **named)
             return None
 
-        of_torch.save = save
-        try:
+        with _replaced("save", save):
             yield handles
-        finally:
-            of_torch.save = stock
 
     def wait(self) -> None:
         """Block until all saves of this process are over. Raises as ``on_error`` says."""
@@ -86,8 +82,7 @@ def verifying() -> Iterator[None]:
     """What this thread lets torch load inside is verified, if Portus saved it."""
     from portus.dcp import has_digests, load
 
-    of_torch = _of_torch()
-    thread, stock = threading.get_ident(), of_torch.load
+    thread, stock = threading.get_ident(), _of_torch().load
 
     def verified(state_dict: dict[str, Any], **named: Any) -> None:
         path = _path_of(named, "storage_reader")
@@ -97,19 +92,15 @@ def verifying() -> Iterator[None]:
         more = {key: named[key] for key in ("planner", "process_group") if key in named}
         load(state_dict, path, **more)
 
-    of_torch.load = verified
-    try:
+    with _replaced("load", verified):
         yield
-    finally:
-        of_torch.load = stock
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[dict[str, Any]]:
     """What this thread lets torch save inside, by the name of the subdirectory, is collected and
     not saved."""
-    of_torch = _of_torch()
-    thread, stock = threading.get_ident(), of_torch.save
+    thread, stock = threading.get_ident(), _of_torch().save
     found: dict[str, Any] = {}
 
     def save(state_dict: dict[str, Any], **named: Any) -> Any:
@@ -119,11 +110,8 @@ def collecting() -> Iterator[dict[str, Any]]:
         found[os.path.basename(path)] = state_dict
         return None
 
-    of_torch.save = save
-    try:
+    with _replaced("save", save):
         yield found
-    finally:
-        of_torch.save = stock
 
 
 @contextlib.contextmanager
@@ -136,12 +124,11 @@ def reading(directory: str, mirror: str | None = None) -> Iterator[None]:
     """
     from portus.dcp import GroupReader, load
 
-    of_torch = _of_torch()
     reader = GroupReader.at(directory, mirror=mirror)
     if reader is None:
         yield
         return
-    thread, stock = threading.get_ident(), of_torch.load
+    thread, stock = threading.get_ident(), _of_torch().load
 
     def load_part(state_dict: dict[str, Any], **named: Any) -> None:
         path = _path_of(named, "storage_reader")
@@ -152,11 +139,20 @@ def reading(directory: str, mirror: str | None = None) -> Iterator[None]:
         more = {key: named[key] for key in ("planner", "process_group") if key in named}
         load({os.path.basename(path): state_dict}, reader, **more)
 
-    of_torch.load = load_part
+    with _replaced("load", load_part):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, torch's function ``name`` is ``function``."""
+    of_torch = _of_torch()
+    stock = getattr(of_torch, name)
+    setattr(of_torch, name, function)
     try:
         yield
     finally:
-        of_torch.load = stock
+        setattr(of_torch, name, stock)
 
 
 def write_stock(shards: dict[str, Any], directory: str) -> None:
