@@ -214,7 +214,7 @@ def test_a_store_that_is_closed_ends_the_calls_of_other_threads(
         for each in (put, got):
             with pytest.raises(TransportError, match="closed"):
                 each.result()
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 60, "the upload takes 800 s"
     del put
     memory.extend(b"c")
 

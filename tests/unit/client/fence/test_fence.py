@@ -20,6 +20,7 @@ from torch import nn
 from portus.client.fence import fence as fences
 from portus.client.fence import guards, writers
 from portus.client.fence.fence import Fence, before_write
+from tests.moments import Lines
 from tests.unit.client.late_copy import FENCE_S_MAX, LateCopy
 from tests.unit.client.scenarios import OnlySteps, loss_of, perceptron, step
 
@@ -275,20 +276,17 @@ def test_ctrl_c_during_a_wait_is_the_users(fence: Fence, model: nn.Sequential) -
 
 
 @pytest.mark.parametrize("in_closure", [True, False])
-def test_a_step_costs_two_microseconds_when_nothing_is_in_flight(
+def test_a_step_costs_a_few_lines_when_nothing_is_in_flight(
     fence: Fence, model: nn.Sequential, in_closure: bool
 ) -> None:
-    """The bound is for a busy machine."""
+    """About two microseconds; lines are counted, which no busy machine changes."""
     optimizer = with_gradients(model)
     named: dict[str, object] = {"closure": lambda: 0.0} if in_closure else {}
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(500):
-            fences._before_step(optimizer, (optimizer,), named)
-        times.append((time.perf_counter() - start) / 500)
-    print(f"{min(times) * 1e6:.2f} us")
-    assert min(times) < 20e-6
+    fences._before_step(optimizer, (optimizer,), named)
+    with Lines() as ran:
+        fences._before_step(optimizer, (optimizer,), named)
+    print(f"{ran.count} lines")
+    assert ran.count < 40
 
 
 # Waiting by hand.
