@@ -693,7 +693,12 @@ class Saver:
                 )
             from portus.dcp import GroupWriter
 
-            self._shards = GroupWriter.of(self._run_of(directory))
+            run = self._run_of(directory)
+            if not run.place.is_host:
+                self._settings.require_mirror_of_files(
+                    "shards are saved to directories of files", "save to the storage host itself"
+                )
+            self._shards = GroupWriter.of(run)
             self._shards.prepare(0)  # so that what this rank did not commit can be told from lost
             self._stop_watching()
         return self._shards
@@ -709,7 +714,7 @@ class Saver:
         that directory."""
         self._cut_off.drop_note()
         if self._is_sharded():
-            if self._peers.is_writer or self._settings.has_mirror:  # which all ranks look at
+            if self._peers.is_writer:
                 self._open_shards(directory)
         elif self._peers.is_writer:
             self._open(directory)
@@ -772,7 +777,7 @@ class Saver:
             found = stock(directory)
             self._loaded = directory if self._peers.is_writer else None
             return found
-        with sharded.reading(directory, self._settings.mirror):
+        with sharded.reading(directory):
             return stock(directory)
 
     def fetch_checkpoints(self, output: str) -> None:
@@ -815,9 +820,7 @@ class Saver:
         try:
             if self.writes_files:
                 self._files.fetch(directory)
-            elif self._is_sharded():
-                self._open_shards(directory)
-            elif self._peers.is_writer and self._checkpointer is None:
+            elif self._peers.is_writer and self._checkpointer is None and not self._is_sharded():
                 run = self._run_of(directory)
                 try:
                     run.use(lambda checkpointer: None)

@@ -115,16 +115,16 @@ def collecting() -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def reading(directory: str, mirror: str | None = None) -> Iterator[None]:
+def reading(directory: str) -> Iterator[None]:
     """What this thread lets torch load inside from subdirectories of ``directory`` comes out of
-    its group. One that torch itself wrote is loaded as ever. mirror: as of ``GroupReader``.
+    its group. One that torch itself wrote is loaded as ever.
 
     Raises ``UsageError`` for a group that is not complete, and ``CorruptionError`` for a damaged
     one, on all ranks.
     """
     from portus.dcp import GroupReader, load
 
-    reader = GroupReader.at(directory, mirror=mirror)
+    reader = GroupReader.at(directory)
     if reader is None:
         yield
         return

@@ -75,9 +75,7 @@ class CompanionHooks:
             from portus_lightning import sharded  # it needs much of torch.distributed
 
             save = None if io.why_no_shards() else io.save_shards
-            sharded.attach(
-                trainer.strategy, io.is_on, save, io.pooled.metrics, io.is_chosen, io.mirror
-            )
+            sharded.attach(trainer.strategy, io.is_on, save, io.pooled.metrics, io.is_chosen)
         if stage == "fit" and io.is_on():
             self._data = data.TrainingData(trainer, io.fixed_batch)
             for message in warnings_for(trainer, io):

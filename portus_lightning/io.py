@@ -215,9 +215,11 @@ class PortusIO(CheckpointIO):
     def why_no_shards(self) -> str:
         """Why shards cannot go to the configured pool; empty if they can."""
         place = self._shared()
-        if place is not None and not place.is_for_many:
-            return f"every rank needs a pool file of its own, and {place} is no directory"
-        return ""
+        if self._writes_files or (place is not None and place.is_host):
+            return ""
+        if place is not None and not place.is_directory:
+            return f"{place} is one pool; shards go to a directory, or to a storage host"
+        return "shards in a directory are files, and a mirror on a storage host holds none"
 
     def open_shards(self, directory: str) -> GroupWriter | PortusStorageWriter:
         """The writer of this rank's shards, for checkpoints in ``directory``. Call it on every
@@ -296,11 +298,6 @@ class PortusIO(CheckpointIO):
     def pooled(self) -> PooledCheckpoints:
         """Those in a pool."""
         return self._pooled
-
-    @property
-    def mirror(self) -> str | None:
-        """Where what is saved here is mirrored, if that was said here."""
-        return self._settings.mirror
 
     def has_mirror(self) -> bool:
         """True if what is saved here is mirrored, also by $PORTUS_MIRROR."""

@@ -59,18 +59,14 @@ def attach(
     save: Saves | None,
     metrics: Callable[[], dict[str, float]],
     is_chosen: Callable[[str], bool],
-    mirror: str | None = None,
 ) -> None:
     """Let ``strategy`` load sharded checkpoints of Portus, and make such, by ``save``, with what
     ``metrics`` gives on the first rank. is_chosen: whether Lightning chose a path to go on from.
-    mirror: as of ``GroupReader``.
 
     A second call replaces what the first one did: a Trainer may be used again.
     """
     is_fsdp2 = hasattr(strategy, "_save_distributed_checkpoint")
-    own = _Sharded(
-        strategy, "state_dict" if is_fsdp2 else "model", is_on, save, metrics, is_chosen, mirror
-    )
+    own = _Sharded(strategy, "state_dict" if is_fsdp2 else "model", is_on, save, metrics, is_chosen)
     strategy.load_checkpoint = own.load_checkpoint
     if save is not None and is_sharded(strategy):
         strategy.save_checkpoint = own.save_checkpoint
@@ -90,7 +86,6 @@ class _Sharded:
         save: Saves | None,
         metrics: Callable[[], dict[str, float]],
         is_chosen: Callable[[str], bool],
-        mirror: str | None,
     ) -> None:
         self._strategy: Final = strategy
         self._key: Final = key
@@ -98,7 +93,6 @@ class _Sharded:
         self._save: Final = save
         self._metrics: Final = metrics
         self._is_chosen: Final = is_chosen
-        self._mirror: Final = mirror
 
     def _stock(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(type(self._strategy), name)
@@ -136,9 +130,7 @@ class _Sharded:
         is_chosen = path is not None and self._strategy.broadcast(self._is_chosen(path))
         if path is not None and (is_chosen or has_digests(path)):
             return self._load_directory(path, is_chosen=is_chosen)
-        reader = None
-        if path is not None:
-            reader = GroupReader.at(path, fall_back=True, mirror=self._mirror)
+        reader = None if path is None else GroupReader.at(path, fall_back=True)
         if reader is None:
             result = self._stock("load_checkpoint")(checkpoint_path, *more, **named)
             assert isinstance(result, dict)

@@ -54,7 +54,7 @@ class History:
     @property
     def pool(self) -> str:
         second = f"+127.0.0.1:{self.replica.port}" if self.replica else ""
-        return ",".join(host.url + second for host in self.hosts) or str(self.root / "pools")
+        return ",".join(host.url + second for host in self.hosts)
 
     @property
     def newest(self) -> int:
@@ -143,12 +143,8 @@ def ended(history: History, child: Child) -> list[str]:
 def test_what_a_killed_job_goes_on_from_is_what_it_saved(tmp_path: Path, seed: int) -> None:
     random_ = random.Random(seed)
     with Host(tmp_path / "a") as a, Host(tmp_path / "b") as b, Host(tmp_path / "c") as c:
-        files, one, two = (
-            History(tmp_path / "files", []),
-            History(tmp_path / "one", [a]),
-            History(tmp_path / "two", [b, c]),
-        )
-        cases = [(files, "rank"), (one, "host"), (two, "host"), (files, "all"), (two, "rank")]
+        one, two = History(tmp_path / "one", [a]), History(tmp_path / "two", [b, c])
+        cases = [(one, "rank"), (one, "host"), (two, "host"), (one, "all"), (two, "rank")]
         tried = 0
         while tried < KILLS:
             history, what = cases[tried % len(cases)]
@@ -159,10 +155,8 @@ def test_what_a_killed_job_goes_on_from_is_what_it_saved(tmp_path: Path, seed: i
             there = len(groups(history.pool, "run"))
             assert there <= GROUPS_MAX, f"kill {tried}: {there} groups"
             tried += 1
-        steps = [len(history.saved) for history in (files, one, two)]
-        print(
-            f"{tried} kills, {steps} saves, {sum(len(h.loaded) for h in (files, one, two))} loads"
-        )
+        saves = [len(history.saved) for history in (one, two)]
+        print(f"{tried} kills, {saves} saves, {len(one.loaded) + len(two.loaded)} loads")
 
 
 def test_what_both_hosts_of_a_pair_had_outlives_the_first(tmp_path: Path, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Small real file systems, for root."""
+"""Small real file systems, for root; a storage host."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from tests.hosts import serving, url
 
 SMALL_BYTES = 16 << 20
 
@@ -65,3 +67,12 @@ def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"{command[0]} failed: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def host_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A storage host, to which references may lead; and a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    with serving(tmp_path / "host") as server:
+        monkeypatch.setenv("PORTUS_POOL", url(server))
+        yield url(server)

@@ -14,7 +14,6 @@ from portus.client.run import Run
 from portus.errors import UsageError
 from portus.index.directory import pools_at
 from portus.index.place import Place, quoted
-from portus.index.roll import part_files
 from portus.media.names import NAME_MAX, fitting, hidden
 from tests.unit.cli.scene import portus as command
 
@@ -100,14 +99,6 @@ def test_a_pool_directory_has_files_for_the_longest_names(tmp_path: Path, model:
             to.save({"w": torch.ones(3)}, 1).wait()
             assert [info.model for info in to.versions()] == [each]
     assert len(pools_at(Place.named(tmp_path / "pool"))) == 3
-
-
-def test_the_parts_of_the_longest_name_are_found(tmp_path: Path) -> None:
-    for model in ("检" * 60, "检" * 59 + "查"):
-        for rank in range(2):
-            part = Place.named(tmp_path).pool_of(f"{model}/rank-{rank}-of-2")
-            Path(part.path).touch()
-    assert set(part_files(str(tmp_path), "检" * 60)) == {(0, 2), (1, 2)}
 
 
 def test_a_model_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ BROAD_EXCEPT = {
     "core/portus/client/state/pickling.py: pickle_state": "code of a user; told with its place",
     "core/portus/image/key_paths.py: storage_places": "a message without it is better than none",
     "core/portus/client/fence/fence.py: _await_copy": "in the user's step; must not end training",
-    "core/portus/client/job/exchange.py: together": "all ranks raise what one of them met",
     "core/portus/mirror/behind.py: _run": "the top of the thread that copies; it is told",
     "core/portus/client/shards/directories.py: read_metadata": "what torch's metadata hold; told",
     "core/portus/client/shards/rank_contents.py: _item": "code of a planner; told with its name",

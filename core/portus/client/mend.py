@@ -17,7 +17,7 @@ from portus.client.files.keeper import Keeper, keeper_of
 from portus.client.files.reference import lead_links_to
 from portus.client.leaving.in_turn import saved_in
 from portus.client.loading.resolve import POOLS
-from portus.client.shards.grouped import Census, census, has_writer, pool_of_part
+from portus.client.shards.grouped import census
 from portus.directory.links import replace_link
 from portus.errors import BusyError, MediumError, UsageError
 from portus.index.directory import WRITERS, has_pool, links_directory, pools_at
@@ -72,7 +72,7 @@ def mend(
     if on_hosts and any(_is_open_here(_uuid_of(host)) for host in place.hosts):
         return []  # what this process saves there it would wait for in vain
     files = [] if place.is_host else _pool_files(place, model)
-    cut_off = _cut_off(place) if uncommitted and (on_hosts or files) else set()
+    cut_off = _cut_off(place) if uncommitted and on_hosts else set()
     removed = []
     for opened in (
         *(_of_host(host, path) for host, path in on_hosts),
@@ -205,9 +205,10 @@ def _cut_off(place: Place) -> set[bytes]:
     parts = {part for group in census(place).groups for part in _missing(group)}
     idle = {part for part in parts if _is_idle(place, part)}
     found = census(place)  # now: who has let go of its pool has committed what it was at
-    known = {part for part in idle if _is_known(found, part)}
+    if found.silent:
+        return set()  # any part may be there
     groups = [group for group in found.groups if not group.is_complete]
-    cut_off = [group for group in groups if known.issuperset(_missing(group))]
+    cut_off = [group for group in groups if idle.issuperset(_missing(group))]
     return {info.token for group in cut_off for _, info in group.parts.values()}
 
 
@@ -217,22 +218,10 @@ def _missing(group: Group) -> list[str]:
 
 
 def _is_idle(place: Place, part: str) -> bool:
-    """True if nobody saves a rank's part. False for a rank whose pool file is not there (yet)."""
-    if place.is_host:
-        try:
-            for host in place.hosts:
-                _claimed(host, part).close()
-        except BusyError:
-            return False
-        return True
-    pool = pool_of_part(place, part)
-    return os.path.isfile(pool.path) and not has_writer(pool)
-
-
-def _is_known(found: Census, part: str) -> bool:
-    """True if all that was saved of a rank's part is known. False for a rank whose pool file got
-    lost or cannot be read."""
-    if found.place.is_host:
-        return not found.silent
-    path = pool_of_part(found.place, part).path
-    return os.path.isfile(path) and path not in found.unreadable
+    """True if nobody saves a rank's part."""
+    try:
+        for host in place.hosts:
+            _claimed(host, part).close()
+    except BusyError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""What a rank of a sharded job may let go of, and when, without a look at the other ranks' pools.
+"""What a rank of a sharded job may let go of, and when, without a look at the other ranks' parts.
 
 Which groups are complete, the ranks tell each other (``portus.client.job.exchange``). What was
 there before they began, one of them looks up, once, and tells the others (``Past``).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Sequence, Set
@@ -19,14 +18,9 @@ from portus.client.run import Run
 from portus.client.shards.grouped import (
     Census,
     census,
-    glance,
-    has_writer,
-    pool_of_part,
-    pools_of_part,
     versions_at,
 )
 from portus.errors import PortusError
-from portus.index import roll
 from portus.index.groups import (
     ID_SIZE,
     Group,
@@ -45,15 +39,6 @@ _log: Final = logging.getLogger("portus")
 
 _MADE_MAX: Final = 64
 """Groups that a job remembers to have begun."""
-
-
-def _is_absent(path: str) -> bool:
-    """True if nothing is at ``path``; False where that cannot be seen."""
-    try:
-        os.lstat(path)
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
-    return False
 
 
 class Retention:
@@ -77,16 +62,11 @@ class Retention:
         self._lost: deque[tuple[bytes, int]] = deque(maxlen=_MADE_MAX)
         self._past = Past()
         self._shares: set[str] = set()
-        self._rolled: deque[bytes] = deque(maxlen=self._complete.maxlen)
         self.is_told = False
         """True once it is known what was there before."""
 
     def look(self) -> Past | None:
         """On one rank: what is there now. None if it cannot be seen."""
-        if self._run.place.is_directory:
-            if _is_absent(self._run.place.path):
-                return Past()
-            roll.clear(self._run.place.path, self._run.name)
         try:
             found = census(self._run.place, self._run.name)
         except PortusError as error:
@@ -100,7 +80,7 @@ class Retention:
         return Past.of(
             found.groups,
             self._count,
-            is_whole=not found.unreadable,
+            is_whole=not found.silent,
             is_moved=lambda group: self._is_moved(group, found),
         )
 
@@ -108,7 +88,7 @@ class Retention:
         """True if a rank of that group had another one of several hosts, as far as is seen. An
         address says nothing: a host may have come back under another."""
         place = self._run.place
-        return place.is_host and any(
+        return any(
             found.pools[pool] != found.pools.get(place.of_rank(rank), found.pools[pool])
             for rank, (pool, _) in group.parts.items()
         )
@@ -117,8 +97,7 @@ class Retention:
         """Which groups are complete by now that ranks did not tell of: at the end, when there is no
         next save. Raises nothing."""
         with contextlib.suppress(PortusError):
-            place, name = self._run.place, self._run.name
-            groups = (glance(place, name) or census(place, name)).groups
+            groups = census(self._run.place, self._run.name).groups
             self._note({group.id for group in groups if group.is_complete})
 
     # On the thread that saves.
@@ -147,14 +126,9 @@ class Retention:
     # On the worker, and at the end.
 
     def committed(self, group: bytes, *, is_last: bool) -> None:
-        """This rank has its part of ``group``; is_last: and so have all others. Whoever is last
-        says so in the roll, and the first rank what only an exchange told. Raises nothing."""
+        """This rank has its part of ``group``; is_last: and so have all others."""
         if is_last:
             self._note({group})
-        more = [each for each in list(self._complete) if each not in self._rolled]
-        if more and (is_last or self._rank == 0) and self._run.place.is_directory:
-            roll.add(self._run.place.path, self._run.name, more)
-            self._rolled.extend(more)
 
     def is_replaced(self, group: bytes) -> bool:
         """True if ``group``, or one that this job made after it, is complete."""
@@ -190,14 +164,12 @@ class Retention:
         there: dict[tuple[str, Place], list[int]] = {}
         left = set()
         try:
-            pools = {pool for part in self._shares for pool in pools_of_part(place, part)}
-            for pool, uuid, info in versions_at(pools):
+            for pool, uuid, info in versions_at(place.hosts):
                 group = info.token[:ID_SIZE]
                 if info.model in self._shares and group in ids and (info.model, uuid) != (now, own):
                     left.add(info.model)
-                    at = pool if pool.is_host else place
                     if group in going:
-                        there.setdefault((info.model, at), []).append(info.id)
+                        there.setdefault((info.model, pool), []).append(info.id)
         except PortusError as error:
             _log.warning(
                 "portus: parts that others left of %r stay for now: %s", self._run.name, error
@@ -208,18 +180,11 @@ class Retention:
             self._let_go(part, at, versions)
 
     def _let_go(self, part: str, at: Place, versions: list[int]) -> None:
-        if self._is_taken(part):
-            return
         try:
             with self._run.part(part, at) as checkpointer:
                 checkpointer.part.let_go(versions)
         except PortusError as error:
             _log.warning("portus: parts that %r left stay for now: %s", part, error)
-
-    def _is_taken(self, part: str) -> bool:
-        """True while somebody saves to that part; on a storage host opening it tells."""
-        place = self._run.place
-        return not place.is_host and has_writer(pool_of_part(place, part))
 
     def _note(self, complete: Set[bytes]) -> None:
         """Groups are complete; of those that this job made."""
@@ -234,9 +199,8 @@ class Retention:
 
     def _has_part(self, group: bytes, rank: int) -> bool:
         """False where that cannot be seen: then what the rank said counts."""
-        part = part_model(self._run.name, rank, self._count)
         try:
-            found = versions_at(pools_of_part(self._run.place.of_rank(rank), part))
+            found = versions_at([self._run.place.of_rank(rank)])
         except PortusError:
             return False
         return part_token(group, rank) in {info.token for _, _, info in found}

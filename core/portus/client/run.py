@@ -16,7 +16,6 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from portus.client.files.run_mirror import Mirroring
 from portus.client.job.settings import UNMIRRORED, Settings, as_arguments
 from portus.client.leaving.materialize import give_back
 from portus.client.pool_checkpointer import PoolCheckpointer
@@ -127,27 +126,14 @@ class Run:
                 self.close()
                 self._number += 1
 
-    def part(
-        self,
-        name: str,
-        place: Place,
-        keep: Keep | None = None,
-        mirroring: Mirroring | None = None,
-    ) -> PoolCheckpointer:
+    def part(self, name: str, place: Place, keep: Keep | None = None) -> PoolCheckpointer:
         """A ``Checkpointer`` of its own for a part of the run, such as a rank's, with the same
         settings; at the run's place, or one of its hosts. The caller closes it, and says what its
-        commits retire (``part.surplus``), or it keeps all versions, or what ``keep`` says.
-        mirroring: what copies it, which it closes; by itself it has no mirror."""
+        commits retire (``part.surplus``), or it keeps all versions, or what ``keep`` says. It has
+        no mirror."""
         settings = as_arguments(self.settings)
         settings["mirror"] = UNMIRRORED
-        checkpointer = PoolCheckpointer(place, name, keep=keep, links=self.links, **settings)
-        if mirroring is not None:
-            try:
-                checkpointer.part.mirror_by(mirroring)
-            except BaseException:
-                checkpointer.close()
-                raise
-        return checkpointer
+        return PoolCheckpointer(place, name, keep=keep, links=self.links, **settings)
 
     def close(self) -> None:
         """Finish what is in flight and let go of the pool; it may be used again. Raises as

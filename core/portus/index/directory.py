@@ -27,7 +27,6 @@ from portus.index.messages import read_holder, store_failure
 from portus.index.place import DEFAULT_DIRECTORY, SUFFIX, Place, PlaceKind
 from portus.index.pool import PoolWriter, format_pool
 from portus.index.reader import PoolReader
-from portus.index.roll import deserted
 from portus.index.roots import Root
 from portus.media.base import FileStatus, FileSystem, Locks, MediumKind
 from portus.media.dax import is_device
@@ -279,8 +278,6 @@ def remove_pool(path: str, files: FileSystem) -> None:
         return
     files.remove(path)
     home = os.path.dirname(path)
-    for name in deserted(home, files.entries(home)):
-        files.remove(os.path.join(home, name))
     for directory in (os.path.splitext(path)[0] + ".references", home):
         left = set(files.entries(directory))
         if left and left <= {".gitignore", "CACHEDIR.TAG"}:

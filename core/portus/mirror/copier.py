@@ -143,9 +143,9 @@ class Copier(Behind):
                 raise
             self._say(error)
         else:
-            self._claim_first(joined, state)
+            self._claim_once(joined, state)
 
-    def _claim_first(self, joined: Joined, state: State) -> None:
+    def _claim_once(self, joined: Joined, state: State) -> None:
         """Claim it for the run that begins, unless it did so already for this pool, as ``state``
         says. Raises as ``_written``."""
         uuid, own = joined.writer.superblock.uuid, self._mirror.state
@@ -276,7 +276,8 @@ class Copier(Behind):
         while True:  # ends: each turn but the last mirrors something
             state, (infos, references) = self._mirror.state, joined.read()
             there = {each.token for each in state.versions} | self._skipped
-            new = self._next([info for info in infos if info.token not in there])
+            missing = [info for info in infos if info.token not in there]
+            new = missing[-1] if missing else None
             facts = self._facts(state, infos, new, references)
             if new is not None:
                 self._copy(joined, new, facts)
@@ -285,11 +286,6 @@ class Copier(Behind):
             else:
                 self._collect(joined)
                 return
-
-    def _next(self, missing: Sequence[VersionInfo]) -> VersionInfo | None:
-        """What to copy now, of what the pool has and the mirror has not, oldest first; None for
-        nothing yet."""
-        return missing[-1] if missing else None
 
     def _collect(self, joined: Joined) -> None:
         """All is mirrored: once a day, by the clocks of those who had the term, mend what the store
@@ -305,7 +301,7 @@ class Copier(Behind):
             self._collecting = stop
         try:
             self._mend(joined)
-            self._delete(stop)
+            self._mirror.collect(stop=stop)
             self._uncollected = ""
         except (SupersededError, StoppedError):
             raise
@@ -321,10 +317,6 @@ class Copier(Behind):
         finally:
             self._collecting = None
         self._collected_s = now_s
-
-    def _delete(self, stop: Stop) -> None:
-        """Delete what nobody needs any more."""
-        self._mirror.collect(stop=stop)
 
     def _collected_before(self, now_s: float) -> float | None:
         """When the log says that it was done last, as ``time.monotonic`` counts; None for more than
@@ -354,13 +346,10 @@ class Copier(Behind):
     def _claim(self, joined: Joined) -> None:
         """Raises ``ElsewhereError`` if the mirror is ahead of the pool: what it has would go. The
         store may not have answered when the pool was joined."""
-        self._require_newest(joined)
-        self._take_term(joined)
-
-    def _require_newest(self, joined: Joined) -> None:
         state, own = self._mirror.read(), joined.infos()
         if state.newest is not None and joined.is_behind(state, own):
             raise self._elsewhere(state.newest, joined, own)
+        self._take_term(joined)
 
     def _take_term(self, joined: Joined, at: int | None = None) -> None:
         self._mirror.claim(who(), joined.writer.superblock.uuid, joined.since, at=at)
@@ -375,7 +364,8 @@ class Copier(Behind):
     def _copy(self, joined: Joined, info: VersionInfo, facts: Sequence[Fact]) -> None:
         try:
             with self._uploading_of(joined) as stop:
-                self._copy_from(joined, info, stop, facts)
+                self._mirror.copy(joined.reader_of(info), info.id, stop, facts)
+            self._mirrored_ns = max(self._mirrored_ns, info.time_ns)
             self._has_copied = True
         except CorruptionError as error:
             self._skipped.add(info.token)
@@ -388,12 +378,6 @@ class Copier(Behind):
             if joined is not self._joined:
                 raise StoppedError("the run continues in another pool")
             yield stop
-
-    def _copy_from(
-        self, joined: Joined, info: VersionInfo, stop: Stop, facts: Sequence[Fact]
-    ) -> None:
-        self._mirror.copy(joined.reader_of(info), info.id, stop, facts)
-        self._mirrored_ns = max(self._mirrored_ns, info.time_ns)
 
     def _facts(
         self,

@@ -155,21 +155,9 @@ class Mirror:
         the same call may be made again; what arrived is not sent again.
         """
         with reader.pinned(version) as entry:
-            return self.copy_pinned(reader, entry, stop, facts, damaged=damaged)
-
-    def copy_pinned(
-        self,
-        reader: PoolReader,
-        entry: VersionEntry,
-        stop: Stop,
-        facts: Sequence[Fact] = (),
-        *,
-        damaged: Collection[Key] | None = None,
-    ) -> MirroringCost:
-        """``copy`` of a version that the caller has pinned; it may be retired already."""
-        source = _Source(reader, unchanging(reader.record(entry)), stop)
-        added = self._perform(self._writer.add(source.version(), facts, damaged), source)
-        return MirroringCost(added, source.packs, source.put_bytes)
+            source = _Source(reader, unchanging(reader.record(entry)), stop)
+            added = self._perform(self._writer.add(source.version(), facts, damaged), source)
+            return MirroringCost(added, source.packs, source.put_bytes)
 
     def require(self) -> None:
         """Raise ``SupersededError`` if another writer took the term by now. One small read."""

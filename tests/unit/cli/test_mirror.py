@@ -15,11 +15,10 @@ import torch
 
 import portus as face
 from portus.cli import mirrored
-from portus.client.dcp.group_writer import GroupWriter, groups
+from portus.client.dcp.group_writer import GroupWriter
 from portus.client.loading.resolve import load_reference
 from portus.client.pool_checkpointer import PoolCheckpointer
-from portus.dcp import GroupReader
-from portus.dcp import load as dcp_load
+from portus.daemon.mirrors import TenantMirrors
 from portus.errors import CorruptionError, TransportError, UsageError
 from portus.index.directory import open_reader
 from portus.index.groups import part_model
@@ -29,6 +28,7 @@ from portus.mirror.mirror import Mirror
 from portus.mirror.objects import Referred, State
 from portus.mirror.opening import open_store
 from portus.transport.base import Stop
+from tests import hosts
 from tests.unit.cli.scene import portus, portus_json, state
 from tests.unit.cli.test_groups import rows, save_group
 
@@ -171,10 +171,13 @@ def test_a_model_whose_name_has_slashes_is_found_behind_a_prefix_that_has_some(
 def test_a_sharded_run_is_found_behind_the_address_of_its_mirror(
     scene: Scene, tmp_path: Path, name: str
 ) -> None:
-    with contextlib.closing(GroupWriter(tmp_path / "pools", name, mirror=scene.url)) as writer:
-        writer.prepare(1)
+    mirrors = TenantMirrors(parse(scene.url))  # as a storage host has them
+    with (
+        hosts.serving(tmp_path / "host", mirrors=mirrors) as server,
+        contextlib.closing(GroupWriter(hosts.url(server), name)) as writer,
+    ):
         writer.save({"w": torch.arange(9)}, step=5).wait()
-    url = f"{scene.url}/{name}"
+    url = f"{scene.url}/default/{name}"
     assert f"{name}@5: 1 of 1, complete" in portus("show", f"{url}@5").out
     assert portus("export", f"{url}@5", "big.safetensors").code == 0
     assert portus("pull", url, "fresh").code == 0
@@ -281,8 +284,8 @@ def test_rm_of_a_group_that_was_cut_off_is_found_again(
 def test_rm_of_a_group_in_pools_takes_the_parts_of_all_ranks(sharded: Sharded) -> None:
     pools = sharded.root / "pools"
     assert portus("rm", "run@3", "--pool", pools).code == 0, "4 is newer, and complete here"
-    left = [(each.step, each.is_complete) for each in groups(pools)]
-    assert left == [(1, True), (2, True), (4, True)]
+    left = portus_json("ls", pools)["groups"]
+    assert [(each["step"], each["complete"]) for each in left] == [(1, True), (2, True), (4, True)]
     assert "begin with step 2" in portus("rm", "run@4", "--pool", pools).err
 
 
@@ -293,16 +296,10 @@ def test_load_of_a_sharded_run_names_what_loads_it(sharded: Sharded) -> None:
             face.load(url)
         said = str(told.value)
         assert f"model 'run' is sharded, its newest save here is step {step} of 2 ranks" in said
-        asked, at = ("step=2, ", "@2") if step == 2 else ("", "")
-        reader = f"GroupReader(model='run', {asked}mirror='{sharded.url}')"
+        asked, at = (", step=2", "@2") if step == 2 else ("", "")
+        reader = f"GroupReader('portus://HOST', 'run'{asked})"
         assert f"portus.dcp.load(state, portus.dcp.{reader})" in said
         assert f"portus export {sharded.url}/run{at} OUT.safetensors" in said
-        assert f"portus pull {sharded.url}/run" in said
-    target = {"w": torch.zeros(4, 3)}
-    shutil.rmtree(sharded.root / "pools")
-    from_mirror = GroupReader(model="run", step=2, mirror=sharded.url)
-    assert dcp_load(target, from_mirror).step == 2
-    assert torch.equal(target["w"], torch.arange(12.0).reshape(4, 3) + 2)
     with pytest.raises(UsageError, match=r"sharded model 'run' has no step 9, but \[1, 2, 3, 4\]"):
         face.load(f"{sharded.url}/run@9")
 

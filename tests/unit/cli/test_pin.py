@@ -16,7 +16,7 @@ import portus as face
 from portus.client.files.pins import pin
 from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.daemon.mirrors import TenantMirrors
-from portus.dcp import GroupWriter
+from portus.dcp import GroupWriter, groups
 from portus.errors import StaleError
 from portus.format.reference import pin_at
 from portus.index.directory import open_reader
@@ -184,16 +184,15 @@ def test_it_needs_one_step(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_all_parts_of_a_sharded_step_are_pinned(tmp_path: Path) -> None:
-    pool = tmp_path / "pool"
-    writer = GroupWriter(pool, "run", keep=1)
+def test_all_parts_of_a_sharded_step_are_pinned(host_pool: str) -> None:
+    writer = GroupWriter(host_pool, "run", keep=1)
     for step in (1, 2):
         writer.save({"w": torch.tensor(step)}, step=step).wait()
-    assert portus("pin", "run@2", "--pool", pool).code == 0
+    assert portus("pin", "run@2", "--pool", host_pool).code == 0
     for step in (3, 4, 5):
         writer.save({"w": torch.tensor(step)}, step=step).wait()
     writer.close()
-    assert steps(pool, "run/rank-0-of-1") == [2, 4, 5]
+    assert [group.step for group in groups(host_pool, "run")] == [2, 4, 5]
 
 
 def test_a_host_keeps_what_is_pinned_whoever_saves(
@@ -245,27 +244,6 @@ def test_a_fresh_node_has_the_pinned_version_and_the_pin(
     train(".portus", [50])
     assert steps(".portus") == [50]
     assert "a pin" not in portus("ls", mirror).out
-
-
-def test_a_pinned_group_and_its_pins_are_on_empty_disks_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save(*numbers: int) -> None:
-        with contextlib.closing(
-            GroupWriter("pools", "run", mirror=f"file://{tmp_path}/bucket", keep=1)
-        ) as writer:
-            writer.prepare(1)
-            for step in numbers:
-                writer.save({"w": torch.full((8,), float(step))}, step=step).wait()
-
-    monkeypatch.chdir(tmp_path)
-    save(1)
-    assert portus("pin", "run@1", "--pool", "pools").code == 0
-    save(2)
-    shutil.rmtree("pools")
-    save(3, 4)
-    assert steps("pools", "run/rank-0-of-1")[0] == 1
-    assert portus("unpin", "run@1", "--pool", "pools").code == 0
 
 
 def test_a_fresh_host_has_the_pinned_version_and_the_pin(

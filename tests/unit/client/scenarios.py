@@ -400,19 +400,20 @@ def loaded_by_portus_dcp() -> Iterator[State]:
     from torch.distributed.checkpoint.planner import ReadItem
 
     from portus.dcp import GroupReader, GroupWriter
+    from tests.hosts import serving, url
 
     class Planner(DefaultLoadPlanner):
         def resolve_tensor(self, read_item: ReadItem) -> Tensor:
             return self.lookup_tensor(read_item.dest_index)
 
     model = perceptron()
-    with tempfile.TemporaryDirectory() as folder:
-        writer = GroupWriter(folder)
+    with tempfile.TemporaryDirectory() as folder, serving(folder) as server:
+        writer = GroupWriter(url(server), links=folder)
         dcp.save({"model": perceptron().state_dict()}, storage_writer=writer, no_dist=True)
         writer.close()
         for state in trained(model, torch.optim.AdamW(model.parameters())):
             yield state
-            reader, planner = GroupReader(folder), Planner()
+            reader, planner = GroupReader(url(server)), Planner()
             into = {"model": model.state_dict()}
             dcp.load(into, storage_reader=reader, planner=planner, no_dist=True)
 

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -133,14 +132,19 @@ def flat(value: Any, name: str) -> list[tuple[str, torch.Tensor]]:
 
 
 def pools(root: Path) -> str:
-    """Where tasks save to: a pool directory, if no storage host was named."""
-    return os.environ.get("SHARDED_POOL") or str(root / "pools")
+    """The storage hosts that tasks save to."""
+    return os.environ["SHARDED_POOL"]
+
+
+def writer_at(root: Path, model: str = "run", **more: Any) -> GroupWriter:
+    """Where ``pools`` says, with links beside the checkpoints."""
+    return GroupWriter(pools(root), model, links=str(root / ".links"), **more)
 
 
 def save(rank: int, count: int, root: Path, parallel: str = "fsdp") -> None:
     replicas = 2 if parallel == "hsdp" else 1
     job = Job(1, count, tensor_parallel=parallel == "tp", replicas=replicas)
-    writer = GroupWriter(pools(root), parallel)
+    writer = writer_at(root, parallel)
     for step in (1, 2):
         job.step(step)
         expected = job.whole()
@@ -190,11 +194,9 @@ def hold(writer: GroupWriter) -> None:
 def train(rank: int, count: int, root: Path, until: str, killed: str = "-1") -> None:
     """Train, save after each step, resume by itself; rank 1 may die in the save of a step."""
     job = Job(1, count)
-    found = []
-    with contextlib.suppress(portus.UsageError):  # there is no pool yet
-        found = portus.dcp.groups(pools(root), "run")
+    found = portus.dcp.groups(pools(root), "run")
     dist.barrier()
-    writer = GroupWriter(pools(root), "run", links=str(root / "links"))
+    writer = writer_at(root)
     done = job.load(GroupReader(pools(root), "run")) if found else 0
     for step in range(done + 1, int(until) + 1):
         job.step(step)
@@ -224,7 +226,7 @@ def train_for_ever(rank: int, count: int, root: Path, first: str) -> None:
         loaded = job.load(GroupReader(pools(root), "run"))
         tell(rank, "loaded", loaded, job)
     durable: Literal[1, 2] = 2 if "+" in pools(root) else 1  # two hosts
-    writer = GroupWriter(pools(root), "run", links=str(root / "links"), durable=durable)
+    writer = writer_at(root, durable=durable)
     under_way: dict[int, SaveHandle] = {}
     for step in itertools.count(int(first)):
         job.step(step)
@@ -262,13 +264,13 @@ def damaged(rank: int, count: int, root: Path) -> None:
     job = Job(2, count)
     job.step(0)
     before = job.whole()
-    reader = GroupReader(root / "pools", "fsdp", step=2)
+    reader = GroupReader(pools(root), "fsdp", step=2)
     with pytest.raises(CorruptionError, match=f"step 2 of {count} ranks, the part of rank 1"):
         portus.dcp.load(job.state(0), reader)
     after = job.whole()
     assert all(torch.equal(after[name], before[name]) for name in before), "half loaded"
     state = job.state(0)
-    reader = GroupReader(root / "pools", "fsdp")
+    reader = GroupReader(pools(root), "fsdp")
     group = portus.dcp.load(state, reader)
     assert (group.step, state["step"]) == (1, 1)
     say(f"rank {rank} loaded {group.step}")
@@ -276,7 +278,7 @@ def damaged(rank: int, count: int, root: Path) -> None:
 
 def mixed(rank: int, count: int, root: Path) -> None:
     """Ranks that do not name the same step, or are not all there, are told so."""
-    writer = GroupWriter(root / "mixed", "run")
+    writer = writer_at(root, "mixed")
     with pytest.raises(CheckpointException, match="rank 0 saves step 3 and rank 1 saves step 4"):
         dcp.save({"t": torch.zeros(3)}, checkpoint_id=f"step_{3 + rank}", storage_writer=writer)
     alone = dist.new_group([0])
@@ -284,19 +286,7 @@ def mixed(rank: int, count: int, root: Path) -> None:
         with pytest.raises(CheckpointException, match="1 ranks plan this save and 2 are in the"):
             dcp.save({"t": torch.zeros(3)}, storage_writer=writer, process_group=alone)
     writer.close()
-    assert not list((root / "mixed").glob("*.portus"))
-
-
-class Comes(logging.Handler):
-    """Puts a pool in place as soon as torch says that it could not read the metadata there."""
-
-    def __init__(self, pool: Path, place: Path) -> None:
-        super().__init__()
-        self._pool, self._place = pool, place
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "metadata is not found" in record.getMessage() and not self._place.exists():
-            self._place.symlink_to(self._pool)
+    assert not portus.dcp.groups(pools(root), "mixed")
 
 
 @contextlib.contextmanager
@@ -328,7 +318,7 @@ def again(rank: int, count: int, root: Path) -> None:
         return global_plan(planner, plans)
 
     setattr(DefaultSavePlanner, "create_global_plan", counted)  # noqa: B010
-    writer = GroupWriter(root / "again", "run", keep=None, on_error="raise")
+    writer = writer_at(root, keep=None, on_error="raise")
     state: dict[str, Any] = {"same": torch.zeros(64), f"own{rank}": torch.zeros(8), "n": 0}
 
     def saved(step: int, *, plannings: int) -> None:
@@ -343,7 +333,7 @@ def again(rank: int, count: int, root: Path) -> None:
             name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
             for name, value in state.items()
         }
-        found = portus.dcp.load(target, GroupReader(root / "again", "run"))
+        found = portus.dcp.load(target, GroupReader(pools(root), "run"))
         assert (found.step, found.count) == (step, count)
         assert target["n"] == (step, "text")
         for name, value in state.items():
@@ -393,7 +383,7 @@ def again(rank: int, count: int, root: Path) -> None:
         writer.wait()
         dist.barrier()
         target: dict[str, Any] = {"same": torch.zeros(4, 4)}
-        portus.dcp.load(target, GroupReader(root / "again", "run"))
+        portus.dcp.load(target, GroupReader(pools(root), "run"))
         assert torch.equal(target["same"], whole), step
         assert rank or len(planned) == 12 + cut, planned
     dist.barrier()
@@ -419,11 +409,11 @@ PART = 1 << 20
 
 
 def full(rank: int, count: int, root: Path, on_error: str, way: str) -> None:
-    """Rank 1 has room for a few parts, which are kept; all ranks hear of it within two saves."""
-    said, room = Told(), int(4.5 * PART) if rank == 1 else None
-    options: dict[str, Any] = {"on_error": on_error, "max_bytes": room, "links": str(root / "l")}
+    """The host of rank 1 has room for a few parts, which are kept; all ranks hear of it within two
+    saves."""
+    said = Told()
     keep = 1 if way == "directory" else None
-    writer = GroupWriter(root / "pools", "run", keep=keep, **options)
+    writer = writer_at(root, keep=keep, on_error=on_error)
     state = {f"own{rank}": torch.zeros(PART // 4)}
     first_failed, first_told = 0, 0
     for step in range(1, 16):
@@ -451,20 +441,17 @@ def full(rank: int, count: int, root: Path, on_error: str, way: str) -> None:
     if on_error == "raise" or rank == 0:
         assert first_failed < first_told <= first_failed + 2, (first_failed, first_told)
         assert "of 2 ranks, 1 failed. rank 1 did not commit step" in said.texts[0]
-        assert f"max_bytes is {int(4.5 * PART)}" in said.texts[0]
     with contextlib.suppress(portus.PortusError):
         writer.close()
     dist.barrier()
-    found = portus.dcp.groups(root / "pools", "run")
+    found = portus.dcp.groups(pools(root), "run")
     newest = [group for group in found if group.is_complete][-1]
     assert newest.step == first_failed - 1, "the last complete group was given up"
     if rank == 0:
-        (pool,) = (root / "pools").glob("*rank-0-of-2.portus")
         parts = [group.step for group in found if 0 in group.parts]
-        assert len(parts) <= newest.step + 2, parts
-        assert pool.stat().st_size < 13 * PART, "15 parts of saves that rank 1 has no part of"
+        assert len(parts) <= newest.step + 2, "parts of saves that rank 1 has no part of"
     target = {f"own{rank}": torch.zeros(PART // 4)}
-    portus.dcp.load(target, GroupReader(root / "pools", "run"))
+    portus.dcp.load(target, GroupReader(pools(root), "run"))
     assert target[f"own{rank}"].eq(newest.step).all()
     if way == "directory":
         kept = sorted(int(each.parent.name) for each in root.glob(f"[0-9]*/rank-{rank}-*.shard"))
@@ -476,7 +463,7 @@ def spread(rank: int, count: int, root: Path, first: str, last: str, killed: str
     """Save to several storage hosts; one is killed before the save of a step. What each rank was
     told is printed."""
     said = Told()
-    writer = GroupWriter(pools(root), "run", links=str(root / "links"))
+    writer = writer_at(root)
     own = torch.zeros(1000)
     for step in range(int(first), int(last) + 1):
         if step == int(killed):
@@ -497,7 +484,7 @@ def spread(rank: int, count: int, root: Path, first: str, last: str, killed: str
 
 def elastic(rank: int, count: int, root: Path, first: str) -> None:
     """Save three times, as a job that goes on with another number of ranks than the one before."""
-    writer = GroupWriter(pools(root), "run", keep=1)
+    writer = writer_at(root, keep=1)
     own = torch.zeros(2 * PART // count)
     for step in range(int(first), int(first) + 3):
         own.fill_(step)
@@ -516,58 +503,15 @@ def big(rank: int, count: int, root: Path, step: str) -> None:
     state: dict[str, Any] = {**cut, "all": whole.clone(), f"own{rank}": torch.ones(9)}
     if step != "1":
         target = {name: torch.zeros_like(value) for name, value in state.items() if name[0] != "o"}
-        assert portus.dcp.load(target, GroupReader(root, "run")).step == int(step) - 1
+        assert portus.dcp.load(target, GroupReader(pools(root), "run")).step == int(step) - 1
         assert all(torch.equal(unwrapped(target[n]), unwrapped(state[n])) for n in target)
-    writer = GroupWriter(root, "run")
+    writer = writer_at(root)
     writer.save(state, step=int(step))
     writer.close()
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def quiet(rank: int, count: int, root: Path, first: str) -> None:
-    """Save four times, and look at no other rank's pool but for the first save; of what was there
-    before, and of what is made, the newest stay. Load, and look at the parts that it takes."""
-    opened: set[str] = set()
-
-    def note(event: str, arguments: tuple[Any, ...]) -> None:
-        path = str(arguments[0]) if event in ("open", "os.listdir", "os.scandir") else ""
-        if path.startswith(str(root / "pools")):
-            opened.add(os.path.basename(path))
-
-    sys.addaudithook(note)
-    ranks = [f"run%2Frank-{each}-of-{count}.portus" for each in range(count)]
-    writer = GroupWriter(root / "pools", "run", keep=1)
-    for step in range(int(first), int(first) + 4):
-        writer.save({f"own{rank}": torch.full((9,), step)}, step=step)
-        writer.wait()
-        is_first, others = step == int(first), opened & {*ranks, "pools"} - {ranks[rank]}
-        if not is_first:
-            assert not others, f"rank {rank} looked at {others} for step {step}"
-        elif rank:
-            assert others <= {ranks[0], "pools"}, "one rank looks, and tells the others"
-        dist.barrier()
-        opened.clear()
-    writer.close()
-    dist.barrier()
-    found = portus.dcp.groups(root / "pools", "run")
-    assert [(each.step, each.is_complete) for each in found] == [(step - 1, True), (step, True)]
-    opened.clear()
-    target = {f"own{rank}": torch.zeros(9)}
-    assert portus.dcp.load(target, GroupReader(root / "pools", "run")).step == step
-    assert target[f"own{rank}"].eq(step).all()
-    assert rank == 0 or opened == {ranks[rank]}, "one rank looks, reads, and tells the others"
-    looks = {ranks[0], ranks[rank], "pools", "run.groups"}
-    assert opened <= looks, "the last save was counted, and is on the roll"
-    opened.clear()
-    dcp.load(target, storage_reader=GroupReader(root / "pools", "run"))
-    assert opened == looks, "each rank looks, and not at every pool"
-    everyone = dist.new_group(backend="gloo")
-    nowhere = GroupReader(root / "pools", "other")
-    with pytest.raises(portus.UsageError, match="nothing sharded is there"):
-        portus.dcp.load(target, nowhere, process_group=everyone)
 
 
 def elsewhere(rank: int, count: int, root: Path) -> None:
@@ -577,26 +521,6 @@ def elsewhere(rank: int, count: int, root: Path) -> None:
     with pytest.raises(CheckpointException, match=r"rank 1 saves to .* has another storage host"):
         writer.save({f"own{rank}": torch.zeros(9)}, step=1)
     writer.close()
-
-
-def apart(rank: int, count: int, root: Path, of: str = "") -> None:
-    """Each rank has a pool directory of its own: said at the first save, and nothing is left. Or
-    all have a copy of what was there ``of`` an older job: that stays as it is."""
-    setattr(portus.client.dcp.group_writer, "_SEEN_S", 0.2)  # noqa: B010
-    place = root / f"node{rank}"
-    if of:
-        shutil.copytree(root / of, place)
-    writer = GroupWriter(place, "run", keep=1)
-    refused = r"(?s)rank 1 does not find the pool of rank 0 at .* or a mirror \(mirror=\)"
-    with pytest.raises(CheckpointException, match=refused):
-        dcp.save({"t": torch.zeros(9)}, checkpoint_id="1", storage_writer=writer)
-    writer.close()
-    dist.barrier()
-    if of:
-        before = [group.id for group in portus.dcp.groups(root / of, "run")]
-        assert before == [group.id for group in portus.dcp.groups(place, "run")]
-    else:
-        assert not list(root.glob("node*/*.portus"))
 
 
 def fsdp1(rank: int, count: int, root: Path, kind: str, action: str) -> None:
@@ -621,9 +545,8 @@ def fsdp1(rank: int, count: int, root: Path, kind: str, action: str) -> None:
         return {name: value.clone() for name, value in flat(dict(enumerate(states)), "")}
 
     step()
-    place = root / "pools"
     if action == "save":
-        writer = GroupWriter(place, kind)
+        writer = writer_at(root, kind)
         of_model, of_optimizer = get_state_dict(model, optimizer)
         writer.save({"model": of_model, "optimizer": of_optimizer}, step=1)
         found = whole()
@@ -634,7 +557,7 @@ def fsdp1(rank: int, count: int, root: Path, kind: str, action: str) -> None:
     step()
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": of_model, "optimizer": of_optimizer}
-    portus.dcp.load(state, GroupReader(place, kind))
+    portus.dcp.load(state, GroupReader(pools(root), kind))
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
@@ -652,13 +575,11 @@ class UnstorableTensor(torch.Tensor):
 
 
 def late(rank: int, count: int, root: Path) -> None:
-    """Rank 1 finds no pool, and would find one if it looked again: nobody waits for anybody."""
-    place = root / "late" if rank == 1 else root / "pools"
-    logging.getLogger().addHandler(Comes(root / "pools", root / "late"))
+    """Rank 1 finds no group: nobody waits for anybody."""
+    model = "other" if rank == 1 else "fsdp"
     with pytest.raises(CheckpointException) as caught:
-        dcp.load({"model": {}}, storage_reader=GroupReader(place, "fsdp"))
+        dcp.load({"model": {}}, storage_reader=GroupReader(pools(root), model))
     assert list(caught.value.failures) == [1]
-    assert (root / "late").exists() or rank == 0
     say(f"rank {rank} heard")
 
 
@@ -668,7 +589,7 @@ def directories(rank: int, count: int, root: Path, killed: str = "-1") -> None:
     At every moment, some directory leads to a complete group.
     """
     job = Job(1, count)
-    writer = GroupWriter(pools(root), "run", keep=1, links=str(root / ".links"))
+    writer = writer_at(root, keep=1)
     for step in range(1, 5):
         job.step(step)
         if step == int(killed):
@@ -708,7 +629,7 @@ def read_directory(rank: int, count: int, root: Path, name: str, step: str) -> N
 def asynchronous(rank: int, count: int, root: Path) -> None:
     job = Job(1, count)
     job.step(1)
-    writer = GroupWriter(root / "pools", "async")
+    writer = writer_at(root, "async")
     group = dist.new_group(backend="gloo")
     future: Any = dcp.async_save(
         job.state(1), checkpoint_id="1", storage_writer=writer, process_group=group
@@ -720,7 +641,7 @@ def asynchronous(rank: int, count: int, root: Path) -> None:
     assert writer.last.committed
     writer.close()
     dist.barrier()
-    job.load(GroupReader(root / "pools", "async"))
+    job.load(GroupReader(pools(root), "async"))
     found = job.whole()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -728,7 +649,7 @@ def asynchronous(rank: int, count: int, root: Path) -> None:
 def in_a_process(rank: int, count: int, root: Path) -> None:
     """``async_save`` in a process of its own, twice; the weights change as soon as it returns."""
     job = Job(1, count)
-    writer = GroupWriter(root / "pools", "run", on_error="raise")
+    writer = writer_at(root, on_error="raise")
     group = dist.new_group(backend="gloo")
     for step in (1, 2):
         job.step(step)
@@ -743,7 +664,7 @@ def in_a_process(rank: int, count: int, root: Path) -> None:
         job.step(10 + step)
         future.result()
     writer.close()
-    assert job.load(GroupReader(root / "pools", "run")) == 2
+    assert job.load(GroupReader(pools(root), "run")) == 2
     found = job.whole()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -762,10 +683,8 @@ TASKS: dict[str, Callable[..., None]] = {
     "again": again,
     "fsdp1": fsdp1,
     "full": full,
-    "apart": apart,
     "big": big,
     "elsewhere": elsewhere,
-    "quiet": quiet,
     "elastic": elastic,
     "spread": spread,
     "directories": directories,

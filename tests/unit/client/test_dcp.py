@@ -1,7 +1,8 @@
-"""Sharded jobs over gloo; what is there is bit-equal at any number of ranks, and complete."""
+"""Groups on a storage host, of jobs over gloo: bit-equal at any number of ranks, and complete."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -37,7 +38,7 @@ from portus.client.retention import Retention
 from portus.client.run import Run
 from portus.client.shards import grouped
 from portus.client.shards.cuts import FORMAT
-from portus.dcp import GroupReader, GroupWriter, groups, load
+from portus.dcp import Group, GroupReader, GroupWriter, groups, load
 from portus.index.directory import WRITERS
 from portus.index.groups import Past, new_id, part_model, part_token
 from portus.index.keep import Keep
@@ -47,6 +48,7 @@ from portus.testing.nursery import nursery
 from tests.hosts import Host, serving, url
 from tests.unit.client.late_copy import FENCE_S_MAX, LateCopy
 from tests.unit.client.same import assert_same
+from tests.unit.client.sharded import PART
 
 OURS = [".metadata", "rank-0-of-1.shard"]
 """What lies in a checkpoint directory of one rank."""
@@ -58,16 +60,34 @@ pytestmark = [
 
 
 def run(root: Path, *tasks: str, **environment: str) -> str:
-    """Jobs one after another, in processes of their own; what they printed."""
-    with (
-        tempfile.NamedTemporaryFile() as errors,
-        nursery("tests.unit.client.sharded").start(
-            "run", str(root), tasks, environment, errors.name
-        ) as child,
-    ):
+    """Jobs one after another, in processes of their own; what they printed. Without other hosts
+    they save to one of ``root``."""
+    with contextlib.ExitStack() as stack:
+        if "SHARDED_POOL" not in environment:
+            environment["SHARDED_POOL"] = stack.enter_context(served(root))
+        environment.setdefault("PORTUS_POOL", environment["SHARDED_POOL"])  # it may be loaded from
+        errors = stack.enter_context(tempfile.NamedTemporaryFile())
+        child = stack.enter_context(
+            nursery("tests.unit.client.sharded").start(
+                "run", str(root), tasks, environment, errors.name
+            )
+        )
         printed = child.rest()
         assert child.wait() == 0, errors.read().decode(errors="replace")
     return "\n".join(printed)
+
+
+@contextlib.contextmanager
+def served(root: Path) -> Iterator[str]:
+    """The storage host of ``root``; its address."""
+    with serving(root / "host") as server:
+        yield url(server)
+
+
+def there(root: Path, model: str | None = None) -> list[Group]:
+    """What that host has."""
+    with served(root) as host:
+        return groups(host, model)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +100,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 def test_saved_at_four_ranks_it_is_bit_equal_at_one_and_two(saved: Path) -> None:
-    found = groups(saved / "pools", "fsdp")
+    found = there(saved, "fsdp")
     assert [(group.step, group.count, group.is_complete) for group in found] == [
         (1, 4, True),
         (2, 4, True),
@@ -105,7 +125,7 @@ def test_hybrid_shards_are_written_once_spread_over_replicas_and_bit_equal(
 ) -> None:
     # Two replicas of two shards. Elsewhere: as many shards, and as many bytes, without replicas.
     run(tmp_path, "save:4:hsdp", "load:1:hsdp", "load:4:hsdp")
-    group, plain = groups(tmp_path / "pools", "hsdp")[-1], groups(saved / "pools", "fsdp")[-1]
+    group, plain = there(tmp_path, "hsdp")[-1], there(saved, "fsdp")[-1]
     sizes = [part.size for _, part in group.parts.values()]
     once = sum(part.size for _, part in plain.parts.values())
     assert abs(sum(sizes) - once) < once / 10, "replicas are not written twice"
@@ -116,7 +136,7 @@ def test_hybrid_shards_are_written_once_spread_over_replicas_and_bit_equal(
 @pytest.mark.parametrize("kind", ["mesh", "plain"])
 def test_fully_sharded_data_parallel_states_are_bit_equal(tmp_path: Path, kind: str) -> None:
     run(tmp_path, f"fsdp1:2:{kind}:save", f"fsdp1:2:{kind}:load")
-    assert [group.is_complete for group in groups(tmp_path / "pools")] == [True]
+    assert [group.is_complete for group in there(tmp_path)] == [True]
 
 
 @pytest.mark.long
@@ -124,7 +144,7 @@ def test_an_asynchronous_save_is_of_its_moment_and_committed_with_its_future(
     tmp_path: Path,
 ) -> None:
     run(tmp_path, "async:2")
-    assert [group.is_complete for group in groups(tmp_path / "pools")] == [True]
+    assert [group.is_complete for group in there(tmp_path)] == [True]
 
 
 @pytest.mark.long
@@ -132,7 +152,7 @@ def test_an_asynchronous_save_in_a_process_of_its_own_is_committed_when_its_futu
     tmp_path: Path,
 ) -> None:
     run(tmp_path, "process:2")
-    found = groups(tmp_path / "pools", "run")
+    found = there(tmp_path, "run")
     assert [(group.step, group.is_complete) for group in found] == [(1, True), (2, True)]
 
 
@@ -152,35 +172,38 @@ def test_a_rank_killed_in_a_save_costs_that_save_and_nothing_else(
 @pytest.mark.long
 def test_saves_alike_are_planned_once_and_others_anew(tmp_path: Path) -> None:
     run(tmp_path, "again:2")
-    found = groups(tmp_path / "again", "run")
+    found = there(tmp_path, "run")
     whole = [(group.step, group.count) for group in found if group.is_complete]
     steps = (1, 2, 2, 3, 4, 5, 7, 8, 9, 12, 121, 122, 13, 131, 131, 132, 132)
     assert whole == [(n, 2) for n in steps] + [(14, 1)]
     assert len({group.id for group in found}) == len(found)
 
 
+@contextlib.contextmanager
+def one_full(root: Path) -> Iterator[dict[str, str]]:
+    """Two hosts, of which rank 1's has room for a few parts."""
+    with serving(root / "a") as first, serving(root / "b", quota=int(4.5 * PART)) as second:
+        yield {"SHARDED_POOL": f"{url(first)},{url(second)}"}
+
+
 def test_a_rank_that_cannot_commit_is_heard_of_everywhere_and_fills_no_other_pool(
     tmp_path: Path,
 ) -> None:
-    run(tmp_path / "one", "full:2:warn:directory")
-    run(tmp_path / "two", "full:2:raise:save")
+    for name, on_error, way in (("one", "warn", "directory"), ("two", "raise", "save")):
+        with one_full(tmp_path / name) as hosts:
+            run(tmp_path / name, f"full:2:{on_error}:{way}", **hosts)
 
 
 @pytest.mark.long
 def test_a_rank_that_cannot_commit_is_heard_of_by_the_planning_of_torch_too(tmp_path: Path) -> None:
-    run(tmp_path / "one", "full:2:raise:dcp")
-    run(tmp_path / "two", "full:2:warn:dcp")
-
-
-def test_pools_of_each_node_s_own_are_told_at_the_first_save(tmp_path: Path) -> None:
-    run(tmp_path, "apart:2")
+    for on_error in ("raise", "warn"):
+        with one_full(tmp_path / on_error) as hosts:
+            run(tmp_path / on_error, f"full:2:{on_error}:dcp", **hosts)
 
 
 @pytest.mark.long
-def test_a_rank_looks_at_no_other_rank_s_pool_and_copies_are_no_pools_of_others(
-    tmp_path: Path,
-) -> None:
-    run(tmp_path, "quiet:3:1", "quiet:3:10", "apart:3:pools")
+def test_shards_of_many_bytes_are_cut_anew_by_other_numbers_of_ranks(tmp_path: Path) -> None:
+    run(tmp_path, "big:2:1", "big:3:2", "big:1:3")
 
 
 @pytest.mark.long
@@ -194,7 +217,7 @@ def test_ranks_save_to_a_storage_host_each_a_model_of_its_own(
         listed = CliRunner().invoke(app, ["ls", host.url]).stdout
         assert "1 of 2, incomplete: not 1" in listed
         assert listed.count("2 of 2, complete") == 2
-        with pytest.raises(portus.UsageError, match=rf"rank 1: its pool {host.url} has steps \["):
+        with pytest.raises(portus.UsageError, match=rf"rank 1: {host.url} has steps \["):
             load({}, GroupReader(host.url, "run", step=3))
         said = run(tmp_path, "train:2:4", SHARDED_POOL=host.url)
         resumed = said.splitlines()[-1].split()
@@ -216,32 +239,53 @@ def test_ranks_save_to_a_storage_host_each_a_model_of_its_own(
             groups(host.url)
 
 
-def copied(saved: Path, place: Path) -> Path:
-    """The pools of the FSDP job, to break."""
-    place.mkdir(exist_ok=True)
-    for path in (saved / "pools").glob("fsdp*.portus"):
-        (place / path.name).write_bytes(path.read_bytes())
-    return place
+def copied(saved: Path, root: Path) -> Path:
+    """The pool of the host of the FSDP job, to break."""
+    shutil.copytree(saved / "host", root / "host")
+    return root
 
 
-def damage_shard(place: Path, rank: int) -> None:
+def damage_shard(root: Path, rank: int) -> None:
     """Damage the biggest shard of a rank's part of the newest group."""
-    path, info = groups(place, "fsdp")[-1].parts[rank]
-    with portus.open(path) as pool:
-        whole: Any = pool.load(info.model, info.step)
+    with served(root) as host:
+        _, info = groups(host, "fsdp")[-1].parts[rank]
+        with portus.open(host) as pool:
+            whole: Any = pool.load(info.model, info.step)
     tensors = (each for each in whole["items"].values() if isinstance(each, torch.Tensor))
-    shard = max(tensors, key=lambda tensor: tensor.nbytes)
-    data = bytearray(Path(path).read_bytes())
-    at = data.index(shard.numpy().tobytes())
-    data[at : at + 4] = b"\xff\xff\xff\xff"
-    Path(path).write_bytes(data)
+    damage(root, max(tensors, key=lambda tensor: tensor.nbytes))
+
+
+def damage(root: Path, shard: torch.Tensor) -> None:
+    """Damage these bytes in the pool of the host."""
+    with pool_file(root).open("r+b") as file:
+        file.seek(file.read().index(shard.numpy().tobytes()))
+        file.write(b"\xff\xff\xff\xff")
+
+
+def pool_file(root: Path) -> Path:
+    """That of the host."""
+    (path,) = (root / "host").glob("*.portus")
+    return path
+
+
+def let_go(root: Path, info: VersionInfo) -> None:
+    """Take a part away from the host, which does not run."""
+    writer = WRITERS.open(str(pool_file(root)))
+    writer.retire([info.id])
+    WRITERS.close(writer)
+
+
+def removed(host_pool: str, name: str) -> None:
+    """Take ``MODEL@STEP`` away from a host, whatever leads there."""
+    done = CliRunner().invoke(app, ["rm", name, "--force", "--pool", host_pool])
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.long
 def test_a_damaged_newest_group_is_passed_over_by_all_ranks_and_nothing_is_half_loaded(
     saved: Path, tmp_path: Path
 ) -> None:
-    damage_shard(copied(saved, tmp_path / "pools"), 1)
+    damage_shard(copied(saved, tmp_path), 1)
     said = run(tmp_path, "damaged:4", "mixed:2").splitlines()  # mixed: ranks save other steps
     assert sorted(said) == [f"rank {rank} loaded 1" for rank in range(4)]
 
@@ -249,14 +293,14 @@ def test_a_damaged_newest_group_is_passed_over_by_all_ranks_and_nothing_is_half_
 def test_a_rank_that_cannot_read_the_metadata_leaves_none_waiting(
     saved: Path, tmp_path: Path
 ) -> None:
-    copied(saved, tmp_path / "pools")
+    copied(saved, tmp_path)
     said = run(tmp_path, "late:2").splitlines()
     assert sorted(said) == ["rank 0 heard", "rank 1 heard"]
 
 
-def whole_state(place: Path) -> dict[str, Any]:
+def whole_state(host: str) -> dict[str, Any]:
     """A state for one process with all tensors of the newest group."""
-    entries = GroupReader(place, "fsdp", step=1).read_metadata().state_dict_metadata
+    entries = GroupReader(host, "fsdp", step=1).read_metadata().state_dict_metadata
     return {
         name: torch.zeros(entry.size)
         for name, entry in entries.items()
@@ -268,96 +312,77 @@ def test_in_one_process_too_and_the_log_says_which_and_why(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage_shard(copied(saved, tmp_path), 3)
-    reader = GroupReader(tmp_path, "fsdp")
-    state = whole_state(tmp_path)
-    assert load(state, reader).step == 1
+    with served(tmp_path) as host:
+        assert load(whole_state(host), GroupReader(host, "fsdp")).step == 1
     assert "step 2 of 4 ranks, the part of rank 3" in caplog.text
     assert "FALLING BACK to model 'fsdp', step 1 of 4 ranks" in caplog.text
-    damage_all = tmp_path / "fsdp%2Frank-3-of-4.portus"
-    expected = {name: value.clone() for name, value in state.items()}
-    damage_all.write_bytes(damage_all.read_bytes()[: 1 << 16])
-    with pytest.raises(portus.PortusError, match="rank 3: its pool cannot be read"):
-        load(state, GroupReader(tmp_path, "fsdp"))
-    assert all(torch.equal(state[name], expected[name]) for name in state)
 
 
 @pytest.mark.parametrize("torn", [0, 2])
 def test_a_group_of_which_one_rank_was_torn_off_is_passed_over(
     saved: Path, tmp_path: Path, torn: int
 ) -> None:
-    copied(saved, tmp_path)
-    path = tmp_path / f"fsdp%2Frank-{torn}-of-4.portus"
-    writer = WRITERS.open(str(path))
-    newest = list(writer.catalogue().entries())[-1].info
-    writer.retire([newest.id])
-    WRITERS.close(writer)
-    assert load(whole_state(tmp_path), GroupReader(tmp_path, "fsdp")).step == 1
-    with pytest.raises(
-        portus.UsageError,
-        match=rf"step 2 of 4 ranks is not complete.*; step 1 is\. rank {torn}: .* has steps \[1\]",
-    ):
-        load({}, GroupReader(tmp_path, "fsdp", step=2))
+    newest = there(copied(saved, tmp_path), "fsdp")[-1]
+    let_go(tmp_path, newest.parts[torn][1])
+    with served(tmp_path) as host:
+        assert load(whole_state(host), GroupReader(host, "fsdp")).step == 1
+        with pytest.raises(
+            portus.UsageError,
+            match=rf"step 2 of 4 ranks is not complete.*; step 1 is\. rank {torn}: .* steps \[1\]",
+        ):
+            load({}, GroupReader(host, "fsdp", step=2))
 
 
 @pytest.mark.long
 def test_a_directory_leads_to_its_group_until_a_newer_one_is_complete(tmp_path: Path) -> None:
     run(tmp_path, "directories:2", "read:1:4:4", "read:2:4:4")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "pools"]
-    assert [group.step for group in groups(tmp_path / "pools") if group.is_complete][-1] == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".links", "4", "host"]
+    assert [group.step for group in there(tmp_path) if group.is_complete][-1] == 4
 
 
 @pytest.mark.long
 def test_a_rank_that_dies_in_a_save_leaves_a_directory_that_leads_to_a_complete_group(
     tmp_path: Path,
 ) -> None:
-    run(tmp_path, "directories:2:3")
-    # Step 3 replaces 2, which stays, since rank 1 never committed 3.
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "pools"]
-    said = run(tmp_path, "read:2:2:2", "read:1:3:2")
-    assert said.count("has 2") == 3
-    pools = tmp_path / "pools"
-    lost = pools / "run%2Frank-1-of-2.portus"
-    aside = lost.rename(tmp_path / "aside")
-    assert portus.mend(pools, uncommitted=True) == [], "a lost pool may come back"
-    aside.rename(lost)
-    removed = sorted(portus.mend(pools, uncommitted=True))
+    with served(tmp_path) as host:
+        run(tmp_path, "directories:2:3", SHARDED_POOL=host)
+        # Step 3 replaces 2, which stays, since rank 1 never committed 3.
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".links", "2", "3", "host"]
+        said = run(tmp_path, "read:2:2:2", "read:1:3:2", SHARDED_POOL=host)
+        assert said.count("has 2") == 3
+        removed = sorted(portus.mend(host, uncommitted=True, links=str(tmp_path / ".links")))
     names = [".metadata", "meta.pt", "rank-0-of-2.shard", "rank-1-of-2.shard"]
     assert removed == [str(tmp_path / "3" / name) for name in names]
     assert sorted(path.name for path in (tmp_path / "2").iterdir()) == names
 
 
-def test_a_lost_pool_of_one_rank_is_reported_as_that(saved: Path, tmp_path: Path) -> None:
-    copied(saved, tmp_path)
-    (tmp_path / "fsdp%2Frank-2-of-4.portus").unlink()
-    with pytest.raises(
-        portus.UsageError,
-        match=r"step 2 of 4 ranks is not complete.* those of 2 .*rank 2: .* is not there",
-    ):
-        GroupReader(tmp_path, "fsdp").read_metadata()
-
-
 def test_a_damaged_shard_is_named_with_its_rank(saved: Path, tmp_path: Path) -> None:
     damage_shard(copied(saved, tmp_path), 3)
-    with pytest.raises(CheckpointException, match=r"step 2 of 4 ranks, the part of rank 3"):
-        dcp.load(whole_state(tmp_path), storage_reader=GroupReader(tmp_path, "fsdp", step=2))
+    with (
+        served(tmp_path) as host,
+        pytest.raises(CheckpointException, match=r"step 2 of 4 ranks, the part of rank 3"),
+    ):
+        dcp.load(whole_state(host), storage_reader=GroupReader(host, "fsdp", step=2))
 
 
 def test_a_part_can_be_loaded_by_name(saved: Path) -> None:
     state = {"model": {"0.bias": torch.zeros(96)}}
-    dcp.load(state, storage_reader=GroupReader(saved / "pools", "fsdp"))
+    with served(saved) as host:
+        dcp.load(state, storage_reader=GroupReader(host, "fsdp"))
     expected = torch.load(saved / "fsdp.pt")["model.0.bias"]
     assert torch.equal(state["model"]["0.bias"], expected)
 
 
 def test_groups_are_listed(saved: Path, tmp_path: Path) -> None:
-    for path in (saved / "pools").glob("fsdp*.portus"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    assert "4 of 4, complete" in CliRunner().invoke(app, ["ls", str(tmp_path)]).stdout
-    (tmp_path / "fsdp%2Frank-2-of-4.portus").unlink()
-    assert "3 of 4, incomplete: not 2" in CliRunner().invoke(app, ["ls", str(tmp_path)]).stdout
-    document = json.loads(CliRunner().invoke(app, ["ls", str(tmp_path), "--json"]).stdout)
-    newest = document["groups"][-1]
-    assert (newest["step"], newest["count"], newest["missing"]) == (2, 4, [2])
+    newest = there(copied(saved, tmp_path), "fsdp")[-1]
+    with served(tmp_path) as host:
+        assert "4 of 4, complete" in CliRunner().invoke(app, ["ls", host]).stdout
+    let_go(tmp_path, newest.parts[2][1])
+    with served(tmp_path) as host:
+        assert "3 of 4, incomplete: not 2" in CliRunner().invoke(app, ["ls", host]).stdout
+        document = json.loads(CliRunner().invoke(app, ["ls", host, "--json"]).stdout)
+    newest_there = document["groups"][-1]
+    assert [newest_there[key] for key in ("step", "count", "missing")] == [2, 4, [2]]
 
 
 # One process, no process group.
@@ -367,30 +392,30 @@ def save(writer: GroupWriter, step: int, state: dict[str, Any]) -> None:
     dcp.save(state, checkpoint_id=f"step_{step}", storage_writer=writer)
 
 
-def test_objects_keep_their_types_and_nothing_is_pickled(tmp_path: Path) -> None:
+def test_objects_keep_their_types_and_nothing_is_pickled(host_pool: str, tmp_path: Path) -> None:
     state: dict[str, Any] = {"a": (1, {"x": None}), "b": torch.float16, "t": torch.arange(6)}
-    writer = GroupWriter(tmp_path, "run")
+    writer = GroupWriter(host_pool, "run")
     save(writer, 7, state)
     writer.close()
     other: dict[str, Any] = {"a": None, "b": None, "t": torch.zeros(6, dtype=torch.int64)}
-    reader = GroupReader(tmp_path, "run", step=7)
+    reader = GroupReader(host_pool, "run", step=7)
     dcp.load(other, storage_reader=reader)
     assert other["a"] == (1, {"x": None})
     assert other["b"] is torch.float16
     assert torch.equal(other["t"], state["t"])
-    assert b"\x80\x02}" not in Path(groups(tmp_path)[0].parts[0][0]).read_bytes()
+    assert b"\x80\x02}" not in pool_file(tmp_path).read_bytes()
 
 
-def loaded(pool: Path, checkpoint_id: Any, **asked: Any) -> float:
+def loaded(host_pool: str, checkpoint_id: Any, **asked: Any) -> float:
     """What ``dcp.load`` gives for an id."""
     state = {"t": torch.zeros(4)}
-    reader = GroupReader(pool, "run", **asked)
+    reader = GroupReader(host_pool, "run", **asked)
     dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader)
     return float(state["t"][0])
 
 
-def test_an_id_loads_what_was_saved_as_it_and_nothing_else(tmp_path: Path) -> None:
-    writer = GroupWriter(tmp_path, "run", keep=None)
+def test_an_id_loads_what_was_saved_as_it_and_nothing_else(host_pool: str) -> None:
+    writer = GroupWriter(host_pool, "run", keep=None)
     ids = ["ckpt/best", Path("ckpt/last"), "runA/step_7", "runB/step_7", "step_3/model"]
     ids += ["step_3/optim", "ckpt/last/", "s3://bucket/a_9", "/absolute/4"]
     for number, name in enumerate(ids):
@@ -403,13 +428,13 @@ def test_an_id_loads_what_was_saved_as_it_and_nothing_else(tmp_path: Path) -> No
         writer.save({"t": torch.full((4,), float(step))}, step=step, checkpoint_id=name)
     writer.close()
     for number, name in enumerate(ids):
-        assert loaded(tmp_path, name) == (6 if "last" in str(name) else number), name
+        assert loaded(host_pool, name) == (6 if "last" in str(name) else number), name
     for name in (Path("runA/step_7"), "./runA//step_7/", "runB/../runA/step_7"):
-        assert loaded(tmp_path, name) == 2
-    assert loaded(tmp_path, "again/60.pt") == 60
-    assert loaded(tmp_path, "runB/step_7", step=7) == 3
-    assert loaded(tmp_path, None, step=8) == 51
-    assert loaded(tmp_path, None) == 61
+        assert loaded(host_pool, name) == 2
+    assert loaded(host_pool, "again/60.pt") == 60
+    assert loaded(host_pool, "runB/step_7", step=7) == 3
+    assert loaded(host_pool, None, step=8) == 51
+    assert loaded(host_pool, None) == 61
     what = r"saved as 'ckpt/7'; there are 'again/61\.pt' \(step 61\), .* and 3 more; saved by "
     for name, told in {
         "ckpt/7": what + r"step alone, so ask with step=: 8, 5",
@@ -421,39 +446,20 @@ def test_an_id_loads_what_was_saved_as_it_and_nothing_else(tmp_path: Path) -> No
         "step_7": "was saved as 'step_7'",
     }.items():
         with pytest.raises(CheckpointException, match=told):
-            loaded(tmp_path, name)
+            loaded(host_pool, name)
     with pytest.raises(CheckpointException, match="saved as 'runB/step_7' at step 8"):
-        loaded(tmp_path, "runB/step_7", step=8)
+        loaded(host_pool, "runB/step_7", step=8)
 
 
-def test_what_was_saved_before_ids_were_kept_is_found_by_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_directory_is_asked_for_by_its_path_and_leads_to_no_other_step(
+    host_pool: str, tmp_path: Path
 ) -> None:
-    writer = GroupWriter(tmp_path, "run", keep=None)
-    stock = GroupWriter._described
-
-    def of_old(writer: GroupWriter) -> dict[str, Any]:
-        return {"metadata": stock(writer)["metadata"]}
-
-    monkeypatch.setattr(GroupWriter, "_described", of_old)
-    for step in (3, 4):
-        save(writer, step, {"t": torch.full((4,), float(step))})
-    monkeypatch.undo()
-    dcp.save({"t": torch.ones(4)}, checkpoint_id="new/3", storage_writer=writer)
-    writer.close()
-    assert [loaded(tmp_path, name) for name in ("x/step_3", "step_4", "new/3")] == [3, 4, 1]
-    for name in ("step_5", "ckpt/best"):
-        with pytest.raises(CheckpointException, match=r"'new/3' .* so by number: 4, 3"):
-            loaded(tmp_path, name)
-
-
-def test_a_directory_is_asked_for_by_its_path_and_leads_to_no_other_step(tmp_path: Path) -> None:
-    writer = GroupWriter(tmp_path / ".portus", "run", keep=None)
+    writer = GroupWriter(host_pool, "run", keep=None)
     for step in (1, 2):
         state = {"t": torch.full((4,), float(step))}
         writer.save_directory(state, tmp_path / f"{step}", step=step)
     writer.close()
-    assert loaded(tmp_path / ".portus", tmp_path / "1") == 1
+    assert loaded(host_pool, tmp_path / "1") == 1
     (tmp_path / "2").rename(tmp_path / "moved")
     reader = GroupReader.at(tmp_path / "moved")
     assert reader is not None
@@ -462,10 +468,7 @@ def test_a_directory_is_asked_for_by_its_path_and_leads_to_no_other_step(tmp_pat
     assert state["t"][0] == 2
     with pytest.raises(portus.UsageError, match=f"this reader loads {tmp_path / 'moved'}"):
         dcp.load(state, checkpoint_id=tmp_path / "1", storage_reader=reader)
-    (pool,) = (tmp_path / ".portus").glob("*.portus")
-    opened, saved = WRITERS.open(str(pool)), groups(tmp_path / ".portus")
-    opened.retire([saved[-1].parts[0][1].id])
-    WRITERS.close(opened)
+    removed(host_pool, "run@2")
     for act in (load, lambda state, reader: dcp.load(state, storage_reader=reader)):
         with pytest.raises((portus.UsageError, CheckpointException), match="was asked for"):
             act(state, reader)
@@ -475,12 +478,12 @@ def test_a_directory_is_asked_for_by_its_path_and_leads_to_no_other_step(tmp_pat
     assert load(state, falling_back).step == 1
 
 
-def test_a_directory_is_of_whoever_saved_there_last(tmp_path: Path) -> None:
+def test_a_directory_is_of_whoever_saved_there_last(host_pool: str, tmp_path: Path) -> None:
     place = tmp_path / "last.ckpt"
     stock = dcp.FileSystemWriter(place)
     dcp.save({"m": {"t": torch.zeros(4)}}, storage_writer=stock)
     assert GroupReader.at(place) is None
-    writer = GroupWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(host_pool, "run")
     writer.save_directory({"m": {"t": torch.ones(4)}}, place, step=1, files={"a.pt": [1]})
     writer.close()
     assert sorted(os.listdir(place)) == ["a.pt", "rank-0-of-1.shard"]
@@ -503,9 +506,9 @@ def test_a_directory_is_of_whoever_saved_there_last(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_materialised_directory_is_one_of_torch_and_needs_no_pool(
-    tmp_path: Path,
+    host_pool: str, tmp_path: Path
 ) -> None:
-    run(tmp_path, "directories:2")
+    run(tmp_path, "directories:2", SHARDED_POOL=host_pool)
     place = tmp_path / "4"
     reader = GroupReader.at(place)
     assert reader is not None
@@ -521,7 +524,7 @@ def test_a_materialised_directory_is_one_of_torch_and_needs_no_pool(
     load(expected, reader)
     done = CliRunner().invoke(app, ["materialize", str(place)])
     assert done.exit_code == 0, done.output
-    shutil.rmtree(tmp_path / "pools")
+    removed(host_pool, "run@4")
     assert not list(place.glob("*.shard"))
     assert torch.load(place / "meta.pt") == {"step": 4}
     found = empty()
@@ -537,8 +540,10 @@ def test_a_materialised_directory_is_one_of_torch_and_needs_no_pool(
     assert torch.equal(whole["model"]["0.weight"], expected["model.0.weight"])
 
 
-def test_the_directories_inside_of_one_of_accelerate_are_torch_s_each(tmp_path: Path) -> None:
-    writer = GroupWriter(tmp_path / ".portus", "run")
+def test_the_directories_inside_of_one_of_accelerate_are_torch_s_each(
+    host_pool: str, tmp_path: Path
+) -> None:
+    writer = GroupWriter(host_pool, "run")
     parts: dict[str, Any] = {
         "pytorch_model_fsdp_0": {"model": {"t": torch.rand(5)}},
         "optimizer_0": {"optimizer": {"m": torch.rand(5), "groups": [{"lr": 0.5}]}},
@@ -559,10 +564,10 @@ def test_the_directories_inside_of_one_of_accelerate_are_torch_s_each(tmp_path: 
 
 
 def test_shards_go_to_files_of_a_bounded_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host_pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(materialize_shards, "FILE_SIZE", 3000)
-    writer = GroupWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(host_pool, "run")
     state = {f"t{n}": torch.rand(250) for n in range(8)}
     writer.save_directory(dict(state), tmp_path / "place", step=1)
     writer.close()
@@ -593,10 +598,11 @@ print(peak() - before)
 
 @pytest.mark.long
 def test_materialising_takes_the_memory_of_a_file_of_shards_and_not_of_the_state(
+    host_pool: str,
     tmp_path: Path,
 ) -> None:
     file_size, state_size = 8 << 20, 128 << 20
-    writer = GroupWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(host_pool, "run")
     state = {f"t{n}": torch.full((1 << 18,), n) for n in range(state_size >> 21)}
     writer.save_directory(dict(state), tmp_path / "place", step=1)
     writer.close()
@@ -612,25 +618,25 @@ def test_materialising_takes_the_memory_of_a_file_of_shards_and_not_of_the_state
     assert grown < state_size // 3, f"{grown >> 20} MiB at its peak, for {state_size >> 20} MiB"
 
 
-def test_a_damaged_shard_is_not_materialised_and_the_directory_stays(tmp_path: Path) -> None:
-    writer = GroupWriter(tmp_path / ".portus", "run")
+def test_a_damaged_shard_is_not_materialised_and_the_directory_stays(
+    host_pool: str, tmp_path: Path
+) -> None:
+    writer = GroupWriter(host_pool, "run")
     shard = torch.rand(5000)
     writer.save_directory({"t": shard}, tmp_path / "place", step=1)
     writer.close()
-    (pool,) = (tmp_path / ".portus").glob("*.portus")
-    data = bytearray(pool.read_bytes())
-    data[data.index(shard.numpy().tobytes()) + 3] ^= 1
-    pool.write_bytes(data)
+    damage(tmp_path, shard)
     with pytest.raises(portus.CorruptionError, match="the part of rank 0"):
         portus.materialize(tmp_path / "place")
     assert sorted(os.listdir(tmp_path / "place")) == OURS
 
 
 def test_torch_s_own_reader_finds_a_directory_of_ours_and_fails_instead_of_starting_afresh(
+    host_pool: str,
     tmp_path: Path,
 ) -> None:
     place, state = tmp_path / "step-5", {"t": torch.rand(9)}
-    writer = GroupWriter(tmp_path / ".portus", "run", keep=1)
+    writer = GroupWriter(host_pool, "run", keep=1)
     for step in (4, 5):
         writer.save_directory(dict(state), place, step=step)
         writer.wait()
@@ -657,61 +663,61 @@ def test_torch_s_own_reader_finds_a_directory_of_ours_and_fails_instead_of_start
     assert os.listdir(place) == ["rank-0-of-1.shard"]
 
 
-def test_a_damaged_shard_is_told_by_the_name_of_its_tensor(tmp_path: Path) -> None:
+def test_a_damaged_shard_is_told_by_the_name_of_its_tensor(host_pool: str, tmp_path: Path) -> None:
     shard = torch.rand(5000)
-    writer = GroupWriter(tmp_path, "run")
+    writer = GroupWriter(host_pool, "run")
     writer.save({"net": {"weight": shard}, "other": torch.rand(9)}, step=1)
     writer.close()
-    (pool,) = tmp_path.glob("*.portus")
-    data = bytearray(pool.read_bytes())
-    data[data.index(shard.numpy().tobytes()) + 3] ^= 1
-    pool.write_bytes(data)
+    damage(tmp_path, shard)
     state = {"net": {"weight": torch.zeros(5000)}}
     told = "model 'run', step 1.*the part of rank 0.* net.weight is damaged"
     with pytest.raises(portus.CorruptionError, match=told):
-        load(state, GroupReader(tmp_path, "run"))
+        load(state, GroupReader(host_pool, "run"))
     assert not state["net"]["weight"].any()
 
 
 def test_a_directory_in_the_place_of_another_keeps_the_old_group_until_the_new_is_complete(
+    host_pool: str,
     tmp_path: Path,
 ) -> None:
-    writer = GroupWriter(tmp_path / ".portus", "run", keep=1)
+    writer = GroupWriter(host_pool, "run", keep=1)
     for step in (1, 2, 3):
         writer.save_directory({"t": torch.full((9,), float(step))}, tmp_path / "last", step=step)
         writer.wait()
-        assert [group.step for group in groups(tmp_path / ".portus")][-2:] in (
+        assert [group.step for group in groups(host_pool)][-2:] in (
             [1],
             [step - 1, step],
         )
     writer.close()
 
 
-def test_what_directories_lead_to_is_kept_and_goes_when_they_are_deleted(tmp_path: Path) -> None:
-    writer = GroupWriter(tmp_path / ".portus", "run", keep=1)
+def test_what_directories_lead_to_is_kept_and_goes_when_they_are_deleted(
+    host_pool: str, tmp_path: Path
+) -> None:
+    writer = GroupWriter(host_pool, "run", keep=1)
     for step in (1, 2, 3, 4):
         writer.save_directory({"t": torch.full((9,), float(step))}, tmp_path / f"{step}", step=step)
         writer.wait()
-    assert [group.step for group in groups(tmp_path / ".portus")] == [1, 2, 3, 4]
+    assert [group.step for group in groups(host_pool)] == [1, 2, 3, 4]
     shutil.rmtree(tmp_path / "2")
     writer.save_directory({"t": torch.zeros(9)}, tmp_path / "5", step=5)
     writer.close()
-    assert [group.step for group in groups(tmp_path / ".portus")] == [1, 3, 4, 5]
+    assert [group.step for group in groups(host_pool)] == [1, 3, 4, 5]
 
 
-def test_a_state_of_another_nesting_is_planned_anew(tmp_path: Path) -> None:
-    writer = GroupWriter(tmp_path, "run")
+def test_a_state_of_another_nesting_is_planned_anew(host_pool: str) -> None:
+    writer = GroupWriter(host_pool, "run")
     writer.save({"a": {"b": torch.ones(4)}}, step=1)
     writer.save({"a.b": torch.ones(4)}, step=2)
     writer.close()
     for step, path in ((1, ("a", "b")), (2, ("a.b",))):
-        metadata = GroupReader(tmp_path, "run", step=step).read_metadata()
+        metadata = GroupReader(host_pool, "run", step=step).read_metadata()
         assert metadata.planner_data == {"a.b": path}
 
 
-def test_what_a_save_blocked_is_told_with_its_planning(tmp_path: Path) -> None:
+def test_what_a_save_blocked_is_told_with_its_planning(host_pool: str) -> None:
     state = {f"t{n}": torch.zeros(8) for n in range(400)}
-    writer = GroupWriter(tmp_path, "run", keep=1)
+    writer = GroupWriter(host_pool, "run", keep=1)
 
     def told(act: Callable[[], object]) -> float:
         """The share of a call that is in its statistics."""
@@ -731,22 +737,22 @@ def test_what_a_save_blocked_is_told_with_its_planning(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_a_load_waits_for_saves_of_what_it_loads_into(tmp_path: Path) -> None:
-    writer = GroupWriter(tmp_path, "run")
+def test_a_load_waits_for_saves_of_what_it_loads_into(host_pool: str) -> None:
+    writer = GroupWriter(host_pool, "run")
     save(writer, 1, {"t": torch.ones(9)})
     writer.close()
     state = {"t": torch.zeros(9)}
     fence, under_way = Fence(FENCE_S_MAX), LateCopy({**state}, everything_late=True)
     fence.guard(under_way)
-    load(state, GroupReader(tmp_path, "run"))
+    load(state, GroupReader(host_pool, "run"))
     fence.close()
     assert under_way.waits == 1
     assert not under_way.torn
     assert torch.equal(state["t"], torch.ones(9))
 
 
-def test_ranks_that_chose_different_groups_are_told(tmp_path: Path) -> None:
-    reader = GroupReader(tmp_path, "run")
+def test_ranks_that_chose_different_groups_are_told(host_pool: str) -> None:
+    reader = GroupReader(host_pool, "run")
     plans = [LoadPlan([], storage_data=new_id()) for _ in range(2)]
     with pytest.raises(portus.StaleError, match="load again"):
         reader.prepare_global_plan(plans)
@@ -756,10 +762,11 @@ def test_ranks_that_chose_different_groups_are_told(tmp_path: Path) -> None:
 class Held:
     """A writer that has saved before and, from now on, begins no commit until it is released."""
 
-    def __init__(self, writer: GroupWriter) -> None:
+    def __init__(self, writer: GroupWriter | PoolCheckpointer) -> None:
         self.begun, self.release = threading.Event(), threading.Event()
         writer.wait()
-        writer._open().part.surplus = self._hold
+        opened = writer._open() if isinstance(writer, GroupWriter) else writer
+        opened.part.surplus = self._hold
 
     def _hold(self, own: Sequence[VersionInfo]) -> list[int]:
         self.begun.set()
@@ -767,8 +774,8 @@ class Held:
         return []
 
 
-def test_a_save_from_another_thread_returns_when_it_is_committed(tmp_path: Path) -> None:
-    writer = GroupWriter(tmp_path, "run")
+def test_a_save_from_another_thread_returns_when_it_is_committed(host_pool: str) -> None:
+    writer = GroupWriter(host_pool, "run")
     save(writer, 1, {"t": torch.ones(9)})
     held = Held(writer)
     thread = threading.Thread(target=save, args=(writer, 2, {"t": torch.ones(9)}))
@@ -784,10 +791,10 @@ def test_a_save_from_another_thread_returns_when_it_is_committed(tmp_path: Path)
 
 
 def test_what_this_process_saves_to_a_directory_is_waited_for_however_long_it_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host_pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grouped, "AWAITED_S_MAX", 0.0)
-    writer = GroupWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(host_pool, "run")
     save(writer, 1, {"t": torch.ones(9)})
     held = Held(writer)
     writer.save_directory({"t": torch.full((9,), 2.0)}, tmp_path / "2", step=2)
@@ -800,19 +807,21 @@ def test_what_this_process_saves_to_a_directory_is_waited_for_however_long_it_ta
     later.join()
 
 
-def test_ranks_that_are_about_to_commit_are_waited_for(tmp_path: Path) -> None:
-    pools, place, group = tmp_path / "pools", tmp_path / "place", new_id()
+def test_ranks_that_are_about_to_commit_are_waited_for(host_pool: str, tmp_path: Path) -> None:
+    place, group = tmp_path / "place", new_id()
     place.mkdir()
-    zero, one = (PoolCheckpointer(pools, part_model("run", rank, 2)) for rank in range(2))
+    zero, one = (PoolCheckpointer(host_pool, part_model("run", rank, 2)) for rank in range(2))
     with zero, one:
-        one.save({}, 0).wait()  # so that its pool is open
         shard = {str(place / "rank-0-of-2.shard"): "format"}
         zero.save({"format": 1}, 1, token=part_token(group, 0), reference=shard).wait()
-        last = {"token": part_token(group, 1)}
-        later = threading.Timer(0.2, one.save, ({"format": 1}, 1), last)
+        one.save({}, 0)
+        held = Held(one)
+        one.save({"format": 1}, 1, token=part_token(group, 1))
+        assert held.begun.wait(60)
+        later = threading.Timer(0.2, held.release.set)
         later.start()
         assert GroupReader.at(place) is not None
-        assert groups(pools)[-1].is_complete
+        assert groups(host_pool)[-1].is_complete
         later.join()
 
 
@@ -844,15 +853,15 @@ class Order:
 
 
 def test_a_directory_leads_somewhere_at_every_moment_of_materialising(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host_pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "place"
-    writer = GroupWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(host_pool, "run")
     writer.save_directory({"t": torch.rand(9)}, place, step=1)
     writer.close()
-    order = Order(place, monkeypatch)
-    portus.materialize(place)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        order = Order(place, patch)
+        portus.materialize(place)
     assert ("sync", "__0_0.distcp") in order.found
     begin = order.found.index(("replace", "__0_0.distcp"))
     assert order.found[begin:] == [
@@ -865,10 +874,10 @@ def test_a_directory_leads_somewhere_at_every_moment_of_materialising(
 
 
 def test_a_directory_that_is_replaced_while_it_is_materialised_stays_the_newer_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host_pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, usage = tmp_path / "place", shutil.disk_usage
-    writer = GroupWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(host_pool, "run")
 
     def saved(step: int) -> None:
         writer.save_directory({"t": torch.full((9,), float(step))}, place, step=step)
@@ -890,10 +899,10 @@ def test_a_directory_that_is_replaced_while_it_is_materialised_stays_the_newer_o
 
 
 def test_without_room_nothing_is_materialised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host_pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "place"
-    writer = GroupWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(host_pool, "run")
     writer.save_directory({"t": torch.rand(9)}, place, step=1)
     writer.close()
     full = shutil.disk_usage(tmp_path)._replace(free=35)
@@ -903,18 +912,8 @@ def test_without_room_nothing_is_materialised(
     assert sorted(os.listdir(place)) == OURS
 
 
-@pytest.fixture(params=["files", "host"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A pool directory, or a storage host."""
-    if request.param == "files":
-        yield str(tmp_path / ".portus")
-        return
-    with serving(tmp_path / "host") as server:
-        yield url(server)
-
-
-def test_a_directory_leads_to_a_group_wherever_its_pool_is(place: str, tmp_path: Path) -> None:
-    writer = GroupWriter(place, "run", keep=1, links=str(tmp_path / "links"))
+def test_a_directory_leads_to_a_group(host_pool: str, tmp_path: Path) -> None:
+    writer = GroupWriter(host_pool, "run", keep=1, links=str(tmp_path / "links"))
     for step in (1, 2):
         state = {"t": torch.full((9,), float(step))}
         files = {"more": {"step": step}}
@@ -931,25 +930,27 @@ def test_a_directory_leads_to_a_group_wherever_its_pool_is(place: str, tmp_path:
         reader.file("other")
     writer.close()
     assert not (tmp_path / "1").exists()
-    assert [group.step for group in groups(place)] == [2]
+    assert [group.step for group in groups(host_pool)] == [2]
 
 
-def test_old_groups_go_once_newer_ones_are_complete(place: str, tmp_path: Path) -> None:
-    writer = GroupWriter(place, "run", keep=2, links=str(tmp_path / "links"))
+def test_old_groups_go_once_newer_ones_are_complete(host_pool: str, tmp_path: Path) -> None:
+    writer = GroupWriter(host_pool, "run", keep=2, links=str(tmp_path / "links"))
     for step in range(6):
         save(writer, step, {"t": torch.full((1000,), float(step))})
         writer.wait()
     writer.close()
-    assert [group.step for group in groups(place)] == [3, 4, 5]
+    assert [group.step for group in groups(host_pool)] == [3, 4, 5]
 
 
-def save_as(place: str, links: Path, count: int, step: int, directory: Path | None = None) -> bytes:
+def save_as(
+    host_pool: str, links: Path, count: int, step: int, directory: Path | None = None
+) -> bytes:
     """A group of a job of ``count`` ranks that is over; its id."""
     group = new_id()
     for rank in range(count):
         name = part_model("run", rank, count)
         shard = {str(directory / f"rank-{rank}-of-{count}.shard"): "format"} if directory else None
-        with PoolCheckpointer(place, name, keep=None, links=str(links)) as checkpointer:
+        with PoolCheckpointer(host_pool, name, keep=None, links=str(links)) as checkpointer:
             content = {"format": FORMAT, "t": torch.full((4000,), float(step))}
             token = part_token(group, rank)
             checkpointer.save(content, step, token=token, reference=shard).wait()
@@ -957,11 +958,11 @@ def save_as(place: str, links: Path, count: int, step: int, directory: Path | No
 
 
 def test_a_part_that_a_rank_says_it_lacks_is_looked_for_before_others_let_go_of_theirs(
-    place: str, tmp_path: Path
+    host_pool: str, tmp_path: Path
 ) -> None:
     links = tmp_path / "links"
-    ids = [save_as(place, links, 2, step) for step in (1, 2)]
-    run = Run(Place.named(place), "run", Settings(), links=str(links))
+    ids = [save_as(host_pool, links, 2, step) for step in (1, 2)]
+    run = Run(Place.named(host_pool), "run", Settings(), links=str(links))
     retention = Retention(run, keep=Keep(last=1))
     retention.stand(0, 2)
     for group in ids:
@@ -1004,21 +1005,21 @@ def test_a_group_that_could_not_be_seen_at_the_start_is_not_taken_for_one_that_i
 
 @pytest.mark.long
 def test_what_jobs_of_other_numbers_of_ranks_left_goes_but_for_what_directories_lead_to(
-    place: str, tmp_path: Path
+    host_pool: str, tmp_path: Path
 ) -> None:
     links, kept = tmp_path / "links", tmp_path / "kept"
     kept.mkdir()
-    save_as(place, links, 3, 1)
-    save_as(place, links, 2, 2)
-    save_as(place, links, 2, 3, kept)
-    save_as(place, links, 4, 4)
-    writer = GroupWriter(place, "run", keep=2, links=str(links))
+    save_as(host_pool, links, 3, 1)
+    save_as(host_pool, links, 2, 2)
+    save_as(host_pool, links, 2, 3, kept)
+    save_as(host_pool, links, 4, 4)
+    writer = GroupWriter(host_pool, "run", keep=2, links=str(links))
 
     def saved(*steps: int) -> list[tuple[int, int]]:
         for step in steps:
             writer.save({"t": torch.full((1000,), float(step))}, step=step)
             writer.wait()
-        return [(group.step, group.count) for group in groups(place, "run")]
+        return [(group.step, group.count) for group in groups(host_pool, "run")]
 
     before = [(1, 3), (2, 2), (3, 2), (4, 4)]
     assert saved(5) == [*before, (5, 1)], "none of its own is known to be complete"
@@ -1026,11 +1027,9 @@ def test_what_jobs_of_other_numbers_of_ranks_left_goes_but_for_what_directories_
     assert saved(7, 8) == [(3, 2), (6, 1), (7, 1), (8, 1)]
     shutil.rmtree(kept)
     writer.close()
-    writer = GroupWriter(place, "run", keep=2, links=str(links))
+    writer = GroupWriter(host_pool, "run", keep=2, links=str(links))
     assert saved(9, 10, 11)[0] == (9, 1)
     writer.close()
-    if not place.startswith("portus:"):
-        assert [each.name for each in Path(place).glob("*.portus")] == ["run%2Frank-0-of-1.portus"]
 
 
 @pytest.mark.long
@@ -1038,9 +1037,8 @@ def test_a_job_that_goes_on_with_other_numbers_of_ranks_takes_no_more_room(tmp_p
     sizes = []
     for number, count in enumerate((4, 2, 3)):
         run(tmp_path, f"elastic:{count}:{10 * number}")
-        files = list((tmp_path / "pools").glob("*.portus"))
-        assert {each.name[-12:-7] for each in files} == {f"-of-{count}"}
-        sizes.append(sum(each.stat().st_blocks * 512 for each in files))
+        assert {group.count for group in there(tmp_path)} == {count}
+        sizes.append(pool_file(tmp_path).stat().st_blocks * 512)
     assert max(sizes) < 1.5 * sizes[0], sizes
 
 
@@ -1075,55 +1073,40 @@ def test_what_was_there_before_and_cannot_be_seen_stays_until_newer_is_complete(
 
 
 def test_a_first_save_where_nothing_is_yet_warns_of_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    host_pool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2):
-        writer = GroupWriter(tmp_path / "fresh")
+        writer = GroupWriter(host_pool)
         save(writer, step, {"t": torch.ones(3)})
         writer.close()
-    assert [group.step for group in groups(tmp_path / "fresh")] == [1, 2]
+    assert [group.step for group in groups(host_pool)] == [1, 2]
     assert not [each for each in caplog.records if each.name == "portus"]
 
 
-def test_a_pool_directory_that_cannot_be_seen_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What is behind the link is not there now: a file system that is not mounted."""
-    (tmp_path / "pools").symlink_to(tmp_path / "not mounted" / "pools")
-    retention = Retention(Run(Place.named(tmp_path / "pools"), "run", Settings()), Keep(last=1))
-    assert retention.look() is None
-    assert "earlier checkpoints of model 'run' cannot be read" in caplog.text
-
-
-def test_a_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    writer = GroupWriter(tmp_path, "run")
+def test_a_shape_that_does_not_fit_is_named(host_pool: str) -> None:
+    writer = GroupWriter(host_pool, "run")
     save(writer, 1, {"t": torch.zeros(4, 4)})
     writer.close()
     with pytest.raises(CheckpointException, match=r"Size mismatch .* for t"):
-        dcp.load({"t": torch.zeros(2, 2)}, storage_reader=GroupReader(tmp_path, "run"))
+        dcp.load({"t": torch.zeros(2, 2)}, storage_reader=GroupReader(host_pool, "run"))
     what = r"model 'run', step 1 of 1 ranks was not loaded: rank 0: "
     with pytest.raises(portus.UsageError, match=rf"{what}Size mismatch .* for t"):
-        load({"t": torch.zeros(2, 2)}, GroupReader(tmp_path, "run"))
+        load({"t": torch.zeros(2, 2)}, GroupReader(host_pool, "run"))
     with pytest.raises(portus.UsageError, match=rf"{what}Missing key .* other"):
-        load({"other": torch.zeros(2)}, GroupReader(tmp_path, "run"))
+        load({"other": torch.zeros(2)}, GroupReader(host_pool, "run"))
 
 
-def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
-    with pytest.raises(portus.UsageError, match="there is no pool"):
-        GroupReader(tmp_path / "none", "run").read_metadata()
-    writer = GroupWriter(tmp_path, "run")
+def test_what_is_not_there_is_said_with_what_is(host_pool: str, tmp_path: Path) -> None:
+    writer = GroupWriter(host_pool, "run")
     save(writer, 1, {"t": torch.zeros(4)})
     writer.close()
     with pytest.raises(portus.UsageError, match=r"has step 9; there are steps \[1\]"):
-        GroupReader(tmp_path, "run", step=9).read_metadata()
+        GroupReader(host_pool, "run", step=9).read_metadata()
     with pytest.raises(portus.UsageError, match="nothing sharded"):
-        GroupReader(tmp_path, "other").read_metadata()
+        GroupReader(host_pool, "other").read_metadata()
     writer.save_directory({"t": torch.zeros(4)}, tmp_path / "2", step=2)
     writer.close()
-    (pool,) = tmp_path.glob("*.portus")
-    of_step_2, saved = WRITERS.open(str(pool)), groups(tmp_path)
-    of_step_2.retire([saved[-1].parts[0][1].id])
-    WRITERS.close(of_step_2)
+    removed(host_pool, "run@2")
     reader = GroupReader.at(tmp_path / "2")
     assert reader is not None
     what = r"the one that was asked for; there are steps \[1"
@@ -1134,58 +1117,51 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "2")) == OURS
 
 
-def save_parts(root: Path, content: dict[str, Any]) -> Path:
+def save_parts(host_pool: str, root: Path, content: dict[str, Any]) -> Path:
     """A group of two ranks, and a directory that leads to it."""
     place, group = root / "place", new_id()
     place.mkdir()
     for rank in range(2):
         shard = {str(place / f"rank-{rank}-of-2.shard"): "format"}
-        with PoolCheckpointer(root / "pools", part_model("run", rank, 2)) as checkpointer:
+        with PoolCheckpointer(host_pool, part_model("run", rank, 2)) as checkpointer:
             token = part_token(group, rank)
             checkpointer.save(content, 1, token=token, reference=shard).wait()
     return place
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_directory_leads_to_its_group_also_where_a_pool_was_lost(
-    tmp_path: Path, lost: int
-) -> None:
-    place = save_parts(tmp_path, {"format": 1})
-    (tmp_path / f"pools/run%2Frank-{lost}-of-2.portus").unlink()
-    reader = GroupReader.at(place)
-    assert reader is not None
-    with pytest.raises(portus.UsageError, match=f"step 1 of 2 ranks.* rank {lost}: its pool file "):
-        reader.read_metadata()
-
-
-def test_a_group_of_a_newer_format_is_refused(tmp_path: Path) -> None:
-    reader = GroupReader.at(save_parts(tmp_path, {"format": 99, "metadata": "?"}))
+def test_a_group_of_a_newer_format_is_refused(host_pool: str, tmp_path: Path) -> None:
+    reader = GroupReader.at(save_parts(host_pool, tmp_path, {"format": 99, "metadata": "?"}))
     assert reader is not None
     with pytest.raises(portus.UsageError, match="written by a newer Portus"):
         reader.read_metadata()
 
 
-def test_a_directory_that_nothing_replaces_is_removed_at_once(tmp_path: Path) -> None:
-    writer = GroupWriter(tmp_path / ".portus", "run")
+def test_a_directory_that_nothing_replaces_is_removed_at_once(
+    host_pool: str, tmp_path: Path
+) -> None:
+    writer = GroupWriter(host_pool, "run")
     writer.save_directory({"t": torch.ones(4)}, tmp_path / "1", step=1)
     writer.close()
-    writer = GroupWriter(tmp_path / ".portus", "run")
+    writer = GroupWriter(host_pool, "run")
     writer.remove(tmp_path / "1")
     writer.wait()
     assert not (tmp_path / "1").exists(), "while the writer is open"
     writer.close()
 
 
-def test_ranks_that_saved_each_for_itself_are_no_group_and_named(tmp_path: Path) -> None:
+def test_ranks_that_saved_each_for_itself_are_no_group_and_named(
+    host_pool: str, tmp_path: Path
+) -> None:
     for rank in range(2):
-        with PoolCheckpointer(tmp_path, part_model("run", rank, 2)) as checkpointer:
+        with PoolCheckpointer(host_pool, part_model("run", rank, 2)) as checkpointer:
             checkpointer.save({"t": torch.zeros(4)}, 5).wait()
     what = r"no group of model 'run'; nothing .*'run/rank-0-of-2' has steps \[5\], 'run/rank-1-of"
     with pytest.raises(portus.UsageError, match=what):
-        load({"t": torch.zeros(4)}, GroupReader(tmp_path, "run"))
+        load({"t": torch.zeros(4)}, GroupReader(host_pool, "run"))
 
 
-def test_a_pool_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.portus").write_bytes(b"")
-    with pytest.raises(portus.UsageError, match="give a directory"):
-        GroupWriter(tmp_path / "a.portus")
+def test_a_path_is_refused_and_told_what_saves_and_loads_there(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "a.portus"):
+        for of in (GroupWriter, GroupReader, groups):
+            with pytest.raises(portus.UsageError, match=r"found a path; .*portus\.dcp\.save"):
+                of(place)

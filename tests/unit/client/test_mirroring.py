@@ -597,7 +597,7 @@ def test_what_is_not_mirrored_though_the_environment_asks_for_it_is_said_once(
     assert caplog.text.count("$PORTUS_MIRROR is set, and model 'remote' is NOT mirrored") == 1
     caplog.clear()
     with caplog.at_level(logging.WARNING, "portus"):
-        GroupWriter(node.run / "pool", "meant", mirror="none")
+        GroupWriter("portus://host", "meant", mirror="none")
         PoolCheckpointer(node.run / "pool", part_model("of another rank", 1, 2)).close()
     assert "NOT mirrored" not in caplog.text
 

@@ -147,6 +147,13 @@ def place(
     if request.param == "files":
         yield str(run / ".portus")
         return
+    yield request.getfixturevalue("host")
+
+
+@pytest.fixture
+def host(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A storage host."""
+    monkeypatch.chdir(run)
     with serving(run / "host") as server:
         yield url(server)
 
@@ -225,34 +232,34 @@ def test_files_that_lead_to_a_pool_that_was_here_once_are_left_alone(
 
 
 def test_parts_of_a_group_that_a_rank_never_committed_are_mended_once_no_rank_saves(
-    run: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    run: Path, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mending, "_CLAIM_S", 0.1)
     group = new_id()
     path = run / "step_1" / "rank-0-of-2.shard"
-    with portus.PoolCheckpointer(place, part_model("run", 0, 2)) as rank:
+    with portus.PoolCheckpointer(host, part_model("run", 0, 2)) as rank:
         token = part_token(group, 0)
         rank.save({"format": 1}, 1, token=token, reference={str(path): "format"}).wait()
-    with portus.PoolCheckpointer(place, part_model("run", 1, 2)) as other:
+    with portus.PoolCheckpointer(host, part_model("run", 1, 2)) as other:
         other.prepare(0)
         other.save({"format": 1}, 0, token=part_token(new_id(), 1)).wait()
         POOLS.closed(other._versions)  # as if it were another process
-        assert portus.mend(place, uncommitted=True) == [], "it may commit yet"
+        assert portus.mend(host, uncommitted=True) == [], "it may commit yet"
     monkeypatch.setattr(mending, "_CLAIM_S", 60.0)
-    assert portus.mend(place, uncommitted=True) == [str(path)]
+    assert portus.mend(host, uncommitted=True) == [str(path)]
 
 
 def test_a_part_that_is_committed_while_mend_looks_makes_its_group_whole(
-    run: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    run: Path, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last rank of a job that ends, and the first of the next one."""
     monkeypatch.setattr(mending, "_CLAIM_S", 60.0)
     group = new_id()
     path = run / "step_1" / "rank-0-of-2.shard"
-    with portus.PoolCheckpointer(place, part_model("run", 0, 2)) as rank:
+    with portus.PoolCheckpointer(host, part_model("run", 0, 2)) as rank:
         token = part_token(group, 0)
         rank.save({"format": 1}, 1, token=token, reference={str(path): "format"}).wait()
-    last = portus.PoolCheckpointer(place, part_model("run", 1, 2))
+    last = portus.PoolCheckpointer(host, part_model("run", 1, 2))
     last.save({"format": 1}, 0, token=part_token(new_id(), 1)).wait()
     POOLS.closed(last._versions)  # as if it were another process
 
@@ -261,8 +268,8 @@ def test_a_part_that_is_committed_while_mend_looks_makes_its_group_whole(
         last.close()
 
     with at("return", census, elsewhere(commit_and_end)):
-        assert portus.mend(place, uncommitted=True) == []
-    assert portus.mend(place, uncommitted=True) == []
+        assert portus.mend(host, uncommitted=True) == []
+    assert portus.mend(host, uncommitted=True) == []
     assert torch.load(path) == 1
 
 

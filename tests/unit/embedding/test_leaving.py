@@ -238,16 +238,18 @@ def test_weights_become_a_safetensors_file_with_the_tables(saved: Saved, tmp_pat
     assert same(load(target.getvalue()), dict(saved.whole["model"]))
 
 
-def test_a_sharded_checkpoint_is_materialised_with_its_tables(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_materialised_with_its_tables(
+    host_pool: str, tmp_path: Path
+) -> None:
     training, place = Training(), tmp_path / "shards"
-    writer = GroupWriter(tmp_path / ".portus", "shards")
+    writer = GroupWriter(host_pool, "shards")
     with training.protected(str(tmp_path / "tables.portus")):
         training.step(1)
         expected: Any = copy.deepcopy(fill({"model": training.model.state_dict()}))
         writer.save_directory({"model": training.model.state_dict()}, place, step=1)
         training.step(2)
     writer.close()
-    said = run("export", "shards", tmp_path / "out.safetensors", "--pool", tmp_path / ".portus")
+    said = run("export", "shards", tmp_path / "out.safetensors", "--pool", host_pool)
     assert said.code == USAGE
     assert "protected tables" in said.err
     portus.materialize(place)

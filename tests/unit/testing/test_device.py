@@ -57,5 +57,5 @@ def test_on_a_blank_device_there_is_nothing_to_mend(device: str) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_shards_of_many_ranks_do_not_go_to_one_pool(device: str, tmp_path: Path) -> None:
     for place in (device, tmp_path / "one.portus"):
-        with pytest.raises(portus.UsageError, match="give a directory"):
+        with pytest.raises(portus.UsageError, match="found a path"):
             GroupWriter(place)

@@ -106,6 +106,9 @@ class DirectoryWriter(StorageWriter):
         super().__init__()
         self._default: Final = directory
         self._settings: Final = settings or Settings()
+        self._settings.require_mirror_of_files(
+            "shards are saved to directories of files", "save to the storage host itself"
+        )
         self._name: Final = name
         self._keep: Final = keep
         self._links: Final = links

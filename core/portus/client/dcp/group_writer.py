@@ -1,16 +1,15 @@
-"""``portus.dcp``: a Portus pool as the storage of ``torch.distributed.checkpoint``.
+"""``GroupWriter``: storage hosts as the storage of ``torch.distributed.checkpoint``.
 
 torch plans who saves which shard, and reshards at load; here is only where the bytes are. Each
-rank has a pool file of its own in one pool directory, or a model of its own on a storage host, over
-several of which ranks are spread. A save is a *group*, one part per rank, see
-``portus.index.groups``: nothing is told between ranks after the planning, which torch does on the
-thread that called. The rank that coordinates makes the group's id, and keeps torch's metadata in
-its own part, as typed values. Nothing is pickled on the medium.
+rank has a model of its own on a storage host, over several of which ranks are spread. A save is a
+*group*, one part per rank, see ``portus.index.groups``: nothing is told between ranks after the
+planning, which torch does on the thread that called. The rank that coordinates makes the group's
+id, and keeps torch's metadata in its own part, as typed values. Nothing is pickled on the medium.
 
 ``save`` returns while the shards are still being copied; the fence of ``Checkpointer`` holds the
 optimizer up meanwhile. Called from another thread, as by ``async_save``, a save returns when this
 rank's part is committed, since torch's future promises that. So it does in the process that
-``async_save`` may have for it: a writer that was sent there lets go of the pool after each save,
+``async_save`` may have for it: a writer that was sent there lets go of the host after each save,
 for torch sends it again with the next.
 """
 
@@ -23,7 +22,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,18 +40,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from portus.client.job.exchange import (
-    UNNAMED,
     Heard,
     Named,
-    News,
     Outcomes,
-    Parting,
-    Progress,
     Tally,
     Word,
     beside,
     standing,
-    together,
 )
 from portus.client.job.settings import (
     Settings,
@@ -66,7 +60,6 @@ from portus.client.loading.view import PoolFile, Sign
 from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.client.retention import Retention
 from portus.client.run import Run
-from portus.client.shards.beginning import Beginning, beginning, put_back
 from portus.client.shards.cuts import (
     CHECKPOINT_ID,
     FORMAT,
@@ -81,15 +74,12 @@ from portus.client.shards.group_reader import reason_of
 from portus.client.shards.grouped import (
     STOCK_METADATA,
     census,
+    check_hosts,
     has_stock,
     id_of,
-    pool_of_part,
     shard_name,
     step_of,
 )
-from portus.client.shards.mirrored_groups import GroupMirror
-from portus.client.shards.mirrored_leftovers import MirroredLeftovers
-from portus.client.shards.part_mirror import PartMirroring
 from portus.client.shards.planned import (
     Parts,
     Planned,
@@ -102,7 +92,6 @@ from portus.errors import PortusError, UsageError
 from portus.index.groups import ID_SIZE, Group, Past, new_id, part_model, part_token
 from portus.index.keep import Keep, checked_metrics
 from portus.index.place import Place, PlaceName
-from portus.mirror.opening import check_writable
 from portus.pipeline.handle import SaveHandle
 from portus.spec import VersionInfo
 
@@ -148,7 +137,7 @@ class _Start:
 
 
 class GroupWriter(StorageWriter):
-    """Saves the shards of this rank to its own pool file, or to a storage host.
+    """Saves the shards of this rank to a storage host.
 
     Create one on every rank, with the same arguments, after the process group was created and
     before training starts. Keep it for the whole training. Pass it as
@@ -156,10 +145,9 @@ class GroupWriter(StorageWriter):
     that names a ``checkpoint_id`` gets only a group that was saved under it. The step of a group is
     the number at the end of the id; without an id, saves are counted.
 
-    pool: a pool directory, on a file system that all ranks see; with ``mirror=``, each node may
-        have one on its own disk. Or the address of a storage host (``portus://host:7117``), or a
-        list of several, the same on all ranks: rank r saves to the host at index r modulo their
-        number. None: ``$PORTUS_POOL``, else ``.portus``.
+    pool: the address of a storage host (``portus://host:7117``), or a list of several, the same on
+        all ranks: rank r saves to the host at index r modulo their number. None: ``$PORTUS_POOL``.
+        A directory gets files instead: ``PortusStorageWriter``.
     model: the name of the run.
     keep: how many complete groups are kept, or a ``portus.Keep``; None keeps all. Groups that a
         checkpoint directory leads to are kept in addition.
@@ -179,17 +167,16 @@ class GroupWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self._run: Final = Run(Place.named(pool), model, Settings(**settings), links=links)
-        if not self.place.is_for_many:
-            raise UsageError(f"{self.place}: every rank has its own file; give a directory")
-        if self.place.is_host:
-            POOLS.allow(self.place)  # the parts of others are on any of them
+        check_hosts(self.place)
+        POOLS.allow(self.place)  # the parts of others are on any of them
+        mirror = mirror_of(self._run.settings)
+        if mirror is not None:
+            why = f"it is on storage hosts ({self.place}), and what is there is not mirrored"
+            if self._run.settings.mirror is not None:
+                raise UsageError(f"mirror: model {model!r}: {why}")
+            say_unmirrored(model, why)
         self.synchronous = synchronous
         self._keep: Final = Keep.of(keep)
-        self._mirror: Final = self._mirrored()
-        self._begun: Beginning | None = None
-        self._is_start = True
-        """False once all ranks could begin."""
-        self._mirroring: PartMirroring | None = None
         self._checkpointer: PoolCheckpointer | None = None
         self._step = 0
         self._checkpoint_id: str | None = None
@@ -201,7 +188,6 @@ class GroupWriter(StorageWriter):
         self._count = 1
         self._parts: dict[str, Any] | None = None
         self._group = b""
-        self._heard: tuple[bytes, Collection[Progress]] = UNNAMED, ()
         self._outcomes: Final = Outcomes(self._run.settings.on_error)
         self._retention: Final = Retention(self._run, self._keep)
         self._tally: Final = Tally()
@@ -219,7 +205,6 @@ class GroupWriter(StorageWriter):
             self._rank, self._count = standing()
             self._retention.stand(self._rank, self._count)
             self._ranks = beside()
-            self._begin_with_mirror()
             self._open()
 
     @classmethod
@@ -238,18 +223,6 @@ class GroupWriter(StorageWriter):
     def model(self) -> str:
         """The name of the run."""
         return self._run.name
-
-    def _mirrored(self) -> GroupMirror | None:
-        address = mirror_of(self._run.settings)
-        if address is None:
-            return None
-        if self.place.is_host:
-            why = f"it is on storage hosts ({self.place}), and what is there is not mirrored"
-            if self._run.settings.mirror is not None:
-                raise UsageError(f"mirror: model {self.model!r}: {why}")
-            say_unmirrored(self.model, why)
-            return None
-        return GroupMirror(address, self.model)
 
     # What a user calls.
 
@@ -321,7 +294,7 @@ class GroupWriter(StorageWriter):
         start, ranks = self._since, process_group or self._ranks
         state, planner = values_of(state), DefaultSavePlanner()
         planned, self._planned = self._planned, None
-        word = Word(named=self._named, news=self._news())
+        word = Word(named=self._named, news=self._outcomes.news())
         found, said = agreed(planned, state, planner, self._check, word, ranks)
         self._hear(Heard.of(said, self.model))
         if found is None:
@@ -342,7 +315,7 @@ class GroupWriter(StorageWriter):
             self._sweep(self._open())
 
     def prepare(self, size: int) -> None:
-        """Make this rank's pool, and room for parts of ``size`` bytes. See ``Checkpointer``."""
+        """Make room for parts of ``size`` bytes. See ``Checkpointer``."""
         self._open().prepare(size)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -356,8 +329,7 @@ class GroupWriter(StorageWriter):
         return self._handle
 
     def close(self) -> None:
-        """Finish the saves in flight and release the pool. A second call does nothing, except
-        after Ctrl-C during the wait for the mirror: then it does the rest without that wait.
+        """Finish the saves in flight and let go of the host. A second call does nothing.
 
         If directories wait to be removed, this waits for other ranks, for a limited time.
         """
@@ -369,7 +341,7 @@ class GroupWriter(StorageWriter):
                 checkpointer.wait()
                 self._sweep_at_end(checkpointer)
         finally:
-            self._checkpointer = self._mirroring = None
+            self._checkpointer = None
             try:
                 checkpointer.close()
             except Exception:
@@ -379,7 +351,9 @@ class GroupWriter(StorageWriter):
                 raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """To another process goes what it was made with."""
+        """To another process goes what it was made with. That one saves then: this lets go of the
+        host, which has one writer of a part."""
+        self.close()
         more = {"keep": self._keep, "links": self._run.links, **as_arguments(self._run.settings)}
         return _sent, (type(self), self.place, self.model, more)
 
@@ -414,14 +388,12 @@ class GroupWriter(StorageWriter):
             self._is_shared = False
             self._retention.stand(rank, count)
             self.close()
-            self._begun, self._is_start = None, True
         self._rank, self._count = rank, count
-        self._begin_with_mirror()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Say which step this rank saves, and as what; and how its saves before this one ended."""
         self._local, self._planned = plan, None
-        return replace(plan, storage_data=(self._named, self._news()))
+        return replace(plan, storage_data=(self._named, self._outcomes.news()))
 
     @property
     def _named(self) -> Named:
@@ -447,18 +419,9 @@ class GroupWriter(StorageWriter):
         heard = Heard.of([plan.storage_data[1] for plan in plans], self.model)
         sign = self._made_pool()
         hosts = () if sign is None else tuple(map(_uuid_at, self.place.hosts))
-        past = None if self._retention.is_told else self._past()
+        past = None if self._retention.is_told else self._retention.look()
         start = _Start(new_id(), heard, self._rank, sign, hosts, past)
         return [replace(plan, storage_data=start) for plan in plans]
-
-    def _past(self) -> Past | None:
-        """What was there before. With a mirror pools may be of each node's own: then what is not
-        seen here may be complete all the same, and what the mirror has is."""
-        past = self._retention.look()
-        if past is None or self._begun is None:
-            return past
-        complete = dict.fromkeys([*(self._begun.complete or ()), *past.complete])
-        return replace(past, complete=tuple(complete), incomplete=())
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Start to save this rank's shards, and say where they are going to be. Raises what the
@@ -500,8 +463,6 @@ class GroupWriter(StorageWriter):
     def _begin_group(self, group: bytes, parts: Parts) -> None:
         """``parts`` are what this rank saves of it, by key."""
         self._group = group
-        if self._mirroring is not None:
-            self._mirroring.hear(*self._heard, group)
         self._retention.begin(group)
         self._tally.begin()
         self._outcomes.begin(group, self._step)
@@ -567,29 +528,20 @@ class GroupWriter(StorageWriter):
         return {os.path.join(self._wanted.directory, name): part for name, part in parts.items()}
 
     def _open(self) -> PoolCheckpointer:
-        self._begin_with_mirror()
-        return self._open_part()
-
-    def _open_part(self) -> PoolCheckpointer:
         if self._checkpointer is None:
             name = part_model(self.model, self._rank, self._count)
             spared = None if self._keep is None or self._keep.is_last_alone else self._keep
-            place = self.place.of_rank(self._rank)
-            mirroring = self._mirroring = self._part_mirroring()
-            checkpointer = self._checkpointer = self._run.part(name, place, spared, mirroring)
+            checkpointer = self._run.part(name, self.place.of_rank(self._rank), spared)
+            self._checkpointer = checkpointer
             checkpointer.part.surplus = lambda own: self._surplus(checkpointer, own)
             checkpointer.part.is_heard_of = True
-            if self._count > 1 or mirroring is not None:  # a group of one is seen at once
+            if self._count > 1:  # a group of one is seen at once
                 checkpointer.part.on_commit = self._committed
         return self._checkpointer
 
     def _committed(self, info: VersionInfo) -> None:
         """On the worker, after a commit: count it."""
         group = info.token[:ID_SIZE]
-        if self._mirroring is not None:
-            self._mirroring.committed(info)
-        if self._count == 1:
-            return
         self._retention.committed(group, is_last=self._tally.is_last(group, self._count))
 
     def _surplus(self, checkpointer: PoolCheckpointer, own: Sequence[VersionInfo]) -> list[int]:
@@ -600,71 +552,11 @@ class GroupWriter(StorageWriter):
         checkpointer.part.cut_off({info.token for info in own if info.id in never})
         return going
 
-    # The mirror.
-
-    def _begin_with_mirror(self) -> None:
-        """Before this job saves, on all ranks: put back what its pools lack and the mirror has, and
-        claim that. Collective, the first time. Raises on all ranks what one of them met."""
-        mirror = self._mirror
-        if mirror is None or self._begun is not None:
-            return
-        self._begun = together(
-            lambda: beginning(mirror, self.place),
-            lambda begun: self._put_back(mirror, begun),
-            self._ranks,
-        )
-        try:
-            together(lambda: None, lambda _: self._claim(), self._ranks)
-        except BaseException:
-            self._begun = None
-            raise
-        self._is_start = False
-
-    def _claim(self) -> None:
-        self._open_part()
-
-    def _put_back(self, mirror: GroupMirror, begun: Beginning) -> None:
-        check_writable(mirror.address)
-        put_back(mirror, self.place, begun, self._rank, self._count)
-
-    def _part_mirroring(self) -> PartMirroring | None:
-        if self._mirror is None:
-            return None
-        assert self._begun is not None
-        return PartMirroring(
-            self._mirror.address,
-            self.model,
-            self._rank,
-            self._count,
-            self._keep,
-            wait_s=self._run.settings.mirror_wait,
-            complete=self._begun.complete,
-            newest=self._begun.newest.get((self._rank, self._count)),
-            left=self._left_there(self._mirror, self._begun),
-            is_start=self._is_start,
-            parting=Parting(self._tally, lambda: self._group, self._count),
-        )
-
-    def _left_there(self, mirror: GroupMirror, begun: Beginning) -> MirroredLeftovers | None:
-        if self._rank or self._keep is None:
-            return None
-        return MirroredLeftovers(mirror, self.place, self._count, self._keep, begun)
-
-    def _news(self) -> News:
-        """How the saves before this one ended on this rank, and how far its mirror is."""
-        mirroring, news = self._mirroring, self._outcomes.news()
-        if mirroring is None:
-            return news
-        named = mirroring.named
-        progress = mirroring.progress(under_way=self._outcomes.is_under_way(named))
-        return replace(news, named=named, progress=progress)
-
     # What the other ranks say.
 
     def _hear(self, heard: Heard) -> None:
         """Note what that says of groups. Raises why a rank failed, on all, or says it on one."""
         self._retention.hear(heard)
-        self._heard = heard.named, heard.progress
         self._outcomes.heard(raised=heard.raised)
         if heard.error is None:
             return
@@ -685,25 +577,13 @@ class GroupWriter(StorageWriter):
             self._is_shared = True
             return
         self._check_hosts(start)
-        own = pool_of_part(self.place, part_model(self.model, start.rank, self._count))
         end = time.monotonic() + _SEEN_S
-        while not any(_is_at(pool, start.sign) for pool in self.place.hosts or [own]):
-            if self._mirror is not None:
-                _log.warning(
-                    "portus: rank %d does not see the pool of rank %d: a load reads what it "
-                    "does not see from %s",
-                    self._rank,
-                    start.rank,
-                    self._mirror.address,
-                )
-                break
+        while not any(_is_at(pool, start.sign) for pool in self.place.hosts):
             if time.monotonic() > end:
-                where = self.place if self.place.is_host else own
                 raise UsageError(
                     f"rank {self._rank} does not find the pool of rank {start.rank} at "
-                    f"{where}: its pools are on another file system, or it was given another "
-                    "place. Give all ranks a pool directory that all of them see, or the same "
-                    "storage hosts, or a mirror (mirror=)"
+                    f"{self.place}: it was given another place. Give all ranks the same storage "
+                    "hosts"
                 )
             time.sleep(_POLL_S)
         self._is_shared = True
@@ -764,12 +644,14 @@ def _sent(kind: type[GroupWriter], place: Place, model: str, more: dict[str, Any
 
 
 def groups(pool: PlaceName, model: str | None = None) -> list[Group]:
-    """The groups in a pool directory or on storage hosts, complete or not, newest last.
+    """The groups on storage hosts, complete or not, newest last.
 
-    Raises ``UsageError`` if there is no pool, ``TransportError`` if no host answers. The parts in a
-    pool that cannot be read are missing. If one of several hosts does not answer, the log names it.
+    Raises ``UsageError`` for a place that is none, ``TransportError`` if no host answers. The log
+    names those of several that do not, or cannot be read; what is there is missing.
     """
-    found = census(Place.named(pool), model)
+    place = Place.named(pool)
+    check_hosts(place)
+    found = census(place, model)
     for error in found.silent.values():
         _log.warning("portus: %s", error)
     return found.groups

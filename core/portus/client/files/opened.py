@@ -105,17 +105,6 @@ class RunPool:
             if self.home.exists():
                 raise
 
-    def mirror_by(self, mirroring: Mirroring) -> None:
-        """Have ``mirroring`` copy what is committed. Raises what joining raises."""
-        with self.opening:
-            self.mirroring = mirroring
-            if self.writer is None:
-                self._promised = mirroring.promise()
-                return
-            assert isinstance(self.writer, PoolWriter)
-            assert self.keeper is not None
-            mirroring.join(self.writer, self.keeper, self.home.older)
-
     def begin_with_mirror(self) -> None:
         """There is no pool yet: make it, and fill it, if the mirror has versions. Raises what
         opening raises."""

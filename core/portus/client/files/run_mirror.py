@@ -38,13 +38,11 @@ class Mirroring(Copier):
         keep: Keep | None,
         *,
         wait_s: float,
-        newest: int | None = None,
     ) -> None:
-        """Asks nobody. wait_s: the longest that ``close`` waits. newest: as of ``Mirror``. Raises
-        ``UsageError``."""
+        """Asks nobody. wait_s: the longest that ``close`` waits. Raises ``UsageError``."""
         self.place: Final = address
         store = open_store(address)
-        super().__init__(store, str(address), model, keep, wait_s=wait_s, newest=newest)
+        super().__init__(store, str(address), model, keep, wait_s=wait_s)
 
     def has_versions(self) -> bool:
         """As that of ``Copier``, before a run that has no pool. Raises as ``check_writable``."""

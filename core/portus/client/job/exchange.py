@@ -9,14 +9,12 @@ older than a group that all of them have committed.
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import struct
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -29,8 +27,6 @@ from portus.pipeline.handle import SaveHandle
 
 _log: Final = logging.getLogger("portus")
 
-Result = TypeVar("Result")
-
 _NAMED_MAX: Final = 8
 """Ranks that a message tells about."""
 
@@ -40,20 +36,9 @@ rank commits last is still said by the fast ones."""
 UNPLANNED: Final = bytes(ID_SIZE)
 """In the place of the id of a planning."""
 
-UNNAMED: Final = bytes(ID_SIZE)
-"""In the place of the id of a group, where none is named that is to be mirrored."""
-
-_WORD: Final = struct.Struct(
-    f"<{ID_SIZE}s{DIGEST_SIZE}s{ID_SIZE}s???qB{_GROUPS_MAX * ID_SIZE}s{ID_SIZE}sB"
-)
+_WORD: Final = struct.Struct(f"<{ID_SIZE}s{DIGEST_SIZE}s{ID_SIZE}s???qB{_GROUPS_MAX * ID_SIZE}s")
 """A word in short: planning, digest of what is saved, an id for the group; whether that is all;
-and news without failures: raises; whether anything was committed, and its step; groups; which is
-named, and how far it is mirrored."""
-
-_BEGUN_S: Final = 30.0
-"""The longest that ranks wait at the end of a run for one that does not come to its end."""
-
-_POLL_S: Final = 0.05
+and news without failures: raises; whether anything was committed, and its step; groups."""
 
 _TEXT_MAX: Final = 500
 """Characters of an error that other ranks hear."""
@@ -74,26 +59,16 @@ class Failure:
     is_known: bool
 
 
-class Progress(enum.IntEnum):
-    """How far a rank is with its part of the group that is named, to be mirrored."""
-
-    UNDER_WAY = 0
-    GIVEN_UP = 1
-    MIRRORED = 2
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
     """What one rank says. ``committed``: the step of the last part that it committed, if any.
     ``groups``: ids of the last few of them. ``failures``: since it last said so. ``raises``: as
-    ``on_error`` says there. ``named``, ``progress``: which group is mirrored, and how far it is."""
+    ``on_error`` says there."""
 
     committed: int | None
     groups: tuple[bytes, ...]
     failures: tuple[Failure, ...]
     raises: bool
-    named: bytes = UNNAMED
-    progress: Progress = Progress.UNDER_WAY
 
     @property
     def untold(self) -> list[Failure]:
@@ -107,8 +82,7 @@ class Heard:
 
     complete: ids of groups that every rank has committed; of the last few. lost: ids of groups of
     which a rank has no part, with the rank. error: what is to be told, if anything; ``raised``, and
-    ends the training: as a ``Checkpointer`` does by itself. named: the group that the first rank
-    names, to be mirrored; progress: how far the ranks are with it.
+    ends the training: as a ``Checkpointer`` does by itself.
     """
 
     count: int
@@ -116,8 +90,6 @@ class Heard:
     lost: tuple[tuple[bytes, int], ...]
     error: PortusError | None
     raised: bool
-    named: bytes = UNNAMED
-    progress: frozenset[Progress] = frozenset()
 
     @classmethod
     def of(cls, said: Sequence[News], model: str) -> Heard:
@@ -133,11 +105,6 @@ class Heard:
             ),
             error=_told(said, model),
             raised=_ends_training(said),
-            named=said[0].named,
-            progress=frozenset(
-                news.progress if news.named == said[0].named else Progress.UNDER_WAY
-                for news in said
-            ),
         )
 
 
@@ -173,11 +140,6 @@ class Outcomes:
     def refused(self, error: BaseException) -> None:
         """It does not come to begin, which the others do not know."""
         self._begun[-1].refusal = error
-
-    def is_under_way(self, group: bytes) -> bool:
-        """True while this rank saves its part of ``group``."""
-        handles = (each.handle for each in self._begun if each.group == group)
-        return any(handle is not None and not handle.done for handle in handles)
 
     def news(self) -> News:
         """What ended since ``heard`` was called."""
@@ -300,29 +262,13 @@ def _short(word: Word) -> bytes:
     is_all = word.error is None and not news.failures
     committed = (news.committed is not None, news.committed or 0)
     groups = (len(news.groups), b"".join(news.groups))
-    last = (news.raises, *committed, *groups, news.named, news.progress)
+    last = (news.raises, *committed, *groups)
     return _WORD.pack(word.planning, named, new_id(), is_all, *last)
 
 
-def _news(
-    raises: bool,
-    has_committed: bool,
-    step: int,
-    count: int,
-    groups: bytes,
-    named: bytes,
-    progress: int,
-) -> News:
+def _news(raises: bool, has_committed: bool, step: int, count: int, groups: bytes) -> News:
     ids = tuple(groups[ID_SIZE * n : ID_SIZE * (n + 1)] for n in range(count))
-    committed = step if has_committed else None
-    return News(
-        committed=committed,
-        groups=ids,
-        failures=(),
-        raises=raises,
-        named=named,
-        progress=Progress(progress),
-    )
+    return News(committed=step if has_committed else None, groups=ids, failures=(), raises=raises)
 
 
 def _gathered(own: bytes, ranks: Any) -> list[bytes]:
@@ -374,102 +320,11 @@ class Tally:
         return bool(is_last)
 
 
-class Parting:
-    """What ranks tell each other at the end of a run, in the store at which they met."""
-
-    def __init__(self, tally: Tally, last: Callable[[], bytes], count: int) -> None:
-        """last: the id of the last group that they saved, of ``count`` ranks."""
-        self._tally: Final = tally
-        self._last: Final = last
-        self._count: Final = count
-        self._has_begun = False
-
-    @property
-    def _key(self) -> str:
-        return f"portus/{self._last().hex()}/end"
-
-    def begin(self) -> None:
-        """This rank saves nothing any more, and will call ``shared``."""
-        store = self._tally.store
-        if store is not None and not self._has_begun:
-            self._has_begun = True
-            with contextlib.suppress(RuntimeError):
-                store.add(f"{self._key}/begun", 1)
-
-    def shared(self, groups: Sequence[bytes], is_over: Callable[[], bool]) -> frozenset[bytes]:
-        """Which of ``groups`` all ranks name here. Waits until ``is_over`` for the others, and for
-        a limited time for those who do not even begin; without them nothing is shared."""
-        store, key, count = self._tally.store, self._key, self._count
-        if count == 1:
-            return frozenset(groups)
-        if store is None:
-            return frozenset()
-        found: list[bytes] = []
-        until_s = time.monotonic() + _BEGUN_S
-
-        def is_given_up() -> bool:
-            is_late = time.monotonic() > until_s
-            return is_over() or (is_late and store.add(f"{key}/begun", 0) < count)
-
-        try:
-            for group in groups:
-                store.add(f"{key}/{group.hex()}", 1)
-            if _reaches(store, f"{key}/come", count, is_given_up):
-                found = [each for each in groups if store.add(f"{key}/{each.hex()}", 0) == count]
-            # The process of one of them is the store: it stays until all have read.
-            _reaches(store, f"{key}/gone", count, is_given_up)
-        except RuntimeError as error:
-            _log.debug("portus: cannot tell what all ranks have mirrored: %s", error)
-            return frozenset()
-        return frozenset(found)
-
-
-def _reaches(store: Any, key: str, count: int, is_over: Callable[[], bool]) -> bool:
-    """Count this rank, and wait until all were counted."""
-    reached = store.add(key, 1)
-    while reached < count:
-        if is_over():
-            return False
-        time.sleep(_POLL_S)
-        reached = store.add(key, 0)
-    return True
-
-
 def told_by_first(value: Any, group: Any = None) -> Any:
     """What the first rank of the group said. Collective."""
     said = [value]
     dist.broadcast_object_list(said, src=_first_of(group), group=group)
     return said[0]
-
-
-def together(
-    found: Callable[[], Result], act: Callable[[Result], None], group: Any = None
-) -> Result:
-    """What ``found`` gives on the first rank, on all of them, after each did ``act`` with it.
-    Collective: raises on all ranks what the first of them met."""
-    rank, count = standing(group)
-    value: Result | None = None
-    error: Exception | None = None
-    try:
-        value = found() if rank == 0 else None
-    except Exception as problem:
-        error = problem
-    if count > 1:
-        value, error = told_by_first((value, error), group)
-    if error is not None:
-        raise error
-    try:
-        act(value)  # type: ignore[arg-type]
-    except Exception as problem:
-        error = problem
-    errors: list[Any] = [error]
-    if count > 1:
-        errors = [None] * count
-        dist.all_gather_object(errors, error, group=group)
-    for each in errors:
-        if each is not None:
-            raise each
-    return value  # type: ignore[return-value]
 
 
 def _first_of(group: Any) -> int:

@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal, TypedDict
 
 from portus.client.loading.resolve import POOLS
 from portus.client.loading.stock import say_once
+from portus.errors import UsageError
 from portus.index.fits import Fits, Seconds, SomeBytes, SomeSeconds, refuse_misfits
 from portus.mirror.address import MIRROR_VARIABLE, StoreAddress, StoreKind, parse
 from portus.mirror.address import UNMIRRORED as UNMIRRORED
@@ -95,6 +96,15 @@ class Settings:
         ``has_mirror``."""
         address = mirror_of(self)
         return address is None or address.kind is not StoreKind.HOST
+
+    def require_mirror_of_files(self, what: str, instead: str) -> None:
+        """Raise ``UsageError`` unless ``can_mirror_files``. what: says that there are files;
+        instead: what else to do."""
+        if not self.can_mirror_files:
+            raise UsageError(
+                f"mirror: {what}, and objects on a storage host are small; mirror to a bucket or a "
+                f"directory, or {instead}"
+            )
 
     def allow_mirror(self) -> None:
         """Let loads of reference files in this process take damaged or missing data from the mirror

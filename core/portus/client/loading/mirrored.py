@@ -84,9 +84,9 @@ def _advice(mirrors: Mirrors, found: Meant) -> str:
     asked = f", step={found.step}" if found.step is not None else ""
     return (
         f"{mirrors.address}: model {found.model!r} is sharded, its newest save here is step "
-        f"{newest.step} of {count} ranks, and portus.load returns whole states. Load it into your "
-        "own state, with any number of ranks: portus.dcp.load(state, portus.dcp."
-        f"GroupReader(model={found.model!r}{asked}, mirror='{mirrors.address}')). Or make "
-        f"a whole file of it: portus export {mirrors.address}/{found.model}{step} OUT.safetensors. "
-        f"Or fetch its pools: portus pull {mirrors.address}/{found.model}"
+        f"{newest.step} of {count} ranks, and portus.load returns whole states. Make a whole file "
+        f"of it: portus export {mirrors.address}/{found.model}{step} OUT.safetensors. Or serve it "
+        "by a storage host with this mirror, and load it into your own state, with any number of "
+        f"ranks: portus.dcp.load(state, portus.dcp.GroupReader('portus://HOST', {found.model!r}"
+        f"{asked}))"
     )

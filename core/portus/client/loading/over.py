@@ -249,8 +249,8 @@ def _repeated(spec: TensorSpec) -> set[int]:
 
 def _fill(stored: StoredState, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> None:
     """Copy storages over tensors: straight where one tensor is the whole storage."""
-    users_of = by_storage(pairs)
-    filled = fill_blocks(stored, users_of)
+    users_of = _by_storage(pairs)
+    filled = _fill_blocks(stored, users_of)
     for index, users in users_of.items():
         if index not in filled:
             storage = fetched(stored, np.array([index], np.int64))[index]
@@ -259,7 +259,7 @@ def _fill(stored: StoredState, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> 
                 copy_over(target, resolved(spec, view_of(spec, storage)))
 
 
-def fill_blocks(stored: StoredState, users_of: _Users) -> set[int]:
+def _fill_blocks(stored: StoredState, users_of: _Users) -> set[int]:
     """Fetch straight to where they go the storages whose every tensor is the whole of it, at one
     place that is no other's; which these were."""
     lengths = stored.lengths
@@ -279,7 +279,7 @@ def fill_blocks(stored: StoredState, users_of: _Users) -> set[int]:
 _Users = dict[int, list[tuple[TensorSpec, torch.Tensor]]]
 
 
-def by_storage(pairs: list[tuple[TensorSpec, torch.Tensor]]) -> _Users:
+def _by_storage(pairs: list[tuple[TensorSpec, torch.Tensor]]) -> _Users:
     """Return the tensors of each storage, by its index."""
     found: _Users = {}
     for spec, target in pairs:

@@ -2,8 +2,8 @@
 
 A load fills fresh memory, hashes what arrived there and compares; nothing unverified is handed
 out. ``restore_into`` first verifies the pool's bytes, then copies them over the caller's tensors,
-hashing again: if no version verifies, the tensors are untouched. So do loads of shards, by
-``check_where`` and ``fill_where``.
+hashing again: if no version verifies, the tensors are untouched. Loads of shards check first, by
+``check_where``.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from typing import Final, Literal, TypeVar
 
 import numpy as np
 import torch
-from torch.autograd.graph import increment_version
 
 from portus.client.loading.loaded import note_loaded
 from portus.client.loading.over import (
     Rename,
-    by_storage,
     check_codecs,
     fetched,
-    fill_blocks,
     restore_over,
 )
 from portus.client.loading.patterns import Patterns, matcher
@@ -250,29 +247,6 @@ def load_where(
     """The part of a version at the key paths to ``keep``. stand_ins: in the place of objects of
     codecs. Raises as ``load``."""
     return _load(pool, entry, keep, True, stand_ins=stand_ins)
-
-
-def fill_where(
-    pool: PoolReader, entry: VersionEntry, targets: Mapping[str, torch.Tensor]
-) -> set[str]:
-    """Copy tensors of a version, by key path, straight over those of ``targets`` that are plain
-    blocks of memory for just their bytes; which these were. After ``check_where``: what is copied
-    is hashed again where it arrived.
-
-    All else is left alone: what would have to be converted or spread out, and what overlaps
-    another target. Raises as ``load``; then targets hold anything.
-    """
-    with pool.pinned(entry.info.id) as current:
-        opened = _open(pool, current, True)
-        pairs = [
-            (spec, targets[spec.name])
-            for spec in opened.tensors
-            if spec.storage >= 0 and spec.name in targets
-        ]
-        filled = fill_blocks(opened, by_storage(pairs))
-    names = {spec.name for spec, _ in pairs if spec.storage in filled}
-    increment_version([targets[name] for name in names])  # autograd did not see it
-    return names
 
 
 def check_where(

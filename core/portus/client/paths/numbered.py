@@ -344,9 +344,7 @@ def _checked(path: str, settings: Settings) -> Settings:
         )
     if settings.durable != 1:
         raise UsageError(f"durable: {where} is a directory; only storage hosts have copies")
-    if not settings.can_mirror_files:
-        raise UsageError(
-            f"mirror: {where} is a directory of files, and objects on a storage host are small; "
-            f"mirror to a bucket or a directory, or save to a pool file ({pool})"
-        )
+    settings.require_mirror_of_files(
+        f"{where} is a directory of files", f"save to a pool file ({pool})"
+    )
     return settings

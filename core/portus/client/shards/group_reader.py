@@ -1,4 +1,4 @@
-"""The load side of ``portus.dcp``: the newest complete group that verifies, at any number of ranks.
+"""``GroupReader``: the newest complete group that verifies, at any number of ranks.
 
 A load first checks the bytes that each rank is going to read, and only then copies the first of
 them, and hashes them again where they arrive: what was loaded into is whole, or as it was (or an
@@ -15,7 +15,6 @@ import logging
 import os
 import pickle
 import re
-import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -32,35 +31,29 @@ from torch.futures import Future
 
 from portus.client.fence.fence import before_write
 from portus.client.job.exchange import standing, told_by_first
-from portus.client.job.settings import Settings, mirror_of
 from portus.client.loading.loaded import note_loaded
 from portus.client.shards.cuts import FORMAT, FORMAT_KEY, ITEMS, METADATA, ItemLocation, decode
 from portus.client.shards.grouped import (
     Census,
     Directory,
     census,
+    check_hosts,
     check_part,
     chosen,
     directory_at,
-    fill_part,
-    glance,
     id_of,
     load_part,
     name_of,
     saved_as,
-    with_mirrored,
 )
-from portus.client.shards.mirrored_groups import GroupMirror, MirrorPlace, read_from
 from portus.client.state.codecs import codec_of
 from portus.errors import (
     CorruptionError,
-    MediumError,
     PortusError,
     StaleError,
     TransportError,
     UsageError,
 )
-from portus.index import roll
 from portus.index.groups import Group
 from portus.index.place import Place, PlaceName
 
@@ -96,9 +89,6 @@ class GroupReader(StorageReader):
     pool, model: as in ``GroupWriter``. A part may be on any of several hosts. The log names
         a host that does not answer.
     step: the step of the group; None: any.
-    mirror: an address, as in ``portus.Settings``. Parts that are missing or damaged in the pools
-        are read from there. Each rank reads the ranges that it needs, once, and keeps them in
-        memory until they are verified.
     """
 
     def __init__(
@@ -107,14 +97,12 @@ class GroupReader(StorageReader):
         model: str = "default",
         *,
         step: int | None = None,
-        mirror: str | None = None,
     ) -> None:
         super().__init__()
         self.place: Final = Place.named(pool)
+        check_hosts(self.place)
         self.model: Final = model
         self._step: Final = step
-        address = mirror_of(Settings(mirror=mirror))
-        self._mirror: Final = None if address is None else GroupMirror(address, model)
         self._asked: str | None = None
         self._directory: Directory | None = None
         self._falls_back = True
@@ -125,7 +113,6 @@ class GroupReader(StorageReader):
         self._why_not: PortusError | None = None
         self._given: _Chosen | PortusError | None = None
         self._saved: Any = None
-        self._doubts = False
         self._group: Group | None = None
         self._placed: Mapping[MetadataIndex, ItemLocation] = {}
         self._kept: dict[int, dict[str, Any]] = {}
@@ -134,11 +121,7 @@ class GroupReader(StorageReader):
 
     @classmethod
     def at(
-        cls,
-        directory: str | os.PathLike[str],
-        *,
-        fall_back: bool = False,
-        mirror: str | None = None,
+        cls, directory: str | os.PathLike[str], *, fall_back: bool = False
     ) -> GroupReader | None:
         """A reader of the group that a checkpoint directory leads to; None if
         ``GroupWriter.save_directory`` did not write the directory.
@@ -147,15 +130,14 @@ class GroupReader(StorageReader):
         fall_back: if the group of the directory was never completed, is gone or is damaged, load
             the newest complete group of the model, and log an error. Without it, such a load
             raises.
-        mirror: as for the class.
 
         Waits, for a limited time, for ranks that are about to commit. Raises ``UsageError`` if the
-        directory's pool may not be opened.
+        host of the directory may not be opened.
         """
         found = directory_at(os.path.abspath(os.fspath(directory)))
         if found is None:
             return None
-        reader = cls(found.place, found.model, mirror=mirror)
+        reader = cls(found.place, found.model)
         reader._directory, reader._falls_back = found, fall_back
         return reader
 
@@ -170,7 +152,7 @@ class GroupReader(StorageReader):
         Raises ``UsageError`` if there is none, and the same errors as a load.
         """
         assert self._group is not None, "load first"
-        content = self._load_part(self._group, rank, functools.partial(_is_at, names=(name,)))
+        content = load_part(self._group, rank, functools.partial(_is_at, names=(name,)))
         if name not in content:
             raise UsageError(f"{name_of(self._group)}: rank {rank} saved no {name}")
         return content[name]
@@ -234,81 +216,23 @@ class GroupReader(StorageReader):
         self._given, self._saved = told_by_first((found, saved), ranks)
 
     def _find(self) -> _Chosen:
-        """The group to load, and why not that of the directory, if it is another. By the roll where
-        that tells, as long as nothing spoke against it; else by the parts."""
-        glanced = None if self._doubts else glance(self.place, self.model)
-        if glanced is not None:
-            with contextlib.suppress(PortusError):
-                group = self._pick(glanced)
-                if glanced.is_certain(group):
-                    return group, None
-        found = self._census()
+        """The group to load, and why not that of the directory, if it is another."""
+        found = census(self.place, self.model)
         for host in found.silent.keys() - self._silent:
             self._silent.add(host)
             _log.error("%s: groups with a part there are not loaded", found.silent[host])
         try:
             return self._pick(found), None
         except (UsageError, TransportError) as error:
-            mirrored = self._pick_mirrored(found)
-            if mirrored is not None:
-                return mirrored, None
             if self._directory is None or not self._falls_back:
                 raise
             return chosen(found, self.model, None, but=self._passed_over), error
-
-    def _census(self) -> Census:
-        if self._mirror is not None and not self.place.is_host and not os.path.exists(self.place):
-            return Census(self.place, [])
-        return census(self.place, self.model)
-
-    def _pick_mirrored(self, found: Census) -> Group | None:
-        """What was asked for, of the pools and the mirror together; None if there is none."""
-        mirror = self._mirror
-        if mirror is None:
-            return None
-        try:
-            group = self._pick(with_mirrored(found, mirror.look().groups))
-        except (UsageError, TransportError, MediumError) as error:
-            _log.warning("portus: %s: %s", mirror.address, error)
-            return None
-        _log.warning(
-            "portus: the pools lack parts of %s, which are in %s", name_of(group), mirror.address
-        )
-        return group
-
-    def _take_copy(self, group: Group, rank: int, error: PortusError) -> bool:
-        """A part cannot be read where it is: read it from the mirror from now on. False if it is
-        not there, or there is none."""
-        mirror = self._mirror
-        if mirror is None or isinstance(error, UsageError | TransportError):
-            return False
-        try:
-            part = mirror.part(group, rank)
-            if part is None or isinstance(group.parts[rank][0], MirrorPlace):
-                return False
-        except StaleError:
-            pass  # no pool has it
-        except PortusError as other:
-            _log.error("portus: %s: %s", mirror.address, other)
-            return False
-        assert part is not None
-        _log.error("%s; the part of rank %d is TAKEN FROM %s", error, rank, mirror.address)
-        read_from(part, group, rank)
-        return True
-
-    def _load_part(self, group: Group, rank: int, keep: Callable[[str], bool]) -> dict[str, Any]:
-        try:
-            return load_part(group, rank, keep)
-        except PortusError as error:
-            if not self._take_copy(group, rank, error):
-                raise
-        return load_part(group, rank, keep)
 
     def _metadata_in(self, group: Group) -> Any:
         """torch's metadata of a group, as it is kept. Raises as loads do."""
         for rank in sorted(group.parts):  # the coordinator's has it: nearly always the first
             keep = functools.partial(_is_at, names=(METADATA, FORMAT_KEY))
-            content = self._load_part(group, rank, keep)
+            content = load_part(group, rank, keep)
             if content.get(FORMAT_KEY) not in range(1, FORMAT + 1):
                 raise UsageError(f"{name_of(group)}: written by a newer Portus; upgrade this one")
             if METADATA in content:
@@ -324,13 +248,6 @@ class GroupReader(StorageReader):
             return chosen(found, self.model, self._step, but=self._passed_over)
         named = saved_as(found, self.model, self._asked, self._step, self._passed_over)
         return chosen(found, self.model, self._step, ids=(named.id,), but=self._passed_over)
-
-    def _say_gone(self) -> None:
-        """A part is not where it was said to be. Raises what is missing, if that is known by the
-        parts; ``load`` looks for itself, on all ranks. Nobody is to believe the roll again."""
-        if not self._tells_later and self.place.is_directory:
-            roll.remove(self.place.path, self.model)
-            self._pick(census(self.place, self.model))
 
     def pass_over(self, error: PortusError) -> None:
         """From now on do without the group that was chosen last. Raises ``error`` if this reader
@@ -354,28 +271,12 @@ class GroupReader(StorageReader):
         assert self._group is not None
         self._kept.clear()
         for rank, items in self._by_rank(plan):
-            try:
-                with _naming(items):
-                    content = self._checked(self._group, rank, items)
-            except StaleError as error:
-                self._say_gone()
-                raise StaleError(f"{error}: load again") from error
+            kept_max = _KEPT_MAX if len(self._kept) < _KEPT_PARTS_MAX else 0
+            with _naming(items):
+                content = check_part(self._group, rank, _keep(items), kept_max)
             if content is not None:
                 self._kept[rank] = content[ITEMS]
         return replace(plan, storage_data=self._group.id)
-
-    def _checked(self, group: Group, rank: int, items: _Items) -> dict[str, Any] | None:
-        try:
-            return check_part(group, rank, _keep(items), self._kept_max(group, rank))
-        except PortusError as error:
-            if not self._take_copy(group, rank, error):
-                raise
-        return check_part(group, rank, _keep(items), self._kept_max(group, rank))
-
-    def _kept_max(self, group: Group, rank: int) -> int:
-        if isinstance(group.parts[rank][0], MirrorPlace):
-            return sys.maxsize  # it comes over the network, once
-        return _KEPT_MAX if len(self._kept) < _KEPT_PARTS_MAX else 0
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator. Raises ``StaleError`` if ranks chose different groups."""
@@ -387,16 +288,11 @@ class GroupReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Load what this rank needs, one rank's part after another. Raises as loads do.
-
-        Whole shards go straight to where they belong, and are verified there.
-        """
+        """Load what this rank needs, one rank's part after another. Raises as loads do."""
         assert self._group is not None
         before_write()  # a writer of this process may be saving these tensors
         for rank, items in self._by_rank(plan):
             content = self._kept.pop(rank, {})
-            if not items.keys() <= content.keys():
-                items = self._filled(rank, items, planner)
             if not items.keys() <= content.keys():
                 with _naming(items):
                     content = load_part(self._group, rank, _keep(items))[ITEMS]
@@ -412,25 +308,6 @@ class GroupReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Any name will do."""
         return True
-
-    def _filled(self, rank: int, items: _Items, planner: LoadPlanner) -> _Items:
-        """Copy whole shards straight over their targets; the items for which that cannot be."""
-        assert self._group is not None
-        whole: dict[str, tuple[str, ReadItem, torch.Tensor]] = {}
-        for key, (item, *more) in items.items():
-            if item.type != LoadItemType.BYTE_IO and not more:
-                target = planner.resolve_tensor(item).detach()
-                if target.size() == item.lengths:
-                    whole[f"{ITEMS}.{key}"] = (key, item, target)
-        targets = {path: target for path, (_, _, target) in whole.items()}
-        with _naming(items):
-            filled = fill_part(self._group, rank, targets)
-        left = dict(items)
-        for path in filled:
-            key, item, target = whole[path]
-            planner.commit_tensor(item, target)
-            del left[key]
-        return left
 
     def _by_rank(self, plan: LoadPlan) -> list[tuple[int, _Items]]:
         """What is to be read of the part of each rank."""
@@ -473,7 +350,6 @@ def load(state: dict[str, Any], reader: GroupReader, **more: Any) -> Group:
                 return reader.group
             except CheckpointException as error:
                 found = reason_of(error)  # the same on all ranks, so all do the same
-                reader._doubts = True
                 if isinstance(found, StaleError) and stale < _STALE_MAX:
                     stale += 1
                 elif isinstance(found, CorruptionError):
@@ -485,7 +361,7 @@ def load(state: dict[str, Any], reader: GroupReader, **more: Any) -> Group:
                     raise (first or found) from error
     finally:
         reader._tells_later, reader._given, reader._why_not = False, None, None
-        reader._doubts, reader._saved = False, None
+        reader._saved = None
 
 
 def _misfit(reader: GroupReader, error: CheckpointException) -> UsageError:

@@ -7,7 +7,6 @@ from typing import Final
 
 from portus.client.files.headroom import Headroom
 from portus.client.files.opened import RunPool
-from portus.client.files.run_mirror import Mirroring
 from portus.client.loading.view import Sign
 from portus.index.pool import PoolWriter
 from portus.media import calls
@@ -28,12 +27,6 @@ class RankPart:
         """Called with each committed version, on the worker. Must not raise."""
         self._pool: Final = pool
         self._headroom: Final = headroom
-
-    @calls.entry
-    def mirror_by(self, mirroring: Mirroring) -> None:
-        """Let ``mirroring`` copy what is committed. Call it before the first save. The
-        ``Checkpointer`` closes it; close that also if this raises."""
-        self._pool.mirror_by(mirroring)
 
     def announce(self) -> Sign:
         """A sign by which others tell this open pool from any copy of it. Creates the pool if it

@@ -344,20 +344,6 @@ def test_lazy_bits_of_a_target_are_written_through(tmp_path: Path) -> None:
             assert torch.equal(into["lazy"].resolve_conj(), numbers.conj().resolve_conj())
 
 
-def test_only_plain_blocks_are_filled_straight_and_autograd_hears_of_them(saved: Saved) -> None:
-    targets = {
-        "model.w": torch.zeros(30, 40).t(),  # to be spread out
-        "model.b": torch.zeros(30),
-        "head.w": torch.zeros(50, dtype=torch.float64),  # to be converted
-    }
-    before = targets["model.b"]._version
-    assert restore.fill_where(saved.pool, saved.entry(3), targets) == {"model.b"}
-    assert torch.equal(targets["model.b"], state(3)["model"]["b"])
-    assert targets["model.b"]._version > before
-    assert not targets["model.w"].any()
-    assert not targets["head.w"].any()
-
-
 def test_shards_are_checked_and_small_ones_handed_out_at_once(saved: Saved) -> None:
     def of_model(name: str) -> bool:
         return name.startswith("model.")

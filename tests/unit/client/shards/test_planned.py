@@ -108,7 +108,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def assert_saved(place: Path, found: State) -> None:
+def assert_saved(place: str, found: State) -> None:
     """What is in the pool is what torch takes that state apart into."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(found, is_coordinator=True)
@@ -128,10 +128,10 @@ def assert_saved(place: Path, found: State) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_in_what_a_state_looks_like_is_planned_anew(
-    tmp_path: Path, plans: list[int], change: Callable[[State], None]
+    host_pool: str, plans: list[int], change: Callable[[State], None]
 ) -> None:
     found = state()
-    with closing(GroupWriter(tmp_path, "run")) as writer:
+    with closing(GroupWriter(host_pool, "run")) as writer:
         for step in (1, 2):
             writer.save(found, step=step).wait()
         assert len(plans) == 1
@@ -142,15 +142,15 @@ def test_whatever_changes_in_what_a_state_looks_like_is_planned_anew(
         assert after is not None
         assert before.signs != after.signs
         writer.save(found, step=3).wait()
-    assert_saved(tmp_path, found)
+    assert_saved(host_pool, found)
 
 
 def test_other_objects_that_look_the_same_are_saved_without_a_plan(
-    tmp_path: Path, plans: list[int]
+    host_pool: str, plans: list[int]
 ) -> None:
     """Values, addresses and objects change; nothing that a plan is made of does."""
     found = state()
-    with closing(GroupWriter(tmp_path, "run")) as writer:
+    with closing(GroupWriter(host_pool, "run")) as writer:
         writer.save(found, step=1).wait()
         found["model"]["weight"].data = torch.rand(3, 4)
         found["model"]["bias"] = torch.rand(8)[::2]
@@ -159,18 +159,18 @@ def test_other_objects_that_look_the_same_are_saved_without_a_plan(
         found["n"] = {1, 2}
         writer.save(found, step=2).wait()
     assert len(plans) == 1
-    assert_saved(tmp_path, found)
+    assert_saved(host_pool, found)
 
 
-def test_what_cannot_be_saved_is_refused_without_a_plan(tmp_path: Path, plans: list[int]) -> None:
+def test_what_cannot_be_saved_is_refused_without_a_plan(host_pool: str, plans: list[int]) -> None:
     found = state()
-    with closing(GroupWriter(tmp_path, "run")) as writer:
+    with closing(GroupWriter(host_pool, "run")) as writer:
         writer.save(found, step=1).wait()
         with pytest.raises(portus.UsageError, match="cannot be saved"):
             writer.save({**found, "n": object()}, step=2)
         assert len(plans) == 1
         writer.save(found, step=3).wait()
-    assert_saved(tmp_path, found)
+    assert_saved(host_pool, found)
 
 
 def test_what_the_other_ranks_hear_of_is_not_raised_on_one_rank_alone(tmp_path: Path) -> None:
@@ -190,8 +190,8 @@ def test_what_the_other_ranks_hear_of_is_not_raised_on_one_rank_alone(tmp_path: 
         checkpointer.close()
 
 
-def test_what_other_ranks_planned_is_planned_anew(tmp_path: Path, plans: list[int]) -> None:
-    with closing(GroupWriter(tmp_path, "run")) as writer:
+def test_what_other_ranks_planned_is_planned_anew(host_pool: str, plans: list[int]) -> None:
+    with closing(GroupWriter(host_pool, "run")) as writer:
         for step in (1, 2):
             writer.save(state(), step=step).wait()
         assert len(plans) == 1
@@ -199,4 +199,4 @@ def test_what_other_ranks_planned_is_planned_anew(tmp_path: Path, plans: list[in
         writer._planned = replace(writer._planned, count=2)
         writer.save(state(), step=3).wait()
         assert len(plans) == 2
-        assert_saved(tmp_path, state())
+        assert_saved(host_pool, state())

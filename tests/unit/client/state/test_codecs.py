@@ -422,14 +422,14 @@ def sharded(fill: float) -> dict[str, Any]:
 
 
 def test_shards_hold_objects_and_streams(
-    tmp_path: Path, nothing_registered: Callable[[], None]
+    host_pool: str, tmp_path: Path, nothing_registered: Callable[[], None]
 ) -> None:
-    writer = portus.dcp.GroupWriter(tmp_path / "pools")
+    writer = portus.dcp.GroupWriter(host_pool)
     for step in (1, 2):  # the second one is planned by a look
         writer.save(sharded(step), step=step)
     writer.save_directory(sharded(3), tmp_path / "ckpt", step=3)
     writer.close()
-    reader = portus.dcp.GroupReader(tmp_path / "pools")
+    reader = portus.dcp.GroupReader(host_pool)
     state = sharded(0)
     portus.dcp.load(state, reader)
     assert_same(sharded(3), state)
@@ -444,9 +444,9 @@ def test_shards_hold_objects_and_streams(
     state = {"w": torch.zeros(4), "buffer": None}
     for load in (portus.dcp.load, lambda state, reader: dcp.load(state, storage_reader=reader)):
         with pytest.raises((portus.UsageError, CheckpointException), match=r"buffer.*'tests\.Repl"):
-            load(state, portus.dcp.GroupReader(tmp_path / "pools"))
+            load(state, portus.dcp.GroupReader(host_pool))
         assert not state["w"].any()
-    with portus.open(tmp_path / "pools") as pool:
+    with portus.open(host_pool) as pool:
         file, entry = next(pool.entries())
         with pytest.raises(portus.UsageError, match=r"'tests\.Replay', for which no codec"):
             check_where(file.reader, entry, lambda path: True)  # when a load is planned
@@ -456,14 +456,14 @@ def test_shards_hold_objects_and_streams(
 
 
 def test_an_object_that_cannot_be_encoded_is_told_by_the_sharded_save(
-    nothing_registered: Callable[[], None], tmp_path: Path
+    host_pool: str, nothing_registered: Callable[[], None]
 ) -> None:
     nothing_registered()
     broken(fail)
-    writer = portus.dcp.GroupWriter(tmp_path / "pools")
+    writer = portus.dcp.GroupWriter(host_pool)
     writer.save({"a": 1}, step=1)
     with pytest.raises((portus.UsageError, CheckpointException), match="raised OSError"):
         writer.save({"a": Broken(1)}, step=2)
     writer.close()
     state = {"a": 0}
-    assert portus.dcp.load(state, portus.dcp.GroupReader(tmp_path / "pools")).step == 1
+    assert portus.dcp.load(state, portus.dcp.GroupReader(host_pool)).step == 1
