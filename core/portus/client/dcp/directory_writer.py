@@ -3,12 +3,14 @@
 Each rank publishes one file, ``__R_N.distcp``; N is the number of the save, so no file of another
 save is in the way. The rank that coordinates publishes its file together with ``.metadata``, once
 those of all others are there. Without ``.metadata`` stock torch sees no checkpoint, and with it
-there is a whole one. Nothing is told between ranks but for torch's planning: in that, at the next
-save, each rank says which of its saves failed.
+there is a whole one. Nothing is told between ranks but for the planning: in that, at the next save,
+each rank says which of its saves failed. A late save of a state that looks like the one before it
+is planned as that was, after one exchange (``planned``).
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
@@ -18,12 +20,15 @@ from functools import partial
 from typing import Any, Final
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from portus.client.files.pending import PENDING
+from portus.client.job.exchange import Failure, News, Word
 from portus.client.job.settings import Settings
 from portus.client.paths.saver import Laid
 from portus.client.paths.training_files import TrainingFiles
@@ -31,15 +36,23 @@ from portus.client.shards.directories import (
     complete_in,
     pickled_metadata,
     rank_file_name,
+    renumbered,
     series_of,
     stale_in,
 )
-from portus.client.shards.rank_contents import PickledMetadata, RankContents
+from portus.client.shards.planned import Planned, agreed, values_of
+from portus.client.shards.rank_contents import (
+    PickledMetadata,
+    RankContents,
+    in_bytes,
+    resolved,
+)
 from portus.directory.claim import SeriesClaim
 from portus.directory.system import medium_error
 from portus.directory.waiting import in_flight
 from portus.errors import AbandonedError, PortusError, UsageError, printable
 from portus.image.metadata_file import NAME
+from portus.index.groups import ID_SIZE
 from portus.index.place import DEFAULT_DIRECTORY
 from portus.pipeline.handle import SaveHandle
 
@@ -73,6 +86,16 @@ class _Start:
     save: int
     rank: int
     failed: Mapping[int, str]
+
+
+@dataclass(slots=True)
+class _PlannedDirectory:
+    """How the save before was planned. ``sizes``: of this rank's items. ``metadata``: of all ranks,
+    with the places of their items; on the rank that coordinates."""
+
+    planned: Planned
+    sizes: list[int]
+    metadata: Metadata | None
 
 
 @dataclass(slots=True)
@@ -126,6 +149,10 @@ class DirectoryWriter(StorageWriter):
         self._count = 0
         self._start: _Start | None = None
         self._contents: RankContents | None = None
+        self._local = SavePlan([])
+        self._sizes: list[int] = []
+        self._metadata: Metadata | None = None
+        self._planned: _PlannedDirectory | None = None
         self._opened(is_first=_rank() == 0).open()
 
     # What a user calls.
@@ -141,6 +168,33 @@ class DirectoryWriter(StorageWriter):
         coordinates. step: of training; None: the number at the end of the directory's name.
         is_late: it returns before it is complete."""
         self._more, self._said, self._is_late = files, step, is_late
+
+    def save(self, state: dict[str, Any], directory: Any, ranks: dist.ProcessGroup | None) -> None:
+        """Save ``state`` to ``directory``, as said to ``begin``. On every rank. Raises as
+        ``portus.dcp.async_save``, but what a planning of torch raises as that does."""
+        self.reset(directory)
+        state, planner = values_of(state), DefaultSavePlanner()
+        before, self._planned = self._planned, None
+        if before is not None and self._is_late:
+            word = Word(named=self._directory, id=self._next_id(), news=self._news())
+            take = partial(self._as_before, before)
+            found, said = agreed(before.planned, state, planner, take, word, ranks)
+            self._hear(_failures(said))
+            if found is not None:
+                self._save_as_before(before, *found)
+                self._planned = before
+                return
+        torch_save(
+            state,
+            checkpoint_id=directory,
+            storage_writer=self,
+            planner=planner,
+            process_group=ranks,
+        )
+        assert self._start is not None
+        number = self._start.save.to_bytes(ID_SIZE, "big")
+        planned = Planned.of(number, self._local, planner, state, ranks)
+        self._planned = _PlannedDirectory(planned, self._sizes, self._metadata)
 
     def fetch(self, checkpoints: str) -> None:
         """If the settings name a mirror, and this machine has nothing of the run that saves to the
@@ -168,7 +222,7 @@ class DirectoryWriter(StorageWriter):
     def close(self) -> None:
         """Finish the saves in flight. It may be used again."""
         files, self._files = self._files, None
-        self._has_begun = False
+        self._has_begun, self._planned = False, None
         try:
             if files is not None:
                 self._close(files)
@@ -222,6 +276,7 @@ class DirectoryWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds what this rank has to say."""
+        self._local = plan
         return replace(plan, storage_data=_Word(self._directory, self._failed()))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -231,12 +286,12 @@ class DirectoryWriter(StorageWriter):
         if len(directories) > 1:
             found = ", ".join(printable(each) for each in sorted(directories)[:2])
             raise UsageError(f"checkpoint_id: expected the same on all ranks, found {found}")
-        self._take(self._directory)
+        self._take()
         failed: dict[int, str] = {}
         for rank, word in enumerate(words):
             for save, why in word.failed.items():
                 failed.setdefault(save, f"rank {rank}: {why}")
-        save = max(time.time_ns(), max((each.save for each in self._asked), default=0) + 1)
+        save = self._next()
         return [
             replace(plan, storage_data=_Start(save, rank, failed))
             for rank, plan in enumerate(plans)
@@ -252,35 +307,56 @@ class DirectoryWriter(StorageWriter):
             )
         self._start = start
         self._hear(start.failed)
-        contents = RankContents(plan, planner, start.save)
-        name = rank_file_name(start.rank, start.save)
-        asked = _Asked(start.save, os.path.join(self._directory, name))
-        self._asked.append(asked)
+        contents = RankContents(plan.items, resolved(plan.items, planner))
+        self._sizes = contents.sizes
+        asked = self._ask(start, contents)
         if self._is_coordinator:
             self._contents = contents
         else:
-            asked.handle = self._begun().save_directory(
-                self._directory, {name: Laid(contents)}, self._step()
-            )
-            self.begin({}, None, is_late=False)
+            self._begin(asked, contents)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(contents.results(name))
+        future.set_result(contents.results(os.path.basename(asked.path)))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Save the metadata; on the rank that coordinates. Returns when the checkpoint is complete,
         or at once if it is late."""
-        start, contents, asked = self._start, self._contents, self._asked[-1]
-        assert start is not None
-        assert contents is not None
-        self._contents = None  # it has copies of what is a part of something larger
-        more, is_late, step = self._more, self._is_late, self._step()
-        self.begin({}, None, is_late=False)
         metadata.version = getattr(metadata, "version", None) or _version()
         metadata.storage_data = {each.index: each.storage_data for one in results for each in one}
+        self._metadata = metadata
+        contents, self._contents = self._contents, None  # it has copies of parts of storages
+        assert contents is not None
+        self._begin_whole(contents, metadata, len(results))
+
+    def _next(self) -> int:
+        """The number of the next save; on the rank that coordinates."""
+        return max(time.time_ns(), max((each.save for each in self._asked), default=0) + 1)
+
+    def _ask(self, start: _Start, contents: RankContents) -> _Asked:
+        """A save that all ranks take part in."""
+        self._start, contents.save = start, start.save
+        name = rank_file_name(start.rank, start.save)
+        asked = _Asked(start.save, os.path.join(self._directory, name))
+        self._asked.append(asked)
+        return asked
+
+    def _begin(self, asked: _Asked, contents: RankContents) -> None:
+        """This rank's file; on those that do not coordinate."""
+        asked.handle = self._begun().save_directory(
+            self._directory, {os.path.basename(asked.path): Laid(contents)}, self._step()
+        )
+        self.begin({}, None, is_late=False)
+
+    def _begin_whole(self, contents: RankContents, metadata: Metadata, count: int) -> None:
+        """The file of the rank that coordinates, and the metadata of ``count`` ranks. Returns when
+        the checkpoint is complete, or at once if it is late."""
+        start, asked = self._start, self._asked[-1]
+        assert start is not None
+        more, is_late, step = self._more, self._is_late, self._step()
+        self.begin({}, None, is_late=False)
         metadata.storage_meta = self.storage_meta()
         own = os.path.basename(asked.path)
-        others = [rank_file_name(rank, start.save) for rank in range(len(results))]
+        others = [rank_file_name(rank, start.save) for rank in range(count)]
         others.remove(own)
         self._refuse_node_local(others)
         older = self._older(start.save)
@@ -295,6 +371,50 @@ class DirectoryWriter(StorageWriter):
             self._begun().remove(path)
         if not is_late:
             handle.wait()
+
+    # Planned as before.
+
+    def _as_before(self, before: _PlannedDirectory, values: list[Any]) -> RankContents | None:
+        """Raises ``UsageError`` for what cannot be saved."""
+        if self._is_coordinator and not self._has_claim():
+            return None
+        items = before.planned.final.items
+        contents = RankContents(items, in_bytes(items, values))
+        return contents if contents.sizes == before.sizes else None
+
+    def _save_as_before(
+        self, before: _PlannedDirectory, number: bytes, contents: RankContents
+    ) -> None:
+        save, rank = int.from_bytes(number, "big"), before.planned.rank
+        asked = self._ask(_Start(save, rank, {}), contents)
+        if not self._is_coordinator:
+            self._begin(asked, contents)
+            return
+        assert before.metadata is not None
+        metadata = before.metadata = copy.copy(before.metadata)
+        metadata.storage_data = {
+            index: replace(place, relative_path=renumbered(place.relative_path, save))
+            for index, place in metadata.storage_data.items()
+        }
+        self._begin_whole(contents, metadata, before.planned.count)
+
+    def _next_id(self) -> bytes:
+        return self._next().to_bytes(ID_SIZE, "big")
+
+    def _news(self) -> News:
+        """How the saves before this one ended on this rank."""
+        failures = tuple(
+            Failure(
+                group=save.to_bytes(ID_SIZE, "big"),
+                step=0,
+                text=why,
+                errno=None,
+                given_up=False,
+                is_known=False,
+            )
+            for save, why in self._failed().items()
+        )
+        return News(committed=None, groups=(), failures=failures, raises=False)
 
     # On the worker.
 
@@ -344,17 +464,24 @@ class DirectoryWriter(StorageWriter):
             self._has_begun = True
         return files
 
-    def _take(self, directory: str) -> None:
+    def _take(self) -> None:
         """Raises ``BusyError`` if another job has checkpoints of such names."""
-        above = os.path.dirname(directory)
+        wanted = self._series()
+        if wanted not in self._claims:
+            with PENDING.exempt():
+                os.makedirs(wanted[0], exist_ok=True)
+                self._claims[wanted] = SeriesClaim(*wanted)
+
+    def _has_claim(self) -> bool:
+        return self._has_begun and self._series() in self._claims
+
+    def _series(self) -> tuple[str, str]:
+        """The names of checkpoints that this one has one of, and where they are."""
+        above = os.path.dirname(self._directory)
         root = os.path.realpath(os.path.dirname(self._links)) if self._links else above
         if os.path.commonpath([root, above]) == root:
             above = root
-        wanted = above, series_of(os.path.relpath(directory, above))
-        if wanted not in self._claims:
-            with PENDING.exempt():
-                os.makedirs(above, exist_ok=True)
-                self._claims[wanted] = SeriesClaim(*wanted)
+        return above, series_of(os.path.relpath(self._directory, above))
 
     def _step(self) -> int:
         """What was said, or the number at the end of the directory's name; else saves are
@@ -433,6 +560,15 @@ class DirectoryWriter(StorageWriter):
         with PENDING.exempt():
             before = [each for each in complete_in(above, name) if each != self._directory]
         return before[max(0, self._keep - 1) :]
+
+
+def _failures(said: Sequence[News]) -> dict[int, str]:
+    """The saves that failed on some rank, and why."""
+    failed: dict[int, str] = {}
+    for rank, news in enumerate(said):
+        for each in news.failures:
+            failed.setdefault(int.from_bytes(each.group, "big"), f"rank {rank}: {each.text}")
+    return failed
 
 
 def _names_in(directory: str) -> set[str]:

@@ -41,7 +41,6 @@ from torch.futures import Future
 
 from portus.client.job.exchange import (
     Heard,
-    Named,
     Outcomes,
     Tally,
     Word,
@@ -86,6 +85,7 @@ from portus.client.shards.planned import (
     agreed,
     check_kinds,
     collected,
+    keyed,
     values_of,
 )
 from portus.errors import PortusError, UsageError
@@ -111,6 +111,10 @@ _SEEN_S: Final = 10.0
 
 _STOCK_FILES: Final = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 """What torch's own storage puts into a checkpoint directory."""
+
+
+Named = tuple[int, str | None, tuple[tuple[str, float], ...]]
+"""What a save is, on all ranks alike: its step, its id, and its metrics, sorted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,8 +298,8 @@ class GroupWriter(StorageWriter):
         start, ranks = self._since, process_group or self._ranks
         state, planner = values_of(state), DefaultSavePlanner()
         planned, self._planned = self._planned, None
-        word = Word(named=self._named, news=self._outcomes.news())
-        found, said = agreed(planned, state, planner, self._check, word, ranks)
+        word = Word(named=self._named, id=new_id(), news=self._outcomes.news())
+        found, said = agreed(planned, state, planner, self._parts_of, word, ranks)
         self._hear(Heard.of(said, self.model))
         if found is None:
             torch_save(state, storage_writer=self, planner=planner, process_group=ranks)
@@ -468,9 +472,11 @@ class GroupWriter(StorageWriter):
         self._outcomes.begin(group, self._step)
         self._parts = parts
 
-    def _check(self, parts: Parts) -> None:
-        """Raise ``UsageError`` for what cannot be saved."""
+    def _parts_of(self, values: list[Any]) -> Parts:
+        """Raises ``UsageError`` for what cannot be saved."""
+        parts = keyed(values)
         check_kinds({**parts, **self._with_files({})})
+        return parts
 
     def _save_planned(self, group: bytes, parts: Parts) -> None:
         self._begin_group(group, parts)

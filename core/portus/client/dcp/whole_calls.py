@@ -12,7 +12,6 @@ from typing import Any, Final, overload
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
-from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from portus.client.dcp.directory_writer import DirectoryWriter
 from portus.client.job.exchange import beside, standing
@@ -47,9 +46,7 @@ def save_with(
     writer.begin(files or {}, step, is_late=is_late)
     try:
         with _perhaps_alone():
-            torch_save(
-                state, checkpoint_id=directory, storage_writer=writer, process_group=process_group
-            )
+            writer.save(state, directory, process_group)
     except CheckpointException as error:
         found = reason_of(error)
         raise found from (None if found is error else error)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from portus.client.job.settings import OnError
 from portus.errors import AbandonedError, MediumError, PortusError, TransportError
 from portus.format.checksum import DIGEST_SIZE, digest
-from portus.index.groups import ID_SIZE, new_id
+from portus.index.groups import ID_SIZE
 from portus.pipeline.handle import SaveHandle
 
 _log: Final = logging.getLogger("portus")
@@ -214,19 +214,17 @@ def _told(said: Sequence[News], model: str) -> PortusError | None:
     return MediumError(numbers[0], text) if numbers else AbandonedError(text)
 
 
-Named = tuple[int, str | None, tuple[tuple[str, float], ...]]
-"""What a save is, on all ranks alike: its step, its id, and its metrics, sorted."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
     """What a rank says in a save that may be planned as the one before it was.
 
-    named: the step, the id that it is saved as, and its metrics. planning: the id of the planning
-    that it would go on with; ``UNPLANNED`` if it cannot. error: why it cannot save at all.
+    named: what is saved, the same on all ranks; its ``repr`` is compared. id: of the save, if this
+    is the first rank. planning: the id of the planning that it would go on with; ``UNPLANNED`` if
+    it cannot. error: why it cannot save at all.
     """
 
-    named: Named
+    named: object
+    id: bytes
     news: News
     planning: bytes = UNPLANNED
     error: BaseException | None = None
@@ -234,7 +232,7 @@ class Word:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What all ranks say. group: an id for the group of this save, if all of them go on with the
+    """What all ranks say. group: the first rank's id of the save, if all of them go on with the
     same planning and save the same; else None. news, errors: by rank."""
 
     group: bytes | None
@@ -263,7 +261,7 @@ def _short(word: Word) -> bytes:
     committed = (news.committed is not None, news.committed or 0)
     groups = (len(news.groups), b"".join(news.groups))
     last = (news.raises, *committed, *groups)
-    return _WORD.pack(word.planning, named, new_id(), is_all, *last)
+    return _WORD.pack(word.planning, named, word.id, is_all, *last)
 
 
 def _news(raises: bool, has_committed: bool, step: int, count: int, groups: bytes) -> News:

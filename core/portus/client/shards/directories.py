@@ -49,6 +49,13 @@ def rank_file_name(rank: int, save: int) -> str:
     return f"__{rank}_{save}.distcp"
 
 
+def renumbered(name: str, save: int) -> str:
+    """Return the name of the file of the same rank as ``name`` in another save."""
+    match = RANK_FILE.fullmatch(name)
+    assert match is not None
+    return rank_file_name(int(match[1]), save)
+
+
 def series_of(name: str) -> str:
     """Return what names have in common that differ in their numbers alone."""
     return _DIGITS.sub("#", name)

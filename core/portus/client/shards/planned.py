@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -29,6 +29,8 @@ from portus.client.state.leaves import PLAIN
 from portus.client.state.state import flatten
 from portus.client.state.tensors import PLAIN_TENSORS
 from portus.errors import PortusError, UsageError
+
+Taken = TypeVar("Taken")
 
 Parts = dict[str, Any]
 """What a rank saves, by the keys of its part."""
@@ -92,32 +94,32 @@ def agreed(
     planned: Planned | None,
     state: dict[str, Any],
     planner: SavePlanner,
-    check: Callable[[Parts], None],
+    take: Callable[[list[Any]], Taken | None],
     word: Word,
     ranks: Any = None,
-) -> tuple[tuple[bytes, Parts] | None, list[News]]:
-    """The id for a group of this ``state``, and what this rank saves, if every rank may go on as
+) -> tuple[tuple[bytes, Taken] | None, list[News]]:
+    """The id of the save of this ``state``, and what this rank saves, if every rank may go on as
     ``planned``; else None. And the news of all ranks.
 
-    check: raises ``UsageError`` for what cannot be saved; then all ranks raise it. word: what this
-    rank says, but for the planning. ranks: their process group. Collective, once: all ranks get
-    the same answer.
+    take: makes what this rank saves of its values, by item: live shards, and objects themselves;
+    None: it does not fit the planning. Raises ``UsageError`` for what cannot be saved; then all
+    ranks raise it. word: what this rank says, but for the planning. ranks: their process group.
+    Collective, once: all ranks get the same answer.
     """
-    parts: Parts | None = None
+    taken: Taken | None = None
     error: BaseException | None = None
     try:
-        parts = None if planned is None else _as_planned(planned, state, planner, ranks)
-        if parts is not None:
-            check(parts)
+        values = None if planned is None else _as_planned(planned, state, planner, ranks)
+        taken = None if values is None else take(values)
     except BaseException as problem:
         error = problem
-    known = planned.id if planned is not None and parts is not None else UNPLANNED
+    known = planned.id if planned is not None and taken is not None else UNPLANNED
     said = exchanged(replace(word, planning=known, error=_in_short(error)), ranks)
     if error is not None or said.errors:
         raise error or said.errors[0]
-    if said.group is None or parts is None:
+    if said.group is None or taken is None:
         return None, said.news
-    return (said.group, parts), said.news
+    return (said.group, taken), said.news
 
 
 def _in_short(error: BaseException | None) -> Exception | None:
@@ -129,17 +131,17 @@ def _in_short(error: BaseException | None) -> Exception | None:
 
 def _as_planned(
     planned: Planned, state: dict[str, Any], planner: SavePlanner, ranks: Any
-) -> Parts | None:
-    """What this rank saves, if its plan is what it was; else None."""
+) -> list[Any] | None:
+    """What this rank saves, by item, if its plan is what it was; else None."""
     if standing(ranks) != (planned.rank, planned.count):
         return None
     found = look(state) if planned.signs is not None else None
     if found is not None and found.signs == planned.signs:
         with torch.no_grad():  # or a view of it is made
-            return keyed([_shown(found.values[place]) for place in planned.places])
+            return [_shown(found.values[place]) for place in planned.places]
     if not _plans_alike(planned, state, planner):
         return None
-    return collected(planned.final, planner)
+    return _values(planned.final, planner)
 
 
 def _plans_alike(planned: Planned, state: dict[str, Any], planner: SavePlanner) -> bool:
@@ -200,7 +202,11 @@ def _shown(value: Any) -> Any:
 def collected(plan: SavePlan, planner: SavePlanner) -> Parts:
     """What a plan says to save: live shards, and objects themselves, not the pickles that torch
     would make of them. Raises ``UsageError``."""
-    return keyed([_value_of(item, planner) for item in plan.items])
+    return keyed(_values(plan, planner))
+
+
+def _values(plan: SavePlan, planner: SavePlanner) -> list[Any]:
+    return [_value_of(item, planner) for item in plan.items]
 
 
 def _value_of(item: WriteItem, planner: SavePlanner) -> Any:
@@ -224,4 +230,13 @@ def check_kinds(values: Parts) -> None:
     flatten({key: value for key, value in values.items() if type(value) not in _SAVED})
 
 
-__all__ = ["Parts", "Planned", "agreed", "check_kinds", "collected", "look", "values_of"]
+__all__ = [
+    "Parts",
+    "Planned",
+    "agreed",
+    "check_kinds",
+    "collected",
+    "keyed",
+    "look",
+    "values_of",
+]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from portus.client.state.contents import changes_of
@@ -19,6 +20,8 @@ from portus.errors import UsageError
 from portus.image.image import Column, Image
 from portus.image.metadata_file import metadata_image
 from portus.image.rank_file import BytesItem, Item, TensorItem, offsets_of, rank_image
+
+_SCALARS: Final = frozenset({bool, int, float, str, type(None)})
 
 _ARCHIVE: Final = "archive"
 """How torch calls the archive of a tensor that it saves to a stream."""
@@ -35,15 +38,16 @@ class _Saved:
 
 
 class RankContents:
-    """See ``FileContents``. The items of ``plan``, as ``planner`` gives them; those that are a part
-    of a larger storage were copied. save: the number of the save.
+    """See ``FileContents``. The items of a plan, and by item a tensor, or bytes; tensors that are
+    a part of a larger storage were copied. ``save``: the number of the save, to be said before it
+    is laid out.
 
     Raises ``UsageError`` for what torch cannot save.
     """
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner, save: int) -> None:
-        self._saved: Final = [_item(each, planner) for each in plan.items]
-        self._save: Final = save
+    def __init__(self, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]) -> None:
+        self._saved: Final = [_item(*each) for each in zip(items, values, strict=True)]
+        self.save = 0
         tensors = [each for each in self._saved if each.pickled is not None]
         self._tensors: Final = tensors
         self.storages: Final[Sequence[torch.UntypedStorage]] = [
@@ -70,11 +74,16 @@ class RankContents:
 
     def image(self, path: str, note: bytes = b"") -> Image:
         """See ``FileContents``; there is no note."""
-        return rank_image([each.item for each in self._saved], self._save)
+        return rank_image([each.item for each in self._saved], self.save)
 
     def describer(self) -> Callable[[int], str]:
         """See ``FileContents``."""
         return self._owner.__getitem__
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each item in the file."""
+        return [each.item.size for each in self._saved]
 
     def results(self, name: str) -> list[WriteResult]:
         """Return what torch is to note of the items in the file ``name``."""
@@ -117,17 +126,59 @@ def _pickled(saved: _Saved) -> PickledState:
     return saved.pickled
 
 
-def _item(planned: WriteItem, planner: SavePlanner) -> _Saved:
-    try:
+def resolved(items: Sequence[WriteItem], planner: SavePlanner) -> list[torch.Tensor | bytes]:
+    """Return what ``planner`` gives for items: tensors, and bytes of other values. Raises
+    ``UsageError`` for what torch cannot save."""
+    return [_resolved(each, planner) for each in items]
+
+
+def _resolved(planned: WriteItem, planner: SavePlanner) -> torch.Tensor | bytes:
+    with _naming(planned):
         value = planner.resolve_data(planned)
+    return value.getvalue() if isinstance(value, io.BytesIO) else value
+
+
+def in_bytes(items: Sequence[WriteItem], values: Sequence[Any]) -> list[torch.Tensor | bytes]:
+    """Return tensors as they are, and of other values the bytes that torch's planner makes. Raises
+    ``UsageError`` for what torch cannot save."""
+    known: dict[tuple[type, str], bytes] = {}
+    return [_in_bytes(*each, known) for each in zip(items, values, strict=True)]
+
+
+def _in_bytes(
+    planned: WriteItem, value: Any, known: dict[tuple[type, str], bytes]
+) -> torch.Tensor | bytes:
+    if planned.type != WriteItemType.BYTE_IO:
+        assert isinstance(value, torch.Tensor)
+        return value
+    if type(value) not in _SCALARS:
+        return _bytes_of(planned, value)
+    key = type(value), repr(value)  # of a parameter group each parameter has the same ones
+    if key not in known:
+        known[key] = _bytes_of(planned, value)
+    return known[key]
+
+
+def _bytes_of(planned: WriteItem, value: Any) -> bytes:
+    stream = io.BytesIO()
+    with _naming(planned):
+        torch.save(value, stream)
+    return stream.getvalue()
+
+
+@contextlib.contextmanager
+def _naming(planned: WriteItem) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
         raise UsageError(
             f"{planned.index.fqn}: torch cannot save it: {type(error).__name__}: {error}"
         ) from error
-    if planned.type == WriteItemType.BYTE_IO:
-        assert isinstance(value, io.BytesIO)
-        return _Saved(planned, BytesItem(value.getvalue()), None, False)
-    assert isinstance(value, torch.Tensor)
+
+
+def _item(planned: WriteItem, value: torch.Tensor | bytes) -> _Saved:
+    if isinstance(value, bytes):
+        return _Saved(planned, BytesItem(value), None, False)
     tensor = value.detach()
     is_copy = tensor.layout is torch.strided and (
         tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()

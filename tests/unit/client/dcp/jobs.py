@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
 
 import portus.dcp
 from portus.client.dcp.directory_writer import DirectoryWriter
@@ -21,7 +23,7 @@ from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.errors import MediumError, PortusError, UsageError
 from portus.writer.image_file import ImageFile
 from tests.unit.client import sharded
-from tests.unit.client.sharded import Job, say
+from tests.unit.client.sharded import Job, collectives, say
 
 run = sharded.run
 warm_up = sharded.warm_up
@@ -177,11 +179,76 @@ def dirs_refused(rank: int, count: int, root: Path) -> None:
     assert not list((root / "step_1").glob("*.distcp"))
 
 
+def dirs_again(rank: int, count: int, root: Path) -> None:
+    """Late saves of what looks the same are planned once; whatever changes on any rank is planned
+    anew. Stock loads each."""
+    planned, global_plan = [], DefaultSavePlanner.create_global_plan
+
+    def counted(planner: Any, plans: list[SavePlan]) -> Any:
+        planned.append(len(plans))
+        return global_plan(planner, plans)
+
+    setattr(DefaultSavePlanner, "create_global_plan", counted)  # noqa: B010
+    writer = PortusStorageWriter()
+    state: dict[str, Any] = {"same": torch.zeros(64), f"own{rank}": torch.zeros(8)}
+    state |= {f"rate{rank}": 0.5, "negative": -0.0, "n": 0, "text": "a"}
+
+    def saved(step: int, *, plannings: int, above: str = "run", blocking: bool = False) -> None:
+        state["same"] += 1
+        state[f"own{rank}"] += rank + step
+        state["n"], state[f"rate{rank}"] = step, step / 8
+        place = root / above / f"step_{step}"
+        writer.save(state, place, blocking=blocking)
+        writer.wait()
+        dist.barrier()
+        assert sorted(each.name for each in place.iterdir())[0] == ".metadata"
+        for load in (dcp.load, portus.dcp.load):
+            target: dict[str, Any] = {
+                name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+                for name, value in state.items()
+            }
+            load(target, checkpoint_id=place)
+            for name, value in state.items():
+                is_tensor = isinstance(value, torch.Tensor)
+                there = target[name]
+                assert torch.equal(there, value) if is_tensor else there == value, (step, name)
+            assert repr(target["negative"]) == "-0.0"
+        if rank == 0:
+            assert len(planned) == plannings, (step, planned)
+        dist.barrier()
+
+    saved(1, plannings=1)
+    saved(2, plannings=1)
+    with collectives() as used:
+        writer.save(state, root / "run" / "step_20")
+    assert used == ["gather", "broadcast"], "ranks tell each other once, by way of the first"
+    if rank == 1:
+        state["own1"] = torch.zeros(9)  # one rank's plan changes
+    saved(3, plannings=2)
+    saved(4, plannings=2)
+    state["text"] = "a" * 1000  # the plan is the same, and what is behind it is elsewhere
+    saved(5, plannings=3)
+    saved(6, plannings=3)
+    with pytest.raises((PortusError, dcp.api.CheckpointException)):
+        writer.save({**state, "own1": lambda: 0} if rank == 1 else state, root / "run" / "step_7")
+    before = len(planned)
+    saved(8, plannings=before + 1)
+    saved(9, plannings=before + 1)
+    saved(10, plannings=before + 2, above="other")  # names that the job has not claimed
+    saved(11, plannings=before + 2, above="other")
+    saved(12, plannings=before + 3, blocking=True)
+    saved(13, plannings=before + 3)
+    writer.close()
+    saved(14, plannings=before + 4)
+    writer.close()
+
+
 sharded.TASKS.update(
     {
         "dirs_save": dirs_save,
         "dirs_load": dirs_load,
         "dirs_train": dirs_train,
+        "dirs_again": dirs_again,
         "dirs_full": dirs_full,
         "dirs_apart": dirs_apart,
         "dirs_refused": dirs_refused,

@@ -75,6 +75,13 @@ def run(root: Path, *tasks: str) -> str:
     return "\n".join(printed)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_late_saves_of_what_looks_the_same_are_planned_once_and_others_anew(
+    tmp_path: Path, ranks: int
+) -> None:
+    run(tmp_path, f"dirs_again:{ranks}")
+
+
 def state_of(seed: int) -> dict[str, Any]:
     """One of each kind."""
     torch.manual_seed(seed)

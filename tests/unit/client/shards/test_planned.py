@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import portus
+import portus.dcp
 from portus.client.pool_checkpointer import PoolCheckpointer
 from portus.client.shards.planned import look
-from portus.dcp import GroupReader, GroupWriter, load
+from portus.dcp import GroupReader, GroupWriter, PortusStorageWriter, load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -200,3 +202,51 @@ def test_what_other_ranks_planned_is_planned_anew(host_pool: str, plans: list[in
         writer.save(state(), step=3).wait()
         assert len(plans) == 2
         assert_saved(host_pool, state())
+
+
+# The same for directories.
+
+
+def assert_stock_loads(place: Path, found: State) -> None:
+    """What is there is what torch takes that state apart into."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(found, is_coordinator=True)
+    target: State = {
+        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+        for name, value in planner.state_dict.items()
+    }
+    for load_into in (dcp.load, portus.dcp.load):
+        load_into(target, checkpoint_id=place)
+        for name, value in planner.state_dict.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            assert torch.equal(target[name], value) if is_tensor else target[name] == value, name
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_directory_of_what_looks_another_way_is_planned_anew(
+    tmp_path: Path, plans: list[int], change: Callable[[State], None]
+) -> None:
+    found = state()
+    with closing(PortusStorageWriter()) as writer:
+        for step in (1, 2):
+            writer.save(found, tmp_path / f"{step}").wait()
+        assert len(plans) == 1
+        change(found)
+        writer.save(found, tmp_path / "3").wait()
+    assert len(plans) > 1
+    assert_stock_loads(tmp_path / "3", found)
+
+
+def test_a_directory_of_what_looks_the_same_is_saved_without_a_plan(
+    tmp_path: Path, plans: list[int]
+) -> None:
+    found = state()
+    with closing(PortusStorageWriter()) as writer:
+        writer.save(found, tmp_path / "1").wait()
+        found["model"]["weight"].data = torch.rand(3, 4)
+        found["model"]["bias"] = torch.rand(8)[::2]
+        found["moments"] = [{"step": torch.rand(()), "betas": (1, 2)}, {"step": torch.rand(2)}]
+        found["losses"], found["n"] = [3.0] * 2, -0.0
+        writer.save(found, tmp_path / "2").wait()
+    assert len(plans) == 1
+    assert_stock_loads(tmp_path / "2", found)
