@@ -28,7 +28,7 @@ BROAD_EXCEPT = {
     "core/portus/client/fence/fence.py: _await_copy": "in the user's step; must not end training",
     "core/portus/mirror/behind.py: _run": "the top of the thread that copies; it is told",
     "core/portus/client/shards/directories.py: read_metadata": "what torch's metadata hold; told",
-    "core/portus/client/shards/rank_contents.py: _item": "code of a planner; told with its name",
+    "core/portus/client/shards/rank_contents.py: _naming": "code of a planner; told with its name",
     "core/portus/client/dcp/directory_writer.py: _reason": "why a save failed, for other ranks",
     "core/portus/client/shards/planned.py: _plans_alike": "other ranks wait; torch tells it",
     "core/portus/client/shards/planned.py: agreed": "other ranks wait for a word; raised after",
@@ -76,6 +76,7 @@ PICKLE = {
     "core/portus/client/leaving/torch_file.py": "writes what torch.save would, verified",
     "core/portus/client/leaving/materialize_shards.py": "writes torch's files, verified",
     "core/portus/client/shards/group_reader.py": "hands torch's planner objects, in memory alone",
+    "core/portus/client/shards/rank_contents.py": "saves other values as torch's planner does",
     "core/portus/client/shards/directories.py": "torch's own metadata, as torch loads them",
     "portus_accelerate/saver.py": "writes what Portus cannot store, as Accelerate would",
 }
