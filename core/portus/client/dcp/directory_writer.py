@@ -175,15 +175,15 @@ class DirectoryWriter(StorageWriter):
         self.reset(directory)
         state, planner = values_of(state), DefaultSavePlanner()
         before, self._planned = self._planned, None
-        if before is not None and self._is_late:
-            word = Word(named=self._directory, id=self._next_id(), news=self._news())
-            take = partial(self._as_before, before)
-            found, said = agreed(before.planned, state, planner, take, word, ranks)
-            self._hear(_failures(said))
-            if found is not None:
-                self._save_as_before(before, *found)
-                self._planned = before
-                return
+        # Always, for nobody knows whether the others have a planning of before.
+        word = Word(named=self._directory, id=self._next_id(), news=self._news())
+        planned = None if before is None else before.planned
+        found, said = agreed(planned, state, planner, partial(self._taken, before), word, ranks)
+        self._hear(_failures(said))
+        if before is not None and found is not None:
+            self._save_as_before(before, *found)
+            self._planned = before
+            return
         torch_save(
             state,
             checkpoint_id=directory,
@@ -193,8 +193,9 @@ class DirectoryWriter(StorageWriter):
         )
         assert self._start is not None
         number = self._start.save.to_bytes(ID_SIZE, "big")
-        planned = Planned.of(number, self._local, planner, state, ranks)
-        self._planned = _PlannedDirectory(planned, self._sizes, self._metadata)
+        self._planned = _PlannedDirectory(
+            Planned.of(number, self._local, planner, state, ranks), self._sizes, self._metadata
+        )
 
     def fetch(self, checkpoints: str) -> None:
         """If the settings name a mirror, and this machine has nothing of the run that saves to the
@@ -374,9 +375,11 @@ class DirectoryWriter(StorageWriter):
 
     # Planned as before.
 
-    def _as_before(self, before: _PlannedDirectory, values: list[Any]) -> RankContents | None:
-        """Raises ``UsageError`` for what cannot be saved."""
-        if self._is_coordinator and not self._has_claim():
+    def _taken(self, before: _PlannedDirectory | None, values: list[Any]) -> RankContents | None:
+        """What this rank saves, if it may be as ``before``. Raises ``UsageError`` for what cannot
+        be saved."""
+        is_new = self._is_coordinator and not self._has_claim()
+        if before is None or is_new or not self._is_late:
             return None
         items = before.planned.final.items
         contents = RankContents(items, in_bytes(items, values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import portus.dcp
 from portus.client.dcp.directory_writer import DirectoryWriter
+from portus.client.paths.training_files import TrainingFiles
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.errors import MediumError, PortusError, UsageError
 from portus.writer.image_file import ImageFile
@@ -148,6 +150,31 @@ def dirs_full(rank: int, count: int, root: Path) -> None:
     assert (root / "step_4" / ".metadata").exists()
 
 
+def dirs_unbegun(rank: int, count: int, root: Path) -> None:
+    """On one rank alone a late save that is planned as the one before does not come to begin: the
+    next ones are complete, and nobody waits for anybody."""
+    real, is_refused = TrainingFiles.save_directory, False
+
+    def save_directory(files: TrainingFiles, *more: Any, **named: Any) -> Any:
+        if is_refused:
+            raise MediumError(errno.EIO, "no")
+        return real(files, *more, **named)
+
+    setattr(TrainingFiles, "save_directory", save_directory)  # noqa: B010
+    job, writer = Job(1, count), PortusStorageWriter()
+    for step in range(1, 7):
+        is_refused = (rank, step) in ((1, 3), (0, 5))
+        job.step(step)
+        note(job, root, step)
+        with pytest.raises(MediumError) if is_refused else contextlib.nullcontext():
+            writer.save(job.state(step), root / f"step_{step}")
+        dist.barrier()
+    writer.close()
+    dist.barrier()
+    complete = [step for step in range(1, 7) if (root / f"step_{step}" / ".metadata").exists()]
+    assert complete == [1, 2, 4, 6], complete
+
+
 def dirs_apart(rank: int, count: int, root: Path) -> None:
     """Rank 1 sees another file system at the same path."""
     real = DirectoryWriter.write_data
@@ -251,6 +278,7 @@ sharded.TASKS.update(
         "dirs_again": dirs_again,
         "dirs_full": dirs_full,
         "dirs_apart": dirs_apart,
+        "dirs_unbegun": dirs_unbegun,
         "dirs_refused": dirs_refused,
     }
 )

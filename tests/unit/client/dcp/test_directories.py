@@ -82,6 +82,10 @@ def test_late_saves_of_what_looks_the_same_are_planned_once_and_others_anew(
     run(tmp_path, f"dirs_again:{ranks}")
 
 
+def test_a_late_save_that_one_rank_does_not_begin_costs_that_save_alone(tmp_path: Path) -> None:
+    run(tmp_path, "dirs_unbegun:2", "dirs_load:2:call:6", "dirs_load:1:stock:4")
+
+
 def state_of(seed: int) -> dict[str, Any]:
     """One of each kind."""
     torch.manual_seed(seed)
