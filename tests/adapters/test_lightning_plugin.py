@@ -379,7 +379,9 @@ def test_strategies_that_save_in_shards_go_through_a_pool_directory_or_a_host(
     assert bypass(strategy, PortusIO(pool="portus://host:7117")) == ""
     (tmp_path / "one.portus").touch()
     refused = bypass(strategy, PortusIO(pool=tmp_path / "one.portus"))
-    assert ("every rank needs a pool file of its own" in refused) == is_sharded
+    assert ("shards go to a directory, or to a storage host" in refused) == is_sharded
+    unmirrored = bypass(strategy, PortusIO(mirror="portus://host:7117"))
+    assert ("a mirror on a storage host holds none" in unmirrored) == is_sharded
     for io, is_host in ((PortusIO(), False), (PortusIO(pool="portus://host:7117"), True)):
         said = warnings_for(Fake(strategy), io)
         assert any("portus export" in each for each in said) == (is_sharded and is_host)
