@@ -118,12 +118,17 @@ def assert_saved(place: str, found: State) -> None:
     metadata = GroupReader(place, "run").read_metadata()
     assert dict(metadata.state_dict_metadata) == expected.state_dict_metadata
     assert metadata.planner_data == expected.planner_data
+    assert_loaded(planner.state_dict, lambda target: load(target, GroupReader(place, "run")))
+
+
+def assert_loaded(expected: State, load_into: Callable[[State], object]) -> None:
+    """That fills an empty state of this kind with these values."""
     target: State = {
         name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
-        for name, value in planner.state_dict.items()
+        for name, value in expected.items()
     }
-    load(target, GroupReader(place, "run"))
-    for name, value in planner.state_dict.items():
+    load_into(target)
+    for name, value in expected.items():
         is_tensor = isinstance(value, torch.Tensor)
         assert torch.equal(target[name], value) if is_tensor else target[name] == value, name
 
@@ -211,15 +216,8 @@ def assert_stock_loads(place: Path, found: State) -> None:
     """What is there is what torch takes that state apart into."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(found, is_coordinator=True)
-    target: State = {
-        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
-        for name, value in planner.state_dict.items()
-    }
-    for load_into in (dcp.load, portus.dcp.load):
-        load_into(target, checkpoint_id=place)
-        for name, value in planner.state_dict.items():
-            is_tensor = isinstance(value, torch.Tensor)
-            assert torch.equal(target[name], value) if is_tensor else target[name] == value, name
+    assert_loaded(planner.state_dict, lambda target: dcp.load(target, checkpoint_id=place))
+    assert_loaded(planner.state_dict, lambda target: portus.dcp.load(target, place))
 
 
 @pytest.mark.parametrize("change", CHANGES)
