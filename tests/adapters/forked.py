@@ -24,7 +24,8 @@ def script(path: Path, root: Path, *arguments: object, processes: int = 1) -> No
     children = nursery(__name__)
     with contextlib.ExitStack() as stack:
         started = []
-        for rank, environment in enumerate(_environments(stack, processes)):
+        alone = [{}] if processes == 1 else environments(stack, processes)
+        for rank, environment in enumerate(alone):
             errors = root / f"errors-{rank}.txt"
             wanted = ("run", str(path), str(root), [*map(str, arguments)], environment, str(errors))
             started.append((stack.enter_context(children.start(*wanted)), errors))
@@ -32,10 +33,8 @@ def script(path: Path, root: Path, *arguments: object, processes: int = 1) -> No
             assert child.wait() == 0, errors.read_text()
 
 
-def _environments(stack: contextlib.ExitStack, processes: int) -> list[dict[str, str]]:
-    """What ``torchrun`` would tell each of several processes."""
-    if processes == 1:
-        return [{}]
+def environments(stack: contextlib.ExitStack, processes: int) -> list[dict[str, str]]:
+    """What ``torchrun`` would tell each of these processes."""
     meet = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stack.callback(lambda: meet)  # it is there until they have ended
     every = {

@@ -95,16 +95,6 @@ def test_killed_in_a_save_and_resumed_is_as_if_it_had_not_been(
 
 
 @pytest.mark.long
-def test_stock_accelerate_goes_on_from_what_portus_saved(
-    stock: Path, tmp_path: Path, installed: Path
-) -> None:
-    run(tmp_path, installed, "--kill-after", 3, "--settle")
-    run(tmp_path, installed, flag=False)
-    for rank in (0, 1):
-        assert set(losses(tmp_path, rank)) == set(losses(stock, rank))
-
-
-@pytest.mark.long
 def test_a_damaged_shard_is_an_error_by_name_and_the_one_before_is_loaded_otherwise(
     stock: Path, tmp_path: Path, installed: Path
 ) -> None:
@@ -139,16 +129,6 @@ def test_with_the_pool_on_a_storage_host_a_killed_run_is_resumed_the_same(
         complete = [group.step for group in groups(url(server)) if group.is_complete]
         assert complete[-2:] == [4, 5]
     assert not list(root.rglob("?*.portus")), "no pool on this machine"
-
-
-@pytest.mark.long
-def test_stock_checkpoints_load_with_the_flag_and_those_of_portus_when_it_is_off_for_saves(
-    stock: Path, tmp_path: Path, installed: Path
-) -> None:
-    run(tmp_path, installed, "--kill-after", 3, flag=False)
-    run(tmp_path, installed)
-    for rank in (0, 1):
-        assert set(losses(tmp_path, rank)) == set(losses(stock, rank))
 
 
 @pytest.mark.long

@@ -229,28 +229,6 @@ def as_torch(name: str) -> str:
     return re.sub(r"^(model.*)\.safetensors$", r"pytorch_\1.bin", name)
 
 
-def test_without_portus_accelerate_loads_what_it_saved_and_the_other_way_round(
-    tmp_path: Path,
-) -> None:
-    scene = Scene(tmp_path)
-    scene.step()
-    scene.accelerator.save_state(str(tmp_path / "portus"))
-    then = scene.facts()
-    scene.wait()
-    stock = Scene(tmp_path, on=False)
-    stock.step()
-    stock.accelerator.load_state(str(tmp_path / "portus"))
-    assert same(stock.facts(), then)
-    stock.step()
-    stock.accelerator.save_state(str(tmp_path / "stock"))
-    assert (tmp_path / "stock/model.safetensors").exists()
-    then = stock.facts()
-    scene = Scene(tmp_path)
-    scene.step()
-    scene.accelerator.load_state(str(tmp_path / "stock"))
-    assert same(scene.facts(), then)
-
-
 def test_each_file_is_read_by_stock_torch_and_safetensors_in_a_process_without_portus(
     tmp_path: Path,
 ) -> None:

@@ -117,14 +117,6 @@ def test_switched_off_it_saves_as_stock_does_and_loads_what_both_saved(
 
 
 @pytest.mark.long
-def test_stock_lightning_goes_on_from_what_portus_saved(
-    whole: Path, tmp_path: Path, installed: Path
-) -> None:
-    run(tmp_path, installed, "stock", "--stock", "--resume", str(whole / "ckpt/step=5.ckpt"))
-    assert results(tmp_path, "stock")[0]["drawn"][0][0] == 5
-
-
-@pytest.mark.long
 def test_a_run_whose_machine_was_lost_comes_back_from_the_mirror(
     whole: Path, tmp_path: Path, installed: Path
 ) -> None:
