@@ -10,6 +10,7 @@ import contextlib
 import errno
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -50,8 +51,16 @@ class Told:
 Scenario = Callable[[CrashFolder, Told], None]
 
 
-def save(system: CrashFolder, files: Publisher[_Open], path: str, step: int, told: Told) -> None:
-    draft = files.begin(path)
+def save(
+    system: CrashFolder,
+    files: Publisher[_Open],
+    path: str,
+    step: int,
+    told: Told,
+    **more: Any,
+) -> bool:
+    """Whether it went into a spare."""
+    draft = files.begin(path, **more)
     try:
         system.write(draft.files[0].file, content(step))
         system.sync(draft.files[0].file)
@@ -60,6 +69,7 @@ def save(system: CrashFolder, files: Publisher[_Open], path: str, step: int, tol
         draft.abandon()
         raise
     told.committed = step
+    return draft.files[0].is_spare
 
 
 def keep_one(system: CrashFolder, told: Told) -> None:
@@ -83,6 +93,27 @@ def keep_all_with_reader(system: CrashFolder, told: Told) -> None:
         for reader, seen in readers:
             assert step_of(system.data_of(reader)) == seen, "a reader sees other bytes"
     files.close()
+
+
+def keep_one_that_another_process_removes(system: CrashFolder, told: Told) -> None:
+    """It syncs nothing. Somebody still reads one of them."""
+    assert spares_of_what_another_process_removes(system, told) <= 1
+
+
+def spares_of_what_another_process_removes(system: CrashFolder, told: Told) -> int:
+    files, spares, readers = Publisher(system, verify), 0, []
+    for step in range(STEPS):
+        system.mkdir(f"/d/new{step}")
+        path = f"/d/new{step}/step-{step}.pt"
+        spares += save(system, files, path, step, told, base="/d", removed_elsewhere=True)
+        if step == 2:
+            readers.append(system.read_path("/d/new1/step-1.pt"))
+        if step:
+            system.unlink_path(f"/d/new{step - 1}/step-{step - 1}.pt")
+        for reader in readers:
+            assert step_of(system.data_of(reader)) == 1, "a reader sees other bytes"
+    files.close()
+    return spares
 
 
 def one_path(system: CrashFolder, told: Told) -> None:
@@ -249,6 +280,7 @@ SCENARIOS = {
     each.__name__: each
     for each in (
         *(keep_one, keep_all_with_reader, one_path, linked_before_removal),
+        keep_one_that_another_process_removes,
         *(all_in_one_directory, all_in_new_directories),
     )
 }
@@ -365,6 +397,12 @@ def test_a_call_that_fails_costs_no_checkpoint_that_was_committed(name: str, num
         check(system.kill(), told, newest=True)
 
 
+def test_what_another_process_removed_is_written_over_and_nothing_stays_in_hiding() -> None:
+    system = fresh()
+    assert spares_of_what_another_process_removes(system, Told()) == 1, "the other one is read"
+    assert not system.hidden("/d")
+
+
 def test_a_start_removes_nothing_of_a_process_that_is_alive() -> None:
     system = fresh()
     files = Publisher(system, verify)
@@ -450,6 +488,9 @@ def _called_by(*names: str) -> bool:
         (_NoFileSync, "one_path"),
         (_NoDirectorySync, "keep_one"),
         (_NoSpareSync, "keep_one"),
+        (_NoSpareSync, "keep_one_that_another_process_removes"),
+        (_NoLease, "keep_one_that_another_process_removes"),
+        (_NoLinkCount, "keep_one_that_another_process_removes"),
         (_NoLease, "keep_all_with_reader"),
         (_NoLinkCount, "linked_before_removal"),
     ],

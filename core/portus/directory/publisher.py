@@ -19,6 +19,9 @@ A *spare* is a removed file of this process whose blocks and pages are used agai
 as a publication has files. The rules: no
 visible name leads to it, the removal is durable, and nobody has it open. All of that holds before
 the first byte is written, or the old path could show new bytes after a crash, or a reader could.
+
+Of a file that another process removes, one rank's file of a sharded checkpoint, a second hidden
+link is kept from the commit on. Once that is the only link, the file is a spare like any other.
 """
 
 from __future__ import annotations
@@ -57,6 +60,9 @@ _log: Final = logging.getLogger("portus")
 SERIES_MAX: Final = 16
 """Series whose newest file, or directory, is remembered."""
 
+WATCHED_MAX: Final = 32
+"""Files that other processes remove, of which a hidden link is kept: the newest ones."""
+
 HELD_MAX: Final = 1000
 """Files of a directory that are held."""
 
@@ -84,6 +90,15 @@ class _Hold(Generic[File]):
 
     name: str
     of: _Committed[File]
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched(Generic[File]):
+    """A hidden link to a committed file that another process is to remove."""
+
+    folder: HiddenFolder[File]
+    record: LockedRecord[File]
+    hold: _Hold[File]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +133,17 @@ class Publisher(Generic[File]):
         self._newest: Final[dict[str, _Committed[File]]] = {}
         self._written: Final[set[tuple[int, int]]] = set()
         """Identities of the files that this process committed and has not removed."""
+        self._watched: Final[list[_Watched[File]]] = []
         self._spares: Final[list[_Spare[File]]] = []
         self._spares_max = 1
 
-    def begin(self, *paths: str, base: str | None = None) -> Publication[File]:
+    def begin(
+        self, *paths: str, base: str | None = None, removed_elsewhere: bool = False
+    ) -> Publication[File]:
         """Return drafts of the files that are to be at ``paths``, absolute, without links, and in
         one directory. base: a directory above it, on the same file system, whose hidden folder has
-        the drafts; None: that directory itself.
+        the drafts; None: that directory itself. removed_elsewhere: another process removes the
+        files when their time has come; their space is used again all the same.
 
         Holds the newest files of their series until the drafts are published or abandoned. Puts
         back what an earlier process lost. Raises ``MediumError``.
@@ -135,7 +154,9 @@ class Publisher(Generic[File]):
             folder = self._folder(base or where)
             series = _series(names[0] if len(names) == 1 else f"{os.path.basename(where)}/")
             directory = self._directory(where, base or where)
-            draft = Publication(self, folder, directory, folder.claim(), names, series)
+            draft = Publication(
+                self, folder, directory, folder.claim(), names, series, removed_elsewhere
+            )
             self._drafts.append(draft)
             self._spares_max = max(len(each.files) for each in self._drafts)
             try:
@@ -200,6 +221,11 @@ class Publisher(Generic[File]):
             else:
                 self._publish_all(draft, turn or contextlib.nullcontext())
             self._note_committed(draft)
+            if self._reuses:
+                self._look_for_removed()
+                for file in draft.files if draft.removed_elsewhere else ():
+                    with contextlib.suppress(MediumError):  # then it is no spare
+                        self._watch(draft, file)
             while len(self._newest) > SERIES_MAX:
                 del self._newest[next(iter(self._newest))]
             self._end(draft)
@@ -276,6 +302,7 @@ class Publisher(Generic[File]):
         """Remove the spares, whose space is needed, or which have no use any more; False if there
         is none."""
         with self._lock:
+            self._look_for_removed()
             spares = list(self._spares)
             self._spares.clear()
             for spare in spares:
@@ -290,6 +317,11 @@ class Publisher(Generic[File]):
     def close(self) -> None:
         """Remove the spare and empty hidden folders, and close all directories."""
         with self._lock:
+            while self._watched:
+                watched = self._watched.pop()
+                with contextlib.suppress(MediumError):
+                    self._system.unlink(watched.folder.make(), watched.hold.name)
+                self._drop(watched.folder, watched.record)
             self.drop_spare()
             self._newest.clear()
             self._close_unused()
@@ -319,11 +351,13 @@ class Publisher(Generic[File]):
     def _close_unused(self) -> None:
         directories = [draft.directory for draft in self._drafts]
         directories += [committed.directory for committed in self._newest.values()]
+        directories += [watched.hold.of.directory for watched in self._watched]
         for directory in [each for each in self._directories if each not in directories]:
             self._directories.remove(directory)
             directory.close()
         used = [draft.folder for draft in self._drafts]
         used += [spare.folder for spare in self._spares]
+        used += [watched.folder for watched in self._watched]
         bases = {directory.base for directory in directories}
         for folder in [each for each in self._folders if each not in used]:
             with contextlib.suppress(MediumError):  # a failing disk: it is not needed
@@ -456,6 +490,37 @@ class Publisher(Generic[File]):
         """Return whether a removed file may become a spare: one of ours, if there is room."""
         has_room = self._reuses and len(self._spares) < self._spares_max
         return has_room and identity in self._written
+
+    def _watch(self, draft: Publication[File], file: UnpublishedFile[File]) -> None:
+        """Have a hidden link to a committed file, for as long as it has another one."""
+        while len(self._watched) >= WATCHED_MAX:
+            self._forget(self._watched[0])
+        record = draft.folder.claim()
+        self._system.write(record.file, b"/")  # it is to make no file
+        identity = self._system.status(file.file).identity
+        hold = _Hold(
+            hidden_name(record.token, HOLD), _Committed(draft.directory, file.name, identity)
+        )
+        self._watched.append(_Watched(draft.folder, record, hold))
+        is_linked = False
+        try:
+            is_linked = self._link(draft.folder, hold)
+        finally:
+            if not is_linked:
+                self._forget(self._watched[-1])
+
+    def _look_for_removed(self) -> None:
+        """Make what was removed elsewhere the spare. Syncs."""
+        for watched in self._watched[:]:
+            with contextlib.suppress(MediumError):
+                status = self._system.look(watched.folder.make(), watched.hold.name)
+                if status is None or status.links == 1:
+                    self._forget(watched)
+
+    def _forget(self, watched: _Watched[File]) -> None:
+        self._watched.remove(watched)
+        self._release(watched.folder, watched.hold)
+        self._drop(watched.folder, watched.record)
 
     def _as_spare(self, folder: HiddenFolder[File], hold: _Hold[File]) -> _Spare[File] | None:
         system, hidden = self._system, folder.make()
@@ -602,8 +667,10 @@ class Publication(Generic[File]):
         record: LockedRecord[File],
         names: Sequence[str],
         series: str,
+        removed_elsewhere: bool,
     ) -> None:
         self.series: Final = series
+        self.removed_elsewhere: Final = removed_elsewhere
         self.folder: Final = folder
         self.directory: Final = directory
         self.record: Final = record

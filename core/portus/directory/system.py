@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from portus.errors import MediumError, printable
+from portus.media import linux
 from portus.media.file import OUT_OF_SPACE, write_all
 from portus.media.process import Descriptor
 
@@ -242,7 +243,8 @@ class Linux:
         return True
 
     def is_unused(self, file: Descriptor) -> bool:
-        """Asks for a write lease, which the kernel grants to the only one who has the file open.
+        """Asks for a write lease, which the kernel grants to the only one who has the file open. On
+        file systems that other machines mount too it knows nothing of these: False.
 
         SIGURG is what the kernel sends should somebody open it meanwhile: it is ignored unless
         handled, where SIGIO would end the process.
@@ -250,6 +252,8 @@ class Linux:
         import fcntl
 
         try:
+            if linux.file_system_type(file.number) not in linux.LOCAL_TYPES:
+                return False
             fcntl.fcntl(file.number, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(file.number, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         except OSError:

@@ -36,6 +36,14 @@ EXT_TYPE: Final = 0xEF53
 XFS_TYPE: Final = 0x58465342
 TMPFS_TYPE: Final = 0x01021994
 RAMFS_TYPE: Final = 0x858458F6
+LOCAL_TYPES: Final = frozenset(
+    {
+        *(EXT_TYPE, XFS_TYPE, TMPFS_TYPE, RAMFS_TYPE),
+        *(0x9123683E, 0xF2F52010, 0xCA451A4E, 0x2FC12FC1),  # btrfs, f2fs, bcachefs, ZFS
+        0x794C7630,  # overlay
+    }
+)
+"""File systems whose files this kernel alone opens."""
 
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _SYNC_FILE_RANGE_WRITE: Final = 2

@@ -448,7 +448,9 @@ class DirectoryWriter(StorageWriter):
             self._is_first = self._is_coordinator if is_first is None else is_first
             alone = replace(self._settings, journal=False, mirror="none")
             settings = self._settings if self._is_first else alone
-            self._files = TrainingFiles(settings, of_directories=True)
+            self._files = TrainingFiles(
+                settings, of_directories=True, removed_elsewhere=not self._is_first
+            )
         return self._files
 
     def _run(self, above: str) -> tuple[str, str]:

@@ -83,7 +83,7 @@ class Extra:
     once the file is there, before anybody is told. then: called there when the save is over.
     follows_links: False replaces a link that is at the path, and leaves alone where it leads. base:
     a directory whose hidden folder has the drafts, if it is above the files and on their file
-    system; else their own directory has them.
+    system; else their own directory has them. removed_elsewhere: see ``Publisher.begin``.
     """
 
     step: int = _STEP
@@ -94,6 +94,7 @@ class Extra:
     then: Callable[[Save], None] | None = None
     follows_links: bool = True
     base: str | None = None
+    removed_elsewhere: bool = False
 
 
 class ToSave(NamedTuple):
@@ -343,10 +344,14 @@ class FileSaver:
         self._reports.failed(refused)
         return SaveHandle(refused)
 
-    def _unpublished(self, files: Sequence[NewFile], base: str | None) -> Publication[Descriptor]:
+    def _unpublished(self, files: Sequence[NewFile], extra: Extra) -> Publication[Descriptor]:
         while True:  # ends: there is nothing left to give back
             try:
-                return self._publisher.begin(*(each.real for each in files), base=base)
+                return self._publisher.begin(
+                    *(each.real for each in files),
+                    base=_base_of(files, extra),
+                    removed_elsewhere=extra.removed_elsewhere,
+                )
             except MediumError as error:
                 if error.errno not in OUT_OF_SPACE or not self._has_made_room():
                     raise
@@ -367,7 +372,7 @@ class FileSaver:
         asked, images = order.asked(), [each.image() for each in new]
         joined = JoinedStorages(new)
         snapshot = self._snapshot(_name_of(new), joined, extra)
-        unpublished = self._unpublished(new, _base_of(new, extra))
+        unpublished = self._unpublished(new, extra)
         try:
             files = [
                 ImageFile(

@@ -42,11 +42,17 @@ class TrainingFiles:
 
     A forked child has no part in what its parent has in flight, and has savers of its own.
 
-    settings: how to save. of_directories: checkpoints are directories. Raises ``UsageError`` for
-    what only pools have.
+    settings: how to save. of_directories: checkpoints are directories. removed_elsewhere: another
+    process removes them. Raises ``UsageError`` for what only pools have.
     """
 
-    def __init__(self, settings: Settings, *, of_directories: bool = False) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        of_directories: bool = False,
+        removed_elsewhere: bool = False,
+    ) -> None:
         if settings.max_bytes is not None:
             raise UsageError(
                 "max_bytes: checkpoints are files, which have no largest size together; "
@@ -56,6 +62,7 @@ class TrainingFiles:
             raise UsageError("durable: checkpoints are files; only storage hosts have copies")
         self._settings: Final = settings
         self._of_directories: Final = of_directories
+        self._removed_elsewhere: Final = removed_elsewhere
         self._base: str | None = None
         self._journal_at: tuple[str, str] | None = None
         self._journal: FileJournal | None = None
@@ -154,6 +161,7 @@ class TrainingFiles:
             then=partial(self._over, number, path),
             follows_links=False,
             base=self._base,
+            removed_elsewhere=self._removed_elsewhere,
         )
         handle = None
         try:

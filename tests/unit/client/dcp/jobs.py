@@ -78,6 +78,28 @@ def dirs_save(rank: int, count: int, root: Path, how: str, last: str = "2") -> N
         writer.close()
 
 
+def dirs_keep_one(rank: int, count: int, root: Path) -> None:
+    """Save five times, each when the one before is complete; say which of this rank's files went
+    into a spare."""
+    job, writer = Job(1, count), PortusStorageWriter(keep=1)
+    spares: list[bool] = []
+    real = ImageFile.__init__
+
+    def made(file: ImageFile, *given: Any, is_spare: bool, **more: Any) -> None:
+        spares.append(is_spare)
+        real(file, *given, is_spare=is_spare, **more)
+
+    setattr(ImageFile, "__init__", made)  # noqa: B010
+    for step in range(1, 6):
+        job.step(step)
+        note(job, root, step)
+        writer.save(job.state(step), root / f"step_{step}")
+        writer.wait()
+        dist.barrier()
+    writer.close()
+    say(f"rank {rank} {spares}")
+
+
 def dirs_load(rank: int, count: int, root: Path, by: str, step: str) -> None:
     job, place = Job(2, count), root / f"step_{step}"
     state = job.state(0)
@@ -274,6 +296,7 @@ sharded.TASKS.update(
     {
         "dirs_save": dirs_save,
         "dirs_load": dirs_load,
+        "dirs_keep_one": dirs_keep_one,
         "dirs_train": dirs_train,
         "dirs_again": dirs_again,
         "dirs_full": dirs_full,

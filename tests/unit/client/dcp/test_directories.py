@@ -425,6 +425,13 @@ def test_a_rank_that_cannot_write_is_known_and_later_saves_are_complete(tmp_path
     run(tmp_path, "dirs_full:2", "dirs_load:1:stock:4")
 
 
+def test_each_rank_writes_over_its_own_files_that_the_first_one_removed(tmp_path: Path) -> None:
+    said = run(tmp_path, "dirs_keep_one:3", "dirs_load:1:stock:5", "dirs_load:2:call:5")
+    for rank in (1, 2):
+        assert f"rank {rank} [False, False, False, True, True]" in said
+    assert not [name for name in os.listdir(tmp_path / ".portus") if name.endswith(".portus")]
+
+
 def test_what_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) -> None:
     run(tmp_path, "dirs_refused:2", "dirs_load:1:call:2")
 

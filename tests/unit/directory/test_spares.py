@@ -1,0 +1,83 @@
+"""Removed files whose space is used again, on the file system of this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from portus.directory import publisher
+from portus.directory.publisher import Publisher
+from portus.directory.system import Linux
+from portus.media import linux
+from portus.media.process import Descriptor
+
+NFS = 0x6969
+
+
+@pytest.fixture
+def files() -> Publisher[Descriptor]:
+    return Publisher(Linux(), lambda *_: True)
+
+
+def save(files: Publisher[Descriptor], path: Path, **more: Any) -> bool:
+    """Whether it went into a spare."""
+    draft = files.begin(os.fspath(path), **more)
+    files._system.write(draft.files[0].file, path.name.encode())
+    files._system.sync(draft.files[0].file)
+    draft.publish()
+    return draft.files[0].is_spare
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_removed_file_is_written_over_where_this_kernel_sees_every_reader(
+    files: Publisher[Descriptor],
+    elsewhere: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for step in range(6):
+        if step == 3:
+            monkeypatch.setattr(linux, "file_system_type", lambda _: NFS)
+        found.append(save(files, tmp_path / f"{step}.pt", removed_elsewhere=elsewhere))
+        if step and elsewhere:
+            os.unlink(tmp_path / f"{step - 1}.pt")
+        elif step:
+            files.remove(os.fspath(tmp_path / f"{step - 1}.pt"))
+    files.close()
+    # One removed elsewhere is found as the next save commits.
+    assert found == [False, False, not elsewhere, False, False, False]
+    assert os.listdir(tmp_path) == ["5.pt"]
+
+
+def test_of_files_that_others_remove_the_newest_are_watched_and_none_after_the_end(
+    files: Publisher[Descriptor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "WATCHED_MAX", 2)
+    for step in range(5):
+        save(files, tmp_path / f"{step}.pt", removed_elsewhere=True)
+    links = [(tmp_path / f"{step}.pt").stat().st_nlink for step in range(5)]
+    assert links == [1, 1, 1, 2, 2]
+    os.unlink(tmp_path / "4.pt")
+    assert not save(files, tmp_path / "5.pt", removed_elsewhere=True)
+    assert save(files, tmp_path / "6.pt", removed_elsewhere=True)
+    os.unlink(tmp_path / "6.pt")
+    assert files.drop_spare(), "it is no use on a full disk"
+    files.close()
+    assert sorted(os.listdir(tmp_path)) == ["0.pt", "1.pt", "2.pt", "3.pt", "5.pt"]
+    assert {path.stat().st_nlink for path in tmp_path.iterdir()} == {1}
+
+
+def test_what_a_process_that_was_killed_watched_is_let_go_of_by_the_next_one(
+    files: Publisher[Descriptor], tmp_path: Path
+) -> None:
+    save(files, tmp_path / "0.pt", removed_elsewhere=True)
+    files._watched[0].record.file.close()  # as its death does: the lock is gone
+    os.unlink(tmp_path / "0.pt")
+    after = Publisher(Linux(), lambda *_: True)
+    after.recover(os.fspath(tmp_path))
+    after.close()
+    assert os.listdir(tmp_path) == []
