@@ -1,7 +1,7 @@
 """Ordinary scripts in forks of a warm process: programs of their own, less what imports cost.
 
-For runs without Portus, with which others are compared. What a flag or a launcher does is tried
-on processes that are started as users start them.
+With the flag, what torch calls at the end of its own import is called in the fork. What launchers
+do, and how Portus gets there, is tried on processes that are started as users start them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,19 @@ import torch
 from portus.testing.nursery import Say, nursery
 
 
-def script(path: Path, root: Path, *arguments: object, processes: int = 1) -> None:
-    """The script in ``root``, on so many processes, to its end."""
+def script(
+    path: Path,
+    root: Path,
+    *arguments: object,
+    processes: int = 1,
+    flag: bool = False,
+    ends: str = "well",
+    variables: Mapping[str, str] | None = None,
+) -> str:
+    """The script in ``root``, on so many processes; what they wrote on stderr.
+
+    ends: "well"; "killed", one of them by itself, and the others then; or "failed", each of them.
+    """
     root.mkdir(exist_ok=True)
     children = nursery(__name__)
     with contextlib.ExitStack() as stack:
@@ -27,10 +40,17 @@ def script(path: Path, root: Path, *arguments: object, processes: int = 1) -> No
         alone = [{}] if processes == 1 else environments(stack, processes)
         for rank, environment in enumerate(alone):
             errors = root / f"errors-{rank}.txt"
-            wanted = ("run", str(path), str(root), [*map(str, arguments)], environment, str(errors))
+            told = {**environment, **(variables or {}), "PORTUS_ACCELERATE": "1" if flag else "0"}
+            wanted = ("run", str(path), str(root), [*map(str, arguments)], told, str(errors))
             started.append((stack.enter_context(children.start(*wanted)), errors))
+        if ends == "killed":
+            assert started[-1][0].wait() == -signal.SIGKILL, started[-1][1].read_text()
+            for child, _ in started:
+                child.kill()
         for child, errors in started:
-            assert child.wait() == 0, errors.read_text()
+            code = child.wait()
+            assert (code == 0) == (ends == "well"), errors.read_text()
+        return "".join(errors.read_text() for _, errors in started)
 
 
 def environments(stack: contextlib.ExitStack, processes: int) -> list[dict[str, str]]:
@@ -55,7 +75,7 @@ def environments(stack: contextlib.ExitStack, processes: int) -> list[dict[str, 
 def warm_up() -> None:
     """What the scripts import. No thread stays, and nothing of Portus."""
     import accelerate  # noqa: F401
-    import torch.distributed.fsdp  # noqa: F401
+    import transformers.models.gpt2  # noqa: F401
 
 
 def run(
@@ -75,4 +95,9 @@ def run(
 
     # Without Portus torch may hang there as the models go: decision 0191.
     torch.distributed.destroy_process_group = keep_and_destroy
+    import portus_accelerate
+
+    portus_accelerate.register()  # nothing, without the flag
     runpy.run_path(path, run_name="__main__")
+    if portus_accelerate.is_on():
+        sys.exit()  # as a program does: what is left to do at the exit is done

@@ -1,54 +1,46 @@
-"""Trainings of Fabric, and of two ranks, that kill themselves at a change of a name: what, run,
-number; 0 ends in peace. Each saves its weights at the end, and says where it began."""
+"""Trainings that kill themselves at a change of a name, of a number; 0 ends in peace. Those of two
+ranks and of Fabric save their weights at the end, and say where they began."""
 
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+
+from portus.testing.nursery import Say
+from portus_lightning import PortusIO
+from tests.adapters.kills import Kills
+from tests.adapters.tiny import Net, every_step, loader, trainer
 
 STEPS: Final = 12
 KEPT: Final = 2
 """Of Fabric's script, which removes what is older by itself."""
 
 
-class Kills:
-    """At the call of this number that changes a name: before it, or after it."""
-
-    def __init__(self, number: int) -> None:
-        self._left = number
-        if number:
-            for name in ("rename", "replace", "unlink", "remove", "symlink", "link"):
-                setattr(os, name, self._around(getattr(os, name)))
-
-    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*arguments: Any, **named: Any) -> Any:
-            self._count()
-            try:
-                return call(*arguments, **named)
-            finally:
-                self._count()
-
-        return called
-
-    def _count(self) -> None:
-        self._left -= 1
-        if self._left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+def fit(root: Path, resume: Any = None, top_k: int = -1, last: str = "link") -> Net:
+    """An epoch that saves at each step. last: "none", "true" or "link"."""
+    torch.set_num_threads(1)  # other sums in other processes, else
+    torch.manual_seed(5)
+    net, saves_last = Net(), {"none": None, "true": True}.get(last, "link")
+    keep = every_step(
+        root,
+        save_last=saves_last,
+        save_top_k=top_k,
+        monitor=None if top_k == -1 else "step",
+        mode="max",
+    )
+    made = trainer(root, plugin=PortusIO(), callbacks=[keep])
+    made.fit(net, loader(shuffle=False), ckpt_path=resume)
+    return net
 
 
 def of_two_ranks(root: Path, number: int) -> None:
-    """A Trainer, started by torchrun on both."""
+    """A Trainer on both."""
     from lightning.pytorch import Trainer
-
-    from portus_lightning import PortusIO
-    from tests.adapters.tiny import Net, every_step, loader
 
     class Telling(Net):
         def on_train_start(self) -> None:
@@ -80,8 +72,6 @@ def of_fabric(root: Path, number: int) -> None:
     """A loop by hand, which goes on from the newest file that is there."""
     from lightning.fabric import Fabric
 
-    from portus_lightning import PortusIO
-
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[PortusIO()])
     torch.manual_seed(5)
     model = torch.nn.Linear(8, 8)
@@ -107,11 +97,21 @@ def of_fabric(root: Path, number: int) -> None:
     torch.save(model.state_dict(), root / "weights.pt")
 
 
-def main(what: str, root: str, number: str) -> None:
+# In the nursery.
+
+
+def warm_up() -> None:
+    """All is imported."""
+
+
+def run(
+    _: Say, what: str, root: str, number: int, environment: Mapping[str, str], *more: Any
+) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    {"ddp": of_two_ranks, "fabric": of_fabric}[what](Path(root), int(number))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    os.environ.update(environment)
+    if what == "one":
+        Kills(number)
+        fit(Path(root), "last", *more)
+    else:
+        {"ddp": of_two_ranks, "fabric": of_fabric}[what](Path(root), number)

@@ -1,8 +1,7 @@
-"""A training with a mirror, slow enough to be killed in it: run, mirror, epochs, what is kept."""
+"""A training with a mirror, slow enough to be killed in it."""
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from portus.testing.nursery import Say
 from portus_lightning import PortusIO
 from tests.adapters.tiny import Net, every_step, loader, trainer
 
@@ -31,20 +31,23 @@ class Telling(Net):
         print("step", flush=True)
 
 
-def main(run: str, mirror: str, epochs: str, kept: str) -> None:
+# In the nursery.
+
+
+def warm_up() -> None:
+    """All is imported."""
+
+
+def run(_: Say, run: str, mirror: str, epochs: int, kept: str) -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(7)
     torch.set_num_threads(1)
     root, model = Path(run), Telling()
     fit = trainer(
         root,
-        max_epochs=int(epochs),
+        max_epochs=epochs,
         callbacks=[every_step(root, **KEPT[kept])],
         plugin=PortusIO(mirror=mirror),
     )
     fit.fit(model, loader(), ckpt_path="last")
     torch.save(model.state_dict(), root / "weights.pt")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -40,7 +40,6 @@ def run(
     root.mkdir(exist_ok=True)
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}
     more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site), "HF_HOME": str(root / "hf")}
-    more[VARIABLE] = '{"materialize": "none"}'  # so that the pool tells that there was one
     command = [sys.executable, *launcher, str(SCRIPT), "--root", str(root)]
     return subprocess.run(
         [*command, *map(str, arguments)],
@@ -86,12 +85,23 @@ def killed_and_resumed(
     flag: bool = True,
     **variables: str,
 ) -> None:
-    """Killed right after save number ``after`` was asked for; started again."""
+    """Killed right after save number ``after`` was asked for; started again by the same command."""
     how: Any = {"launcher": launcher, "flag": flag, **variables}
     killed = run(root, site, *arguments, "--kill-after", after, **how)
     assert killed.returncode in (-signal.SIGKILL, 1), killed.stderr
     done = run(root, site, *arguments, **how)
     assert done.returncode == 0, done.stderr
+    assert is_on(root)
+
+
+def killed_and_resumed_in_forks(
+    root: Path, *arguments: object, after: int, processes: int = 1
+) -> None:
+    """The same without the start of a Python."""
+    how: Any = {"processes": processes, "flag": True}
+    killed = ("--kill-after", after)
+    forked.script(SCRIPT, root, "--root", root, *arguments, *killed, ends="killed", **how)
+    forked.script(SCRIPT, root, "--root", root, *arguments, **how)
     assert is_on(root)
 
 
@@ -135,29 +145,39 @@ def test_a_module_that_runs_the_script_turns_it_on_and_killed_it_resumes(
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("more", [(), ("--seedable",)])
 def test_a_stateful_loader_goes_on_with_the_same_order(
-    tmp_path: Path, installed: Path, after: int, workers: int, more: tuple[str, ...]
+    tmp_path: Path, after: int, workers: int, more: tuple[str, ...]
 ) -> None:
     options = ("--stateful", "--workers", workers, *more)
     whole(tmp_path / "stock", *options)
-    killed_and_resumed(tmp_path / "on", installed, *options, after=after)
+    killed_and_resumed_in_forks(tmp_path / "on", *options, after=after)
     assert_same(losses(tmp_path / "on"), losses(tmp_path / "stock"))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("after", [2, 3])
+def test_two_processes_of_torchrun_killed_in_a_save_and_resumed(
+    tmp_path: Path, installed: Path, after: int
+) -> None:
+    whole(tmp_path / "stock", processes=2)
+    killed_and_resumed(tmp_path / "on", installed, after=after, launcher=TWO)
+    for rank in (0, 1):
+        assert_same(losses(tmp_path / "on", rank), losses(tmp_path / "stock", rank))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("after", "options"),
     [
-        pytest.param(2, (), marks=pytest.mark.long),
-        pytest.param(3, (), marks=pytest.mark.long),
-        pytest.param(4, ("--stateful",), marks=pytest.mark.long),
-        pytest.param(2, ("--stateful", "--workers", 2), marks=pytest.mark.long),
-        pytest.param(2, ("--seedable", "--epochs", 3), marks=pytest.mark.long),
+        (4, ("--stateful",)),
+        (2, ("--stateful", "--workers", 2)),
+        (2, ("--seedable", "--epochs", 3)),
     ],
 )
 def test_two_processes_killed_in_a_save_and_resumed(
-    tmp_path: Path, installed: Path, after: int, options: tuple[object, ...]
+    tmp_path: Path, after: int, options: tuple[object, ...]
 ) -> None:
     whole(tmp_path / "stock", *options, processes=2)
-    killed_and_resumed(tmp_path / "on", installed, *options, after=after, launcher=TWO)
+    killed_and_resumed_in_forks(tmp_path / "on", *options, after=after, processes=2)
     for rank in (0, 1):
         assert_same(losses(tmp_path / "on", rank), losses(tmp_path / "stock", rank))
 
@@ -165,19 +185,17 @@ def test_two_processes_killed_in_a_save_and_resumed(
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_whose_machine_was_lost_goes_on_from_the_mirror(
-    tmp_path: Path, installed: Path, processes: int
+    tmp_path: Path, processes: int
 ) -> None:
     whole(tmp_path / "stock", processes=processes)
     root, mirror = tmp_path / "on", f"file://{tmp_path}/bucket"
-    how: Any = {"launcher": TWO if processes > 1 else (), "flag": True, "PORTUS_MIRROR": mirror}
-    first = run(root, installed, "--epochs", 1, **how)
-    assert first.returncode == 0, first.stderr
+    how: Any = {"processes": processes, "flag": True, "variables": {"PORTUS_MIRROR": mirror}}
+    forked.script(SCRIPT, root, "--root", root, "--epochs", 1, **how)
     name, steps = f"checkpoint_{6 // processes - 1}", 6 // processes
     newest = {path.name for path in (root / "checkpoints" / name).iterdir()}
     assert f"random_states_{processes - 1}.pkl" in newest
     shutil.rmtree(root)
-    done = run(root, installed, **how)
-    assert done.returncode == 0, done.stderr
+    forked.script(SCRIPT, root, "--root", root, **how)
     assert {path.name for path in (root / "checkpoints" / name).iterdir()} == newest
     for rank in range(processes):
         expected = losses(tmp_path / "stock", rank)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,40 +19,17 @@ from portus.client.loading.checkpoint_file import verify_file
 from portus.dcp import groups
 from portus.protocol.address import Address, Scheme
 from tests.adapters import forked
-from tests.adapters.launching import TWO
 from tests.hosts import serving, url
 
 SCRIPT = Path(__file__).with_name("fsdp_script.py")
 pytestmark = pytest.mark.timeout(240)
 
 
-def run(
-    root: Path,
-    site: Path,
-    *arguments: object,
-    flag: bool = True,
-    fails: bool = False,
-    **more: str,
-) -> str:
+def run(root: Path, *arguments: object, flag: bool = True, **more: Any) -> str:
     """The script in ``root``, on two processes; what it said."""
-    root.mkdir(exist_ok=True)
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("PORTUS")}
-    extra = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site), **more}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", *TWO, str(SCRIPT)),
-            *("--root", str(root), *map(str, arguments)),
-        ],
-        env={**clean, **extra, **({"PORTUS_ACCELERATE": "1"} if flag else {})},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    fails = fails or "--kill-after" in arguments
-    assert (done.returncode == 0) != fails, done.stderr[-6000:]
-    return done.stderr
+    if "--kill-after" in arguments:
+        more["ends"] = "killed"
+    return forked.script(SCRIPT, root, "--root", root, *arguments, processes=2, flag=flag, **more)
 
 
 def losses(root: Path, rank: int) -> list[str]:
@@ -77,11 +53,9 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_killed_in_a_save_and_resumed_is_as_if_it_had_not_been(
-    stock: Path, tmp_path: Path, installed: Path
-) -> None:
-    run(tmp_path, installed, "--kill-after", 4, "--limit", 2)
-    run(tmp_path, installed, "--limit", 2)
+def test_killed_in_a_save_and_resumed_is_as_if_it_had_not_been(stock: Path, tmp_path: Path) -> None:
+    run(tmp_path, "--kill-after", 4, "--limit", 2)
+    run(tmp_path, "--limit", 2)
     for rank in (0, 1):
         assert set(losses(tmp_path, rank)) == set(losses(stock, rank))
     found = sorted(os.listdir(tmp_path / "checkpoints"))
@@ -96,17 +70,17 @@ def test_killed_in_a_save_and_resumed_is_as_if_it_had_not_been(
 
 @pytest.mark.long
 def test_a_damaged_shard_is_an_error_by_name_and_the_one_before_is_loaded_otherwise(
-    stock: Path, tmp_path: Path, installed: Path
+    stock: Path, tmp_path: Path
 ) -> None:
-    run(tmp_path, installed, "--kill-after", 4, "--settle")
+    run(tmp_path, "--kill-after", 4, "--settle")
     newest = max((tmp_path / "checkpoints").iterdir())
     [shard] = (newest / "pytorch_model_fsdp_0").glob("__1_*.distcp")
     data = bytearray(shard.read_bytes())
     data[(data.index(b"data/0") // 64 + 1) * 64] ^= 1
     shard.write_bytes(data)
-    said = run(tmp_path, installed, "--load", newest, fails=True)
+    said = run(tmp_path, "--load", newest, ends="failed")
     assert "CorruptionError" in said
-    said = run(tmp_path, installed)
+    said = run(tmp_path)
     assert "FALLING BACK to the checkpoint before it" in said
     for rank in (0, 1):
         assert set(losses(tmp_path, rank)) == set(losses(stock, rank))
@@ -114,12 +88,12 @@ def test_a_damaged_shard_is_an_error_by_name_and_the_one_before_is_loaded_otherw
 
 @pytest.mark.long
 def test_with_the_pool_on_a_storage_host_a_killed_run_is_resumed_the_same(
-    stock: Path, tmp_path: Path, installed: Path
+    stock: Path, tmp_path: Path
 ) -> None:
     root, socket = tmp_path / "run", Address(Scheme.UNIX, path=f"{tmp_path}/socket")
     with serving(tmp_path / "pools", address=socket) as server:
-        run(root, installed, "--kill-after", 4, "--limit", 2, PORTUS_POOL=url(server))
-        run(root, installed, "--limit", 2, PORTUS_POOL=url(server))
+        run(root, "--kill-after", 4, "--limit", 2, variables={"PORTUS_POOL": url(server)})
+        run(root, "--limit", 2, variables={"PORTUS_POOL": url(server)})
         for rank in (0, 1):
             assert set(losses(root, rank)) == set(losses(stock, rank))
         assert sorted(os.listdir(root / "checkpoints")) == ["checkpoint_4", "checkpoint_5"]
@@ -132,13 +106,11 @@ def test_with_the_pool_on_a_storage_host_a_killed_run_is_resumed_the_same(
 
 
 @pytest.mark.long
-def test_full_states_of_fsdp_are_the_files_that_stock_accelerate_writes(
-    tmp_path: Path, installed: Path
-) -> None:
+def test_full_states_of_fsdp_are_the_files_that_stock_accelerate_writes(tmp_path: Path) -> None:
     kind = ("--kind", "FULL_STATE_DICT")
     forked.script(SCRIPT, tmp_path / "stock", "--root", tmp_path / "stock", *kind, processes=2)
-    run(tmp_path / "on", installed, *kind, "--kill-after", 3)
-    run(tmp_path / "on", installed, *kind)
+    run(tmp_path / "on", *kind, "--kill-after", 3)
+    run(tmp_path / "on", *kind)
     for rank in (0, 1):
         assert set(losses(tmp_path / "on", rank)) == set(losses(tmp_path / "stock", rank))
     names = [
@@ -150,15 +122,13 @@ def test_full_states_of_fsdp_are_the_files_that_stock_accelerate_writes(
 
 
 @pytest.mark.long
-def test_a_lost_machine_comes_back_from_the_mirror(
-    stock: Path, tmp_path: Path, installed: Path
-) -> None:
+def test_a_lost_machine_comes_back_from_the_mirror(stock: Path, tmp_path: Path) -> None:
     root, mirror = tmp_path / "run", f"file://{tmp_path}/bucket"
-    run(root, installed, "--limit", 2, PORTUS_MIRROR=mirror)
+    run(root, "--limit", 2, variables={"PORTUS_MIRROR": mirror})
     newest = root / "checkpoints/checkpoint_5"
     before = names_in(newest)
     shutil.rmtree(root)
-    run(root, installed, "--limit", 2, "--load", newest, PORTUS_MIRROR=mirror)
+    run(root, "--limit", 2, "--load", newest, variables={"PORTUS_MIRROR": mirror})
     for rank in (0, 1):
         assert losses(root, rank) == losses(stock, rank)[-1:], "all steps were done"
     assert names_in(newest) == before

@@ -3,22 +3,21 @@ script goes on from the newest. Who looks has no Portus."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from portus_lightning import PortusIO
-from tests.adapters.launching import TWO, run_program
+from portus.testing.nursery import nursery
+from tests.adapters import forked, killed_script
+from tests.adapters.killed_script import fit
 from tests.adapters.tiny import BATCHES, NO_FUSS, Net, every_step, files, loader, same, trainer
+from tests.adapters.without_portus import steps_and_sums
 
 pytestmark = [
     *NO_FUSS,
@@ -30,72 +29,13 @@ pytestmark = [
 ASKED = os.environ.get("PORTUS_TEST_KILLS")
 """So many kills for each way of keeping, up to 60; a few, spread out, if nobody asks."""
 
-KILLED = """
-import sys
-from pathlib import Path
-from tests.adapters.killed_script import Kills
-from tests.adapters.test_lightning_killed import fit
-
-kills = Kills(int(sys.argv[2]))
-fit(Path(sys.argv[1]), "last", int(sys.argv[3]), sys.argv[4])
-"""
-
-LOOKS = """
-import json, os, sys, zipfile
-sys.modules["portus"] = sys.modules["portus_lightning"] = None
-import torch
-
-found = {}
-for name in os.listdir(sys.argv[1]):
-    path = os.path.join(sys.argv[1], name)
-    if name.endswith(".ckpt"):
-        assert zipfile.ZipFile(path).testzip() is None, name
-        state = torch.load(path, weights_only=True)
-        weight = state["state_dict"]["layers.0.weight"]
-        found[name] = [state["global_step"], weight.double().sum().item()]
-print(json.dumps(found))
-"""
-
-
-def fit(root: Path, resume: Any = None, top_k: int = -1, last: str = "link") -> Net:
-    torch.set_num_threads(1)  # other sums in other processes, else
-    torch.manual_seed(5)
-    net, saves_last = Net(), {"none": None, "true": True}.get(last, "link")
-    keep = every_step(
-        root,
-        save_last=saves_last,
-        save_top_k=top_k,
-        monitor=None if top_k == -1 else "step",
-        mode="max",
-    )
-    made = trainer(root, plugin=PortusIO(), callbacks=[keep])
-    made.fit(net, loader(shuffle=False), ckpt_path=resume)
-    return net
-
-
-def looked_at(root: Path) -> dict[str, Any]:
-    """What a process without Portus finds."""
-    if not (root / "ckpt").is_dir():
-        return {}
-    done = subprocess.run(
-        [sys.executable, "-c", LOOKS, str(root / "ckpt")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-        env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, dict[int, float]]:
     """The run that nobody kills, and its weights at each step."""
     root = tmp_path_factory.mktemp("whole")
     net = fit(root)
-    return net, dict(looked_at(root).values())
+    return net, dict(steps_and_sums(root / "ckpt").values())
 
 
 @pytest.mark.parametrize(
@@ -118,8 +58,10 @@ def test_a_run_that_is_killed_at_any_change_of_a_name_goes_on_from_the_newest(
     for number in numbers:
         root = tmp_path / str(number)
         root.mkdir()
-        run_program(KILLED, str(root), str(number), str(top_k), last, code=-signal.SIGKILL)
-        found = looked_at(root)
+        killed = nursery(killed_script.__name__)
+        with killed.start("run", "one", str(root), number, {}, top_k, last) as child:
+            assert child.wait() == -signal.SIGKILL
+        found = steps_and_sums(root / "ckpt")
         for name, (step, total) in found.items():
             assert total == weights[step], name
         newest = max((step for step, _ in found.values()), default=0)
@@ -137,23 +79,24 @@ def test_a_run_that_is_killed_at_any_change_of_a_name_goes_on_from_the_newest(
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["ddp", "fabric"])
 def test_so_does_one_of_two_ranks_and_one_of_fabric(tmp_path: Path, what: str, seed: int) -> None:
-    source = random.Random(seed)
+    source, programs = random.Random(seed), nursery(killed_script.__name__)
 
     def ends(root: Path, number: int) -> tuple[int | None, bool]:
         """Where it began, None if it was killed before that; and whether it was killed."""
         root.mkdir(exist_ok=True)
-        program = (*TWO, "-m") if what == "ddp" else ("-m",)
-        done = subprocess.run(
-            (sys.executable, *program, "tests.adapters.killed_script", what, root, str(number)),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=100,
-            cwd=Path(__file__).parents[2],
-        )
-        assert number or done.returncode == 0, done.stderr
-        starts = [line for line in done.stdout.splitlines() if line.startswith("starts at ")]
-        return int(starts[0].split()[-1]) if starts else None, done.returncode != 0
+        with contextlib.ExitStack() as stack:
+            alone = forked.environments(stack, 2) if what == "ddp" else [{}]
+            started = [
+                stack.enter_context(programs.start("run", what, str(root), number, environment))
+                for environment in alone
+            ]
+            code = started[0].wait()
+            assert number or code == 0
+            said = started[0].rest()
+            if code == 0:
+                assert [child.wait() for child in started] == [0] * len(started)
+        starts = [line for line in said if line.startswith("starts at ")]
+        return int(starts[0].split()[-1]) if starts else None, code != 0
 
     ends(tmp_path / "whole", 0)
     expected, run, killed = 0, tmp_path / "run", 0

@@ -18,14 +18,16 @@ from portus.mirror.address import parse
 from portus.mirror.files import MirroredFiles
 from portus.mirror.opening import open_file_store
 from portus.testing.hosting import serving, url
+from portus.testing.nursery import Child, nursery
 from portus_lightning import PortusIO
+from tests.adapters import lost_script
 from tests.adapters.launching import TWO
 from tests.adapters.tiny import NO_FUSS, Net, every_step, files, loader, same, trainer
+from tests.adapters.without_portus import steps_and_sums
 from tests.unit.client.stuck import until
 
 pytestmark = NO_FUSS
 
-ROOT = Path(__file__).parents[2]
 LOSSES = int(os.environ.get("PORTUS_TEST_LOSSES", "3"))
 
 
@@ -74,13 +76,6 @@ def lose_its_machine(
         assert torch.load(each)["global_step"]
 
 
-WITHOUT = """
-import sys, torch
-sys.modules["portus"] = None
-print(torch.load(sys.argv[1], weights_only=False)["global_step"])
-"""
-
-
 def has_any(mirror: Path) -> bool:
     """True once the last checkpoint is there, and what it leads to."""
     with contextlib.closing(open_file_store(parse(f"file://{mirror}"))) as store:
@@ -98,11 +93,8 @@ def mirrored_step(mirror: Path) -> int:
     last = max(filter(None, found), key=lambda each: each.time_ns, default=None)
     if last is None:
         return -1
-    path = str(mirror / "ckpt" / last.name)
-    done = subprocess.run(
-        (sys.executable, "-c", WITHOUT, path), capture_output=True, text=True, check=True
-    )
-    return int(done.stdout)
+    path = mirror / "ckpt" / last.name
+    return int(steps_and_sums(path.parent)[path.name][0])
 
 
 @pytest.mark.long
@@ -114,35 +106,25 @@ def test_machines_are_lost_one_after_another_and_the_training_ends_bit_for_bit(
     """Killed at a random step, and the disk wiped: the next one goes on from what was mirrored."""
     source, run, mirror = random.Random(seed), tmp_path / "run", tmp_path / "bucket"
 
-    def begin(root: Path, where: str) -> subprocess.Popen[str]:
+    def begin(root: Path, where: str) -> Child:
         root.mkdir()
-        command = (sys.executable, "-m", "tests.adapters.lost_script", str(root), where, "9", kept)
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-        )
+        return nursery(lost_script.__name__).start("run", str(root), where, 9, kept)
 
-    def starts(training: subprocess.Popen[str]) -> int:
-        assert training.stdout is not None
-        for line in training.stdout:
-            if line.startswith("starts at "):
-                return int(line.split()[-1])
-        assert training.stderr is not None
-        raise AssertionError(training.stderr.read())
+    def starts(training: Child) -> int:
+        return int(training.until("starts at ").split()[-1])
 
     def ends(root: Path, where: str, start: int) -> None:
         with begin(root, where) as training:
             assert starts(training) == start
-            _, errors = training.communicate(timeout=200)
-        assert training.returncode == 0, errors
+            assert training.wait() == 0
 
     ends(tmp_path / "whole", "none", 0)
     expected = 0
     for number in range(LOSSES):
         with begin(run, f"file://{mirror}") as training:
             assert starts(training) == expected
-            assert training.stdout is not None
             for _ in range(source.randint(1, 8)):
-                training.stdout.readline()
+                training.until("step")
             if number == 0:
                 until(lambda: has_any(mirror))
             training.kill()

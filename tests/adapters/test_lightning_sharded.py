@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +14,17 @@ import pytest
 import torch
 
 from portus.client.loading.checkpoint_file import verify_file
+from tests.adapters import forked
 from tests.adapters.tiny import same
 
 SCRIPT = Path(__file__).with_name("sharded_lightning.py")
-REPOSITORY = SCRIPT.parents[2]
 pytestmark = pytest.mark.timeout(300)
 
 
-def run(root: Path, site: Path, *arguments: str, dies: bool = False, **more: str) -> str:
+def run(root: Path, *arguments: str, dies: str = "", **variables: str) -> str:
     """The program in ``root``; what it said."""
-    root.mkdir(exist_ok=True)
-    places = os.pathsep.join([str(site), str(REPOSITORY), *sys.path])
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": places, **more},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert (done.returncode != 0) == dies, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stderr
+    how: Any = {"processes": 2, "ends": dies or "well", "variables": variables}
+    return forked.script(SCRIPT, root, *arguments, **how)
 
 
 def results(root: Path, name: str) -> list[dict[str, Any]]:
@@ -55,10 +42,10 @@ def assert_goes_on(resumed: list[dict[str, Any]], whole: list[dict[str, Any]]) -
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody interrupts, with every checkpoint kept."""
     root = tmp_path_factory.mktemp("whole")
-    said = run(root, installed, "whole")
+    said = run(root, "whole")
     assert "do NOT go through Portus" not in said
     return root
 
@@ -75,7 +62,7 @@ def assert_is_stock_s(directory: Path) -> None:
 
 @pytest.mark.long
 def test_a_rank_killed_right_after_a_save_resumes_by_last_bit_for_bit(
-    whole: Path, tmp_path: Path, installed: Path
+    whole: Path, tmp_path: Path
 ) -> None:
     assert_is_stock_s(whole / "ckpt/last.ckpt")
     found = torch.load(whole / "ckpt/last.ckpt/meta.pt", weights_only=False)
@@ -83,8 +70,8 @@ def test_a_rank_killed_right_after_a_save_resumes_by_last_bit_for_bit(
     assert sorted(each.name for each in (whole / "ckpt").glob("step=*")) == [
         f"step={step}.ckpt" for step in range(1, 7)
     ]
-    run(tmp_path, installed, "killed", "--kill-at", "3", dies=True)
-    run(tmp_path, installed, "resumed", "--resume", "last", "--top-k", "2")
+    run(tmp_path, "killed", "--kill-at", "3", dies="killed")
+    run(tmp_path, "resumed", "--resume", "last", "--top-k", "2")
     assert_goes_on(results(tmp_path, "resumed"), results(whole, "whole"))
     kept = sorted(each.name for each in (tmp_path / "ckpt").glob("step=[4-6].ckpt"))
     assert kept == ["step=5.ckpt", "step=6.ckpt"], "what save_top_k removed is gone"
@@ -92,25 +79,25 @@ def test_a_rank_killed_right_after_a_save_resumes_by_last_bit_for_bit(
 
 @pytest.mark.long
 def test_it_resumes_from_a_path_and_stock_lightning_trains_the_same(
-    whole: Path, tmp_path: Path, installed: Path
+    whole: Path, tmp_path: Path
 ) -> None:
-    run(tmp_path, installed, "resumed", "--resume", str(whole / "ckpt/step=3.ckpt"))
+    run(tmp_path, "resumed", "--resume", str(whole / "ckpt/step=3.ckpt"))
     assert_goes_on(results(tmp_path, "resumed"), results(whole, "whole"))
-    run(tmp_path, installed, "stock", "--stock")
+    run(tmp_path, "stock", "--stock")
     stock, ours = results(tmp_path, "stock"), results(whole, "whole")
     assert all(same(a["model"], b["model"]) for a, b in zip(stock, ours, strict=True))
 
 
 @pytest.mark.long
 def test_switched_off_it_saves_as_stock_does_and_loads_what_both_saved(
-    whole: Path, tmp_path: Path, installed: Path
+    whole: Path, tmp_path: Path
 ) -> None:
     path = str(whole / "ckpt/step=3.ckpt")
-    run(tmp_path, installed, "off", "--resume", path, PORTUS_DISABLE="1")
+    run(tmp_path, "off", "--resume", path, PORTUS_DISABLE="1")
     assert_goes_on(results(tmp_path, "off"), results(whole, "whole"))
     assert (tmp_path / "ckpt/step=4.ckpt/.metadata").exists()
     assert not (tmp_path / ".portus").exists()
-    run(tmp_path, installed, "on", "--resume", str(tmp_path / "ckpt/step=4.ckpt"))
+    run(tmp_path, "on", "--resume", str(tmp_path / "ckpt/step=4.ckpt"))
     # Stock Lightning saved no generators: the draws differ, the steps go on.
     assert results(tmp_path, "on")[0]["drawn"][0][0] == 4
     assert_is_stock_s(tmp_path / "ckpt/last.ckpt")
@@ -118,13 +105,13 @@ def test_switched_off_it_saves_as_stock_does_and_loads_what_both_saved(
 
 @pytest.mark.long
 def test_a_run_whose_machine_was_lost_comes_back_from_the_mirror(
-    whole: Path, tmp_path: Path, installed: Path
+    whole: Path, tmp_path: Path
 ) -> None:
     root, mirror = tmp_path / "run", f"file://{tmp_path}/bucket"
-    run(root, installed, "first", "--top-k", "2", PORTUS_MIRROR=mirror)
+    run(root, "first", "--top-k", "2", PORTUS_MIRROR=mirror)
     before = sorted(os.listdir(root / "ckpt"))
     shutil.rmtree(root)
-    run(root, installed, "second", "--resume", "last", "--top-k", "2", PORTUS_MIRROR=mirror)
+    run(root, "second", "--resume", "last", "--top-k", "2", PORTUS_MIRROR=mirror)
     assert sorted(os.listdir(root / "ckpt")) == before
     for found, expected in zip(results(root, "second"), results(whole, "whole"), strict=True):
         assert found["drawn"] == [], "all steps were done"
@@ -134,7 +121,7 @@ def test_a_run_whose_machine_was_lost_comes_back_from_the_mirror(
 @pytest.mark.long
 @pytest.mark.parametrize("damage", ["flipped", "cut off"])
 def test_the_last_one_that_is_damaged_is_passed_over_and_one_by_name_is_an_error(
-    whole: Path, tmp_path: Path, installed: Path, damage: str
+    whole: Path, tmp_path: Path, damage: str
 ) -> None:
     shutil.copytree(whole / "ckpt", tmp_path / "ckpt")
     last = tmp_path / "ckpt/last.ckpt"
@@ -146,8 +133,8 @@ def test_the_last_one_that_is_damaged_is_passed_over_and_one_by_name_is_an_error
         file.write_bytes(data)
     else:
         (last / ".metadata").unlink()
-    said = run(tmp_path, installed, "named", "--resume", str(last), dies=True)
+    said = run(tmp_path, "named", "--resume", str(last), dies="failed")
     assert ("CorruptionError" if damage == "flipped" else "was cut off") in said
-    said = run(tmp_path, installed, "chosen", "--resume", "last")
+    said = run(tmp_path, "chosen", "--resume", "last")
     assert "FALLING BACK to" in said
     assert_goes_on(results(tmp_path, "chosen"), results(whole, "whole"))

@@ -22,6 +22,7 @@ import portus
 import portus_accelerate
 from portus.client.fence import clock
 from portus_accelerate import newest, patch, settings, trainer, trainer_data
+from tests.adapters import forked
 from tests.adapters.launching import TWO
 
 SCRIPT = Path(__file__).with_name("trainer_script.py")
@@ -421,23 +422,20 @@ def test_two_processes_killed_in_a_save_and_resumed_end_with_the_same_bits(
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_fsdp_leaves_what_stock_leaves_and_goes_on_after_a_kill(
-    kind: str, tmp_path: Path, installed: Path
-) -> None:
-    fsdp = ("--fsdp", kind)
-    run(tmp_path / "stock", installed, *fsdp, flag=False, launcher=TWO)
-    run(
-        tmp_path / "on", installed, *fsdp, "--kill-after", "3", flag=True, launcher=TWO, ends_with=1
-    )
-    run(tmp_path / "on", installed, *fsdp, flag=True, launcher=TWO)
-    expected = (tmp_path / "stock/losses-0.txt").read_text()
-    assert set((tmp_path / "on/losses-0.txt").read_text().splitlines()) == set(
-        expected.splitlines()
-    )
+def test_fsdp_leaves_what_stock_leaves_and_goes_on_after_a_kill(kind: str, tmp_path: Path) -> None:
+    def train(root: Path, *more: str, **how: Any) -> None:
+        asked = ("--root", root, "--fsdp", kind, *more)
+        forked.script(SCRIPT, root, *asked, processes=2, **how)
+
+    stock, root = tmp_path / "stock", tmp_path / "on"
+    train(stock)
+    train(root, "--kill-after", "3", flag=True, ends="killed")
+    train(root, flag=True)
+    expected = (stock / "losses-0.txt").read_text()
+    assert set((root / "losses-0.txt").read_text().splitlines()) == set(expected.splitlines())
     for rank in (0, 1):
-        end = (tmp_path / f"on/end-{rank}.txt").read_text()
-        assert end == (tmp_path / f"stock/end-{rank}.txt").read_text()
-    names = [names_in(tmp_path / which / "out/checkpoint-4") for which in ("on", "stock")]
+        assert (root / f"end-{rank}.txt").read_text() == (stock / f"end-{rank}.txt").read_text()
+    names = [names_in(which / "out/checkpoint-4") for which in (root, stock)]
     assert names[0] == names[1]
     assert any("pytorch_model_fsdp_0/" in name for name in names[0]) == (kind[0] == "S")
 

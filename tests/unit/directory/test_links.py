@@ -32,7 +32,7 @@ def test_a_process_that_is_killed_leaves_the_one_or_the_other(tmp_path: Path, th
         done = in_process(
             "import os\n"
             "from portus.directory.links import replace_link\n"
-            "from tests.adapters.killed_script import Kills\n"
+            "from tests.adapters.kills import Kills\n"
             f"os.chdir({str(where)!r})\n"
             f"Kills({number})\n"
             "replace_link('last', 'new')\n"

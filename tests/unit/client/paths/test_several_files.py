@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,10 @@ from portus.client.state.named_tensors import named_tensors
 from portus.client.state.pickling import pickle_state
 from portus.errors import MediumError, UsageError
 from portus.pipeline.handle import SaveHandle
+from portus.testing.nursery import nursery
 from portus.writer.image_file import ImageFile
 from tests.crash.saver import Training
+from tests.unit.client.paths import killed_saves
 from tests.unit.client.paths.programs import in_process
 from tests.unit.client.same import assert_same
 
@@ -155,31 +158,6 @@ def test_a_signal_handler_writes_them_at_once() -> None:
     assert len(set(done.stdout.split())) == 1, "not a mixture"
 
 
-KILLED = """
-import os, shutil
-from functools import partial
-import torch
-from portus.client.paths.process import saver
-from portus.client.paths.saver import ToSave
-from portus.client.state.pickling import pickle_state
-from tests.adapters.killed_script import Kills
-
-kills = Kills(NUMBER)
-for step in range(1, 5):
-    where = f"c{step}" if WAY == "new" else "last"
-    os.makedirs(where, exist_ok=True)
-    state = {"step": step, "x": torch.ones(step)}
-    files = [ToSave(f"{where}/{name}.pt", partial(pickle_state, state)) for name in "abc"]
-    handle = saver().save_files(files)
-    if WAY == "new" and step > 1:  # too early
-        shutil.rmtree(f"c{step - 1}")
-    handle.wait()
-    with open("told", "w") as file:
-        file.write(str(step))
-print(NUMBER - kills._left)
-"""
-
-
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", ["new", "last"])
@@ -187,7 +165,6 @@ def test_after_a_kill_at_any_change_of_a_name_a_directory_is_whole(
     way: str, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Also where the script removes the old directory while the new one is in flight."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     count, source = KILLS_MAX, random.Random(seed)
     for number in [KILLS_MAX, *sorted(source.sample(range(1, 200), KILLS))]:
         if number > count:
@@ -195,10 +172,10 @@ def test_after_a_kill_at_any_change_of_a_name_a_directory_is_whole(
         where = tmp_path / str(number)
         where.mkdir()
         monkeypatch.chdir(where)
-        done = in_process(f"NUMBER, WAY = {number}, {way!r}\n" + KILLED)
-        # How many changes there are depends on who is faster: near the end it may not be killed.
-        assert done.returncode in ((0,) if number == KILLS_MAX else (0, -9)), done.stderr
-        count = int(done.stdout) if number == KILLS_MAX else count
+        with nursery(killed_saves.__name__).start("run", str(where), number, way) as saves:
+            # How many changes there are depends on who is faster: near the end there is no kill.
+            assert saves.wait() in ((0,) if number == KILLS_MAX else (0, -signal.SIGKILL))
+            count = int(saves.line()) if number == KILLS_MAX else count
         told = where / "told"
         least = int(told.read_text() or 0) if told.exists() else 0
         for each in directories():
