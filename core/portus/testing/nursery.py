@@ -258,6 +258,8 @@ def pause_for_ever() -> None:
 def _serve(module: str, number: int) -> None:
     functions = importlib.import_module(module)
     functions.warm_up()
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # else each child's first optimizer does, for 2 s
     connection = socket.socket(fileno=number)
     gc.collect()
     gc.freeze()
