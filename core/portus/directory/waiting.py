@@ -56,14 +56,17 @@ def _wait_in(base: str, below: str, name: str | None, until_s: float | None) -> 
         def is_wanted(path: bytes) -> bool:
             return path == wanted if wanted is not None else os.path.dirname(path) == where
 
-        found = folder.in_flight().items()
-        awaited = {token for token, paths in found if any(map(is_wanted, paths))}
+        def in_flight() -> set[str]:
+            found = folder.in_flight().items()
+            return {token for token, paths in found if any(map(is_wanted, paths))}
+
+        awaited = in_flight()
         while awaited:
             if until_s is not None and time.monotonic() >= until_s:
                 return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
-            awaited &= folder.in_flight().keys()
+            awaited &= in_flight()  # a record says at first nothing, and may turn out to be another
     except MediumError:
         return True
     finally:

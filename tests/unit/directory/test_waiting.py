@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from portus.directory.folder import HiddenFolder
+from portus.directory.system import Linux
 from portus.directory.waiting import wait_for_drafts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
@@ -76,3 +78,11 @@ def test_nobody_waits_for_another_name_nor_where_nothing_is_saved(
     assert wait_for_drafts(str(tmp_path), "other.pt", 0)
     assert wait_for_drafts(str(tmp_path / "none"), "run.pt", 0)
     assert wait_for_drafts("/proc/self", "run.pt", 0)
+
+
+def test_a_record_that_turns_out_to_be_of_something_else_is_not_waited_for(tmp_path: Path) -> None:
+    folder = HiddenFolder(Linux(), str(tmp_path))
+    record = folder.claim()  # it says nothing yet
+    assert not wait_for_drafts(str(tmp_path), None, 0)
+    threading.Timer(0.1, Linux().write, (record.file, b"/")).start()
+    assert wait_for_drafts(str(tmp_path), None, 60)
