@@ -100,6 +100,11 @@ class Saver:
         """Checkpoints that not all processes had saved, or that are damaged."""
         if self.is_on():
             if self.writes_files:
+                if settings.keep != portus.Keep(last=1):
+                    raise portus.UsageError(
+                        "keep: checkpoints are files, and total_limit (save_total_limit) says "
+                        "which of them stay; leave keep out"
+                    )
                 self._fetch_named()
                 self._files.prepare(place.roots(accelerator.project_dir))
             self._cut_off.mend_all()  # of pools; whether this run is sharded may be known later
