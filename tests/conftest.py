@@ -18,6 +18,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.depth import deep
+
 if "PORTUS_TEST_SEED" not in os.environ:  # the workers of this run inherit both
     os.environ["PORTUS_TEST_SEED"] = str(random.SystemRandom().randrange(2**32))
     os.environ["PORTUS_TEST_DRAWN"] = "1"
@@ -33,7 +35,7 @@ hypothesis.settings.register_profile(
     derandomize="PORTUS_TEST_DRAWN" not in os.environ,
 )
 hypothesis.settings.register_profile(
-    "long", parent=hypothesis.settings.get_profile("quick"), max_examples=1000
+    "long", parent=hypothesis.settings.get_profile("quick"), max_examples=deep(1000)
 )
 
 

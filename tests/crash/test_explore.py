@@ -7,6 +7,7 @@ them at every event, kills and power losses both, and lets the next process go o
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -36,6 +37,7 @@ from tests.crash.trainer import (
     save_together,
     verify,
 )
+from tests.depth import deep
 
 IMAGES_MIN: Final = 10_000
 
@@ -187,10 +189,11 @@ def test_a_deeper_search_finds_nothing_either(name: str, seed: int) -> None:
 @pytest.mark.parametrize("plan", [save_three, retire_by_itself, grow, collect, refer])
 def test_no_failed_persist_loses_anything(plan: Plan, part: int, seed: int) -> None:
     """None (0), and every persist of a plan, in turns of ``PARTS`` tests, which may go on side by
-    side. What comes before the failure is searched once, where none fails."""
+    side; fewer, by ``DEPTH``. What comes before the failure is searched once, where none fails."""
     trainer = Roomy if plan in (save_three, retire_by_itself) else Tight
     budgets = (1, 1) if plan in (collect, refer) else (4, 1)  # of many files, and slow
-    for number in range(part, persists_of(plan, trainer) + 1, PARTS):
+    numbers = range(part, persists_of(plan, trainer) + 1, PARTS)
+    for number in random.Random(seed).sample(numbers, deep(len(numbers))):
         search = explorer((plan, save_one), budgets, persist_fails(number), trainer)
         found = replace(search, seed=seed, after_fault=number > 0).explore()
         assert found.images, f"persist {number} did not fail"

@@ -25,6 +25,7 @@ from portus.mirror.requests import DeleteObjects, PutObject, PutObjects, Steps, 
 from portus.mirror.units import Key, keys_of, planned
 from portus.mirror.writer import Freed, Version, Writer, _manifest
 from tests.crash.mirrored import BrokenError, History
+from tests.depth import deep
 
 EVENTS = 300
 
@@ -179,7 +180,7 @@ def test_what_was_told_loads_in_every_history(seed: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_what_was_told_loads_in_thousands_of_histories(seed: int) -> None:
-    count = int(os.environ.get("PORTUS_TEST_HISTORIES", "4000"))
+    count = int(os.environ.get("PORTUS_TEST_HISTORIES", deep(4000)))
     assert explored(seed, count) == count
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.depth import deep
 from tests.faults import calls
 from tests.faults.calls import Call, Fault, Where
 from tests.faults.runs import KINDS
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
 SAMPLE = 4
 """Faults of each kind of training that are tried each time."""
 
-LONG_S, LONG_S_MAX = 30, 240
+LONG_S, LONG_S_MAX = deep(30), 240
 """Seconds of each kind in a long search; and the most, on a machine that is slow."""
 
 LATER = ("accelerate", "transformers")

@@ -26,6 +26,7 @@ from portus.protocol import messages as said
 from portus.protocol.connection import HEADER
 from portus.protocol.messages import packed_column
 from portus.protocol.vocabulary import MessageKind
+from tests.depth import deep
 from tests.golden.conversation import FIRST, GIVEN_UP, SECOND
 from tests.golden.make import REFERENCE
 from tests.golden.test_protocol import turns
@@ -238,7 +239,10 @@ def attacked(place: Path, chance: random.Random, tries: int) -> int:
 
 @pytest.mark.parametrize(
     "tries",
-    [TRIES // 2, pytest.param(10 * TRIES, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
+    [
+        TRIES // 2,
+        pytest.param(deep(10 * TRIES), marks=[pytest.mark.long, pytest.mark.timeout(600)]),
+    ],
 )
 def test_nothing_that_is_said_harms_a_host(
     tmp_path: Path, seed: int, tries: int, monkeypatch: pytest.MonkeyPatch
