@@ -65,7 +65,7 @@ EXPLORATIONS: Final[Mapping[str, tuple[Plans, tuple[int, ...], int]]] = {
 ones there are at least. Chance and the clock begin anew with each run, so images that differ in
 nothing else are one. Two explorations have hardly an image in common."""
 
-DEEPER: Final = 2
+DEEPER: Final = deep(2)
 PARTS: Final = 4
 
 

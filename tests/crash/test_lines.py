@@ -40,6 +40,7 @@ from tests.crash.trainer import (
     save_three,
     verify,
 )
+from tests.depth import deep
 
 SIZE: Final = SMALL + 10 * PAGE
 """Bytes of the device: a few saves, then space must be used again."""
@@ -113,7 +114,7 @@ EXPLORATIONS: Final[dict[str, tuple[tuple[Plan, ...], tuple[int, ...], int]]] = 
 }
 
 
-DEEPER: Final = 3
+DEEPER: Final = deep(3)
 
 LONG: Final = ("save, share", "save, retire, use space again", "retire by itself")
 """Those that take long."""
