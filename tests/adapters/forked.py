@@ -75,6 +75,8 @@ def environments(stack: contextlib.ExitStack, processes: int) -> list[dict[str, 
 def warm_up() -> None:
     """What the scripts import. No thread stays, and nothing of Portus."""
     import accelerate  # noqa: F401
+    import lightning.pytorch.strategies  # noqa: F401
+    import torch.distributed.fsdp  # noqa: F401
     import transformers.models.gpt2  # noqa: F401
 
 
