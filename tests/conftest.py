@@ -18,7 +18,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.depth import deep
+from tests.depth import deep, left_out
 
 if "PORTUS_TEST_SEED" not in os.environ:  # the workers of this run inherit both
     os.environ["PORTUS_TEST_SEED"] = str(random.SystemRandom().randrange(2**32))
@@ -57,13 +57,17 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a GPU are skipped with the reason where there is none. Of the long searches,
-    those that may take longest come first, so that processes side by side end together. Names of
-    tests repeat: processes side by side would not agree on them."""
+    those that may take longest come first, so that processes side by side end together, and with
+    less depth a share of their cases is run. Names of tests repeat: processes side by side would
+    not agree on them."""
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid}: named after an address; give it ids=")
     if config.getoption("markexpr") == "long":
         items.sort(key=time_out, reverse=True)
+        without = left_out(items, SEED)
+        config.hook.pytest_deselected(items=[item for item in items if item in without])
+        items[:] = [item for item in items if item not in without]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if on_gpu else ""
     for item in on_gpu if reason else ():
