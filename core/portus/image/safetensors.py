@@ -59,7 +59,9 @@ LENGTH_SIZE: Final = 8
 METADATA: Final = "__metadata__"
 DIGESTS: Final = "portus.digests"
 NOTE: Final = "portus.note"
-"""The keys of our values in the metadata: the digests, and what whoever saved it noted."""
+SAVE: Final = "portus.save"
+"""The keys of our values in the metadata: the digests, what whoever saved it noted, and of one of
+several files of a sharded checkpoint the number of the save."""
 
 BEGIN: Final = f'{{"{METADATA}":{{"{DIGESTS}":"'.encode()
 """How the header of a file with digests begins; their hex digits follow."""

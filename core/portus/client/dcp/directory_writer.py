@@ -35,18 +35,12 @@ from portus.client.paths.training_files import TrainingFiles
 from portus.client.shards.directories import (
     complete_in,
     pickled_metadata,
-    rank_file_name,
-    renumbered,
     series_of,
     stale_in,
 )
+from portus.client.shards.layouts import TORCH, DirectoryLayout, ShardContents
 from portus.client.shards.planned import Planned, agreed, values_of
-from portus.client.shards.rank_contents import (
-    PickledMetadata,
-    RankContents,
-    in_bytes,
-    resolved,
-)
+from portus.client.shards.rank_contents import PickledMetadata, in_bytes, resolved
 from portus.directory.claim import SeriesClaim
 from portus.directory.system import medium_error
 from portus.directory.waiting import in_flight
@@ -114,7 +108,7 @@ class DirectoryWriter(StorageWriter):
     directory: where to save if a save names no ``checkpoint_id``. keep: how many complete
         directories stay of those whose names differ in their numbers alone; None: all. name: of the
         run, in the journal and the mirror. links: the directory for the journal; None: ``.portus``
-        beside the checkpoints.
+        beside the checkpoints. layout: of the directories.
     """
 
     def __init__(
@@ -125,9 +119,11 @@ class DirectoryWriter(StorageWriter):
         name: str | None = None,
         keep: int | None = None,
         links: str | None = None,
+        layout: DirectoryLayout = TORCH,
     ) -> None:
         super().__init__()
         self._default: Final = directory
+        self._layout: Final = layout
         self._settings: Final = settings or Settings()
         self._settings.require_mirror_of_files(
             "shards are saved to directories of files", "save to the storage host itself"
@@ -148,7 +144,7 @@ class DirectoryWriter(StorageWriter):
         self._given_up: Final[set[int]] = set()
         self._count = 0
         self._start: _Start | None = None
-        self._contents: RankContents | None = None
+        self._contents: ShardContents | None = None
         self._local = SavePlan([])
         self._sizes: list[int] = []
         self._metadata: Metadata | None = None
@@ -242,7 +238,13 @@ class DirectoryWriter(StorageWriter):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process goes what it was made with."""
-        made = partial(DirectoryWriter, name=self._name, keep=self._keep, links=self._links)
+        made = partial(
+            DirectoryWriter,
+            name=self._name,
+            keep=self._keep,
+            links=self._links,
+            layout=self._layout,
+        )
         return made, (self._default, self._settings)
 
     # What torch calls.
@@ -261,6 +263,9 @@ class DirectoryWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """What torch keeps beside its plan."""
+        return self._meta()
+
+    def _meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self._directory)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -288,6 +293,7 @@ class DirectoryWriter(StorageWriter):
             found = ", ".join(printable(each) for each in sorted(directories)[:2])
             raise UsageError(f"checkpoint_id: expected the same on all ranks, found {found}")
         self._take()
+        self._clear()
         failed: dict[int, str] = {}
         for rank, word in enumerate(words):
             for save, why in word.failed.items():
@@ -308,7 +314,7 @@ class DirectoryWriter(StorageWriter):
             )
         self._start = start
         self._hear(start.failed)
-        contents = RankContents(plan.items, resolved(plan.items, planner))
+        contents = self._layout.contents(plan.items, resolved(plan.items, planner))
         self._sizes = contents.sizes
         asked = self._ask(start, contents)
         if self._is_coordinator:
@@ -333,31 +339,31 @@ class DirectoryWriter(StorageWriter):
         """The number of the next save; on the rank that coordinates."""
         return max(time.time_ns(), max((each.save for each in self._asked), default=0) + 1)
 
-    def _ask(self, start: _Start, contents: RankContents) -> _Asked:
+    def _ask(self, start: _Start, contents: ShardContents) -> _Asked:
         """A save that all ranks take part in."""
         self._start, contents.save = start, start.save
-        name = rank_file_name(start.rank, start.save)
+        name = self._layout.file_name(start.rank, start.save)
         asked = _Asked(start.save, os.path.join(self._directory, name))
         self._asked.append(asked)
         return asked
 
-    def _begin(self, asked: _Asked, contents: RankContents) -> None:
+    def _begin(self, asked: _Asked, contents: ShardContents) -> None:
         """This rank's file; on those that do not coordinate."""
         asked.handle = self._begun().save_directory(
             self._directory, {os.path.basename(asked.path): Laid(contents)}, self._step()
         )
         self.begin({}, None, is_late=False)
 
-    def _begin_whole(self, contents: RankContents, metadata: Metadata, count: int) -> None:
+    def _begin_whole(self, contents: ShardContents, metadata: Metadata, count: int) -> None:
         """The file of the rank that coordinates, and the metadata of ``count`` ranks. Returns when
         the checkpoint is complete, or at once if it is late."""
         start, asked = self._start, self._asked[-1]
         assert start is not None
         more, is_late, step = self._more, self._is_late, self._step()
         self.begin({}, None, is_late=False)
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_meta = replace(self._meta(), save_id=str(start.save))
         own = os.path.basename(asked.path)
-        others = [rank_file_name(rank, start.save) for rank in range(count)]
+        others = [self._layout.file_name(rank, start.save) for rank in range(count)]
         others.remove(own)
         self._refuse_node_local(others)
         older = self._older(start.save)
@@ -375,18 +381,20 @@ class DirectoryWriter(StorageWriter):
 
     # Planned as before.
 
-    def _taken(self, before: _PlannedDirectory | None, values: list[Any]) -> RankContents | None:
+    def _taken(self, before: _PlannedDirectory | None, values: list[Any]) -> ShardContents | None:
         """What this rank saves, if it may be as ``before``. Raises ``UsageError`` for what cannot
         be saved."""
         is_new = self._is_coordinator and not self._has_claim()
         if before is None or is_new or not self._is_late:
             return None
+        if self._is_coordinator:
+            self._clear()
         items = before.planned.final.items
-        contents = RankContents(items, in_bytes(items, values))
+        contents = self._layout.contents(items, in_bytes(items, values))
         return contents if contents.sizes == before.sizes else None
 
     def _save_as_before(
-        self, before: _PlannedDirectory, number: bytes, contents: RankContents
+        self, before: _PlannedDirectory, number: bytes, contents: ShardContents
     ) -> None:
         save, rank = int.from_bytes(number, "big"), before.planned.rank
         asked = self._ask(_Start(save, rank, {}), contents)
@@ -396,7 +404,7 @@ class DirectoryWriter(StorageWriter):
         assert before.metadata is not None
         metadata = before.metadata = copy.copy(before.metadata)
         metadata.storage_data = {
-            index: replace(place, relative_path=renumbered(place.relative_path, save))
+            index: replace(place, relative_path=self._layout.renumbered(place.relative_path, save))
             for index, place in metadata.storage_data.items()
         }
         self._begin_whole(contents, metadata, before.planned.count)
@@ -476,6 +484,11 @@ class DirectoryWriter(StorageWriter):
             with PENDING.exempt():
                 os.makedirs(wanted[0], exist_ok=True)
                 self._claims[wanted] = SeriesClaim(*wanted)
+
+    def _clear(self) -> None:
+        """Before any rank writes. Raises ``UsageError`` if nothing may be saved there."""
+        with PENDING.exempt():
+            self._layout.clear(self._directory)
 
     def _has_claim(self) -> bool:
         return self._has_begun and self._series() in self._claims

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -19,6 +19,7 @@ from portus.client.dcp.whole_calls import save_with
 from portus.client.job.settings import Settings
 from portus.client.shards.directory_reader import DirectoryReader
 from portus.client.shards.group_reader import GroupReader
+from portus.client.shards.layouts import LAYOUTS, TORCH, DirectoryLayout
 from portus.directory.links import replace_link
 from portus.errors import UsageError
 from portus.index.keep import Keep
@@ -47,6 +48,8 @@ class PortusStorageWriter(StorageWriter):
         None: ``.portus`` beside the checkpoints.
     keep: how many complete checkpoints stay, of directories whose names differ in their numbers
         alone; None: all. On a storage host a ``portus.Keep`` too, and 2 if nothing is said.
+    layout: of directories; ``"torch"``, or ``"safetensors"``: as torch's
+        ``HuggingFaceStorageWriter`` writes them with ``save_distributed``, for tensors alone.
     settings: as of ``portus.Checkpointer``.
     """
 
@@ -57,12 +60,17 @@ class PortusStorageWriter(StorageWriter):
         *,
         keep: int | Keep | None = None,
         links: str | None = None,
+        layout: Literal["torch", "safetensors"] = "torch",
         **settings: Unpack[SettingsDict],
     ) -> None:
         super().__init__()
         host = _host_of(place)
+        laid = LAYOUTS.get(layout)
+        if laid is None or (host is not None and laid is not TORCH):
+            expected = " or ".join(LAYOUTS) if host is None else "torch, for a storage host"
+            raise UsageError(f"layout: expected {expected}, found {layout!r:.200}")
         self._writer: Final[DirectoryWriter | GroupWriter] = (
-            _directory_writer(place, model, keep, links, Settings(**settings))
+            _directory_writer(place, model, keep, links, laid, Settings(**settings))
             if host is None
             else GroupWriter(
                 place, model or "default", keep=2 if keep is None else keep, links=links, **settings
@@ -261,10 +269,13 @@ def _directory_writer(
     model: str | None,
     keep: int | Keep | None,
     links: str | None,
+    layout: DirectoryLayout,
     settings: Settings,
 ) -> DirectoryWriter:
     if isinstance(keep, Keep):
         raise UsageError("keep: expected a number for directories, found a portus.Keep")
     if keep is not None and keep < 1:
         raise UsageError(f"keep: expected 1 or more, found {keep}")
-    return DirectoryWriter(_path_of(place), settings, name=model, keep=keep, links=links)
+    return DirectoryWriter(
+        _path_of(place), settings, name=model, keep=keep, links=links, layout=layout
+    )

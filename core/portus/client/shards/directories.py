@@ -13,13 +13,23 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
+from portus.client.loading.checkpoint_file import has_digests as has_digests_of
 from portus.client.loading.stored_bytes import opened, reads
-from portus.errors import CorruptionError, NoCheckpointError, UsageError, printable
+from portus.errors import (
+    CorruptionError,
+    NoCheckpointError,
+    PortusError,
+    UsageError,
+    printable,
+)
 from portus.image.metadata_file import NAME, read_pickle
 from portus.image.rank_file import RANK_FILE
+from portus.image.safetensors import SUFFIX
 
 _STOCK: Final = re.compile(r"__(\d+)_(\d+)\.distcp")
 """The file of a rank, whoever wrote it."""
+
+_SHARD_FILE: Final = re.compile(r"shard-\d{5,}-model-00001-of-00001\.safetensors")
 
 _DIGITS: Final = re.compile(r"\d+")
 
@@ -97,7 +107,7 @@ def _why_none(directory: str) -> str:
         return f"{where}: there is no checkpoint: no such directory"
     before = complete_before(directory)
     other = f"; the newest complete one beside it is {printable(before)}" if before else ""
-    if any(_STOCK.fullmatch(name) for name in os.listdir(directory)):
+    if any(_STOCK.fullmatch(name) or _SHARD_FILE.fullmatch(name) for name in os.listdir(directory)):
         return f"{where}: its save was cut off: it has files of ranks and no {NAME}{other}"
     return f"{where}: there is no checkpoint: it has no {NAME}{other}"
 
@@ -137,6 +147,28 @@ def has_digests(directory: str | os.PathLike[str]) -> bool:
     with contextlib.suppress(OSError):
         return any(RANK_FILE.fullmatch(name) for name in os.listdir(directory))
     return False
+
+
+def has_safetensors_of_torch(directory: str) -> bool:
+    """Return whether a directory has safetensors files, none of them by a save of Portus that was
+    cut off. Raises nothing."""
+    with contextlib.suppress(OSError):
+        names = [name for name in os.listdir(directory) if name.endswith(SUFFIX)]
+        return bool(names) and not any(is_shard_of_portus(directory, name) for name in names)
+    return False
+
+
+def is_shard_of_portus(directory: str, name: str) -> bool:
+    """Return whether a save of Portus, in the layout of safetensors files, made a file."""
+    try:
+        return bool(_SHARD_FILE.fullmatch(name)) and has_digests_of(os.path.join(directory, name))
+    except PortusError:
+        return False
+
+
+def shard_file_name(rank: int, save: int) -> str:
+    """Return the name of the safetensors file of a rank, whatever the save."""
+    return f"shard-{rank + 1:05}-model-00001-of-00001{SUFFIX}"
 
 
 def stale_in(directory: str, save: int) -> set[str]:

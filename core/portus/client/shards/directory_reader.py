@@ -24,7 +24,7 @@ from torch.futures import Future
 from portus.client.fence.fence import before_write
 from portus.client.files.pending import PENDING
 from portus.client.loading.stored_bytes import opened, reads
-from portus.client.shards.directories import read_metadata
+from portus.client.shards.directories import has_safetensors_of_torch, read_metadata
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import (
     CorruptionError,
@@ -38,14 +38,15 @@ from portus.image.metadata_file import NAME as METADATA
 from portus.image.rank_file import (
     BLOCK,
     RANK_FILE,
-    ItemRow,
     RankFile,
     bytes_of,
     is_rank_file,
     read_rank_file,
     slice_of,
 )
-from portus.image.stored import Read, StoredFile
+from portus.image.safetensors import SAVE, SUFFIX
+from portus.image.safetensors_reader import SafetensorsFile, read_safetensors
+from portus.image.stored import Read
 from portus.image.torch_reader import read_torch
 from portus.media.file import PlainFile
 from portus.spec import Extent
@@ -62,6 +63,17 @@ class _Block:
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """Of one block of memory: how it is called in messages, where it is in the file, and the digest
+    of each of its units; None if the file has none."""
+
+    name: str
+    offset: int
+    size: int
+    digests: Digests | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +102,7 @@ class DirectoryReader(FileSystemReader):
         self._verify: Final = verify
         self._problem: PortusError | None = None
         self._known: Mapping[str, Any] = {}
+        self._save: str | None = None
         self._chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
 
     @property
@@ -125,7 +138,13 @@ class DirectoryReader(FileSystemReader):
         PENDING.wait_for(self.directory)
         with PENDING.exempt():
             wait_for_drafts(self.directory)
-            found: Metadata = read_metadata(self.directory).value
+            try:
+                found: Metadata = read_metadata(self.directory).value
+            except NoCheckpointError:
+                stock = _of_safetensors(self.directory)
+                if stock is None:
+                    raise
+                found = stock.read_metadata()
         return found
 
     def set_up_storage_reader(
@@ -137,6 +156,7 @@ class DirectoryReader(FileSystemReader):
             raise self._problem
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._known = metadata.state_dict_metadata
+        self._save = getattr(metadata.storage_meta, "save_id", None)
         self._chunks = {}
 
     def _block(self, index: MetadataIndex) -> _Block:
@@ -162,10 +182,20 @@ class DirectoryReader(FileSystemReader):
                 if not self._load(name, items, planner):
                     stock += items
             if stock:
-                super().read_data(replace(plan, items=stock), planner)
+                self._read_stock(replace(plan, items=stock), planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read_stock(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        reader = None
+        if self.storage_data[plan.items[0].storage_index].relative_path.endswith(SUFFIX):
+            reader = _of_safetensors(self.directory)
+        if reader is None:
+            super().read_data(plan, planner)
+        else:
+            reader.storage_data = self.storage_data
+            reader.read_data(plan, planner)
 
     def _offset_of(self, item: ReadItem) -> int:
         return int(self.storage_data[item.storage_index].offset)
@@ -176,6 +206,16 @@ class DirectoryReader(FileSystemReader):
         try:
             with opened(path) as (file, _):
                 read = reads(file)
+                if name.endswith(SUFFIX):
+                    shards = read_safetensors(read, file.size, printable(path))
+                    if self._save is None and shards.digests is None:
+                        return False
+                    self._require_same_save(shards)
+                    loading = _Loading(file, planner, self._block, verify=self._verify)
+                    for item in items:
+                        loading.load_shard(item, shards)
+                    loading.flush()
+                    return True
                 match = RANK_FILE.fullmatch(name)
                 if match is None and not is_rank_file(read, file.size):
                     return False
@@ -185,15 +225,23 @@ class DirectoryReader(FileSystemReader):
                         f"{printable(path)}: the file is that of the save {found.save}: it was "
                         "renamed, or copied from another checkpoint"
                     )
-                loading = _Loading(file, found, planner, self._block, verify=self._verify)
+                loading = _Loading(file, planner, self._block, verify=self._verify)
                 for item in sorted(items, key=self._offset_of):
-                    loading.load(item, self.storage_data[item.storage_index])
+                    loading.load(item, found, self.storage_data[item.storage_index])
                 loading.flush()
                 return True
         except FileNotFoundError as error:
             raise CorruptionError(
                 f"{printable(path)}: the file of a rank is missing; the checkpoint cannot be loaded"
             ) from error
+
+    def _require_same_save(self, found: SafetensorsFile) -> None:
+        save = found.metadata.get(SAVE)
+        if save is None or save != self._save:
+            raise CorruptionError(
+                f"{found.name}: expected a file of the save {self._save}, found one of {save}: it "
+                "was copied from another checkpoint"
+            )
 
 
 class _Loading:
@@ -202,14 +250,12 @@ class _Loading:
     def __init__(
         self,
         file: PlainFile,
-        found: RankFile,
         planner: LoadPlanner,
         block: Callable[[MetadataIndex], _Block],
         *,
         verify: bool,
     ) -> None:
         self._file: Final = file
-        self._found: Final = found
         self._planner: Final = planner
         self._block: Final = block
         self._verify: Final = verify
@@ -217,18 +263,14 @@ class _Loading:
         self._wanted: Final[list[_Wanted]] = []
         self._buffered = 0
 
-    def load(self, item: ReadItem, place: Any) -> None:
-        """Have an item handed over, by ``flush`` at the latest. place: where torch says it is."""
-        row, name = self._found.at(place.offset, place.length), self._name(item)
+    def load(self, item: ReadItem, found: RankFile, place: Any) -> None:
+        """Have an item of the file of a rank handed over, by ``flush`` at the latest. place: where
+        torch says it is."""
+        row, name = found.at(place.offset, place.length), f"{found.name}: {item.storage_index.fqn}"
         if item.type == LoadItemType.BYTE_IO:
             self._planner.load_bytes(item, io.BytesIO(bytes_of(row, self._read, name)))
             return
-        target = self._planner.resolve_tensor(item).detach()
-        if target.size() != item.lengths:
-            raise UsageError(
-                f"{name}: the state has shape {tuple(target.size())} where the checkpoint has "
-                f"{tuple(item.lengths)}"
-            )
+        target = self._target(item, name)
         part = slice_of(self._read, row)
         stored = read_torch(part, row.length, name)
         if row.kind != BLOCK:
@@ -239,13 +281,46 @@ class _Loading:
             target.copy_(_narrowed(whole, item, 0))
             self._planner.commit_tensor(item, target)
             return
+        if len(stored.length) != 1:
+            raise CorruptionError(f"{name}: expected one block, found {len(stored.length)}")
+        storage = _Storage(
+            name, row.offset + int(stored.offset[0]), int(stored.length[0]), stored.digests
+        )
+        self._load_block(item, target, storage)
+
+    def load_shard(self, item: ReadItem, found: SafetensorsFile) -> None:
+        """Have an item of a safetensors file handed over, by ``flush`` at the latest."""
+        fqn = item.storage_index.fqn
+        name = f"{found.name}: {fqn}"
+        if fqn not in found.keys:
+            raise CorruptionError(f"{name}: expected this tensor, found none of this name")
+        index = found.keys.index(fqn)
+        first = int(unit_counts(found.length[:index]).sum())
+        units = slice(first, first + int(unit_counts(found.length[index : index + 1])[0]))
+        storage = _Storage(
+            name,
+            int(found.offset[index]),
+            int(found.length[index]),
+            None if found.digests is None else found.digests[units],
+        )
+        self._load_block(item, self._target(item, name), storage)
+
+    def _target(self, item: ReadItem, name: str) -> torch.Tensor:
+        target = self._planner.resolve_tensor(item).detach()
+        if target.size() != item.lengths:
+            raise UsageError(
+                f"{name}: the state has shape {tuple(target.size())} where the checkpoint has "
+                f"{tuple(item.lengths)}"
+            )
+        return target
+
+    def _load_block(self, item: ReadItem, target: torch.Tensor, storage: _Storage) -> None:
         block = self._block(item.storage_index)
-        rows, size = block.sizes[:1] or (1,), int(stored.length.sum())
-        if math.prod(block.sizes) * block.dtype.itemsize != size or len(stored.length) != 1:
-            raise CorruptionError(f"{name}: {size} bytes are not those of {block}")
+        rows, size = block.sizes[:1] or (1,), storage.size
+        if math.prod(block.sizes) * block.dtype.itemsize != size:
+            raise CorruptionError(f"{storage.name}: {size} bytes are not those of {block}")
         if _is_whole(item, target, block):
-            address = target.data_ptr()
-            self._want(row, stored, 0, size, address, item, partial(self._commit, item, target))
+            self._want(storage, 0, size, target.data_ptr(), partial(self._commit, item, target))
             return
         first, count = (item.storage_offsets[0], item.lengths[0]) if block.sizes else (0, 1)
         each = size // max(1, rows[0])
@@ -262,7 +337,7 @@ class _Loading:
             target.copy_(_narrowed(found.reshape(shape), item, first))
             self._planner.commit_tensor(item, target)
 
-        self._want(row, stored, begin, end, buffer.data_ptr(), item, copy)
+        self._want(storage, begin, end, buffer.data_ptr(), copy)
         self._buffered += len(buffer)
         if self._buffered > _BUFFERS_MAX:
             self.flush()
@@ -287,27 +362,33 @@ class _Loading:
 
     def _want(
         self,
-        row: ItemRow,
-        stored: StoredFile,
+        storage: _Storage,
         begin: int,
         end: int,
         address: int,
-        item: ReadItem,
         then: Callable[[], None],
     ) -> None:
-        """Of the only storage of an item, whole units."""
+        """Of a storage, whole units."""
         digests = None
-        if self._verify and stored.digests is not None:
-            digests = stored.digests[begin // UNIT : -(-end // UNIT)]
-        extents = (Extent(row.offset + int(stored.offset[0]) + begin, end - begin),)
+        if self._verify and storage.digests is not None:
+            digests = storage.digests[begin // UNIT : -(-end // UNIT)]
+        extents = (Extent(storage.offset + begin, end - begin),)
         source = Source(address, end - begin, extents if end > begin else ())
-        self._wanted.append(_Wanted(source, digests, self._name(item), then))
+        self._wanted.append(_Wanted(source, digests, storage.name, then))
 
     def _commit(self, item: ReadItem, target: torch.Tensor) -> None:
         self._planner.commit_tensor(item, target)
 
-    def _name(self, item: ReadItem) -> str:
-        return f"{self._found.name}: {item.storage_index.fqn}"
+
+def _of_safetensors(directory: str) -> FileSystemReader | None:
+    """What reads the safetensors files that stock torch wrote there; None if there are none."""
+    try:
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    except ImportError:  # torch 2.6
+        return None
+    if not has_safetensors_of_torch(directory):
+        return None
+    return HuggingFaceStorageReader(directory)
 
 
 def _is_whole(item: ReadItem, target: torch.Tensor, block: _Block) -> bool:

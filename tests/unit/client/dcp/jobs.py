@@ -16,7 +16,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 import portus.dcp
 from portus.client.dcp.directory_writer import DirectoryWriter
@@ -292,6 +297,72 @@ def dirs_again(rank: int, count: int, root: Path) -> None:
     writer.close()
 
 
+def shards_save(rank: int, count: int, root: Path, how: str) -> None:
+    """Save the weights of steps 1 to 3 as safetensors files; training goes on at once."""
+    job = Job(1, count)
+    writer: Any = (
+        HuggingFaceStorageWriter("", save_distributed=True)
+        if how == "stock"
+        else PortusStorageWriter(layout="safetensors")
+    )
+    for step in range(1, 4):
+        job.step(step)
+        note(job, root, step)
+        state, place = {"model": job.state(step)["model"]}, root / f"step_{step}"
+        if how == "late":
+            writer.save(state, place)
+        else:
+            dcp.save(state, checkpoint_id=place, storage_writer=writer)
+        job.step(100 + step)
+    if isinstance(writer, PortusStorageWriter):
+        writer.close()
+
+
+def shards_load(rank: int, count: int, root: Path, by: str, step: str) -> None:
+    """Load the weights of a step; the rest is as ever."""
+    job, place = Job(2, count), root / f"step_{step}"
+    state = {"model": job.state(0)["model"]}
+    reader = HuggingFaceStorageReader(str(place)) if by == "stock" else PortusStorageReader(place)
+    dcp.load(state, storage_reader=reader)
+    set_model_state_dict(job.model, state["model"])
+    expected = torch.load(root / f"expected-{step}.pt")
+    found = {name: each for name, each in job.whole().items() if name.startswith("model")}
+    assert len(found) == 5
+    for name, each in found.items():
+        assert torch.equal(each, expected[name]), (step, name)
+
+
+def shards_refused(rank: int, count: int, root: Path) -> None:
+    """What no such file can have is an error on all ranks, as is a directory with a checkpoint; and
+    what a killed save left is gone."""
+    job, writer = Job(1, count), PortusStorageWriter(layout="safetensors")
+    weights = {"model": job.state(1)["model"]}
+    place = root / "step_1"
+    if rank == 0:
+        place.mkdir()
+    dist.barrier()
+    with pytest.raises(UsageError, match=r"step: expected a tensor.*layout='torch'"):
+        writer.save({**weights, "step": 1}, place)
+    writer.save(weights, place, blocking=True)
+    dist.barrier()
+    for blocking in (True, False):
+        with pytest.raises(UsageError, match="Save to another directory"):
+            writer.save(weights, place, blocking=blocking)
+    dist.barrier()
+    if rank == 0:
+        (root / "step_2").mkdir()
+        left = sorted(place.glob("*.safetensors"))[-1]
+        left.rename(root / "step_2" / "shard-00007-model-00001-of-00001.safetensors")
+    dist.barrier()
+    writer.save(weights, root / "step_2")
+    writer.save(weights, root / "step_3")  # planned as the one before
+    with pytest.raises(UsageError, match="Save to another directory"):
+        writer.save(weights, root / "step_3")
+    writer.close()
+    dist.barrier()
+    assert len(list((root / "step_2").iterdir())) == count + 1
+
+
 sharded.TASKS.update(
     {
         "dirs_save": dirs_save,
@@ -303,5 +374,8 @@ sharded.TASKS.update(
         "dirs_apart": dirs_apart,
         "dirs_unbegun": dirs_unbegun,
         "dirs_refused": dirs_refused,
+        "shards_save": shards_save,
+        "shards_load": shards_load,
+        "shards_refused": shards_refused,
     }
 )
