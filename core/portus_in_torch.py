@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 
-_FLAG = "PORTUS_ACCELERATE"
+_FLAGS = ("PORTUS_ACCELERATE", "PORTUS_DEEPSPEED")
 
 
 def allow_references() -> None:
@@ -22,7 +22,7 @@ def allow_references() -> None:
 
 def follow_the_flag() -> None:
     """Turn Portus on in Accelerate, where the environment says so."""
-    _register("portus_accelerate", "the flag for Accelerate has no effect")
+    _register("portus_accelerate", "the flag has no effect")
 
 
 def _register(module: str, without: str) -> None:
@@ -31,6 +31,6 @@ def _register(module: str, without: str) -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if os.environ.get(_FLAG):
+        if any(os.environ.get(flag) for flag in _FLAGS):
             with contextlib.suppress(Exception):  # stderr may be closed, or not be there
                 sys.stderr.write(f"portus: {without}: {error!r}\n")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["PortusCallback", "cadence", "enable", "should_leave", "should_save", "status", "wait"]
 
 FLAG: Final = "PORTUS_ACCELERATE"
+OF_DEEPSPEED: Final = "PORTUS_DEEPSPEED"
+"""The same for DeepSpeed without Accelerate."""
 
 _MODULE_OF: Final = {
     "PortusCallback": "portus_accelerate.callback",
@@ -38,15 +40,15 @@ _MODULE_OF: Final = {
 }
 
 
-def is_on() -> bool:
-    """True if the environment says that Portus saves for Accelerate."""
-    return os.environ.get(FLAG, "").lower() not in ("", "0", "false", "no", "off")
+def is_on(flag: str = FLAG) -> bool:
+    """True if the environment says that Portus saves for Accelerate; or for what ``flag`` is of."""
+    return os.environ.get(flag, "").lower() not in ("", "0", "false", "no", "off")
 
 
 def register() -> None:
     """Called at the end of ``import torch``, by the entry point in ``portus_in_torch``, in every
     program on a machine with Portus. So it must be fast."""
-    if is_on() or is_launcher():
+    if is_on() or is_on(OF_DEEPSPEED) or is_launcher():
         importlib.import_module("portus_accelerate.autoload").register()
 
 

@@ -14,7 +14,7 @@ import importlib
 import sys
 from typing import Final
 
-from portus_accelerate import is_launcher, is_on
+from portus_accelerate import OF_DEEPSPEED, is_launcher, is_on
 
 failures: Final[list[str]] = []
 """Why handing over failed in this process."""
@@ -26,6 +26,8 @@ def register() -> None:
         watch("accelerate.accelerator", "Accelerator", "portus_accelerate.patch")
         watch("transformers.trainer", "Trainer", "portus_accelerate.trainer")
         watch("transformers.trainer_utils", "get_last_checkpoint", "portus_accelerate.newest")
+    if is_on() or is_on(OF_DEEPSPEED):
+        watch("deepspeed.runtime.engine", "DeepSpeedEngine", "portus_accelerate.deepspeed")
     if is_launcher():
         place = "accelerate.commands.config.config_args"
         watch(place, "ClusterConfig", "portus_accelerate.launching")
@@ -66,7 +68,7 @@ class _Watcher:
         except BaseException as error:  # stock behaviour goes on, and it is said
             failures.append(f"{self._hook} could not be used: {error!r}")
             with contextlib.suppress(Exception):  # stderr may be closed, or not be there
-                sys.stderr.write(f"portus: the flag for Accelerate has no effect: {error!r}\n")
+                sys.stderr.write(f"portus: the flag has no effect: {error!r}\n")
 
 
 def is_waiting() -> bool:

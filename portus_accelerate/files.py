@@ -19,6 +19,7 @@ from typing import Any, Final
 import portus
 from portus_accelerate import place, sharded
 from portus_accelerate.capture import Capture, capturing, verifying
+from portus_accelerate.engine_files import led
 from portus_accelerate.newest import NUMBERED, RANDOM, why_incomplete
 from portus_accelerate.origin import note
 from portus_accelerate.settings import Settings
@@ -105,11 +106,13 @@ class CheckpointFiles:
                 handle.wait()
 
         now = now or self._settings.blocking or _is_temporary(directory)
-        saving = self._opened_shards(directory).saving(step, now=now) if is_sharded else None
-        with (
-            capturing(directory=directory) as capture,
-            saving or contextlib.nullcontext(list[portus.SaveHandle]()) as shards,
-        ):
+        links = self._run_of(directory).links
+        assert links is not None
+        if is_sharded:
+            parts_of_ranks = self._opened_shards(directory).saving(step, now=now)
+        else:
+            parts_of_ranks = led(os.path.dirname(links), now=now)
+        with capturing(directory=directory) as capture, parts_of_ranks as shards:
             capture.flush = lambda: save(now=True)
             location = stock()
         save(now=now)

@@ -33,7 +33,7 @@ import safetensors.torch
 import torch.distributed as dist
 
 import portus
-from portus_accelerate import capture, is_on, resume
+from portus_accelerate import capture, deepspeed, is_on, resume
 from portus_accelerate.saver import Pickled, Saver
 from portus_accelerate.settings import from_environment, from_mapping
 from portus_accelerate.standing import ON, status, tell
@@ -85,9 +85,14 @@ def enable(accelerator: Any, **settings: Any) -> None:
 
     settings: the keys of ``portus_config:``.
 
+    accelerator: an ``Accelerator``, or an engine of DeepSpeed.
+
     A second call does nothing. Raises ``UsageError`` for an unknown setting, and for a version of
     Accelerate that is not supported.
     """
+    if any(each.__name__ == "DeepSpeedEngine" for each in type(accelerator).__mro__):
+        deepspeed.enable(accelerator, **settings)
+        return
     install()
     if not is_installed():
         raise portus.UsageError(status())

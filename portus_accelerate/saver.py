@@ -22,11 +22,12 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object, other
 
 import portus
-from portus_accelerate import data, intent, pacing, place, resume, sharded
+from portus_accelerate import data, deepspeed, intent, pacing, place, resume, sharded
 from portus_accelerate.beside import KEY, gathered, put_back
 from portus_accelerate.capture import Capture, capturing, torch_name, verifying
 from portus_accelerate.cut_off import CutOff
 from portus_accelerate.ending import Ending
+from portus_accelerate.engine_files import EngineFiles
 from portus_accelerate.files import CheckpointFiles
 from portus_accelerate.newest import RANDOM, why_incomplete
 from portus_accelerate.origin import has_references, of_others, origin_of, saying_of_what
@@ -42,7 +43,6 @@ _CADENCE: Final = "cadence"
 """Where it is beside the positions in data, in the file of random states."""
 
 _BYPASSES: Final = {
-    "DEEPSPEED": "DeepSpeed",
     "MEGATRON_LM": "Megatron-LM",
     "XLA": "XLA",
 }
@@ -128,7 +128,10 @@ class Saver:
         """False where checkpoints are left to Accelerate."""
         if ACCELERATE.saves_itself():
             return False
-        what = _BYPASSES.get(getattr(self._accelerator.distributed_type, "value", ""))
+        kind = getattr(self._accelerator.distributed_type, "value", "")
+        what = _BYPASSES.get(kind)
+        if kind == "DEEPSPEED" and not self.writes_files:
+            what = "DeepSpeed, with a pool,"
         kind = sharded.kind_of(self._accelerator)
         if kind not in (None, sharded.SHARDED, sharded.FULL):
             what = f"FSDP with {kind}"
@@ -389,12 +392,19 @@ class Saver:
     def wait(self) -> None:
         """Return when all saves are committed, or failed: see ``_await``. Unlike ``_drain``, not
         for the room that is then made for the next save."""
+        for files in self._engines():
+            files.wait()
         if self._made_files is not None:
             self._made_files.wait()
         if self._handle is not None:
             self._await(self._handle)
         if self._shards is not None:
             self._shards.wait()
+
+    def _engines(self) -> list[EngineFiles]:
+        """What saves the engines of DeepSpeed."""
+        found = [deepspeed.files_of(each) for each in self._accelerator._models]
+        return [each for each in found if each is not None]
 
     def _await(self, handle: portus.SaveHandle) -> None:
         """Return when it is over; a failure is reported as ``on_error`` says. As long as nothing
@@ -515,6 +525,8 @@ class Saver:
             self._cadence = None
             self._stop_watching()
             self.run_deferred()
+            for files in self._engines():
+                files.close()
             if self._made_files is not None:
                 self._made_files.close()
             self._cut_off.drop_note()

@@ -18,6 +18,11 @@ def deep(count: int) -> int:
     return max(1, round(count * DEPTH))
 
 
+def enough(count: int) -> int:
+    """What is asked of a search that finds more than ``count`` at full depth."""
+    return count if DEPTH >= 1 else deep(count) // 2
+
+
 def left_out(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
     """Cases of parametrized tests that are not run: all but a share of each test's, drawn by
     ``seed``. What is not parametrized always runs."""

@@ -10,6 +10,9 @@ from portus.client.dcp.face import PortusStorageReader as PortusStorageReader
 from portus.client.dcp.face import PortusStorageWriter as PortusStorageWriter
 from portus.client.dcp.group_writer import GroupWriter as GroupWriter
 from portus.client.dcp.group_writer import groups as groups
+from portus.client.dcp.rank_files import FilesOfRank as FilesOfRank
+from portus.client.dcp.rank_files import LatestFile as LatestFile
+from portus.client.dcp.rank_files import RankFiles as RankFiles
 from portus.client.dcp.whole_calls import async_save as async_save
 from portus.client.dcp.whole_calls import load as load
 from portus.client.dcp.whole_calls import load_newest as load_newest
@@ -19,11 +22,14 @@ from portus.client.shards.group_reader import GroupReader as GroupReader
 from portus.index.groups import Group as Group
 
 __all__ = [
+    "FilesOfRank",
     "Group",
     "GroupReader",
     "GroupWriter",
+    "LatestFile",
     "PortusStorageReader",
     "PortusStorageWriter",
+    "RankFiles",
     "async_save",
     "groups",
     "has_digests",

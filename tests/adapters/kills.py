@@ -12,7 +12,7 @@ class Kills:
     """At the call of this number that changes a name: before it, or after it."""
 
     def __init__(self, number: int) -> None:
-        self._left = number
+        self.left = number
         if number:
             for name in ("rename", "replace", "unlink", "remove", "symlink", "link"):
                 setattr(os, name, self._around(getattr(os, name)))
@@ -28,6 +28,6 @@ class Kills:
         return called
 
     def _count(self) -> None:
-        self._left -= 1
-        if self._left == 0:
+        self.left -= 1
+        if self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)

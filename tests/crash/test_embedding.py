@@ -59,6 +59,7 @@ from tests.crash.mistaken_slices import (
     slices_are_committed_before_the_last_one,
     slices_go_over_the_dense_part_that_counts,
 )
+from tests.depth import deep, enough
 
 IMAGES_MIN: Final = 10_000
 DEEPER: Final = 60
@@ -170,11 +171,11 @@ def test_more_than_ten_thousand_images_of_tables_are_opened(seed: int) -> None:
     images: set[bytes] = set()
     for name, (search, plans, budgets, _) in EXPLORATIONS.items():
         if len(plans) < 3:  # that one is as deep as it gets in its time
-            plans, budgets = plans[:1], (DEEPER * budgets[0],)
+            plans, budgets = plans[:1], (deep(DEEPER * budgets[0]),)
         found = replace(search(plans, budgets), seed=seed).explore()
         print(f"{name}: {found}")
         images |= found.images
-    assert len(images) > IMAGES_MIN
+    assert len(images) > enough(IMAGES_MIN)
 
 
 # --- mistakes -------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from tests.crash.shelf_user import (
     transact,
     verify,
 )
+from tests.depth import deep, enough
 
 IMAGES_MIN: Final = 10_000
 DEEPER: Final = 6
@@ -128,11 +129,11 @@ def test_a_failed_persist_and_a_power_loss_later_lose_no_commit_of_a_shelf(numbe
 def test_more_than_ten_thousand_images_of_shelves_are_opened(seed: int) -> None:
     images: set[bytes] = set()
     for name, (search, plans, budgets, _) in EXPLORATIONS.items():
-        deeper = search((*plans, go_on), tuple(DEEPER * budget for budget in (*budgets, 1)))
+        deeper = search((*plans, go_on), tuple(deep(DEEPER * budget) for budget in (*budgets, 1)))
         found = replace(deeper, seed=seed).explore()
         print(f"{name}: {found}")
         images |= found.images
-    assert len(images) > IMAGES_MIN
+    assert len(images) > enough(IMAGES_MIN)
 
 
 # --- mistakes -------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from typing import Final
 from portus.directory.folder import FOLDER, HiddenFolder
 from portus.directory.system import Linux
 from portus.errors import MediumError
+from portus.media import linux
+from portus.media.process import Descriptor
 
 _PAUSE_MIN_S: Final = 0.001
 _PAUSE_MAX_S: Final = 0.05
@@ -86,6 +88,17 @@ def in_flight(directory: str) -> set[str]:
             if where == ("" if below == "." else below):
                 found.add(name)
     return found
+
+
+def is_of_this_machine(directory: str) -> bool:
+    """Return whether this kernel alone opens the files of ``directory``, so that what it shows of
+    other processes is so. Raises nothing."""
+    with (
+        contextlib.suppress(OSError),
+        contextlib.closing(Descriptor(directory, os.O_RDONLY)) as opened,
+    ):
+        return linux.file_system_type(opened.number) in linux.LOCAL_TYPES
+    return False
 
 
 def _paths_in_flight(base: str) -> list[bytes]:

@@ -60,3 +60,13 @@ class Image:
             raise UsageError(
                 f"storages of an image: {len(self.offset)} offsets, {len(self.length)} lengths"
             )
+
+
+def bytes_image(data: bytes) -> Image:
+    """Return the image of a file of these bytes, without storages."""
+    none = np.zeros(0, np.int64)
+
+    def literals(digests: Digests, crcs: Crcs) -> Sequence[Literal]:
+        return [Literal(0, data)]
+
+    return Image(size=len(data), offset=none, length=none, literals=literals)

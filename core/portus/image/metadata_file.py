@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
-
-import numpy as np
 
 from portus.errors import CorruptionError
 from portus.format.checksum import DIGEST_SIZE, digest
 from portus.format.record import Field, Record
-from portus.image.image import Crcs, Digests, Image, Literal
+from portus.image.image import Image, bytes_image
 from portus.image.stored import Read, exactly
 
 NAME: Final = ".metadata"
@@ -31,13 +28,7 @@ END: Final = Record(
 def metadata_image(pickle: bytes) -> Image:
     """Return the image of the file with ``pickle``."""
     data = pickle + END.row(MAGIC, len(pickle))
-    data += digest(data)
-    none = np.zeros(0, np.int64)
-
-    def literals(digests: Digests, crcs: Crcs) -> Sequence[Literal]:
-        return [Literal(0, data)]
-
-    return Image(size=len(data), offset=none, length=none, literals=literals)
+    return bytes_image(data + digest(data))
 
 
 def read_pickle(read: Read, size: int, name: str) -> tuple[bytes, bool]:

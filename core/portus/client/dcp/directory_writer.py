@@ -14,7 +14,7 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -32,6 +32,7 @@ from portus.client.job.exchange import Failure, News, Word
 from portus.client.job.settings import Settings
 from portus.client.paths.saver import Laid
 from portus.client.paths.training_files import TrainingFiles
+from portus.client.shards.arrival import await_files, listed
 from portus.client.shards.directories import (
     complete_in,
     pickled_metadata,
@@ -40,28 +41,25 @@ from portus.client.shards.directories import (
 )
 from portus.client.shards.layouts import TORCH, DirectoryLayout, ShardContents
 from portus.client.shards.planned import Planned, agreed, values_of
-from portus.client.shards.rank_contents import PickledMetadata, in_bytes, resolved
+from portus.client.shards.rank_contents import in_bytes, resolved
+from portus.client.state.literal import LiteralContents
 from portus.directory.claim import SeriesClaim
-from portus.directory.system import medium_error
 from portus.directory.waiting import in_flight
 from portus.errors import AbandonedError, PortusError, UsageError, printable
-from portus.image.metadata_file import NAME
+from portus.image.metadata_file import NAME, metadata_image
 from portus.index.groups import ID_SIZE
 from portus.index.place import DEFAULT_DIRECTORY
 from portus.pipeline.handle import SaveHandle
 
 _log: Final = logging.getLogger("portus")
 
-_POLL_MIN_S: Final = 0.002
-_POLL_MAX_S: Final = 0.05
-
-GONE_S: Final = 60.0
-"""How long a rank's file may be neither there nor being written, as another node sees it."""
+_POLL_S: Final = 0.05
 
 SEEN_S: Final = 10.0
 """How long a file that another rank has begun may be out of sight."""
 
-_NAMED_MAX: Final = 8
+_ASKED_MAX: Final = 16
+"""Saves of which it is remembered whether they failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,11 +365,14 @@ class DirectoryWriter(StorageWriter):
         others.remove(own)
         self._refuse_node_local(others)
         older = self._older(start.save)
+        pickled = metadata_image(pickled_metadata(metadata))
         handle = self._begun().save_directory(
             self._directory,
-            {own: Laid(contents), NAME: Laid(PickledMetadata(pickled_metadata(metadata))), **more},
+            {own: Laid(contents), NAME: Laid(LiteralContents(pickled)), **more},
             step,
-            ready=partial(self._await, self._directory, others, start.save),
+            ready=partial(
+                await_files, self._directory, others, lambda: start.save in self._given_up
+            ),
         )
         asked.handle = handle
         for path in (*older, *self._surplus()):
@@ -426,28 +427,6 @@ class DirectoryWriter(StorageWriter):
             for save, why in self._failed().items()
         )
         return News(committed=None, groups=(), failures=failures, raises=False)
-
-    # On the worker.
-
-    def _await(self, directory: str, names: Collection[str], save: int) -> None:
-        """Return when the files of the other ranks are there."""
-        seen, pause_s = time.monotonic(), _POLL_MIN_S
-        while missing := set(names) - _names_in(directory):
-            if save in self._given_up:
-                raise AbandonedError(
-                    f"{printable(directory)}: save given up: a rank could not save its part"
-                )
-            now = time.monotonic()
-            if missing & in_flight(directory):
-                seen = now
-            elif now - seen > GONE_S:
-                raise AbandonedError(
-                    f"{printable(directory)}: save given up: {_named(missing)} "
-                    f"{'is' if len(missing) == 1 else 'are'} not there, and nobody writes it: a "
-                    "rank has ended, or could not save its part"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_MAX_S)
 
     # Between saves.
 
@@ -521,7 +500,7 @@ class DirectoryWriter(StorageWriter):
                 failed[each.save] = _reason(each.handle)
             else:
                 left.append(each)
-        self._asked[:] = left[-2 * _NAMED_MAX :]
+        self._asked[:] = left[-_ASKED_MAX:]
         return failed
 
     def _hear(self, failed: Mapping[int, str]) -> None:
@@ -553,10 +532,10 @@ class DirectoryWriter(StorageWriter):
                     return
                 if time.monotonic() > until:
                     break
-                time.sleep(_POLL_MAX_S)
+                time.sleep(_POLL_S)
         raise UsageError(
             f"{printable(self._directory)}: expected a directory that all ranks see, but "
-            f"{_named(missing)}, which other ranks began to write, cannot be seen here. Save to a "
+            f"{listed(missing)}, which other ranks began to write, cannot be seen here. Save to a "
             "file system that all nodes share"
         )
 
@@ -589,13 +568,6 @@ def _failures(said: Sequence[News]) -> dict[int, str]:
     return failed
 
 
-def _names_in(directory: str) -> set[str]:
-    try:
-        return set(os.listdir(directory))
-    except OSError as error:
-        raise medium_error(error, directory) from error
-
-
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
@@ -604,12 +576,6 @@ def _version() -> str:
     from torch.distributed.checkpoint import filesystem
 
     return str(getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0"))
-
-
-def _named(names: Collection[str]) -> str:
-    found = sorted(names)
-    more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
-    return ", ".join(found[:_NAMED_MAX]) + more
 
 
 def _reason(handle: SaveHandle) -> str:

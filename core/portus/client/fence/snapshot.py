@@ -74,13 +74,17 @@ def copy_order(
     owned: Collection[int],
     feeds: Mapping[int, Feed],
     suspects: frozenset[int] | None,
+    fenced: frozenset[int] = frozenset(),
 ) -> CopyOrder:
     """The order for ``storages``. owned, feeds: indices of those that are private copies, or are
-    fed. suspects: data pointers that are not copied late; None: nothing is."""
+    fed. suspects: data pointers that are not copied late; None: nothing is. fenced: those that
+    nobody writes before the caller waited for the fence."""
     late = np.zeros(len(storages), np.bool_)
+    pointers = np.array([storage.data_ptr() for storage in storages], np.int64)
     if suspects is not None:
         late = np.frombuffer(classify(storages, owned, with_kin(suspects)), np.bool_)
-    pointers = np.array([storage.data_ptr() for storage in storages], np.int64)
+        if fenced:
+            late = late | np.isin(pointers, list(fenced - suspects))
     length = np.array([storage.nbytes() for storage in storages], np.int64)
     here = np.ones(len(pointers), np.bool_)
     here[list(feeds)] = False

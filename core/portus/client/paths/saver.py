@@ -23,6 +23,7 @@ import torch
 from portus.client.fence.device import feeds_of
 from portus.client.fence.fence import Fence
 from portus.client.fence.snapshot import Suspects, copy_order
+from portus.client.fence.writers import pointer
 from portus.client.files import order
 from portus.client.files.pending import PENDING, Ticket
 from portus.client.job.reports import Reports
@@ -78,6 +79,7 @@ class Extra:
     """What belongs to one save besides its state.
 
     step: of training; None for a file that has a name alone. note: bytes for a record of the file.
+    fenced: tensors that nobody writes before ``FileSaver.fence`` was called: they are copied late.
     begun: called in the call, once the save is sure to end. ready: called on the worker before the
     file becomes visible; raises ``PortusError`` to forbid that. committed: called on the worker
     once the file is there, before anybody is told. then: called there when the save is over.
@@ -88,6 +90,7 @@ class Extra:
 
     step: int = _STEP
     note: bytes = b""
+    fenced: Sequence[torch.Tensor] = ()
     begun: Callable[[Save], None] | None = None
     ready: Callable[[], None] | None = None
     committed: Callable[[], None] | None = None
@@ -422,7 +425,8 @@ class FileSaver:
         storages = joined.storages
         feeds, copies = feeds_of(storages, None) if joined.has_devices else ({}, set())
         suspects = None if self._is_synchronous else self._suspects.turn()
-        planned = copy_order(storages, copies | joined.owned, feeds, suspects)
+        fenced = frozenset(map(pointer, extra.fenced)) - {0}
+        planned = copy_order(storages, copies | joined.owned, feeds, suspects, fenced)
         return Snapshot(
             model=name,
             step=extra.step,

@@ -8,9 +8,11 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
+
+import torch
 
 from portus.client.files.pending import PENDING
 from portus.client.job.settings import Settings, mirror_of
@@ -23,9 +25,11 @@ from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.file_mirror import DirectoryMirror
 from portus.client.paths.process import join, leave, recover_left
 from portus.client.paths.saver import Extra, FileSaver, ToSave, contents_of
+from portus.client.state.literal import LiteralContents
 from portus.directory.links import replace_link
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import MediumError, PortusError, UsageError, printable
+from portus.image.image import bytes_image
 from portus.index.directory import journal_directory
 from portus.index.place import Place
 from portus.media import calls
@@ -99,6 +103,11 @@ class TrainingFiles:
         if mirror is not None:
             mirror.begin()
 
+    def keep_drafts_below(self, base: str) -> None:
+        """From now on the hidden folder of the directory ``base`` has the drafts of what is below
+        it. For saves that are a part of others, which ``begin`` is called for."""
+        self._base = base
+
     def open(self) -> None:
         """From now on it is known which optimizer steps what, so the first save too is copied in
         the background."""
@@ -116,6 +125,8 @@ class TrainingFiles:
         step: int,
         note: bytes = b"",
         ready: Callable[[], None] = lambda: None,
+        *,
+        fenced: Sequence[torch.Tensor] = (),
     ) -> SaveHandle:
         """Begin to save ``files``, by their names, into ``directory``, absolute, which is made.
         They become visible together, once what else is there is durable too. That stays. See
@@ -124,14 +135,28 @@ class TrainingFiles:
         files: a state for each torch file, and a ``Safetensors`` for each safetensors file. note:
         a text in UTF-8, which ``portus.read_note`` returns of each file. ready: called on the
         worker before they become visible; blocks for as long as that has to wait, and raises
-        ``PortusError`` to forbid it.
+        ``PortusError`` to forbid it. fenced: tensors that nobody writes before ``fence`` was
+        called, beside those that an optimizer steps.
         """
 
         def all_ready() -> None:
             ready()
             _sync_below(directory)
 
-        return self._save_as(directory, directory, files, step, note, all_ready)
+        return self._save_as(directory, directory, files, step, note, all_ready, fenced)
+
+    def save_text(self, path: str, text: str, ready: Callable[[], None]) -> SaveHandle:
+        """Begin to save a text file to ``path``, absolute, after the saves so far. In UTF-8. ready:
+        as of ``save_directory``."""
+        saver, _ = self._opened()
+        contents = LiteralContents(bytes_image(text.encode()))
+        extra = Extra(ready=ready, follows_links=False, base=self._base)
+        return saver.save_files([ToSave(path, lambda: contents)], extra)
+
+    def fence(self) -> None:
+        """Block until no save in flight reads a tensor."""
+        if self._is_open():
+            self._opened()[0].fence()
 
     def _save_as(
         self,
@@ -141,8 +166,9 @@ class TrainingFiles:
         step: int,
         note: bytes = b"",
         ready: Callable[[], None] | None = None,
+        fenced: Sequence[torch.Tensor] = (),
     ) -> SaveHandle:
-        """path: what is removed later, or linked to. ready: see ``Extra``."""
+        """path: what is removed later, or linked to. ready, fenced: see ``Extra``."""
         saver, after = self._opened()
         try:
             make_directory(directory)
@@ -155,6 +181,7 @@ class TrainingFiles:
         extra = Extra(
             step=step,
             note=note,
+            fenced=fenced,
             begun=partial(self._begun, path, begun),
             ready=ready,
             committed=partial(self._committed, path, begun),

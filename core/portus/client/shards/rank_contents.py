@@ -18,7 +18,6 @@ from portus.client.state.contents import changes_of
 from portus.client.state.pickling import PickledState, pickle_state
 from portus.errors import UsageError
 from portus.image.image import Column, Image
-from portus.image.metadata_file import metadata_image
 from portus.image.rank_file import BytesItem, Item, TensorItem, offsets_of, rank_image
 
 _SCALARS: Final = frozenset({bool, int, float, str, type(None)})
@@ -96,29 +95,6 @@ class RankContents:
             )
             for offset, each in zip(offsets, self._saved, strict=True)
         ]
-
-
-class PickledMetadata:
-    """See ``FileContents``: the file ``.metadata`` with torch's pickle."""
-
-    def __init__(self, pickle: bytes) -> None:
-        self._pickle: Final = pickle
-        self.storages: Final[Sequence[torch.UntypedStorage]] = []
-        self.owned: Final[frozenset[int]] = frozenset()
-        self.lengths: Final[Column] = np.zeros(0, np.int64)
-        self.has_devices: Final = False
-
-    def changes(self) -> Column:
-        """See ``FileContents``."""
-        return np.zeros(0, np.int64)
-
-    def image(self, path: str, note: bytes = b"") -> Image:
-        """See ``FileContents``; there is no note."""
-        return metadata_image(self._pickle)
-
-    def describer(self) -> Callable[[int], str]:
-        """See ``FileContents``."""
-        return lambda index: ".metadata"
 
 
 def _pickled(saved: _Saved) -> PickledState:

@@ -34,4 +34,4 @@ def run(say: Say, where: str, number: int, way: str) -> None:
         handle.wait()
         with open("told", "w") as file:
             file.write(str(step))
-    say(str(number - kills._left))
+    say(str(number - kills.left))

@@ -1,0 +1,172 @@
+"""DeepSpeed: ``engine.save_checkpoint`` leaves the files that stock leaves, in the background.
+
+All of these do what they always did for an engine that Portus does not save for.
+
+name of ``DeepSpeedEngine``      what changes
+``save_checkpoint``              its files are saved by ``EngineFiles``; ``latest`` comes last
+``load_checkpoint``              waits for saves in flight; what it loads is verified
+``_take_model_step``             waits until no save reads what it writes
+``destroy``                      finishes saves first
+
+Stock hands each file to ``engine.checkpoint_engine``, of which there is none for outsiders: another
+one stands in its place for as long as a call runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import portus
+from portus_accelerate.engine_files import EngineFiles, why_not
+from portus_accelerate.settings import Settings, from_environment, from_mapping
+
+_log: Final = logging.getLogger("portus_accelerate")
+
+OLDEST: Final = (0, 16)
+NEWEST: Final = (0, 19)
+"""Versions of DeepSpeed that this was made for, both included."""
+
+_FRAMEWORKS: Final = frozenset({"accelerate", "lightning", "pytorch_lightning", "transformers"})
+"""Callers that remove older checkpoints as soon as a newer one was saved."""
+
+_FILES: Final = "_portus_files"
+_PATCHED: Final = "_portus_is_here"
+
+
+def install() -> None:
+    """Change the loaded DeepSpeed; every engine that is made from now on is saved by Portus. A
+    version outside the range is left alone, and that is said."""
+    _patch(is_for_all=True)
+
+
+def enable(engine: Any, **settings: object) -> None:
+    """Have Portus save for one engine. settings: see ``Settings``. Raises ``UsageError`` for an
+    engine that Portus does not save for, with the reason."""
+    chosen = from_mapping(settings, "enable()") if settings else from_environment()
+    reason = why_not(engine, chosen)
+    if reason is not None:
+        raise portus.UsageError(f"Portus does not save for this engine: {reason}")
+    if not _patch(is_for_all=False):
+        raise portus.UsageError(_range_of(_version()))
+    setattr(engine, _FILES, EngineFiles(engine, chosen))
+
+
+def files_of(engine: Any) -> EngineFiles | None:
+    """What saves an engine; None if stock does, or nothing was saved."""
+    found: EngineFiles | None = getattr(engine, "__dict__", {}).get(_FILES)
+    return found
+
+
+def _patch(*, is_for_all: bool) -> bool:
+    """False for a version that is left alone."""
+    version = _version()
+    if not OLDEST <= _numbers(version)[:2] <= NEWEST:
+        _log.warning("%s; it saves as it always did", _range_of(version))
+        return False
+    engine = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
+    setattr(engine, _PATCHED, is_for_all or getattr(engine, _PATCHED, False))
+    if getattr(engine.save_checkpoint, _PATCHED, False):
+        return True
+    for name, wrapped in (
+        ("save_checkpoint", _saving),
+        ("load_checkpoint", _loading),
+        ("_take_model_step", _stepping),
+        ("destroy", _ending),
+    ):
+        stock = getattr(engine, name)
+        changed = functools.wraps(stock)(wrapped(stock))
+        setattr(changed, _PATCHED, True)
+        setattr(engine, name, changed)
+    return True
+
+
+def _version() -> str:
+    """Of the loaded DeepSpeed, whose ``__init__`` may not be over yet."""
+    return str(getattr(sys.modules.get("deepspeed.git_version_info"), "version", "?"))
+
+
+def _range_of(version: str) -> str:
+    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+    return f"Portus was made for DeepSpeed {oldest} to {newest}, and this is {version}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")
+    return tuple(int(part) for part in parts if part.isdigit())
+
+
+def _files_of(engine: Any) -> EngineFiles | None:
+    """None for an engine that stock saves for; the reason was said."""
+    if _FILES not in engine.__dict__:
+        setattr(engine, _FILES, _made(engine) if getattr(engine, _PATCHED) else None)
+    found: EngineFiles | None = engine.__dict__[_FILES]
+    return found
+
+
+def _made(engine: Any) -> EngineFiles | None:
+    if portus.is_disabled():
+        return None
+    settings: Settings = from_environment()
+    reason = why_not(engine, settings)
+    if reason is None:
+        return EngineFiles(engine, settings)
+    if engine.global_rank == 0:
+        _log.warning("portus: DeepSpeed saves this engine as it always did: %s", reason)
+    return None
+
+
+def _saving(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def save_checkpoint(
+        self: Any, save_dir: str, tag: object = None, *given: Any, **named: Any
+    ) -> Any:
+        files = _files_of(self) if save_dir else None
+        if files is None:
+            return stock(self, save_dir, tag, *given, **named)
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        return files.save(
+            functools.partial(stock, self),
+            os.fspath(save_dir),
+            tag,
+            *given,
+            is_of_framework=caller.split(".")[0] in _FRAMEWORKS,
+            **named,
+        )
+
+    return save_checkpoint
+
+
+def _loading(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def load_checkpoint(
+        self: Any, load_dir: str, tag: str | None = None, *given: Any, **named: Any
+    ) -> Any:
+        files = _files_of(self)
+        if files is None or self.load_universal_checkpoint():
+            return stock(self, load_dir, tag, *given, **named)
+        return files.load(functools.partial(stock, self), os.fspath(load_dir), tag, *given, **named)
+
+    return load_checkpoint
+
+
+def _stepping(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def take_model_step(self: Any, *given: Any, **named: Any) -> Any:
+        files: EngineFiles | None = self.__dict__.get(_FILES)
+        if files is not None:
+            files.fence()
+        return stock(self, *given, **named)
+
+    return take_model_step
+
+
+def _ending(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def destroy(self: Any, *given: Any, **named: Any) -> Any:
+        files: EngineFiles | None = self.__dict__.get(_FILES)
+        if files is not None:
+            files.close()
+        return stock(self, *given, **named)
+
+    return destroy

@@ -1,0 +1,288 @@
+"""``EngineFiles``: the checkpoints of one DeepSpeed engine, with the names and bytes of stock's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+import portus
+from portus.dcp import FilesOfRank, LatestFile, RankFiles
+from portus_accelerate.settings import Settings
+
+_log: Final = logging.getLogger("portus_accelerate")
+
+LATEST: Final = "latest"
+"""The file that names the newest checkpoint beside it."""
+
+_OF_FIRST_RANK: Final = (
+    "mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_model_states.pt",  # ZeRO-3
+)
+
+_STOCK_ENGINE: Final = "TorchCheckpointEngine"
+
+
+def why_not(engine: Any, settings: Settings) -> str | None:
+    """Why stock has to save this engine; None if Portus can."""
+    if settings.pool is not None:
+        return "pool: its checkpoints are files, in the directory that the script names"
+    real = type(engine.checkpoint_engine).__name__
+    config = engine._config
+    if real != _STOCK_ENGINE:
+        return f"its configuration chooses another way to write ({real})"
+    if not getattr(engine.checkpoint_engine, "zipfile_serialization", True):
+        return "its configuration asks for files in torch's old format"
+    if engine.has_moe_layers:
+        return "it has mixtures of experts, whose files Portus does not know"
+    if any(each.__name__ == "PipelineEngine" for each in type(engine).__mro__):
+        return "it is a pipeline"
+    if engine.zero_nvme_offload_optimizer():
+        return "its optimizer's state is offloaded to NVMe"
+    if getattr(engine, "zenflow", False):
+        return "ZenFlow writes weights between steps"
+    if engine.use_node_local_storage():
+        return "its checkpoints are on each node's own disk"
+    if getattr(getattr(config, "hybrid_engine", None), "enabled", False):
+        return "the hybrid engine writes weights between steps"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Leader:
+    """A save of a framework that the engine's is a part of."""
+
+    base: str
+    now: bool
+    handles: list[portus.SaveHandle]
+
+
+_leader: ContextVar[_Leader | None] = ContextVar("portus_leader", default=None)
+
+
+@contextlib.contextmanager
+def led(base: str, *, now: bool) -> Iterator[list[portus.SaveHandle]]:
+    """What engines save inside is a part of a checkpoint whose other files become visible after
+    it; the handles of these saves. base: the directory above it whose hidden folder has the drafts.
+    now: the saves return when they are complete."""
+    handles: list[portus.SaveHandle] = []
+    token = _leader.set(_Leader(base, now, handles))
+    try:
+        yield handles
+    finally:
+        _leader.reset(token)
+
+
+class EngineFiles:
+    """See the module. Its methods are called on every rank, but for ``fence``."""
+
+    def __init__(self, engine: Any, settings: Settings) -> None:
+        self._engine: Final = engine
+        self._settings: Final = settings
+        self._files: Final = RankFiles(settings, settings.model)
+
+    def save(
+        self,
+        stock: Callable[..., Any],
+        save_dir: str,
+        tag: object,
+        client_state: Mapping[str, object] | None = None,
+        save_latest: bool = True,  # DeepSpeed's
+        *,
+        is_of_framework: bool = False,
+        **named: Any,
+    ) -> Any:
+        """``DeepSpeedEngine.save_checkpoint``, but what it would write is saved late.
+        is_of_framework: one calls that Portus does not lead, and which may remove older checkpoints
+        at once: so it returns when the checkpoint is complete."""
+        engine = self._engine
+        named_tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        root = os.path.realpath(save_dir)
+        directory = os.path.join(root, named_tag)
+        returned: Any = None
+
+        def collect() -> FilesOfRank:
+            nonlocal returned
+            parts: dict[str, object] = {}
+            with self._standing_in(_Collecting(engine.checkpoint_engine, parts)):
+                returned = stock(
+                    save_dir,
+                    tag=named_tag,
+                    client_state={} if client_state is None else client_state,
+                    save_latest=False,
+                    **named,
+                )
+            files = {os.path.relpath(path, directory): each for path, each in parts.items()}
+            return FilesOfRank(files, _written_by_step(engine))
+
+        leader = _leader.get()
+        if leader is None and self._settings.mirror not in (None, "none"):
+            raise portus.UsageError(
+                "mirror: of DeepSpeed's checkpoints there is one under Accelerate and Trainer "
+                "alone; leave it out"
+            )
+        latest = LatestFile(os.path.join(root, LATEST), named_tag) if save_latest else None
+        handles = self._files.save(
+            directory,
+            collect,
+            int(engine.global_steps),
+            latest=latest,
+            base=None if leader is None else leader.base,
+            now=self._settings.blocking or (is_of_framework if leader is None else leader.now),
+        )
+        if leader is not None:
+            leader.handles.extend(handles)
+        return returned
+
+    def load(
+        self, stock: Callable[..., Any], load_dir: str, tag: str | None, *given: Any, **named: Any
+    ) -> Any:
+        """``DeepSpeedEngine.load_checkpoint``, verified. Without a tag, a checkpoint that is
+        damaged is passed over for the one before it. Raises ``CorruptionError`` for one that was
+        named, and if all are damaged."""
+        root = os.path.realpath(load_dir)
+        self._files.wait_for(root)
+        wanted = [tag] if tag is not None else _tags_in(root)
+        if not wanted:
+            return stock(load_dir, None, *given, **named)
+        first: portus.CorruptionError | None = None
+        for each in wanted:
+            try:
+                return self._load(stock, load_dir, each, *given, **named)
+            except portus.CorruptionError as error:
+                first = first or error
+                if tag is None and self._engine.global_rank == 0:
+                    _log.error("portus: %s is passed over: %s", os.path.join(load_dir, each), error)
+        assert first is not None
+        raise first
+
+    def _load(
+        self,
+        stock: Callable[..., Any],
+        load_dir: str,
+        tag: str,
+        *given: Any,
+        **named: Any,
+    ) -> Any:
+        directory = os.path.join(os.path.realpath(load_dir), tag)
+        self._files.wait_for(directory)
+        names: list[str] = []
+        returned, problem = None, None
+        try:
+            with self._standing_in(_Verifying(self._engine.checkpoint_engine, names)):
+                returned = stock(load_dir, tag, *given, **named)
+        except portus.PortusError as error:
+            problem = error
+        self._files.loaded(directory, [os.path.relpath(each, directory) for each in names], problem)
+        return returned
+
+    def fence(self) -> None:
+        """Block until no save in flight reads what the engine's step writes."""
+        self._files.fence()
+
+    def wait(self) -> None:
+        """Block until the saves of this rank are over."""
+        self._files.wait()
+
+    def close(self) -> None:
+        """Finish the saves in flight."""
+        self._files.close()
+
+    @contextlib.contextmanager
+    def _standing_in(self, other: Any) -> Iterator[None]:
+        real = self._engine.checkpoint_engine
+        self._engine.checkpoint_engine = other
+        try:
+            yield
+        finally:
+            self._engine.checkpoint_engine = real
+
+
+class _StandIn:
+    """Does what the real checkpoint engine does."""
+
+    def __init__(self, real: Any) -> None:
+        self._real: Final = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _Collecting(_StandIn):
+    """Keeps what is to be written, by path."""
+
+    def __init__(self, real: Any, parts: dict[str, object]) -> None:
+        super().__init__(real)
+        self._parts: Final = parts
+
+    def save(self, state_dict: object, path: str) -> None:
+        self._parts[os.path.realpath(path)] = state_dict
+
+    def commit(self, *given: Any) -> bool:
+        return True
+
+
+class _Verifying(_StandIn):
+    """Compares every byte with its digest, and notes the paths."""
+
+    def __init__(self, real: Any, paths: list[str]) -> None:
+        super().__init__(real)
+        self._paths: Final = paths
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        self._paths.append(os.path.realpath(path))
+        return portus.load(path, map_location=map_location, weights_only=False)
+
+
+def _written_by_step(engine: Any) -> list[torch.Tensor]:
+    """What ``_take_model_step`` writes, and nobody else: weights that are trained, their masters,
+    and the state of the optimizer."""
+    found = [each for each in engine.module.parameters() if each.requires_grad]
+    optimizer, seen = engine.optimizer, set[int]()
+    while optimizer is not None and id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        for group in getattr(optimizer, "param_groups", ()):
+            found += group["params"]
+        for parameter, state in dict(getattr(optimizer, "state", {})).items():
+            found += _tensors_in(parameter) + _tensors_in(state)
+        optimizer = getattr(optimizer, "optimizer", None)
+    return found
+
+
+def _tensors_in(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [each for inner in value.values() for each in _tensors_in(inner)]
+    return []
+
+
+def _tags_in(root: str) -> list[str]:
+    """The tag that ``latest`` names, then the others, the newest first. None without that file: the
+    training starts anew, as with stock."""
+    try:
+        with open(os.path.join(root, LATEST), encoding="utf-8") as file:
+            named = file.read().strip()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise portus.CorruptionError(f"{os.path.join(root, LATEST)}: {error}") from error
+    others = [each.name for each in os.scandir(root) if each.is_dir() and _is_tag(each.path)]
+    others.sort(key=partial(_age, root), reverse=True)
+    return ([named] if named else []) + [each for each in others if each != named]
+
+
+def _is_tag(directory: str) -> bool:
+    """Whether it has the file that the first rank writes, which comes last."""
+    return any(os.path.exists(os.path.join(directory, name)) for name in _OF_FIRST_RANK)
+
+
+def _age(root: str, tag: str) -> int:
+    return os.stat(os.path.join(root, tag)).st_mtime_ns
