@@ -34,6 +34,9 @@ NAME: Final = re.compile(r"checkpoint-\d+")
 _OTHERS: Final = re.compile(r"rng_state_[1-9]\d*\.pth")
 """Of a checkpoint of Trainer, the files of processes that save nothing else."""
 
+_STATE: Final = "trainer_state.json"
+"""Of a checkpoint of Trainer, which needs it: small, so it goes before the others."""
+
 _WRITTEN: Final = (".safetensors", ".bin", ".pt", ".pth")
 """Of a checkpoint of Trainer, the files that appear at the end of a save."""
 
@@ -68,9 +71,11 @@ def why_incomplete(directory: str, is_complete: Callable[[str], bool] = _is_save
 
 
 def is_complete(directory: str) -> bool:
-    """True if what a save makes visible last is there."""
-    return any(
-        name.endswith(_WRITTEN) and not _OTHERS.fullmatch(name) for name in os.listdir(directory)
+    """True if what a save makes visible last is there, and what goes first when the directory is
+    removed."""
+    names = os.listdir(directory)
+    return _STATE in names and any(
+        name.endswith(_WRITTEN) and not _OTHERS.fullmatch(name) for name in names
     )
 
 

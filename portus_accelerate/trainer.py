@@ -318,7 +318,16 @@ def _chosen_of_files(trainer: Any, saver: Saver, asked: Any) -> Any:
         is_there = os.path.exists(os.path.join(path, own))
         return is_there or trainer_data.processes_of(path) != count
 
-    found = saver.agreed(complete_in(output), is_finished)
+    complete = complete_in(output)
+    found = saver.agreed(complete, is_finished)
+    if found is None:  # one that lacks random states is better than none
+        found = saver.agreed(complete, lambda path: True)
+        if found is not None:
+            _log.error(
+                "Portus: a process was killed before its random states were in %s, and no "
+                "checkpoint has those of all processes: random numbers do not go on as they were",
+                found,
+            )
     newest = max(filter(NAME.fullmatch, os.listdir(output)), key=_step, default=None)
     if newest is None:
         return asked  # Trainer says that there is none

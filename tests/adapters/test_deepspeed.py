@@ -287,13 +287,13 @@ def test_killed_under_a_framework_that_keeps_one_it_goes_on_from_a_whole_one(
     counted = job(tmp_path / "counted", 2, {**ours, "kill": 10**9}, by=by, teller=who)
     job(tmp_path / "through", 2, {**ours, "limit": None, "who": None}, by=by)
     ends = set()
-    for _ in (6, 4):
+    for _ in (6, 4, 2):  # steps are short: that of the one before may be under way, too
         root = tmp_path / "copy"
         shutil.copytree(tmp_path / "through", root)
         ends.add(went(job(root, 2, {**ours, "last": 8, "every": 100, "who": None}, by=by))[-1])
         shutil.rmtree(root)
         shutil.rmtree(max(checkpoints_of(tmp_path / "through", by).glob("checkpoint*")))
-    assert len(ends) == 2
+    assert len(ends) == 3
     moments = int(counted.rsplit("moments ", 1)[1])
     assert moments > 8
     for number in random.Random(seed).sample(range(1, moments + 1), min(KILLS, moments)):
@@ -301,3 +301,18 @@ def test_killed_under_a_framework_that_keeps_one_it_goes_on_from_a_whole_one(
         job(root, 2, {**ours, "kill": number}, by=by, killed=who)
         again = job(root, 2, {**ours, "last": 8, "every": 100, "who": None}, by=by)
         assert went(again)[-1] in ends, number
+
+
+def test_trainer_goes_on_from_the_newest_though_random_states_are_missing(tmp_path: Path) -> None:
+    ours = {**spec_of(2, "fp32", by="portus"), "every": 2}
+    job(tmp_path, 2, ours, by="trainer")
+    for states in tmp_path.glob("run/checkpoint-*/rng_state_1.pth"):
+        states.unlink()  # rank 1 was killed each time
+    removed = tmp_path / "run" / "checkpoint-7"  # a kill came as it was being removed
+    removed.mkdir()
+    shutil.copy(tmp_path / "run" / "checkpoint-6" / "model.safetensors", removed)
+    found = job(tmp_path, 2, {**ours, "last": 8}, by="trainer")
+    assert "loss 8" in found
+    said = (tmp_path / "errors-0.txt").read_text()
+    assert "checkpoint-6, and no checkpoint has those of all processes" in said
+    assert "checkpoint-7 is not complete" in said

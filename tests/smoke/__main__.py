@@ -49,6 +49,8 @@ TESTS: Final = (
     "tests/adapters/test_lightning_resume.py::test_a_resume_after_the_last_batch_of_an_epoch_trains_the_next_one",
     "tests/adapters/test_accelerate_states.py::test_all_comes_back",
     "tests/adapters/test_accelerate_flag.py::test_losses_and_final_state_are_the_same_bits",
+    # DeepSpeed.
+    "tests/adapters/test_deepspeed.py::test_each_goes_on_from_what_the_other_saved",
 )
 
 

@@ -31,6 +31,7 @@ class Ends:
     python: str
     torch: str
     pins: Path
+    deepspeed: Path
 
     @property
     def variable(self) -> str:
@@ -38,8 +39,20 @@ class Ends:
         return f"{self.label.upper()}_PYTHON"
 
 
-FLOOR: Final = Ends("floor", "3.10", "torch==2.6.0", ROOT / "requirements/floor.txt")
-NEWEST: Final = Ends("newest", "3.13", "torch==2.14.1", ROOT / "requirements/dev.txt")
+FLOOR: Final = Ends(
+    "floor",
+    "3.10",
+    "torch==2.6.0",
+    ROOT / "requirements/floor.txt",
+    ROOT / "requirements/deepspeed-floor.txt",
+)
+NEWEST: Final = Ends(
+    "newest",
+    "3.13",
+    "torch==2.14.1",
+    ROOT / "requirements/dev.txt",
+    ROOT / "requirements/deepspeed.txt",
+)
 
 
 def interpreter(end: Ends) -> str:
@@ -95,7 +108,21 @@ def with_portus(end: Ends, base: Path, place: Path) -> Path:
     (place / packages / "base.pth").write_text(f"{base / packages}\n")
     target = ["--target", str(place / packages)]
     _call([*_pip(base), "install", "--no-deps", "--no-build-isolation", *target, str(ROOT)])
+    (place / "deepspeed").symlink_to(_deepspeed(end, base))
     return place / "bin" / "python"
+
+
+def _deepspeed(end: Ends, base: Path) -> Path:
+    """A folder with DeepSpeed beside an environment, made if it is not there yet: Accelerate and
+    others import it wherever they find it."""
+    place = base / f"deepspeed-{hashlib.sha256(end.deepspeed.read_bytes()).hexdigest()[:16]}"
+    if not place.exists():
+        made = place.with_suffix(".new")
+        shutil.rmtree(made, ignore_errors=True)
+        options = ["install", "--no-deps", "--target", str(made), "-r", str(end.deepspeed)]
+        _call([*_pip(base), *options])
+        made.rename(place)
+    return place
 
 
 def _pip(place: Path) -> list[str]:
