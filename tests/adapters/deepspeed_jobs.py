@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import runpy
 import sys
 import threading
 import time
@@ -33,7 +34,7 @@ many it saves; by "portus" or not; and what else ``train`` looks at."""
 def warm_up() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     sys.path.insert(0, str(FOLDER))
-    import deepspeed.ops  # type: ignore[import-not-found]
+    import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
     import deepspeed
@@ -171,11 +172,11 @@ def train(say: Say, root: str, environment: dict[str, str], spec: Spec) -> None:
 def convert(say: Say, root: str, environment: dict[str, str], spec: Spec) -> None:
     """By DeepSpeed's own tools: weights out of a checkpoint, and one for any number of ranks."""
     start(root, environment, spec)
-    from deepspeed.checkpoint.ds_to_universal import (  # type: ignore[import-not-found]
+    from deepspeed.checkpoint.ds_to_universal import (
         main,
         parse_arguments,
     )
-    from deepspeed.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
+    from deepspeed.utils.zero_to_fp32 import (
         get_fp32_state_dict_from_zero_checkpoint,
     )
 
@@ -340,4 +341,14 @@ def trainer(say: Say, root: str, environment: dict[str, str], spec: Spec) -> Non
             say(f"loss {line['step']} {line['loss'].hex()} {line['grad_norm']}")
     say(f"digest {digest_of(trainer.model_wrapped)}")
     say(f"moments {spec['kill'] - killing.kills.left if killing.kills else 0}")
+    sys.exit()
+
+
+def recipe(say: Say, root: str, environment: dict[str, str], arguments: list[str]) -> None:
+    """The recipe, as a program."""
+    start(root, environment, {"by": "portus"})
+    path = Path(__file__).parents[2] / "recipes" / "gpt_deepspeed.py"
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [str(path), *arguments]
+    runpy.run_path(str(path), run_name="__main__")
     sys.exit()

@@ -324,3 +324,35 @@ def test_trainer_goes_on_from_the_newest_though_random_states_are_missing(tmp_pa
     said = (tmp_path / "errors-0.txt").read_text()
     assert "checkpoint-6, and no checkpoint has those of all processes" in said
     assert "checkpoint-7 is not complete" in said
+
+
+def printed(lines: list[str]) -> list[str]:
+    """What the recipe prints, not DeepSpeed."""
+    return [line for line in lines if line.startswith(("tiny", "step"))]
+
+
+@pytest.mark.long
+def test_the_recipe_that_is_killed_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+    children = nursery("tests.adapters.deepspeed_jobs")
+    command = ["--tiny", "--out", "run"]
+    with contextlib.ExitStack() as stack:
+        (environment,) = environments(stack, 1)
+        through = children.start("recipe", str(tmp_path / "through"), environment, command)
+        expected = printed(stack.enter_context(through).rest())
+        assert through.wait() == 0, (tmp_path / "through" / "errors-0.txt").read_text()
+    assert expected[0] == "tiny on 1 ranks, from step 0"
+    with contextlib.ExitStack() as stack:
+        (environment,) = environments(stack, 1)
+        killed = children.start("recipe", str(tmp_path), environment, command)
+        stack.enter_context(killed)
+        while not killed.line().startswith("step   12"):
+            continue
+        killed.kill()
+    with contextlib.ExitStack() as stack:
+        (environment,) = environments(stack, 1)
+        again = children.start("recipe", str(tmp_path), environment, command)
+        found = printed(stack.enter_context(again).rest())
+        assert again.wait() == 0, (tmp_path / "errors-0.txt").read_text()
+    begun = int(found[0].rsplit(" ", 1)[1])
+    assert begun in (5, 10)
+    assert found[1:] == expected[1 + begun :]
