@@ -25,7 +25,7 @@ NATIVE := core/portus/transport/_native.so
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP)/portus $(STAMP)/docs $(STAMP)/deepspeed $(NATIVE) ## make .venv with everything pinned; a second time does nothing
+setup: $(STAMP)/portus $(STAMP)/docs $(STAMP)/deepspeed $(STAMP)/torchtitan $(NATIVE) ## make .venv with everything pinned; a second time does nothing
 
 # A stamp per step: a change of the pins does not install torch again.
 $(STAMP)/venv:
@@ -64,10 +64,11 @@ $(STAMP)/docs: $(STAMP)/pins requirements/docs.txt
 	@$(PIP) install -r requirements/docs.txt -c requirements/dev.txt
 	@touch $@
 
-$(STAMP)/deepspeed: $(STAMP)/pins requirements/deepspeed.txt
-	@echo "setup: requirements/deepspeed.txt"
-	@rm -rf $(VENV)/deepspeed
-	@DS_BUILD_OPS=0 $(PIP) install --no-deps --target $(VENV)/deepspeed -r requirements/deepspeed.txt
+# Each in a folder of its own, for others import them wherever they find them.
+$(STAMP)/deepspeed $(STAMP)/torchtitan: $(STAMP)/%: $(STAMP)/pins requirements/%.txt
+	@echo "setup: requirements/$*.txt"
+	@rm -rf $(VENV)/$*
+	@DS_BUILD_OPS=0 $(PIP) install --no-deps --target $(VENV)/$* -r requirements/$*.txt
 	@touch $@
 
 # Not with `make setup`: nothing that a submission must pass needs it.

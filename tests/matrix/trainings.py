@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from portus.testing.nursery import Say
+
+TITAN: Final = Path(sys.executable).parents[1] / "torchtitan"
 
 ROWS: Final = 12
 """Of the data: an epoch is one step, on any number of ranks."""
@@ -423,6 +426,57 @@ def _dcp(run: Run) -> object:
     return model.state_dict(), _moments(optimizer)
 
 
+def _torchtitan(run: Run) -> object:
+    """Its manager, with its own container of optimizers; the loop is as its trainer's."""
+    sys.path.insert(0, str(TITAN))
+    from torchtitan.components.checkpointer.dcp import CheckpointManager
+    from torchtitan.components.optimizer.optimizer import OptimizersContainer, ParamGroupConfig
+
+    from portus_accelerate.torchtitan import PortusCheckpointManager
+
+    class Progress:
+        step = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"step": torch.tensor(self.step)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.step = int(state["step"])
+
+    torch.distributed.init_process_group("gloo")
+    model = _network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (run.ranks,)))
+    adamw = ParamGroupConfig(
+        pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-2, "weight_decay": 0.01}
+    )
+    config = OptimizersContainer.Config(param_groups=[adamw], implementation="for-loop")
+    optimizers = OptimizersContainer(config, model_parts=[model])
+    progress = Progress()
+    kind = PortusCheckpointManager if run.portus else CheckpointManager
+    manager = kind(
+        kind.Config(enable=True, interval=1, keep_latest_k=2, last_save_model_only=False),
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=Progress(),
+        states={"train_state": progress},
+        sd_adapter=None,
+        base_folder=str(run.root),
+    )
+    manager.states.pop("dataloader")
+    manager.load()
+    while progress.step < run.until:
+        run.goes_on(progress.step)
+        _loss(model, progress.step).backward()
+        manager.maybe_wait_for_staging()
+        optimizers.step()
+        optimizers.zero_grad()
+        progress.step += 1
+        manager.save(progress.step)
+    manager.close()
+    return model.state_dict(), [_moments(each) for each in optimizers]
+
+
 TRAININGS: Final[dict[str, Callable[[Run], object]]] = {
     "plain": _plain,
     "lightning": _lightning,
@@ -437,6 +491,7 @@ TRAININGS: Final[dict[str, Callable[[Run], object]]] = {
     "peft": _lora,
     "trl-sft": _supervised,
     "dcp": _dcp,
+    "torchtitan": _torchtitan,
 }
 """By name. Each returns what its state is at the end."""
 
@@ -447,5 +502,6 @@ SHARDED: Final = (
     "trainer-fsdp-full",
     "trainer-fsdp-sharded",
     "dcp",
+    "torchtitan",
 )
 """Those that shard their model over ranks."""

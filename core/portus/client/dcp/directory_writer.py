@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -137,6 +138,7 @@ class DirectoryWriter(StorageWriter):
         self._is_late = False
         self._more: Mapping[str, object] = {}
         self._said: int | None = None
+        self._fenced: Sequence[torch.Tensor] = ()
         self._has_begun = False
         self._asked: Final[list[_Asked]] = []
         self._given_up: Final[set[int]] = set()
@@ -157,11 +159,19 @@ class DirectoryWriter(StorageWriter):
         whole checkpoint. None before the first one."""
         return self._asked[-1].handle if self._asked else None
 
-    def begin(self, files: Mapping[str, object], step: int | None = None, *, is_late: bool) -> None:
+    def begin(
+        self,
+        files: Mapping[str, object],
+        step: int | None = None,
+        *,
+        is_late: bool,
+        fenced: Sequence[torch.Tensor] = (),
+    ) -> None:
         """Of the next save. files: further states by the names of their files, on the rank that
         coordinates. step: of training; None: the number at the end of the directory's name.
-        is_late: it returns before it is complete."""
-        self._more, self._said, self._is_late = files, step, is_late
+        is_late: it returns before it is complete. fenced: tensors that nobody writes before
+        ``fence`` was called."""
+        self._more, self._said, self._is_late, self._fenced = files, step, is_late, fenced
 
     def save(self, state: dict[str, Any], directory: Any, ranks: dist.ProcessGroup | None) -> None:
         """Save ``state`` to ``directory``, as said to ``begin``. On every rank. Raises as
@@ -208,6 +218,11 @@ class DirectoryWriter(StorageWriter):
         """Remove a directory as soon as the newest save so far, or a later one, is complete. Call
         it on the rank that coordinates."""
         self._opened().remove(os.path.realpath(directory))
+
+    def fence(self) -> None:
+        """Block until no save in flight reads a tensor of this rank."""
+        if self._files is not None:
+            self._files.fence()
 
     def wait(self) -> None:
         """Block until this rank's saves are over. Raises what nobody heard of."""
@@ -348,7 +363,10 @@ class DirectoryWriter(StorageWriter):
     def _begin(self, asked: _Asked, contents: ShardContents) -> None:
         """This rank's file; on those that do not coordinate."""
         asked.handle = self._begun().save_directory(
-            self._directory, {os.path.basename(asked.path): Laid(contents)}, self._step()
+            self._directory,
+            {os.path.basename(asked.path): Laid(contents)},
+            self._step(),
+            fenced=self._fenced,
         )
         self.begin({}, None, is_late=False)
 
@@ -357,7 +375,7 @@ class DirectoryWriter(StorageWriter):
         the checkpoint is complete, or at once if it is late."""
         start, asked = self._start, self._asked[-1]
         assert start is not None
-        more, is_late, step = self._more, self._is_late, self._step()
+        more, is_late, step, fenced = self._more, self._is_late, self._step(), self._fenced
         self.begin({}, None, is_late=False)
         metadata.storage_meta = replace(self._meta(), save_id=str(start.save))
         own = os.path.basename(asked.path)
@@ -373,6 +391,7 @@ class DirectoryWriter(StorageWriter):
             ready=partial(
                 await_files, self._directory, others, lambda: start.save in self._given_up
             ),
+            fenced=fenced,
         )
         asked.handle = handle
         for path in (*older, *self._surplus()):

@@ -4,9 +4,10 @@ shards go to storage hosts, groups there."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
@@ -87,6 +88,7 @@ class PortusStorageWriter(StorageWriter):
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         process_group: dist.ProcessGroup | None = None,
+        fenced: Sequence[torch.Tensor] = (),
     ) -> SaveHandle:
         """Begin to save ``state``. Call it on every rank.
 
@@ -94,7 +96,8 @@ class PortusStorageWriter(StorageWriter):
             their names; those of the rank that coordinates count. blocking: return when the
             checkpoint is complete. step: of training; None: the number at the end of the name of
             the directory. metrics: on a storage host, of the save. process_group: all ranks of the
-            job, with a backend for tensors on the CPU; None: the job's own.
+            job, with a backend for tensors on the CPU; None: the job's own. fenced: tensors that
+            nobody writes before ``fence`` was called; for directories.
 
         Returns the handle of this rank's part; on the rank that coordinates, of the whole
         checkpoint in a directory. Raises as ``portus.dcp.async_save``.
@@ -122,6 +125,7 @@ class PortusStorageWriter(StorageWriter):
             step=step,
             process_group=process_group,
             is_late=not blocking,
+            fenced=fenced,
         )
 
     def fetch(self, checkpoints: str | os.PathLike[str]) -> None:
@@ -143,6 +147,11 @@ class PortusStorageWriter(StorageWriter):
         """Remove a checkpoint directory as soon as the newest save so far, or a later one, is
         complete. Call it on the rank that coordinates. Returns at once."""
         self._writer.remove(os.fspath(directory))
+
+    def fence(self) -> None:
+        """Block until no save in flight reads a tensor of this rank. Optimizers that step do so by
+        themselves."""
+        self._writer.fence()
 
     def wait(self) -> None:
         """Block until this rank's saves are over. Raises what nobody heard of."""

@@ -322,6 +322,11 @@ class GroupWriter(StorageWriter):
         """Make room for parts of ``size`` bytes. See ``Checkpointer``."""
         self._open().prepare(size)
 
+    def fence(self) -> None:
+        """Block until no save in flight reads a tensor of this rank."""
+        if self._checkpointer is not None:
+            self._checkpointer.fence()
+
     def wait(self, timeout: float | None = None) -> None:
         """Wait until this rank's saves are over. Raises the same as ``Checkpointer.wait``."""
         if self._checkpointer is not None:

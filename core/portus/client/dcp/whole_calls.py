@@ -6,9 +6,10 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, overload
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
@@ -41,9 +42,10 @@ def save_with(
     step: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     is_late: bool = False,
+    fenced: Sequence[torch.Tensor] = (),
 ) -> SaveHandle:
     """Save ``state`` to ``directory``; see ``async_save``, and ``DirectoryWriter.begin``."""
-    writer.begin(files or {}, step, is_late=is_late)
+    writer.begin(files or {}, step, is_late=is_late, fenced=fenced)
     try:
         with _perhaps_alone():
             writer.save(state, directory, process_group)

@@ -1,0 +1,203 @@
+"""What TorchTitan's checkpoint manager hands to ``torch.distributed.checkpoint``, saved late.
+
+With TorchTitan 0.3 take ``portus_accelerate.torchtitan.PortusCheckpointManager``. With 0.2, two
+lines before the trainer is made:
+
+    from torchtitan.components.checkpoint import CheckpointManager
+    portus_accelerate.titan.take_over(CheckpointManager)
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+import portus
+from portus.dcp import PortusStorageWriter, load
+
+_log: Final = logging.getLogger("portus_accelerate")
+
+_STEP: Final = re.compile(r"step-(\d+)")
+"""TorchTitan's name of a checkpoint."""
+
+_SAVES: Final = "_portus_saves"
+
+
+class TitanSaves:
+    """The saves and loads of one manager. Its methods are called on every rank."""
+
+    def __init__(self, **settings: Any) -> None:
+        """settings: of ``portus.Settings``."""
+        self._writer: Final = PortusStorageWriter(**settings)
+
+    def save(
+        self, state: dict[str, Any], directory: str, ranks: Any, optimizers: Any, *, is_late: bool
+    ) -> Future[None] | None:
+        """Save ``state``. is_late: return before it is complete, and what waits for that. ranks:
+        the process group. optimizers: those whose step waits for ``fence``."""
+        handle = self._writer.save(
+            state,
+            directory,
+            blocking=not is_late,
+            process_group=ranks,
+            fenced=_written_by(optimizers) if is_late else (),
+        )
+        return _Waiting(handle) if is_late else None
+
+    def load(self, state: dict[str, Any], directory: str) -> None:
+        """Fill ``state``, every byte verified."""
+        load(state, directory)
+
+    def purge(self, folder: str, count: int) -> None:
+        """Remove all but the newest ``count`` checkpoints, once the newest is complete. By the
+        first rank."""
+        if dist.get_rank() == 0 and count > 0:
+            for path in steps_in(folder)[count:]:
+                self._writer.remove(path)
+
+    def fence(self) -> None:
+        """Block until no save in flight reads a tensor."""
+        self._writer.fence()
+
+    def close(self) -> None:
+        """Finish the saves in flight."""
+        self._writer.close()
+
+
+class _Waiting(Future[None]):
+    """TorchTitan waits with it before the next save. A failure is told as ``on_error`` says."""
+
+    def __init__(self, handle: portus.SaveHandle) -> None:
+        super().__init__()
+        self._handle: Final = handle
+
+    def result(self, timeout: float | None = None) -> None:
+        """Block until the save is over."""
+        self._handle.join()
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._handle.done
+
+
+def _written_by(optimizers: Any) -> list[torch.Tensor]:
+    """Parameters and states of a container of optimizers."""
+    found: list[torch.Tensor] = []
+    for optimizer in optimizers or ():
+        for group in optimizer.param_groups:
+            found += group["params"]
+        for state in optimizer.state.values():
+            found += [each for each in state.values() if isinstance(each, torch.Tensor)]
+    return found
+
+
+def steps_in(folder: str) -> list[str]:
+    """Return the checkpoints in ``folder``, by their steps, the highest first."""
+    found = []
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        match = _STEP.fullmatch(name)
+        if match is not None:
+            found.append((int(match[1]), os.path.join(folder, name)))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def loaded_newest(load_step: Callable[[int], bool], folder: str, step: int) -> bool:
+    """Call ``load_step`` with ``step``; where that is -1, the newest, and it is damaged, with the
+    one before it, and so on. What it returns. Raises ``CorruptionError`` if all are damaged, and
+    for a step that was named."""
+    try:
+        return load_step(step)
+    except portus.CorruptionError as error:
+        if step != -1:
+            raise
+        first = error
+    for path in steps_in(folder)[1:]:
+        if not os.path.exists(os.path.join(path, ".metadata")):
+            continue
+        if dist.get_rank() == 0:
+            _log.error("portus: passed over: %s; going on from %s", first, path)
+        try:
+            return load_step(int(os.path.basename(path).split("-")[1]))
+        except portus.CorruptionError:
+            continue
+    raise first
+
+
+def take_over(manager: Any, **settings: Any) -> None:
+    """Have the class ``CheckpointManager`` of TorchTitan 0.2 save through Portus. settings: of
+    ``portus.Settings``. A second call does nothing. Raises ``UsageError`` for another class."""
+    missing = [name for name in ("dcp_save", "dcp_load", "close") if not hasattr(manager, name)]
+    if missing:
+        raise portus.UsageError(f"{manager!r}: expected TorchTitan's manager; it lacks {missing}")
+    if hasattr(manager, _SAVES):
+        return
+    setattr(manager, _SAVES, None)
+    stock_save, stock_load, stock_close = manager.dcp_save, manager.dcp_load, manager.close
+    stock_wait = manager.maybe_wait_for_staging
+
+    def saves_of(own: Any) -> TitanSaves:
+        found: TitanSaves | None = own.__dict__.get(_SAVES)
+        if found is None:
+            found = TitanSaves(**settings)
+            setattr(own, _SAVES, found)
+        return found
+
+    @functools.wraps(stock_save)
+    def dcp_save(
+        self: Any,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: Any,
+        *given: Any,
+        to_hf: bool = False,
+        **named: Any,
+    ) -> Any:
+        if to_hf or "pinned" in str(async_mode.value):
+            return stock_save(
+                self, state_dict, checkpoint_id, async_mode, *given, to_hf=to_hf, **named
+            )
+        is_late = async_mode.value != "disabled"
+        ranks, optimizers = getattr(self, "pg", None), self.states.get("optimizer")
+        return saves_of(self).save(state_dict, checkpoint_id, ranks, optimizers, is_late=is_late)
+
+    @functools.wraps(stock_load)
+    def dcp_load(
+        self: Any,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        from_hf: bool,
+        *given: Any,
+        **named: Any,
+    ) -> None:
+        if from_hf:
+            stock_load(self, state_dict, checkpoint_id, from_hf, *given, **named)
+            return
+        load(state_dict, checkpoint_id)
+        if "model" in self.states:
+            self.states["model"].load_state_dict(state_dict)
+
+    @functools.wraps(stock_close)
+    def close(self: Any) -> None:
+        found = self.__dict__.get(_SAVES)
+        if found is not None:
+            found.close()
+        stock_close(self)
+
+    @functools.wraps(stock_wait)
+    def maybe_wait_for_staging(self: Any) -> None:
+        saves_of(self).fence()
+        stock_wait(self)
+
+    def _purge_stale_checkpoints(self: Any) -> None:
+        saves_of(self).purge(self.folder, self.keep_latest_k)
+
+    for each in (dcp_save, dcp_load, close, maybe_wait_for_staging, _purge_stale_checkpoints):
+        setattr(manager, each.__name__, each)
