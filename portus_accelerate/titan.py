@@ -1,6 +1,6 @@
 """What TorchTitan's checkpoint manager hands to ``torch.distributed.checkpoint``, saved late.
 
-With TorchTitan 0.3 take ``portus_accelerate.torchtitan.PortusCheckpointManager``. With 0.2, two
+With TorchTitan 0.3 take ``portus_accelerate.torchtitan.PortusCheckpoints``. With 0.2, two
 lines before the trainer is made:
 
     from torchtitan.components.checkpoint import CheckpointManager

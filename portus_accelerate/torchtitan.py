@@ -2,7 +2,7 @@
 
 In a recipe, in place of ``CheckpointManager.Config``:
 
-    checkpoint=PortusCheckpointManager.Config(enable=True, interval=500)
+    checkpoint=PortusCheckpoints.Config(enable=True, interval=500)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from portus_accelerate.titan import TitanSaves, loaded_newest
 
 
-class PortusCheckpointManager(CheckpointManager):
+class PortusCheckpoints(CheckpointManager):
     """Saves and loads as ``CheckpointManager``, whose policies it has; the directories are the
     same. Hugging Face's layout is left to that."""
 

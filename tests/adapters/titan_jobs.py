@@ -36,10 +36,10 @@ def train(say: Say, root: str, environment: dict[str, str], how: str, steps: int
     from torchtitan.components.checkpointer.dcp import CheckpointManager
 
     import portus_accelerate.titan
-    from portus_accelerate.torchtitan import PortusCheckpointManager
+    from portus_accelerate.torchtitan import PortusCheckpoints
 
     torch.distributed.init_process_group("gloo")
-    kind: Any = PortusCheckpointManager if how == "portus" else CheckpointManager
+    kind: Any = PortusCheckpoints if how == "portus" else CheckpointManager
     if how == "taken":
         portus_accelerate.titan.take_over(kind)
     torch.manual_seed(0)

@@ -432,7 +432,7 @@ def _torchtitan(run: Run) -> object:
     from torchtitan.components.checkpointer.dcp import CheckpointManager
     from torchtitan.components.optimizer.optimizer import OptimizersContainer, ParamGroupConfig
 
-    from portus_accelerate.torchtitan import PortusCheckpointManager
+    from portus_accelerate.torchtitan import PortusCheckpoints
 
     class Progress:
         step = 0
@@ -452,7 +452,7 @@ def _torchtitan(run: Run) -> object:
     config = OptimizersContainer.Config(param_groups=[adamw], implementation="for-loop")
     optimizers = OptimizersContainer(config, model_parts=[model])
     progress = Progress()
-    kind = PortusCheckpointManager if run.portus else CheckpointManager
+    kind = PortusCheckpoints if run.portus else CheckpointManager
     manager = kind(
         kind.Config(enable=True, interval=1, keep_latest_k=2, last_save_model_only=False),
         dataloader=None,
