@@ -114,10 +114,14 @@ def _made(engine: Any) -> EngineFiles | None:
     settings: Settings = from_environment()
     reason = why_not(engine, settings)
     if reason is None:
-        return EngineFiles(engine, settings)
+        return EngineFiles(engine, settings, may_give_up=True)
+    _leave_to_stock(engine, reason)
+    return None
+
+
+def _leave_to_stock(engine: Any, reason: str) -> None:
     if engine.global_rank == 0:
         _log.warning("portus: DeepSpeed saves this engine as it always did: %s", reason)
-    return None
 
 
 def _saving(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,14 +132,22 @@ def _saving(stock: Callable[..., Any]) -> Callable[..., Any]:
         if files is None:
             return stock(self, save_dir, tag, *given, **named)
         caller = str(sys._getframe(1).f_globals.get("__name__"))
-        return files.save(
-            functools.partial(stock, self),
-            os.fspath(save_dir),
-            tag,
-            *given,
-            is_of_framework=caller.split(".")[0] in _FRAMEWORKS,
-            **named,
-        )
+        try:
+            return files.save(
+                functools.partial(stock, self),
+                os.fspath(save_dir),
+                tag,
+                *given,
+                is_of_framework=caller.split(".")[0] in _FRAMEWORKS,
+                **named,
+            )
+        except portus.UsageError as error:  # the same on all ranks
+            if not files.may_give_up:
+                raise
+            _leave_to_stock(self, str(error))
+            setattr(self, _FILES, None)
+            files.close()
+            return stock(self, save_dir, tag, *given, **named)
 
     return save_checkpoint
 

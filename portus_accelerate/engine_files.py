@@ -83,7 +83,9 @@ def led(base: str, *, now: bool) -> Iterator[list[portus.SaveHandle]]:
 class EngineFiles:
     """See the module. Its methods are called on every rank, but for ``fence``."""
 
-    def __init__(self, engine: Any, settings: Settings) -> None:
+    def __init__(self, engine: Any, settings: Settings, *, may_give_up: bool = False) -> None:
+        """may_give_up: what Portus cannot save, stock does from then on."""
+        self.may_give_up: Final = may_give_up
         self._engine: Final = engine
         self._settings: Final = settings
         self._files: Final = RankFiles(settings, settings.model)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import portus.client.shards.arrival
 from portus.client.fence.fence import Fence
 from portus.errors import MediumError
 from portus.testing.nursery import Say
@@ -97,6 +98,9 @@ def start(root: str, environment: dict[str, str], spec: Spec) -> None:
     os.environ.update(environment)
     for flag in ("PORTUS_DEEPSPEED", "PORTUS_ACCELERATE"):
         os.environ[flag] = "1" if spec.get("by") == "portus" else "0"
+    if spec.get("apart"):  # a disk of each node
+        root = f"{root}-{environment['RANK']}"
+        setattr(portus.client.shards.arrival, "SEEN_S", 0.3)  # noqa: B010
     Path(root).mkdir(exist_ok=True)
     os.chdir(root)
     errors = os.open(f"errors-{environment['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -123,6 +123,17 @@ def test_what_portus_does_not_save_stock_does_and_it_is_said(tmp_path: Path) -> 
     assert "DeepSpeed saves this engine as it always did: its checkpoints are on each" in said
 
 
+def test_where_ranks_do_not_see_each_other_s_files_stock_saves(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    job(root, 2, spec_of(2, "fp32", by="portus", apart=True))
+    said = (tmp_path / "disk-0" / "errors-0.txt").read_text()
+    assert "DeepSpeed saves this engine as it always did" in said
+    assert "expected a directory that all ranks see" in said
+    assert digests_in(tmp_path / "disk-0", "global_step6") == {False}
+    assert (tmp_path / "disk-0" / "ckpt" / "latest").read_text() == "global_step6"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_deepspeed_s_tools_read_it_and_convert_it_for_another_number_of_ranks(

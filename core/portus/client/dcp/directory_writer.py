@@ -33,7 +33,7 @@ from portus.client.job.exchange import Failure, News, Word
 from portus.client.job.settings import Settings
 from portus.client.paths.saver import Laid
 from portus.client.paths.training_files import TrainingFiles
-from portus.client.shards.arrival import await_files, listed
+from portus.client.shards.arrival import await_files, not_shared, unseen
 from portus.client.shards.directories import (
     complete_in,
     pickled_metadata,
@@ -45,7 +45,6 @@ from portus.client.shards.planned import Planned, agreed, values_of
 from portus.client.shards.rank_contents import in_bytes, resolved
 from portus.client.state.literal import LiteralContents
 from portus.directory.claim import SeriesClaim
-from portus.directory.waiting import in_flight
 from portus.errors import AbandonedError, PortusError, UsageError, printable
 from portus.image.metadata_file import NAME, metadata_image
 from portus.index.groups import ID_SIZE
@@ -53,11 +52,6 @@ from portus.index.place import DEFAULT_DIRECTORY
 from portus.pipeline.handle import SaveHandle
 
 _log: Final = logging.getLogger("portus")
-
-_POLL_S: Final = 0.05
-
-SEEN_S: Final = 10.0
-"""How long a file that another rank has begun may be out of sight."""
 
 _ASKED_MAX: Final = 16
 """Saves of which it is remembered whether they failed."""
@@ -541,22 +535,10 @@ class DirectoryWriter(StorageWriter):
         """At the first save. Raises ``UsageError`` if the files of others are out of sight."""
         if self._has_begun or not others:
             return
-        until = time.monotonic() + SEEN_S
         with PENDING.exempt():
-            os.makedirs(self._directory, exist_ok=True)
-            while True:
-                found = in_flight(self._directory) | set(os.listdir(self._directory))
-                missing = set(others) - found
-                if not missing:
-                    return
-                if time.monotonic() > until:
-                    break
-                time.sleep(_POLL_S)
-        raise UsageError(
-            f"{printable(self._directory)}: expected a directory that all ranks see, but "
-            f"{listed(missing)}, which other ranks began to write, cannot be seen here. Save to a "
-            "file system that all nodes share"
-        )
+            missing = unseen(self._directory, others)
+        if missing:
+            raise not_shared(self._directory, missing)
 
     def _older(self, save: int) -> list[str]:
         """The files of earlier saves to the same directory."""

@@ -30,7 +30,7 @@ from portus.client.files.pending import PENDING
 from portus.client.job.settings import Settings
 from portus.client.loading.checkpoint_file import read_note
 from portus.client.paths.training_files import TrainingFiles
-from portus.client.shards.arrival import await_files
+from portus.client.shards.arrival import await_files, not_shared, unseen
 from portus.directory.waiting import in_flight
 from portus.errors import AbandonedError, CorruptionError, PortusError, printable
 from portus.index.place import DEFAULT_DIRECTORY
@@ -78,6 +78,7 @@ class RankFiles:
         )
         self._files.open()
         self._has_begun = False
+        self._has_seen = False
         self._asked: Final[list[_Asked]] = []
         self._given_up: Final[set[str]] = set()
 
@@ -115,13 +116,18 @@ class RankFiles:
                 gate.await_draft(handle)
             has_failed = handle is not None and handle.done and not handle.committed
             words = _exchanged(_Begun(tuple(found.files), problem, has_failed))
+            others = [name for each in words[1:] for name in each.names]
             refused = [each.problem for each in words if each.problem is not None]
             is_given_up = any(each.has_failed for each in words)
             if not refused and not is_given_up:
-                others = [name for each in words[1:] for name in each.names]
+                refused = self._not_seen(where, others)
+            if not refused and not is_given_up:
                 gate.open(partial(self._await, where, others, save) if self._is_first else None)
         if refused:
-            raise problem or refused[0]
+            with contextlib.suppress(PortusError):
+                if handle is not None:
+                    handle.wait()  # what it fails with is no news
+            raise refused[0]  # the same on all ranks
         paths = [os.path.join(where, name) for name in found.files]
         asked = [] if handle is None else [_Asked(save, handle, paths)]
         if latest is not None and self._is_first and not is_given_up:
@@ -155,6 +161,20 @@ class RankFiles:
             ), None
         except PortusError as error:
             return None, error
+
+    def _not_seen(self, directory: str, others: Sequence[str]) -> list[PortusError]:
+        """At the first save: what is wrong where the first rank does not see what others write.
+        Collective."""
+        if self._has_seen:
+            return []
+        problem = None
+        if self._is_first:
+            with PENDING.exempt():
+                missing = unseen(directory, others)
+            problem = not_shared(directory, missing) if missing else None
+        found = [each for each in _exchanged(problem) if each is not None]
+        self._has_seen = not found
+        return found
 
     def fence(self) -> None:
         """Block until no save in flight reads a tensor of this rank."""

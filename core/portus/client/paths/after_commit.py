@@ -98,6 +98,12 @@ class AfterCommit:
             self._removals[path] = self._asked
         self._remove_now_or_later()
 
+    def keep(self, path: str) -> None:
+        """A file is about to be written: what was asked to be removed there is not to be removed
+        any more."""
+        with self._lock:
+            self._removals.pop(path, None)
+
     def is_there(self, path: str) -> bool:
         """Return whether a file is there as far as its user knows: on its way counts, and one that
         is to be removed does not."""

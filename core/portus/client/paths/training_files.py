@@ -177,6 +177,8 @@ class TrainingFiles:
                 raise
             return saver.refuse(error)
         number = after.asked(path)
+        for name in files:
+            after.keep(os.path.join(directory, name))
         begun: list[Save] = []
         extra = Extra(
             step=step,

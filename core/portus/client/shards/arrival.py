@@ -9,7 +9,7 @@ from typing import Final
 
 from portus.directory.system import medium_error
 from portus.directory.waiting import in_flight, is_of_this_machine
-from portus.errors import AbandonedError, printable
+from portus.errors import AbandonedError, UsageError, printable
 
 _POLL_MIN_S: Final = 0.002
 _POLL_MAX_S: Final = 0.05
@@ -19,6 +19,9 @@ GONE_S: Final = 60.0
 
 GONE_HERE_S: Final = 1.0
 """The same on a file system of this machine alone: between the two looks it may have come."""
+
+SEEN_S: Final = 10.0
+"""How long a file that another rank has begun may be out of sight."""
 
 _NAMED_MAX: Final = 8
 
@@ -49,11 +52,32 @@ def await_files(
         pause_s = min(2 * pause_s, _POLL_MAX_S)
 
 
+def unseen(directory: str, names: Collection[str]) -> set[str]:
+    """Return the files of other ranks, which all have begun to write, that cannot be seen in
+    ``directory``: none where all ranks see the same one. Blocks for ``SEEN_S`` at most."""
+    until = time.monotonic() + SEEN_S
+    os.makedirs(directory, exist_ok=True)
+    while missing := set(names) - in_flight(directory) - _names_in(directory):
+        if time.monotonic() > until:
+            return missing
+        time.sleep(_POLL_MAX_S)
+    return set()
+
+
 def _names_in(directory: str) -> set[str]:
     try:
         return set(os.listdir(directory))
     except OSError as error:
         raise medium_error(error, directory) from error
+
+
+def not_shared(directory: str, missing: Collection[str]) -> UsageError:
+    """Return what to raise where files of other ranks are out of sight."""
+    return UsageError(
+        f"{printable(directory)}: expected a directory that all ranks see, but {listed(missing)}, "
+        "which other ranks began to write, cannot be seen here. Save to a file system that all "
+        "nodes share"
+    )
 
 
 def listed(names: Collection[str]) -> str:

@@ -120,6 +120,18 @@ def test_a_save_to_a_path_that_is_to_be_removed_keeps_it(scene: Scene) -> None:
     assert Path(scene.path("a")).read_text() == "3"
 
 
+def test_a_file_that_is_written_again_is_kept_though_its_removal_waited(scene: Scene) -> None:
+    scene.save("a")
+    scene.commits("a")
+    scene.save("b")
+    scene.after.remove(scene.path("a"))
+    scene.commits("b", ok=False)
+    scene.after.keep(scene.path("a"))  # a file of the save to "c", which is a directory
+    scene.save("c")
+    scene.commits("c")
+    assert scene.there() == ["a", "c"]
+
+
 def test_a_link_follows_each_commit_and_is_left_by_a_save_that_fails(scene: Scene) -> None:
     link = Path(scene.path("last"))
     scene.save("a")
