@@ -9,22 +9,12 @@ from typing import Any
 import torch
 
 from portus.testing.nursery import Say
-from tests.matrix.trainings import TITAN
+from tests.matrix.trainings import TITAN, TitanProgress
 
 
 def warm_up() -> None:
     sys.path.insert(0, str(TITAN))
     import torchtitan.components.checkpointer.dcp  # noqa: F401
-
-
-class Progress:
-    step = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": torch.tensor(self.step)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = int(state["step"])
 
 
 def train(say: Say, root: str, environment: dict[str, str], how: str, steps: int, at: int) -> None:
@@ -44,7 +34,7 @@ def train(say: Say, root: str, environment: dict[str, str], how: str, steps: int
         portus_accelerate.titan.take_over(kind)
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
-    progress = Progress()
+    progress = TitanProgress()
     mode = {"stock": "disabled", "portus": "async_with_pinned_mem", "taken": "async"}[how]
     manager = kind(
         kind.Config(

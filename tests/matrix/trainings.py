@@ -426,6 +426,18 @@ def _dcp(run: Run) -> object:
     return model.state_dict(), _moments(optimizer)
 
 
+class TitanProgress:
+    """How many steps a training with TorchTitan has done."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = int(state["step"])
+
+
 def _torchtitan(run: Run) -> object:
     """Its manager, with its own container of optimizers; the loop is as its trainer's."""
     sys.path.insert(0, str(TITAN))
@@ -433,15 +445,6 @@ def _torchtitan(run: Run) -> object:
     from torchtitan.components.optimizer.optimizer import OptimizersContainer, ParamGroupConfig
 
     from portus_accelerate.torchtitan import PortusCheckpoints
-
-    class Progress:
-        step = 0
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"step": torch.tensor(self.step)}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.step = int(state["step"])
 
     torch.distributed.init_process_group("gloo")
     model = _network()
@@ -451,14 +454,14 @@ def _torchtitan(run: Run) -> object:
     )
     config = OptimizersContainer.Config(param_groups=[adamw], implementation="for-loop")
     optimizers = OptimizersContainer(config, model_parts=[model])
-    progress = Progress()
+    progress = TitanProgress()
     kind = PortusCheckpoints if run.portus else CheckpointManager
     manager = kind(
         kind.Config(enable=True, interval=1, keep_latest_k=2, last_save_model_only=False),
         dataloader=None,
         model_parts=[model],
         optimizers=optimizers,
-        lr_schedulers=Progress(),
+        lr_schedulers=TitanProgress(),
         states={"train_state": progress},
         sd_adapter=None,
         base_folder=str(run.root),
