@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not deepspeed_jobs.FOLDER.exists(), reason="DeepSpeed is not installed"),
 ]
 
-KILLS = int(os.environ.get("PORTUS_TEST_KILLS", "4"))
+KILLS = int(os.environ.get("PORTUS_TEST_KILLS", "2"))
 
 
 def job(
