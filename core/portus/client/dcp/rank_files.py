@@ -65,8 +65,7 @@ class RankFiles:
 
     def __init__(self, settings: Settings, name: str | None = None) -> None:
         """name: of the run, in the journal; None: what the directory above the checkpoints is
-        called.
-        Raises ``UsageError`` for settings that only pools have."""
+        called. Raises ``UsageError`` for settings that only pools have."""
         self._settings: Final = settings
         self._name: Final = name
         self._is_first: Final = _rank() == 0
@@ -207,12 +206,6 @@ class RankFiles:
                 f"{printable(directory)}: its files are of different saves: a save was killed as "
                 "it replaced them, or they were copied together. Load another checkpoint"
             )
-
-    def remove(self, directory: str) -> None:
-        """Remove a directory once the newest save so far, or a later one, is complete. By the first
-        rank."""
-        if self._is_first:
-            self._files.remove(os.path.realpath(directory))
 
     def close(self) -> None:
         """Finish the saves in flight. It may be used again."""
