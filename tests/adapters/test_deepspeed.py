@@ -8,13 +8,14 @@ import os
 import random
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from portus.client.loading.checkpoint_file import has_digests
-from portus.testing.nursery import nursery
+from portus.testing.nursery import Child, nursery
 from tests.adapters import deepspeed_jobs
 from tests.adapters.deepspeed_jobs import Spec
 from tests.adapters.forked import environments
@@ -33,25 +34,41 @@ def job(
     spec: Spec,
     *,
     by: str = "train",
-    killed: int | None = None,
     teller: int = 0,
 ) -> str:
-    """What the rank ``teller`` said. killed: a rank that ends itself, and the others then."""
-    children = nursery("tests.adapters.deepspeed_jobs")
-    with contextlib.ExitStack() as stack:
-        started = [
-            stack.enter_context(children.start(by, str(root), environment, spec))
-            for environment in environments(stack, ranks)
-        ]
-        if killed is not None:
-            assert started[killed].wait() == -signal.SIGKILL
-            for child in started:
-                child.kill()
-            return ""
-        said = [child.rest() for child in started]
-        for rank, child in enumerate(started):
+    """What the rank ``teller`` said."""
+    with started(root, ranks, spec, by) as children:
+        said = [child.rest() for child in children]
+        for rank, child in enumerate(children):
             assert child.wait() == 0, (root / f"errors-{rank}.txt").read_text()
         return "\n".join(said[teller])
+
+
+@contextlib.contextmanager
+def started(root: Path, ranks: int, spec: Spec, by: str) -> Iterator[list[Child]]:
+    """The processes of a training."""
+    programs = nursery("tests.adapters.deepspeed_jobs")
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(programs.start(by, str(root), environment, spec))
+            for environment in environments(stack, ranks)
+        ]
+
+
+def killed(root: Path, ranks: int, spec: Spec, who: int, number: int, by: str = "train") -> None:
+    """Train until this rank kills itself at its change of a name of this number, and then the
+    others. Threads make some of the changes, so there may be fewer than were counted: then at an
+    earlier one."""
+    while True:
+        with started(root, ranks, {**spec, "kill": number, "who": who}, by) as children:
+            code = children[who].wait()
+            for child in children:
+                child.kill()
+        if code != 0:
+            break
+        number = number * 3 // 4
+        shutil.rmtree(root)
+    assert code == -signal.SIGKILL, (root / f"errors-{who}.txt").read_text()
 
 
 def went(said: str) -> list[str]:
@@ -238,7 +255,7 @@ def test_killed_at_any_change_of_a_name_latest_names_a_complete_checkpoint(
     assert moments > 8
     for number in random.Random(seed).sample(range(1, moments + 1), min(KILLS, moments)):
         root = tmp_path / f"killed-{number}"
-        job(root, ranks, {**ours, "kill": number}, killed=who)
+        killed(root, ranks, ours, who, number)
         named = (root / "ckpt" / "latest").read_text()
         assert named in ("global_step3", "global_step6")
         step = int(named[-1])
@@ -316,7 +333,7 @@ def test_killed_under_a_framework_that_keeps_one_it_goes_on_from_a_whole_one(
     assert moments > 8
     for number in random.Random(seed).sample(range(1, moments + 1), min(KILLS, moments)):
         root = tmp_path / f"killed-{number}"
-        job(root, 2, {**ours, "kill": number}, by=by, killed=who)
+        killed(root, 2, ours, who, number, by)
         again = job(root, 2, {**ours, "last": 8, "every": 100, "who": None}, by=by)
         assert went(again)[-1] in ends, number
 
