@@ -20,6 +20,7 @@ import torch
 
 import portus.client.shards.arrival
 from portus.client.fence.fence import Fence
+from portus.client.paths.draft import CommittedFile, FileDraft
 from portus.errors import MediumError
 from portus.testing.nursery import Say
 from portus.writer.image_file import ImageFile
@@ -44,8 +45,11 @@ def warm_up() -> None:
 class Model(torch.nn.Module):
     """With a buffer that each forward writes, tied weights, and a part that is frozen."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, base: int = 0) -> None:
+        """base: the width of a larger part that is frozen, and not used."""
         super().__init__()
+        if base:
+            self.base = torch.nn.Linear(base, base).requires_grad_(False)
         self.first = torch.nn.Linear(width, 4 * width)
         self.norm = torch.nn.LayerNorm(4 * width)
         self.last = torch.nn.Linear(4 * width, width)
@@ -245,8 +249,10 @@ def accelerate(say: Say, root: str, environment: dict[str, str], spec: Spec) -> 
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs, ProjectConfiguration
 
+    import portus_accelerate
+
     torch.manual_seed(0)
-    model = Model(16)
+    model = Model(16, spec.get("base", 0))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     plugin = DeepSpeedPlugin(hf_ds_config=config_of(spec))
     project = ProjectConfiguration(
@@ -271,6 +277,8 @@ def accelerate(say: Say, root: str, environment: dict[str, str], spec: Spec) -> 
             int(each.name.split("_")[1]) for each in folder.iterdir()
         )
     say(f"from {done}")
+    if "base" in spec:
+        tell_written(say)
     for step in range(done + 1, spec["last"] + 1):
         for micro in range(2):
             accelerator.backward(loss := loss_of(model, step, micro, spec))
@@ -280,10 +288,24 @@ def accelerate(say: Say, root: str, environment: dict[str, str], spec: Spec) -> 
         if step % spec["every"] == 0:
             kills = kills_of(spec, step)
             accelerator.save_state()
+            if "base" in spec:
+                portus_accelerate.wait(accelerator)  # what is removed then is used again
     say(f"digest {digest_of(accelerator.deepspeed_engine_wrapped.engine)}")
     accelerator.end_training()
     say(f"moments {spec['kill'] - kills.left if kills else 0}")
     sys.exit()
+
+
+def tell_written(say: Say) -> None:
+    """Say of each save how many bytes it has, and how many of these it wrote."""
+    commit = FileDraft.commit
+
+    def told(draft: FileDraft, *arguments: Any) -> CommittedFile:
+        found = commit(draft, *arguments)
+        say(f"written {found.info.size} {found.info.size - draft.kept_bytes}")
+        return found
+
+    setattr(FileDraft, "commit", told)  # noqa: B010
 
 
 def trainer(say: Say, root: str, environment: dict[str, str], spec: Spec) -> None:

@@ -313,6 +313,19 @@ def test_under_a_framework_at_stages_2_and_3_each_goes_on_from_what_the_other_sa
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("stage", "ranks"), list(itertools.product([1, 2, 3], [1, 2])))
+def test_of_a_frozen_base_nothing_is_written_again(tmp_path: Path, stage: int, ranks: int) -> None:
+    ours = {**spec_of(stage, "fp32", by="portus"), "every": 1, "last": 10, "limit": 1}
+    said = job(tmp_path, ranks, {**ours, "base": 2048}, by="accelerate").splitlines()
+    told = [tuple(map(int, line.split()[1:])) for line in said if line.startswith("written")]
+    base = 2048 * 2048 * 4 // (ranks if stage == 3 else 1)
+    each = len(told) // 10  # files of a save
+    sizes, written = (sum(column) for column in zip(*told[5 * each :], strict=True))
+    assert sizes > 5 * base
+    assert written <= 1.2 * (sizes - 5 * base)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("by", ["accelerate", "trainer"])
 def test_killed_under_a_framework_that_keeps_one_it_goes_on_from_a_whole_one(

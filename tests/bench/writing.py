@@ -23,7 +23,7 @@ from portus.writer.ring import StagingRing
 from portus.writer.ways import Ways
 from tests.bench.measure import Row, Run, timed
 from tests.bench.saving import MIB, memcpy_of, torch_save_of
-from tests.bench.states import Trained, tensors
+from tests.bench.states import Trained, change, tensors
 
 _COUNT = 64
 _STEPS = 8
@@ -201,6 +201,7 @@ class _Written:
     def run(self, what: str, *, is_spare: bool) -> float:
         """Seconds until the sources are free (``copy``), until the file is durable (``whole``), or
         of the processor until then."""
+        change(self._state)
         if not is_spare:
             self._path.unlink(missing_ok=True)
         number = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)

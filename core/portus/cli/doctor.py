@@ -211,7 +211,8 @@ def _speeds_of_files(place: str, size: int, *, is_spare: bool) -> dict[str, int]
         tempfile.TemporaryDirectory(prefix=".portus-doctor-", dir=place) as folder,
     ):
         path = os.path.join(folder, "file")
-        for _ in range(len(Way) * TRIES + is_spare):
+        for turn in range(len(Way) * TRIES + is_spare):
+            source[:] = turn  # what a spare has already is not written
             if not is_spare and os.path.exists(path):
                 os.remove(path)
             overwritten = is_spare and os.path.exists(path)

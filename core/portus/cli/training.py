@@ -347,7 +347,7 @@ def summary(seen: JournaledRun) -> list[tuple[str, str]]:
                   f"{its.overhead:.2%} to the time of steps"),
         ("blocked", f"{seconds_text(its.blocked_s)} in all, {seconds_text(its.median_blocked_s)} a "
                     f"save (median); copied in {seconds_text(its.copy_s)}"),
-        ("bytes", f"{size_text(copied)} written, {size_text(shared)} shared with versions before"),
+        ("bytes", f"{size_text(copied)} written, {size_text(shared)} found in versions before"),
     ]  # fmt: skip
     if its.earlier:
         lines.append(("before", f"{count_text(its.earlier, 'earlier training')}, not counted here"))

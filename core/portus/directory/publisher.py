@@ -16,9 +16,9 @@ directory of its series. A program that removes that too early and is killed fin
 (``recovery``).
 
 A *spare* is a removed file of this process whose blocks and pages are used again; there are as many
-as a publication has files. The rules: no
-visible name leads to it, the removal is durable, and nobody has it open. All of that holds before
-the first byte is written, or the old path could show new bytes after a crash, or a reader could.
+as a publication has files, the largest ones. The rules: no visible name leads to it, the removal is
+durable, and nobody has it open. All of that holds before the first byte is written, or the old path
+could show new bytes after a crash, or a reader could.
 
 Of a file that another process removes, one rank's file of a sharded checkpoint, a second hidden
 link is kept from the commit on. Once that is the only link, the file is a spare like any other.
@@ -180,13 +180,13 @@ class Publisher(Generic[File]):
         spare. Raises ``MediumError``."""
         where, name = os.path.split(path)
         with self._lock:
-            directory = self._directory(where)
+            directory = self._directory(where, self._base_above(where))
             folder = self._folder(directory.base)
             status = self._system.look(directory.file, name)
             if status is None:
                 self._close_unused()
                 return False
-            kept = self._may_keep(status.identity)
+            kept = self._may_keep(status)
             record = None
             if kept:
                 with contextlib.suppress(MediumError):  # a full disk: then it is no spare
@@ -313,6 +313,7 @@ class Publisher(Generic[File]):
         with contextlib.suppress(MediumError):
             self._system.unlink(spare.folder.make(), spare.name)
         self._system.close(spare.file)
+        self._written.discard(spare.status.identity)
 
     def close(self) -> None:
         """Remove the spare and empty hidden folders, and close all directories."""
@@ -347,6 +348,13 @@ class Publisher(Generic[File]):
         directory = OpenDirectory(self._system, where, base or where)
         self._directories.append(directory)
         return directory
+
+    def _base_above(self, where: str) -> str | None:
+        """Return the nearest directory above ``where`` whose hidden folder is open: what was in a
+        directory of a checkpoint does not go with it."""
+        bases = [folder.path_of_base() for folder in self._folders]
+        above = [each for each in bases if each and os.path.commonpath([each, where]) == each]
+        return max(above, key=len, default=None)
 
     def _close_unused(self) -> None:
         directories = [draft.directory for draft in self._drafts]
@@ -483,13 +491,20 @@ class Publisher(Generic[File]):
             self._system.unlink(folder.make(), path_name(hold.name))
         if spare is not None:
             self._spares.append(spare)
+        while len(self._spares) > self._spares_max:
+            smallest = min(self._spares, key=_size)
+            self._spares.remove(smallest)
+            self._drop_spare(smallest)
 
     # Spares.
 
-    def _may_keep(self, identity: tuple[int, int]) -> bool:
-        """Return whether a removed file may become a spare: one of ours, if there is room."""
-        has_room = self._reuses and len(self._spares) < self._spares_max
-        return has_room and identity in self._written
+    def _may_keep(self, removed: FileState) -> bool:
+        """Return whether a removed file may become a spare: one of ours, if there is room, or a
+        smaller one."""
+        if not self._reuses or removed.identity not in self._written:
+            return False
+        has_room = len(self._spares) < self._spares_max
+        return has_room or removed.size > min(map(_size, self._spares))
 
     def _watch(self, draft: Publication[File], file: UnpublishedFile[File]) -> None:
         """Have a hidden link to a committed file, for as long as it has another one."""
@@ -524,14 +539,15 @@ class Publisher(Generic[File]):
 
     def _as_spare(self, folder: HiddenFolder[File], hold: _Hold[File]) -> _Spare[File] | None:
         system, hidden = self._system, folder.make()
-        if not self._may_keep(hold.of.identity):
+        if hold.of.identity not in self._written:
             return None
         file = system.open(hidden, hold.name, writable=True)
         if file is None:
             return None
         try:
             status = system.status(file)
-            if status.links == 1 and status.identity == hold.of.identity and system.lock(file):
+            is_it = status.links == 1 and status.identity == hold.of.identity
+            if is_it and self._may_keep(status) and system.lock(file):
                 # Without these, a crash may show the removed path with the bytes to come.
                 system.sync(file)
                 system.sync(hold.of.directory.file)
@@ -701,6 +717,10 @@ class Publication(Generic[File]):
     def abandon(self) -> None:
         """See ``Publisher.abandon``."""
         self._publisher.abandon(self)
+
+
+def _size(spare: _Spare[File]) -> int:
+    return spare.status.size
 
 
 def _series(name: str) -> str:

@@ -62,6 +62,10 @@ class Draft(Protocol):
     def bounced_bytes(self) -> int:
         """Bytes so far that did not go straight from where they lie to the pool."""
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of those that were copied so far that were in their places already."""
+
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
         """Place storages, by index, and copy them from their addresses; what was stored."""
 
@@ -117,6 +121,11 @@ class PoolDraft:
     @property
     def bounced_bytes(self) -> int:
         """None: this process copies."""
+        return 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """None: what is equal is shared."""
         return 0
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:

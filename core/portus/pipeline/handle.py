@@ -19,11 +19,11 @@ class SaveStats:
     that wait at the same time each count. ``copy_s``: hashing and copying, in whichever thread.
     ``commit_s``: persists and index. ``total_s``: from the start of the call to the commit; 0 until
     then. ``state_bytes``: all storages; of these, ``copied_bytes`` were written and
-    ``shared_bytes`` found in an older version. ``hashed_bytes``: hashed before the copy, to find
-    unchanged storages. ``bounced_bytes``: of the bytes copied to a storage host, those that went
-    through a buffer or a socket, not straight from memory to pool. ``guard``: what verified that
-    late copies are the state at the call: the "kernel" or a "hash", which are exact, or a "probe";
-    "" if nothing was copied late.
+    ``shared_bytes`` found in an older version, or in the removed file whose space is used again.
+    ``hashed_bytes``: hashed before the copy, to find unchanged storages. ``bounced_bytes``: of the
+    bytes copied to a storage host, those that went through a buffer or a socket, not straight from
+    memory to pool. ``guard``: what verified that late copies are the state at the call: the
+    "kernel" or a "hash", which are exact, or a "probe"; "" if nothing was copied late.
     ``inexact_bytes``: storages that another process wrote during the copy; the version has the
     copied bytes. ``mirror_lag_s``: at the commit, the age of the newest mirrored version; None
     without a mirror, and before it has any version.

@@ -204,6 +204,15 @@ class Segments:
             row=self.row[cut],
         )
 
+    def where(self, mask: NDArray[np.bool_]) -> Segments:
+        """The segments of a mask; each keeps its row."""
+        return Segments(
+            address=self.address[mask],
+            offset=self.offset[mask],
+            length=self.length[mask],
+            row=self.row[mask],
+        )
+
     def of_units(self, rows: Column) -> Segments:
         """The segments of some units, by their rows, in the order of ``rows``; their rows are
         counted anew."""

@@ -80,6 +80,9 @@ LOAD: Final = 1 << 20
 STORE: Final = 512 << 10
 """Bytes of one store of a big source."""
 
+FIRST: Final = 512
+"""Bytes that tell of most pieces that they are not what a file has."""
+
 TWO_THREADS_MIN: Final = 64 << 20
 """Bytes from which a second thread is worth its start."""
 
@@ -98,11 +101,13 @@ class Engine(Protocol):
         stop: Stop,
         crcs: Crcs | None = None,
         file: int = -1,
+        kept: ctypes.c_int64 | None = None,
     ) -> None:
         """Copy each of ``segments`` (whole units) to its address in ``target`` (None: only hash),
         or, given an open ``file``, to that offset in it; and note in ``digests``, and in ``crcs``
-        if they are wanted, what is there then. Counts on ``stop``, and raises ``StoppedError``, and
-        ``OSError`` for a write that failed."""
+        if they are wanted, what is there then. kept: what the file has already is not written, and
+        its bytes are counted here. Counts on ``stop``, and raises ``StoppedError``, and ``OSError``
+        for a write that failed."""
 
     def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
         """True if each segment has the bytes at its address in ``target``.
@@ -122,6 +127,7 @@ class PurePython:
         stop: Stop,
         crcs: Crcs | None = None,
         file: int = -1,
+        kept: ctypes.c_int64 | None = None,
     ) -> None:
         """See ``Engine``."""
         places = segments.address if target is None else target
@@ -144,7 +150,9 @@ class PurePython:
                     hasher.update(moved)
                     if crcs is not None:
                         crc = isal_zlib.crc32(moved, crc)
-                    if file >= 0:
+                    if kept is not None and _is_there(file, moved, target_start + start):
+                        kept.value += step
+                    elif file >= 0:
                         _write_all(file, moved, target_start + start)
                     stop.add(step)
             digests[row] = np.frombuffer(hasher.digest(), np.uint8)
@@ -304,6 +312,17 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(file, data[done:], offset + done)
+
+
+def _is_there(file: int, data: memoryview, offset: int) -> bool:
+    """True if the file has these bytes there."""
+    first = data[:FIRST].tobytes()
+    try:
+        return os.pread(file, len(first), offset) == first and (
+            os.pread(file, len(data), offset) == data.tobytes()
+        )
+    except OSError:  # what cannot be read is written
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,11 @@
 #include <emmintrin.h>
 #endif
 
-#define ABI 8           /* grows with every change of a signature or a struct below */
+#define ABI 9           /* grows with every change of a signature or a struct below */
 #define LINE 64         /* bytes of a line of the cache */
 #define PAGE 4096       /* bytes; writes to a file end at multiples of it */
 #define STREAM_MIN 1024 /* bytes from which going around the cache pays */
+#define FIRST 512       /* bytes that tell of most pieces that they changed */
 #define GRAIN (1 << 20) /* bytes that a thread takes at a time, or else one unit */
 #define PATIENT 10      /* niceness of the thread that works while nobody waits, likewise */
 #define WORK_NS 2000000 /* that a patient thread works at a stretch, and then rests */
@@ -142,6 +143,7 @@ struct list {
     uint32_t *crcs; /* of each row; null: not wanted */
     int file;
     struct shared *shared;
+    int64_t *kept; /* bytes that the file had already, which are not written; null: all are */
     int64_t error; /* the errno of a write that failed; 0: none did */
     int64_t next;  /* the first segment that no thread has taken */
 };
@@ -168,6 +170,7 @@ struct place {
     void *state;   /* the hash of its unit so far */
     uint32_t crc;  /* likewise */
     char *buffer;  /* of a piece */
+    char *old;     /* what the file has there, if that is looked at */
 };
 
 /* What a thread is for. A patient one leaves as soon as somebody waits. */
@@ -197,6 +200,18 @@ static void rest(struct task *task) {
     task->since_ns = now_ns();
 }
 
+/* Tells whether the file has, at `offset`, what is in the buffer. */
+static int is_there(const struct list *list, const struct place *place, off_t offset,
+                    size_t length) {
+    for (size_t done = 0; done < length;) {
+        size_t step = done || length < FIRST ? length - done : FIRST;
+        ssize_t found = pread(list->file, place->old, step, offset + (off_t)done);
+        if (found <= 0 || memcmp(place->old, place->buffer + done, (size_t)found)) return 0;
+        done += (size_t)found;
+    }
+    return 1;
+}
+
 /* Copies up to a piece, to memory at `target` or to the file there. Returns where the bytes are that
    it copied; the source, if it does not. */
 static const char *move(struct list *list, const struct place *place, char *target,
@@ -207,6 +222,10 @@ static const char *move(struct list *list, const struct place *place, char *targ
         return place->buffer;
     }
     memcpy(place->buffer, source, length);
+    if (list->kept && is_there(list, place, (off_t)(intptr_t)target, length)) {
+        __atomic_fetch_add(list->kept, (int64_t)length, __ATOMIC_RELAXED);
+        return place->buffer;
+    }
     for (size_t done = 0; done < length;) {
         ssize_t count = pwrite(list->file, place->buffer + done, length - done,
                                (off_t)((intptr_t)target + done));
@@ -318,20 +337,24 @@ static int start(pthread_t *thread, struct task *task) {
 /* Hashes segments, and copies each to its address in `target` (null: does not), or, if `file` is not
    negative, to that offset of the file. Returns 0; 1 if asked to stop before the end; -1 without
    memory; -1 - errno if a write failed. `crcs`: for the CRC32 of each unit; null: not
-   wanted. `threads`: that it may use beside the caller's:
+   wanted. `kept`: counts bytes that the file had already and that were not written; null: all are
+   written. `threads`: that it may use beside the caller's:
    1, one in its place while nobody waits; 2, also a second one while somebody does. */
 int64_t portus_move(const struct hash *hash, int64_t segments, const int64_t *source,
                     const int64_t *target, const int64_t *length, const int64_t *row,
                     int64_t piece, int64_t threads, uint8_t *digests, uint32_t *crcs,
-                    int64_t file, struct shared *shared) {
-    struct list list = {hash,    segments, source, target,    length, row, piece,
-                        digests, crcs,     (int)file, shared, 0,      0};
-    struct place own = {.state = hash->create(), .buffer = malloc(piece)},
-                 other = {.state = hash->create(), .buffer = malloc(piece)};
+                    int64_t file, int64_t *kept, struct shared *shared) {
+    struct list list = {hash,    segments, source,    target, length, row, piece,
+                        digests, crcs,     (int)file, shared, kept,   0,   0};
+    size_t room = (size_t)(kept ? 2 * piece : piece);
+    struct place own = {.state = hash->create(), .buffer = malloc(room)},
+                 other = {.state = hash->create(), .buffer = malloc(room)};
     struct task patient = {&list, &own, 1, PATIENT, 0}, lead = {&list, &own, 0, 0, 0},
                 second = {&list, &other, 0, SECOND, 0};
     int64_t result = -1;
     if (own.state && other.state && own.buffer && other.buffer) {
+        own.old = own.buffer + piece;
+        other.old = other.buffer + piece;
         pthread_t thread;
         if (threads > 0 && !awaited(shared) && start(&thread, &patient)) pthread_join(thread, NULL);
         if (work(&lead, &thread, threads > 1 ? &second : NULL)) pthread_join(thread, NULL);

@@ -29,7 +29,7 @@ _log: Final = logging.getLogger("portus")
 
 PATH: Final = os.path.join(os.path.dirname(__file__), "_native.so")
 
-ABI: Final = 8
+ABI: Final = 9
 """The same numbers as in ``native.c``."""
 
 PIECE: Final = 16 << 10
@@ -95,6 +95,7 @@ class Helper:
         stop: Stop,
         crcs: Crcs | None = None,
         file: int = -1,
+        kept: ctypes.c_int64 | None = None,
     ) -> None:
         """See ``local.Engine``."""
         size = segments.size
@@ -111,6 +112,7 @@ class Helper:
             digests.ctypes.data,
             None if crcs is None else crcs.ctypes.data,
             file,
+            None if kept is None else ctypes.addressof(kept),
             stop.shared,
         )
         if result < -1:
@@ -190,7 +192,7 @@ def _declare(library: ctypes.CDLL) -> None:
         *[number] * 2,
         *[pointer] * 2,
         number,
-        pointer,
+        *[pointer] * 2,
     ]
     library.portus_same.argtypes = [number, *[pointer] * 4]
     library.portus_close_in_children.argtypes = [pointer, number]

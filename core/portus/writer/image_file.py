@@ -64,6 +64,8 @@ class ImageFile:
         self._ways: Final = ways
         self._make_room: Final = make_room
         self._spent_s = 0.0
+        self.kept_bytes = 0
+        """Bytes of storages that the spare had already, and that were not written again."""
         with self._translated():
             self._kind: Final = Kind(os.fstat(fd).st_dev, is_spare)
         self._way: CachedWay | StagedWay | None = None
@@ -115,7 +117,7 @@ class ImageFile:
             for literal in (*literals, *self._zeros(literals)):
                 way.put(literal)
             way.finish()
-        self._ways.took(self._kind, way.kind, self.image.size, self._spent_s)
+        self._ways.took(self._kind, way.kind, self.image.size, self._spent_s, self.kept_bytes)
 
     def close(self) -> None:
         """Give back what it has of the ring, and of addresses; the file stays open. Returns when
@@ -135,6 +137,8 @@ class ImageFile:
         )
         crcs = np.zeros(len(digests), np.uint32)
         way.move(best_engine(), segments, digests, crcs, stop)
+        if isinstance(way, CachedWay):
+            self.kept_bytes = way.kept
         return digests, crcs
 
     def _note(self, indices: Column, digests: Digests, crcs: Crcs) -> None:
@@ -162,7 +166,9 @@ class ImageFile:
             except OSError as error:
                 if error.errno not in _CANNOT_MAP:
                     raise
-        return CachedWay(self._fd, self.image, self._ring, volatile=traits.volatile)
+        return CachedWay(
+            self._fd, self.image, self._ring, volatile=traits.volatile, is_spare=self._is_spare
+        )
 
     def _allocate(self) -> None:
         """Have its blocks now: a disk that is full is told before anything is copied."""

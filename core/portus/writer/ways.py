@@ -57,13 +57,15 @@ class Ways:
         self._lock: Final = threading.Lock()
         self._took: Final[dict[tuple[Kind, Way], deque[float]]] = {}
         self._files: Final[dict[Kind, int]] = {}
+        self._had_most: Final[set[tuple[Kind, int]]] = set()
+        """Files, by their sizes, that have most of their bytes before they are written."""
         self._refused: Final[set[int]] = set()
         """File systems on which nothing is written directly."""
 
     def choose(self, kind: Kind, size: int) -> Way:
         """Return the way for a file of ``size`` bytes."""
         with self._lock:
-            if kind.device in self._refused:
+            if kind.device in self._refused or (kind, size) in self._had_most:
                 return Way.CACHED
             if size < MEASURED_MIN:
                 return self._preferred(kind)
@@ -79,10 +81,14 @@ class Ways:
         with self._lock:
             self._refused.add(device)
 
-    def took(self, kind: Kind, way: Way, size: int, seconds: float) -> None:
-        """Note how long ``size`` bytes took, from the first one to all of them on the medium."""
-        if size >= MEASURED_MIN:
-            with self._lock:
+    def took(self, kind: Kind, way: Way, size: int, seconds: float, kept: int = 0) -> None:
+        """Note how long ``size`` bytes took, from the first one to all of them on the medium. kept:
+        so many of them were there; this is no measure then, and the page cache alone can tell."""
+        with self._lock:
+            self._had_most.discard((kind, size))
+            if kept > size // 2:
+                self._had_most.add((kind, size))
+            elif size >= MEASURED_MIN and not kept:
                 times = self._took.setdefault((kind, way), deque(maxlen=_REMEMBERED))
                 times.append(seconds / size)
 

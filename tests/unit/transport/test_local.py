@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import random
 import subprocess
@@ -645,11 +646,12 @@ class Watching:
         stop: Stop,
         crcs: NDArray[np.uint32] | None = None,
         file: int = -1,
+        kept: ctypes.c_int64 | None = None,
     ) -> None:
         self.calls += 1
         self.rows += np.unique(segments.row).tolist()
         self.most = max(self.most, segments.size)
-        self._engine.move(segments, target, digests, stop, crcs, file)
+        self._engine.move(segments, target, digests, stop, crcs, file, kept)
 
     def same(self, segments: Segments, target: NDArray[np.int64], stop: Stop) -> bool:
         return self._engine.same(segments, target, stop)

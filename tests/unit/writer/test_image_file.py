@@ -65,11 +65,13 @@ def content(of: PickledState, index: int) -> bytes:
     return ctypes.string_at(storage.data_ptr(), storage.nbytes())
 
 
-@pytest.fixture(params=["fresh", "spare", "spare by writes", "refused"])
+@pytest.fixture(
+    params=["fresh", "spare", "spare by writes", "alike spare", "alike spare by writes", "refused"]
+)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Past the cache; into a spare, by addresses and by writes; and where the file system takes
-    the flag and no write."""
-    if request.param == "spare by writes":
+    """Past the cache; into a spare, by addresses and by writes, of other bytes and of almost the
+    same; and where the file system takes the flag and no write."""
+    if request.param.endswith("by writes"):
         asked = file_system_of
         monkeypatch.setattr(image_file, "file_system_of", lambda *file: (asked(*file)[0], False))
     if request.param == "refused":
@@ -89,12 +91,27 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def opened(path: Path, way: str, of: PickledState, ring: StagingRing) -> tuple[int, ImageFile]:
     number = os.open(path, os.O_RDWR | os.O_CREAT)
     image = of.image("run.pt")
-    is_spare = way.startswith("spare")
-    if is_spare:
+    is_spare = "spare" in way
+    if way.startswith("alike"):
+        fill(number, of, ring)
+        for offset, length in zip(image.offset.tolist(), image.length.tolist(), strict=True):
+            for at in {0, length // 2, length - 1} if length and offset % 3 else ():
+                flip(number, offset + at)
+    elif is_spare:
         os.pwrite(number, b"\xff" * (image.size + 5000), 0)
-    return number, ImageFile(
-        number, str(path), image, is_spare=way == "spare", ring=ring, ways=Ways()
-    )
+    return number, ImageFile(number, str(path), image, is_spare=is_spare, ring=ring, ways=Ways())
+
+
+def fill(number: int, of: PickledState, ring: StagingRing) -> None:
+    """Write the file of a state."""
+    file = ImageFile(number, "", of.image("run.pt"), is_spare=False, ring=ring, ways=Ways())
+    written(file, addresses(of))
+    file.close()
+
+
+def flip(number: int, offset: int) -> None:
+    """Change one byte of a file."""
+    os.pwrite(number, bytes([os.pread(number, 1, offset)[0] ^ 1]), offset)
 
 
 def written(file: ImageFile, address: NDArray[np.int64]) -> None:
@@ -321,6 +338,58 @@ def test_a_save_that_is_given_up_ends_and_leaves_no_write_in_flight(
     file.close()
     os.close(number)
     assert len(ring._free) * SLOT == ring.size
+
+
+@pytest.mark.parametrize("by", ["addresses", "writes"])
+def test_what_a_spare_has_is_not_written_again_and_every_other_byte_is(
+    tmp_path: Path,
+    ring: StagingRing,
+    engine: None,
+    by: str,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if by == "writes":
+        asked = file_system_of
+        monkeypatch.setattr(image_file, "file_system_of", lambda *file: (asked(*file)[0], False))
+    of, source = state((3 * UNIT, 5 << 20, 1000), seed), np.random.default_rng(seed)
+    number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    fill(number, of, ring)
+    ways = Ways()
+
+    def kept() -> int:
+        file = ImageFile(number, "", of.image("run.pt"), is_spare=True, ring=ring, ways=ways)
+        written(file, addresses(of))
+        file.close()
+        for index, tensor in enumerate(torch.load(tmp_path / "file")):
+            assert tensor.numpy().tobytes() == content(of, index)
+        with zipfile.ZipFile(tmp_path / "file") as archive:
+            assert archive.testzip() is None
+        return file.kept_bytes
+
+    every = (3 * UNIT) + (5 << 20)
+    assert [kept() for _ in range(4)] == [every] * 4, "the other way is not tried"
+    for _ in range(8):  # wherever it differs: in the spare, or in the state
+        place = int(source.integers(0, 3 * UNIT))
+        if place % 2:
+            flip(number, int(of.image("run.pt").offset[0]) + place)
+        else:
+            of.storages[0][place] ^= 1
+        assert every - UNIT <= kept() < every
+
+
+def test_what_cannot_be_read_of_a_spare_is_written(
+    tmp_path: Path, ring: StagingRing, engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = state((UNIT,))
+    number = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
+    fill(number, of, ring)
+    way = CachedWay(number, of.image("run.pt"), ring, volatile=False, is_spare=True)
+    monkeypatch.setattr(ImageFile, "_chosen", lambda _: way)
+    fill(number, of, ring)
+    os.close(number)
+    assert way.kept == 0
+    assert bytes(torch.load(tmp_path / "file")[0].numpy()) == content(of, 0)
 
 
 def test_a_spare_that_is_smaller_than_the_file_and_has_holes_becomes_the_file(

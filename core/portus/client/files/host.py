@@ -330,6 +330,11 @@ class HostDraft:
     def bounced_bytes(self) -> int:
         return self._bounced
 
+    @property
+    def kept_bytes(self) -> int:
+        """None: what is equal is shared."""
+        return 0
+
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
         moved = _sources(address, self._lengths[indices])
 

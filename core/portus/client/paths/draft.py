@@ -66,6 +66,10 @@ class FileDraft:
         """None: nothing goes through a socket."""
         return 0
 
+    @property
+    def kept_bytes(self) -> int:
+        return sum(each.kept_bytes for each in self._files)
+
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
         return _joined(
             file.copy(indices[part] - first, address[part], stop)

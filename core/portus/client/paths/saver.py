@@ -321,11 +321,8 @@ class FileSaver:
         left of it is soon no checkpoint. On the worker. Raises ``MediumError``."""
         with PENDING.exempt():
             try:
-                with os.scandir(path) as entries:
-                    files = [each for each in entries if each.is_file(follow_symlinks=False)]
-                    files.sort(key=lambda each: each.stat(follow_symlinks=False).st_size)
-                for each in files:
-                    self._publisher.remove(os.path.join(os.path.realpath(path), each.name))
+                for file in _files_below(os.path.realpath(path)):
+                    self._publisher.remove(file)
                 shutil.rmtree(path)
             except FileNotFoundError:
                 return
@@ -552,6 +549,17 @@ def _base_of(files: Sequence[NewFile], extra: Extra) -> str | None:
 def _name_of(files: Sequence[NewFile]) -> str:
     """Of all of them, for messages."""
     return files[0].said if len(files) == 1 else os.path.dirname(files[0].said)
+
+
+def _files_below(directory: str) -> list[str]:
+    """The regular files, by size."""
+    sizes = {}
+    for where, _, names in os.walk(directory):
+        for name in names:
+            status = os.lstat(path := os.path.join(where, name))
+            if stat.S_ISREG(status.st_mode):
+                sizes[path] = status.st_size
+    return sorted(sizes, key=sizes.__getitem__)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from portus.client.loading.checkpoint_file import verify_file
 from portus.client.paths import process
 from portus.client.paths.face import load
 from portus.client.paths.process import saver
-from portus.client.paths.saver import ToSave, recover
+from portus.client.paths.saver import Extra, ToSave, recover
 from portus.client.state.named_tensors import named_tensors
 from portus.client.state.pickling import pickle_state
 from portus.errors import MediumError, UsageError
@@ -90,6 +90,26 @@ def test_a_directory_that_is_saved_over_again_and_again_uses_its_space_again() -
         assert load("last/optimizer.bin")["m"][0] == step
     for name in inodes[0]:
         assert len({each[name] for each in inodes}) <= 3, f"{name} is written over"
+
+
+def test_the_largest_files_of_a_removed_directory_are_used_again_wherever_they_are() -> None:
+    frozen, kept = torch.rand(500_000), []
+    for step in range(6):
+        below = f"c{step}/engine/deeper"
+        os.makedirs(below)
+        files: list[tuple[str, Any]] = [("big.pt", [step, frozen]), ("small.pt", [step])]
+        saves = [ToSave(f"{below}/{name}", partial(pickle_state, it)) for name, it in files]
+        extra = Extra(base=os.path.abspath("."))
+        handle = saver().save_files(saves, extra)
+        saver().save_files([ToSave(f"c{step}/a.pt", partial(pickle_state, [step]))], extra).wait()
+        handle.wait()
+        kept.append(handle.stats.shared_bytes)
+        if step:
+            saver().remove_directory(f"c{step - 1}")
+        for name, it in files:
+            assert_same(load(f"{below}/{name}"), it)
+    assert kept == [0, 0, *[4 * len(frozen)] * 4]
+    assert sorted(os.listdir(".")) == [".portus", "c5"]
 
 
 def test_files_that_cannot_be_saved_together_are_refused() -> None:
