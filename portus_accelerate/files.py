@@ -20,7 +20,7 @@ import portus
 from portus_accelerate import place, sharded
 from portus_accelerate.capture import Capture, capturing, verifying
 from portus_accelerate.engine_files import led
-from portus_accelerate.newest import NUMBERED, RANDOM, why_incomplete
+from portus_accelerate.newest import NUMBERED, RANDOM, TELLING, why_incomplete
 from portus_accelerate.origin import note
 from portus_accelerate.settings import Settings
 
@@ -150,7 +150,7 @@ class CheckpointFiles:
     def _files(self) -> portus.TrainingFiles:
         """Raises ``UsageError`` for settings that only pools have."""
         if self._made is None:
-            self._made = portus.TrainingFiles(self._settings, of_directories=True)
+            self._made = portus.TrainingFiles(self._settings, of_directories=True, telling=TELLING)
         return self._made
 
     def _opened_shards(self, directory: str) -> sharded.Shards:

@@ -18,9 +18,6 @@ from portus_accelerate import place
 RANDOM: Final = "random_states_{}.pkl"
 """Accelerate's file of a process's random states, by its number. Every save has it."""
 
-_OF_STATES: Final = re.compile(r"random_states_0\.pkl|(optimizer|scheduler)(_\d+)?\.bin")
-"""Files of a checkpoint of Accelerate that the process which leads writes, and no other one."""
-
 _ANY_RANDOM: Final = re.compile(r"random_states_\d+\.pkl")
 _WEIGHTS: Final = re.compile(r"(pytorch_)?model(_\d+)?\.(bin|safetensors)(\.index\.json)?")
 """Files of a checkpoint of Accelerate."""
@@ -35,7 +32,10 @@ _OTHERS: Final = re.compile(r"rng_state_[1-9]\d*\.pth")
 """Of a checkpoint of Trainer, the files of processes that save nothing else."""
 
 _STATE: Final = "trainer_state.json"
-"""Of a checkpoint of Trainer, which needs it: small, so it goes before the others."""
+"""Of a checkpoint of Trainer, which needs it."""
+
+TELLING: Final = rf"{_ANY_RANDOM.pattern}|{re.escape(_STATE)}"
+"""Names of files without which a directory is no checkpoint, of Accelerate or of Trainer."""
 
 _WRITTEN: Final = (".safetensors", ".bin", ".pt", ".pth")
 """Of a checkpoint of Trainer, the files that appear at the end of a save."""
@@ -51,7 +51,7 @@ def _is_saved(directory: str) -> bool:
     """True for what ``save_state`` makes visible last. Hooks write weights, too; and on a machine
     of its own (``save_on_each_node``) process 0 is another one's."""
     names = os.listdir(directory)
-    if any(map(_OF_STATES.fullmatch, names)):
+    if RANDOM.format(0) in names:
         return True
     return any(map(_WEIGHTS.fullmatch, names)) and any(map(_ANY_RANDOM.fullmatch, names))
 

@@ -465,20 +465,17 @@ class Saver:
         candidates = place.numbered(above)[::-1] if os.path.isdir(above) else []
         if self.writes_files:
             candidates = self._as_main_says(candidates)
+        lacking = [each for each in candidates if not self._has_all_processes(each)]
+        for candidate in lacking:
+            _log.error("Portus: %s: not all processes saved it before they were killed", candidate)
+        self._passed_over.update(lacking)  # training will save there again
+        candidates = [*(each for each in candidates if each not in lacking), *lacking]
         for candidate in candidates[:-1]:
-            if not self._has_all_processes(candidate):
-                _log.error(
-                    "Portus: %s: not all processes saved it before they were killed; FALLING BACK "
-                    "to the checkpoint before it",
-                    candidate,
-                )
-                self._passed_over.add(candidate)
-                continue
             try:
                 return self._load(stock, candidate)
             except (portus.CorruptionError, portus.UsageError) as error:
-                _log.error("Portus: %s; FALLING BACK to the checkpoint before it", error)
-                self._passed_over.add(candidate)  # training will save there again
+                _log.error("Portus: %s; FALLING BACK to another checkpoint", error)
+                self._passed_over.add(candidate)
         return self._load(stock, candidates[-1] if candidates else None)
 
     def _has_all_processes(self, directory: str) -> bool:

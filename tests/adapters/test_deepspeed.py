@@ -341,7 +341,7 @@ def test_killed_under_a_framework_that_keeps_one_it_goes_on_from_a_whole_one(
         ends.add(went(job(root, 2, {**ours, "last": 8, "every": 100, "who": None}, by=by))[-1])
         shutil.rmtree(root)
         shutil.rmtree(max(checkpoints_of(tmp_path / "through", by).glob("checkpoint*")))
-    assert len(ends) == 3
+    assert len(ends) == {"accelerate": 1, "trainer": 3}[by]  # batches are those of a step, or drawn
     moments = int(counted.rsplit("moments ", 1)[1])
     assert moments > 8
     for number in random.Random(seed).sample(range(1, moments + 1), min(KILLS, moments)):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ from portus.client.state.literal import LiteralContents
 from portus.directory.claim import SeriesClaim
 from portus.errors import AbandonedError, PortusError, UsageError, printable
 from portus.image.metadata_file import NAME, metadata_image
+from portus.image.metadata_file import NAME as METADATA
 from portus.index.groups import ID_SIZE
 from portus.index.place import DEFAULT_DIRECTORY
 from portus.pipeline.handle import SaveHandle
@@ -449,7 +451,10 @@ class DirectoryWriter(StorageWriter):
             alone = replace(self._settings, journal=False, mirror="none")
             settings = self._settings if self._is_first else alone
             self._files = TrainingFiles(
-                settings, of_directories=True, removed_elsewhere=not self._is_first
+                settings,
+                of_directories=True,
+                telling=re.escape(METADATA),
+                removed_elsewhere=not self._is_first,
             )
         return self._files
 

@@ -16,6 +16,9 @@ are *volatile* and are copied before save returns. So a storage is stable only i
 6. no module renormalises the parameter in forward (``max_norm``), and no audit found it torn in
    the last saves.
 
+All of this takes a walk over the objects of the process, 30 to 100 ms for each training. A state
+that is copied in less than a millisecond is volatile as it is: ``SMALL``.
+
 What nobody can know (``p.data.clamp_()`` in a callback) is left to the audit. ``docs/writers.md``
 lists every writer, what guards it, and the test.
 """
@@ -42,6 +45,10 @@ class Stability(enum.IntEnum):
     """Not before a writer that waits for the fence."""
 
 
+SMALL: int = 4 << 20
+"""Bytes of a state up to which nobody asks who writes it: it is copied before save returns."""
+
+
 def classify(
     storages: Sequence[torch.UntypedStorage],
     owned: Collection[int] = (),
@@ -54,13 +61,26 @@ def classify(
     torn: not stable.
 
     The first call after the trained parameters changed walks the objects of the process
-    (``seconds_of_last_search``) for modules and optimizers that write parameters by other ways.
+    (``seconds_of_last_search``) for modules and optimizers that write parameters by other ways. A
+    state of ``SMALL`` bytes is not worth that: all of it is volatile, but for ``owned``.
     """
     cover = _Cover(storages)
+    if cover.size > SMALL:
+        _find_stable(cover, guilty)
+    flags = cover.flags()
+    for index in owned:
+        flags[index] = Stability.STABLE
+    return flags
+
+
+def _find_stable(cover: _Cover, guilty: Collection[int]) -> None:
+    """Tell the cover which tensors are stable, and which storages are not."""
     trusted, barred = _sorted_by_trust(known_optimizers())
     trained = [parameter for optimizer in trusted for parameter in _parameters(optimizer)]
     for optimizer in trusted:
         cover.add(_changed_by(optimizer))
+    if not trained:
+        return
     around = _surroundings_of(trained)
     for optimizer in (*barred, *around.optimizers()):
         for tensor in _written_by(optimizer):
@@ -69,10 +89,6 @@ def classify(
         cover.bar(pointer(weight))
     for address in guilty:
         cover.bar(address)
-    flags = cover.flags()
-    for index in owned:
-        flags[index] = Stability.STABLE
-    return flags
 
 
 def pointer(tensor: torch.Tensor) -> int:
@@ -252,6 +268,11 @@ class _Cover:
         self._flags: Final = bytearray(len(self._room))
         self._parts: Final[dict[int, dict[int, int]]] = {}
         self._barred: Final[set[int]] = set()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all storages."""
+        return sum(self._room)
 
     def add(self, tensors: list[torch.Tensor]) -> None:
         index_of, room, flags = self._index.get, self._room, self._flags

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shutil
 import stat
 import time
@@ -316,12 +317,12 @@ class FileSaver:
         with PENDING.exempt():
             self._publisher.remove(os.path.join(os.path.realpath(directory), name))
 
-    def remove_directory(self, path: str) -> None:
-        """Remove a directory, durably: its files one by one, the small ones first, so that what is
-        left of it is soon no checkpoint. On the worker. Raises ``MediumError``."""
+    def remove_directory(self, path: str, telling: re.Pattern[str]) -> None:
+        """Remove a directory, durably: its files one by one, those first whose names are
+        ``telling``, without which it is no checkpoint. On the worker. Raises ``MediumError``."""
         with PENDING.exempt():
             try:
-                for file in _files_below(os.path.realpath(path)):
+                for file in _files_below(os.path.realpath(path), telling):
                     self._publisher.remove(file)
                 shutil.rmtree(path)
             except FileNotFoundError:
@@ -551,15 +552,15 @@ def _name_of(files: Sequence[NewFile]) -> str:
     return files[0].said if len(files) == 1 else os.path.dirname(files[0].said)
 
 
-def _files_below(directory: str) -> list[str]:
-    """The regular files, by size."""
-    sizes = {}
+def _files_below(directory: str, telling: re.Pattern[str]) -> list[str]:
+    """The regular files: those of telling names, and then by size."""
+    places = {}
     for where, _, names in os.walk(directory):
         for name in names:
             status = os.lstat(path := os.path.join(where, name))
             if stat.S_ISREG(status.st_mode):
-                sizes[path] = status.st_size
-    return sorted(sizes, key=sizes.__getitem__)
+                places[path] = (not telling.fullmatch(name), status.st_size)
+    return sorted(places, key=places.__getitem__)
 
 
 @contextlib.contextmanager

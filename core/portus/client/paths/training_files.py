@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import stat
 import time
@@ -46,8 +47,9 @@ class TrainingFiles:
 
     A forked child has no part in what its parent has in flight, and has savers of its own.
 
-    settings: how to save. of_directories: checkpoints are directories. removed_elsewhere: another
-    process removes them. Raises ``UsageError`` for what only pools have.
+    settings: how to save. of_directories: checkpoints are directories. telling: the names of files
+    that each of these has, and that are removed first: without them it is no checkpoint.
+    removed_elsewhere: another process removes them. Raises ``UsageError`` for what only pools have.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class TrainingFiles:
         settings: Settings,
         *,
         of_directories: bool = False,
+        telling: str = "",
         removed_elsewhere: bool = False,
     ) -> None:
         if settings.max_bytes is not None:
@@ -66,6 +69,7 @@ class TrainingFiles:
             raise UsageError("durable: checkpoints are files; only storage hosts have copies")
         self._settings: Final = settings
         self._of_directories: Final = of_directories
+        self._telling: Final = re.compile(telling)
         self._removed_elsewhere: Final = removed_elsewhere
         self._base: str | None = None
         self._journal_at: tuple[str, str] | None = None
@@ -327,7 +331,7 @@ class TrainingFiles:
     def _remove(self, saver: FileSaver, path: str) -> None:
         self._tell_mirror(path)
         if os.path.isdir(path) and not os.path.islink(path):
-            saver.remove_directory(path)
+            saver.remove_directory(path, self._telling)
         else:
             saver.remove(path)
 

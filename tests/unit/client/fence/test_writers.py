@@ -403,3 +403,21 @@ def test_classifying_costs_a_few_lines_a_storage_however_many_there_are(fence: F
         del optimizer
         gc.collect()
     assert max(lines) < 40
+
+
+def test_a_small_state_is_copied_at_once_and_nobody_is_searched_for(
+    fence: Fence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "_surroundings", None)
+    model = perceptron()
+    optimizer = adamw(model)
+    weights = optimizer.param_groups[0]["params"]
+    size = sum(weight.nbytes for weight in weights)
+    monkeypatch.setattr(writers, "SMALL", size)
+    assert stability(*weights) == [VOLATILE] * len(weights)
+    assert writers.seconds_of_last_search() == 0
+    owned = classify([weight.untyped_storage() for weight in weights], owned=[1])
+    assert list(owned) == [VOLATILE, STABLE] + [VOLATILE] * (len(weights) - 2)
+    monkeypatch.setattr(writers, "SMALL", size - 1)
+    assert stability(*weights) == [STABLE] * len(weights)
+    assert writers.seconds_of_last_search() > 0
