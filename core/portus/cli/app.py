@@ -366,8 +366,9 @@ def rm(
         str | None,
         typer.Option(
             metavar="N|KEEP",
-            help="keep only the newest N of a model and what reference files hold, or what a "
-            "policy keeps, such as last=2,every=1000,within=24h,best=val_loss:min:3",
+            help="keep only the newest N of a directory, or of a model (and what reference files "
+            "hold), or what a policy keeps, such as "
+            "last=2,every=1000,within=24h,best=val_loss:min:3",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -30,6 +30,7 @@ from portus.image.safetensors import LENGTH_SIZE, SUFFIX
 from portus.image.safetensors_reader import is_safetensors
 from portus.image.torch_zip import ZIP
 from portus.index.directory import pools_at
+from portus.index.keep import Keep
 from portus.index.place import DEFAULT_DIRECTORY, Place
 from portus.media.local import LocalFiles
 
@@ -192,27 +193,52 @@ class _Pace:
         time.sleep(max(0.0, due_s - time.monotonic()))
 
 
-def rm(path: str, output: Output, *, force: bool) -> int:
-    """Remove one file, durably; the exit code. Raises ``UsageError`` for a directory, and for a
-    file that a link beside it leads to, unless ``force``."""
-    if os.path.isdir(path):
-        raise UsageError(f"{path}: expected a file; name the checkpoint to remove")
-    found, directory = _found(path), os.path.dirname(os.path.abspath(path))
+def rm(path: str, output: Output, *, force: bool, keep: Keep | None = None) -> int:
+    """Remove one file, durably, or those of a ``Checkpointer``'s directory that ``keep`` lets go
+    of; the exit code. Raises ``UsageError`` for a file that a link beside it leads to, unless
+    ``force``."""
+    if os.path.isdir(path) and keep is None:
+        raise UsageError(f"{path}: expected a file, or --keep to say which of them stay")
+    if not os.path.isdir(path) and keep is not None:
+        raise UsageError(f"{path}: expected a directory for --keep, found a file")
+    found = [_found(each) for each in ([path] if keep is None else _let_go_of(path, keep))]
+    for each in found if not force else ():
+        _check_unlinked(each.path)
+    files = LocalFiles()
+    for each in found:
+        files.remove(os.path.abspath(each.path))
+        files.sync(os.path.dirname(os.path.abspath(each.path)))
+        output.line(f"{_short(each.path)}: removed, {size_text(each.size)}")
+    if keep is not None:
+        size = sum(each.size for each in found)
+        output.line(f"{count_text(len(found), 'file')} removed, {size_text(size)}")
+    output.document({"removed": [_document(each) for each in found]})
+    return 0
+
+
+def _let_go_of(directory: str, keep: Keep) -> list[str]:
+    """The files of a ``Checkpointer`` that do not stay."""
+    from portus.client.paths.step_files import StepFiles  # and torch with it
+
+    files = StepFiles(os.path.abspath(directory))
+    if not files.found():
+        raise UsageError(
+            f"{directory}: expected the files of a Checkpointer, such as step-00000100.pt, found "
+            "none; other frameworks remove their checkpoints themselves"
+        )
+    return files.surplus(keep)
+
+
+def _check_unlinked(path: str) -> None:
     real = os.path.realpath(path)
-    with os.scandir(directory) as entries:
+    with os.scandir(os.path.dirname(os.path.abspath(path))) as entries:
         links = [
             each.name
             for each in entries
             if each.is_symlink() and os.path.realpath(each.path) == real
         ]
-    if links and not force:
+    if links:
         raise UsageError(f"{path}: {', '.join(sorted(links))} leads to it; --force removes it")
-    files = LocalFiles()
-    files.remove(os.path.abspath(path))
-    files.sync(directory)
-    output.line(f"{_short(path)}: removed, {size_text(found.size)}")
-    output.document({"removed": [_document(found)]})
-    return 0
 
 
 def show(path: str, output: Output) -> int:

@@ -40,13 +40,12 @@ WAIT_S = 1.0
 def run(
     target: str, pool: str | None, *, yes: bool, force: bool, keep: str | None, output: Output
 ) -> int:
-    """Remove; the exit code. keep: of a model, what this says stays, see ``Keep.parse``."""
+    """Remove; the exit code. keep: of a model, or of a directory of files, what this says stays,
+    see ``Keep.parse``."""
     kept = None if keep is None else Keep.parse(keep)
     path = files.meant(target, pool)
     if path is not None:
-        if keep is not None:
-            raise UsageError(f"--keep is for a model, and {target} is a file, or has files")
-        return files.rm(path, output, force=force)
+        return files.rm(path, output, force=force, keep=kept)
     target, pool = aimed(target, pool)
     reference = reference_at(target)
     if reference is not None and keep is not None:

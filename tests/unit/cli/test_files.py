@@ -171,6 +171,35 @@ def test_rm_removes_one_file_and_none_that_a_link_leads_to(runs: Path) -> None:
     assert (runs / "a" / "step-00000002.pt").exists()
 
 
+def test_rm_removes_the_files_of_a_directory_that_do_not_stay(tmp_path: Path) -> None:
+    with portus.Checkpointer(tmp_path / "a", keep=100) as checkpointer:
+        for step in range(1, 9):
+            checkpointer.save(state(step), step, metrics={"loss": abs(step - 3)})
+    before = os.listdir(tmp_path / "a")
+    (tmp_path / "a" / "last.pt").symlink_to("step-00000002.pt")
+    assert "last.pt leads to it" in command("rm", tmp_path / "a", "--keep", "1").err
+    assert set(os.listdir(tmp_path / "a")) == {"last.pt", *before}
+    (tmp_path / "a" / "last.pt").unlink()
+    said = command("rm", tmp_path / "a", "--keep", "last=2,every=5,best=loss:min:1")
+    assert "4 files removed" in said.out
+    stay = [f"step-{step:08d}.pt" for step in (3, 5, 7, 8)]
+    assert [name for name in sorted(os.listdir(tmp_path / "a")) if name[0] == "s"] == stay
+    assert len(document("rm", tmp_path / "a", "--keep", "1", code=0)["removed"]) == 3
+    assert command("rm", tmp_path / "a", "--keep", "1").out.startswith("0 files removed")
+    for wrong, why in (
+        (("rm", tmp_path / "a"), "or --keep to say which"),
+        (("rm", tmp_path / "a" / stay[-1], "--keep", "1"), "expected a directory for --keep"),
+        (("rm", tmp_path / "a", "--keep", "0"), "keep"),
+    ):
+        said = command(*wrong)
+        assert said.code == 2
+        assert why in said.err
+    (tmp_path / "b").mkdir()
+    torch.save({}, tmp_path / "b" / "epoch=1.ckpt")
+    assert "expected the files of a Checkpointer" in command("rm", tmp_path / "b", "--keep", "1").err
+    assert (tmp_path / "b" / "epoch=1.ckpt").exists()
+
+
 def test_export_writes_the_tensors_of_a_file_as_safetensors(runs: Path, tmp_path: Path) -> None:
     source, out = runs / "a" / "step-00000002.pt", tmp_path / "model.safetensors"
     said = command("export", source, out, "--strip", "model.")
