@@ -44,6 +44,18 @@ def accelerate_rows(memory: Path, disk: Path, rounds: int) -> Iterator[Row]:
             )
 
 
+def deepspeed_rows(disk: Path, rounds: int) -> Iterator[Row]:
+    """``save_checkpoint`` of stock DeepSpeed, made durable, against the same through Portus."""
+    found = _job("tests.bench.deepspeed_job", disk / "deepspeed", str(rounds))
+    for number, (text, bar) in enumerate((("training is blocked for", 0.1), ("added", 0.6))):
+        yield Row(
+            name=f"deepspeed save_checkpoint, ZeRO-2, 160 MB: {text}",
+            bar=bar,
+            that="stock",
+            figures={way: [pair[number] for pair in pairs] for way, pairs in found.items()},
+        )
+
+
 def sharded_rows(memory: Path, rounds: int, ways: tuple[str, ...] = tuple(WAYS)) -> Iterator[Row]:
     """Ways of torch to save a sharded state, at four ranks."""
     found = _sharded(memory, RANKS, rounds, ways)

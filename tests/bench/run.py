@@ -62,6 +62,7 @@ GROUPS: dict[str, Group] = {
     "load": lambda memory, disk, rounds: load.load_rows(memory, disk, (rounds + 1) // 2),
     "verbs": lambda memory, disk, rounds: lab.verbs_rows(),
     "accelerate": frameworks.accelerate_rows,
+    "deepspeed": lambda memory, disk, rounds: frameworks.deepspeed_rows(disk, rounds),
     "sharded": lambda memory, disk, rounds: frameworks.sharded_rows(memory, rounds),
     "worlds": lambda memory, disk, rounds: frameworks.world_rows(memory, max(3, rounds // 2)),
     "shelf": shelves.shelf_rows,
