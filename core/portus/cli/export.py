@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from portus.client.shards.cuts import Cut
 
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt")
+
+Tensor = TypeVar("Tensor")
 
 _NAMED_MAX: Final = 5
 """Names that a message lists."""
@@ -157,22 +159,23 @@ def run(options: ExportOptions, pool: str | None, output: Output) -> int:
 
 def _run_file(path: str, options: ExportOptions, output: Output) -> int:
     """Of a torch file: what ``names`` say, or all of it."""
-    if os.path.isdir(path) or options.is_directory:
-        raise UsageError(
-            f"{path}: expected a torch file, and a file to write, that ends in one of "
-            f"{', '.join((SUFFIX, *TORCH_SUFFIXES))}"
-        )
+    if os.path.isdir(path):
+        raise UsageError(f"{path}: expected a torch file, found a directory; name one of its files")
     from portus.client.leaving import from_file  # and torch with it
 
-    with _kept(options, path), _in_place(options.out) as temporary:
+    is_directory = options.is_directory
+    made = partial(directory_in_place, force=options.force) if is_directory else _in_place
+    with _kept(options, path), made(options.out.rstrip(os.sep)) as temporary:
         done = from_file.write(
             path,
             temporary,
             names=options.names,
             strip=options.strip,
-            is_torch=not options.out.lower().endswith(SUFFIX),
+            is_torch=not is_directory and not options.out.lower().endswith(SUFFIX),
+            limit=options.limit if is_directory else None,
+            weights_of=partial(_weights, options=options),
         )
-    result = ExportResult(done.size, done.tensors, done.shared, done.left_out)
+    result = ExportResult(done.size, done.tensors, done.shared, done.left_out, done.no_weights)
     _say(path, options, result, output)
     output.document(
         {
@@ -182,6 +185,7 @@ def _run_file(path: str, options: ExportOptions, output: Output) -> int:
             "tensors": done.tensors,
             "shared": [list(names) for names in done.shared],
             "left_out": list(done.left_out),
+            "no_weights": list(done.no_weights),
         }
     )
     return 0
@@ -412,8 +416,8 @@ def _boxes(
 
 
 def _weights(
-    tensors: dict[str, TensorSpec], options: ExportOptions
-) -> tuple[dict[str, TensorSpec], list[str]]:
+    tensors: dict[str, Tensor], options: ExportOptions
+) -> tuple[dict[str, Tensor], list[str]]:
     """For a directory of which nobody said more: the weights, by the names that a model has for
     them; and the names of the rest."""
     if not options.is_directory or options.names or options.strip:

@@ -233,6 +233,32 @@ def test_export_takes_what_names_say_also_to_a_torch_file(tmp_path: Path) -> Non
     assert not (tmp_path / "d.pt").exists()
 
 
+def test_export_to_a_directory_writes_the_weights_as_from_pretrained_reads_them(
+    tmp_path: Path,
+) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=8, vocab_size=32)
+    model = GPT2LMHeadModel(config)
+    optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}}
+    whole = {"model": model.state_dict(), "optimizer": optimizer, "step": 3}
+    portus.save(whole, tmp_path / "step.pt", wait=True)
+    for limit, count in (("5GB", 1), ("20KB", 2)):
+        out = tmp_path / f"out-{count}"
+        said = command("export", tmp_path / "step.pt", out, "--shard-size", limit)
+        assert said.code == 0, said.err
+        assert "optimizer.state.0.exp_avg" in said.out + said.err
+        assert len(list(out.glob("model*.safetensors"))) == count
+        config.save_pretrained(out)
+        found = GPT2LMHeadModel.from_pretrained(out).state_dict()
+        assert all(torch.equal(found[name], each) for name, each in model.state_dict().items())
+        assert "already exists" in command("export", tmp_path / "step.pt", out).err
+    out = tmp_path / "some"
+    assert command("export", tmp_path / "step.pt", out, "--names", "optimizer.*").code == 0
+    assert [each.name for each in out.iterdir()] == ["model.safetensors"]
+    assert command("export", tmp_path, out / "no").code == 2
+
+
 def test_export_runs_nothing_of_a_file_and_writes_nothing_of_a_damaged_one(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3), "odd": Odd(torch.ones(1))}, tmp_path / "odd.pt")
     said = command("export", tmp_path / "odd.pt", tmp_path / "out.safetensors")

@@ -1,11 +1,12 @@
-"""Tensors of a torch file, as safetensors or as another torch file."""
+"""Tensors of a torch file, as safetensors, as a directory that ``from_pretrained`` reads, or as
+another torch file."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,22 +18,36 @@ from portus.errors import UsageError, printable
 
 @dataclass(slots=True)
 class WrittenExport:
-    """``size``: of the file, in bytes. ``shared``: names of tensors that share memory in the
-    source, and are written separately. ``left_out``: of values that are no tensors."""
+    """``size``: of the files, in bytes. ``shared``: names of tensors that share memory in the
+    source, and are written separately. ``left_out``: of values that are no tensors. ``no_weights``:
+    of tensors that are none."""
 
     size: int = 0
     tensors: int = 0
     shared: list[list[str]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    no_weights: list[str] = field(default_factory=list)
+
+
+Tensors = dict[str, torch.Tensor]
 
 
 def write(
-    path: str, out: str, *, names: Sequence[str], strip: str, is_torch: bool
+    path: str,
+    out: str,
+    *,
+    names: Sequence[str],
+    strip: str,
+    is_torch: bool,
+    limit: int | None = None,
+    weights_of: Callable[[Tensors], tuple[Tensors, list[str]]] = lambda tensors: (tensors, []),
 ) -> WrittenExport:
     """Write what ``names`` say of the torch file at ``path`` to ``out``, verified and synced.
 
-    names: shell patterns of key paths; none means all. strip: taken off the front of names. Runs
-    no code that the file names. Raises ``UsageError`` for a file with objects of other classes than
+    names: shell patterns of key paths; none means all. strip: taken off the front of names. limit:
+    ``out`` is a directory, of files of so many bytes at most. weights_of: the weights among tensors
+    by name, and the names of the others, which are left out. Runs no code that the file names.
+    Raises ``UsageError`` for a file with objects of other classes than
     ``weights_only`` allows, ``CorruptionError``, ``MediumError``.
     """
     if is_torch and strip:
@@ -47,37 +62,46 @@ def write(
             "trusts it, and save the tensors"
         ) from error
     found = leaves_of(state)
-    tensors = {name: value for name, value in found if isinstance(value, torch.Tensor)}
+    tensors, no_weights = weights_of(
+        {name: value for name, value in found if isinstance(value, torch.Tensor)}
+    )
     if not tensors:
         raise UsageError(f"{printable(path)} has no tensor of such a name; portus show lists them")
-    done = WrittenExport(tensors=len(tensors), shared=_shared(tensors))
+    done = WrittenExport(tensors=len(tensors), shared=_shared(tensors), no_weights=no_weights)
     if is_torch:
         done.shared = []
         torch.save(state, out)
     else:
         done.left_out = [name for name, value in found if not isinstance(value, torch.Tensor)]
-        _write_safetensors(tensors, strip, out)
-    with open(out, "rb") as file:
-        os.fsync(file.fileno())
-    done.size = os.path.getsize(out)
+        _write_safetensors(tensors, strip, out, limit)
+    for written in [out] if limit is None else [each.path for each in os.scandir(out)]:
+        with open(written, "rb") as file:
+            os.fsync(file.fileno())
+        done.size += os.path.getsize(written)
     return done
 
 
-def _write_safetensors(tensors: dict[str, torch.Tensor], strip: str, out: str) -> None:
+def _write_safetensors(tensors: Tensors, strip: str, out: str, limit: int | None) -> None:
     try:
         from safetensors.torch import save_file
-    except ModuleNotFoundError:
-        raise UsageError("this needs safetensors; pip install safetensors") from None
-    named: dict[str, torch.Tensor] = {}
+
+        if limit is not None:
+            from huggingface_hub import save_torch_state_dict
+    except ModuleNotFoundError as error:
+        raise UsageError(f"this needs {error.name}; pip install {error.name}") from None
+    named: Tensors = {}
     for name, tensor in tensors.items():
         short = name.removeprefix(strip) or "tensor"
         if short in named:
             raise UsageError(f"two tensors would be called {short}; strip less")
         named[short] = tensor.detach().clone(memory_format=torch.contiguous_format)
-    save_file(named, out, metadata={"format": "pt"})
+    if limit is None:
+        save_file(named, out, metadata={"format": "pt"})
+    else:
+        save_torch_state_dict(named, out, max_shard_size=limit, metadata={"format": "pt"})
 
 
-def _shared(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
+def _shared(tensors: Tensors) -> list[list[str]]:
     by_storage: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
