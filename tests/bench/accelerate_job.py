@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -30,10 +29,11 @@ class Training:
     """A stack of linear layers with AdamW; it steps, and saves under ``root``."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.accelerator = Accelerator(
-            cpu=True, project_config=ProjectConfiguration(project_dir=str(root))
+        self._checkpoints = root / "checkpoints"
+        project = ProjectConfiguration(
+            project_dir=str(root), automatic_checkpoint_naming=True, total_limit=2
         )
+        self.accelerator = Accelerator(cpu=True, project_config=project)
         layers = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         model = torch.nn.Sequential(*layers)
         prepared = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -48,12 +48,10 @@ class Training:
         self.optimizer.zero_grad()
 
     def save(self) -> Path:
-        """To a directory of its own; the one before the last is removed first."""
-        shutil.rmtree(self.root / f"step_{self.count - 1}", ignore_errors=True)
+        """To a directory of its own; the two newest ones are kept."""
+        self.accelerator.save_state()
         self.count += 1
-        directory = self.root / f"step_{self.count}"
-        self.accelerator.save_state(str(directory))
-        return directory
+        return self._checkpoints / f"checkpoint_{self.count - 1}"
 
 
 def sync(directory: Path) -> None:

@@ -940,7 +940,7 @@ def test_an_audit_may_find_a_change_while_the_next_state_is_looked_at() -> None:
     snapshots = Snapshots("m", SnapshotMode.AUTO)
     snapshots.suspects.accuse([1, 2])
     flat = snapshots.flatten({"a": torch.ones(3)})
-    with at("call", _Cover.bar, lambda: snapshots.suspects.accuse([3])):
+    with at("call", _Cover.flags, lambda: snapshots.suspects.accuse([3])):
         snapshots.take(flat, 1, synchronous=False, unchanged=False)
     assert snapshots.suspects.turn() == {3}, "1 and 2 were copied at once by the save before"
 
