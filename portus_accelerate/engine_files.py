@@ -131,12 +131,13 @@ class EngineFiles:
                 "alone; leave it out"
             )
         latest = LatestFile(os.path.join(root, LATEST), named_tag) if save_latest else None
+        base = os.path.dirname(root) if is_of_framework else None  # the root is one checkpoint
         handles = self._files.save(
             directory,
             collect,
             int(engine.global_steps),
             latest=latest,
-            base=None if leader is None else leader.base,
+            base=base if leader is None else leader.base,
             now=self._settings.blocking or (is_of_framework if leader is None else leader.now),
         )
         if leader is not None:

@@ -296,6 +296,64 @@ def accelerate(say: Say, root: str, environment: dict[str, str], spec: Spec) -> 
     sys.exit()
 
 
+def lightning(say: Say, root: str, environment: dict[str, str], spec: Spec) -> None:
+    """The same under Lightning, whose strategy insists on GPUs: its check is left out."""
+    start(root, environment, spec)
+    import warnings
+
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    warnings.simplefilter("ignore")
+
+    class OnProcessors(DeepSpeedStrategy):
+        @property
+        def root_device(self) -> torch.device:
+            return torch.device("cpu", 0)  # DeepSpeed asks for the number
+
+        def setup_environment(self) -> None:
+            super(DeepSpeedStrategy, self).setup_environment()
+
+        def setup_distributed(self) -> None:
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model(16)
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(batch).pow(2).mean()
+            say(f"loss {self.global_step + 1} {float(loss.detach()).hex()}")
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            trained = [each for each in self.parameters() if each.requires_grad]
+            return torch.optim.AdamW(trained, lr=1e-2)
+
+    torch.manual_seed(0)
+    config = config_of(spec)
+    config.pop("gradient_accumulation_steps")  # Lightning has an argument for that
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=int(environment["WORLD_SIZE"]),
+        strategy=OnProcessors(config=config, process_group_backend="gloo"),
+        max_steps=spec["last"],
+        callbacks=[ModelCheckpoint("ckpt", every_n_train_steps=spec["every"], save_top_k=-1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    rows = torch.rand(64, 16, generator=torch.Generator().manual_seed(1))
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    trainer.fit(Module(), loader, ckpt_path=spec.get("from"))
+    strategy: Any = trainer.strategy
+    say(f"digest {digest_of(strategy.deepspeed_engine)}")
+    sys.exit()
+
+
 def tell_written(say: Say) -> None:
     """Say of each save how many bytes it has, and how many of these it wrote."""
     commit = FileDraft.commit

@@ -313,6 +313,33 @@ def test_under_a_framework_at_stages_2_and_3_each_goes_on_from_what_the_other_sa
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (2, 2), (3, 2)])
+def test_under_lightning_without_its_check_for_gpus_each_goes_on_from_what_the_other_saved(
+    tmp_path: Path, stage: int, ranks: int
+) -> None:
+    plain = spec_of(stage, "fp32", last=9)
+    through = {
+        by: went(job(tmp_path / by, ranks, {**plain, "by": by}, by="lightning"))
+        for by in ("stock", "portus")
+    }
+    assert through["portus"] == through["stock"]
+    stock, ours = (checkpoint_files(tmp_path / by / "ckpt") for by in through)
+    assert ours == stock
+    ends = set()
+    for saved, by in itertools.product(through, through):
+        newest = tmp_path / saved / "ckpt" / "epoch=0-step=6.ckpt"
+        again = {**plain, "by": by, "from": str(newest)}
+        ends.add(tuple(went(job(tmp_path / f"{saved}-{by}", ranks, again, by="lightning"))))
+    assert [len(each) for each in ends] == [3 + 1], "the batches are those from the first on"
+    assert digests_in(tmp_path / "portus", "epoch=0-step=6.ckpt/checkpoint") == {True}
+
+
+def checkpoint_files(folder: Path) -> list[str]:
+    """All that is in it."""
+    return sorted(str(each.relative_to(folder)) for each in folder.rglob("*"))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "ranks"), list(itertools.product([1, 2, 3], [1, 2])))
 def test_of_a_frozen_base_nothing_is_written_again(tmp_path: Path, stage: int, ranks: int) -> None:
     ours = {**spec_of(stage, "fp32", by="portus"), "every": 1, "last": 10, "limit": 1}
