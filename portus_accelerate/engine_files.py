@@ -131,14 +131,18 @@ class EngineFiles:
                 "alone; leave it out"
             )
         latest = LatestFile(os.path.join(root, LATEST), named_tag) if save_latest else None
-        base = os.path.dirname(root) if is_of_framework else None  # the root is one checkpoint
+        base, now = None, is_of_framework
+        if leader is not None:
+            base, now = leader.base, leader.now
+        elif is_of_framework:
+            base = os.path.dirname(root)  # the root is one checkpoint
         handles = self._files.save(
             directory,
             collect,
             int(engine.global_steps),
             latest=latest,
-            base=base if leader is None else leader.base,
-            now=self._settings.blocking or (is_of_framework if leader is None else leader.now),
+            base=base,
+            now=self._settings.blocking or now,
         )
         if leader is not None:
             leader.handles.extend(handles)

@@ -14,7 +14,7 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -465,18 +465,33 @@ class Saver:
         candidates = place.numbered(above)[::-1] if os.path.isdir(above) else []
         if self.writes_files:
             candidates = self._as_main_says(candidates)
-        lacking = [each for each in candidates if not self._has_all_processes(each)]
-        for candidate in lacking:
-            _log.error("Portus: %s: not all processes saved it before they were killed", candidate)
-        self._passed_over.update(lacking)  # training will save there again
-        candidates = [*(each for each in candidates if each not in lacking), *lacking]
-        for candidate in candidates[:-1]:
+        failed: tuple[str, portus.PortusError] | None = None
+        for candidate in self._most_complete_first(candidates):
+            if failed is not None:
+                _log.error("Portus: %s; FALLING BACK to %s", failed[1], candidate)
+                self._passed_over.add(failed[0])  # training will save there again
             try:
-                return self._load(stock, candidate)
+                found = self._load(stock, candidate)
             except (portus.CorruptionError, portus.UsageError) as error:
-                _log.error("Portus: %s; FALLING BACK to another checkpoint", error)
-                self._passed_over.add(candidate)
-        return self._load(stock, candidates[-1] if candidates else None)
+                failed = candidate, error
+            else:
+                self._passed_over.discard(candidate)
+                return found
+        if failed is not None:
+            raise failed[1]
+        return self._load(stock, None)
+
+    def _most_complete_first(self, candidates: Sequence[str]) -> Iterator[str]:
+        """Yield the directories that all processes saved, and then the others. The same on all."""
+        lacking = []
+        for candidate in candidates:
+            if self._has_all_processes(candidate):
+                yield candidate
+                continue
+            _log.error("Portus: %s: not all processes saved it before they were killed", candidate)
+            self._passed_over.add(candidate)
+            lacking.append(candidate)
+        yield from lacking
 
     def _has_all_processes(self, directory: str) -> bool:
         """Return whether every process finds its random states, if there were as many as now. The

@@ -464,7 +464,7 @@ def test_the_newest_that_verifies_is_loaded_and_it_is_said(
     weight = scene.models[0].weight.detach().numpy().tobytes()
     flip(tmp_path / "checkpoints/checkpoint_1/model.safetensors", weight)
     scene.accelerator.load_state()
-    assert "FALLING BACK" in caplog.text
+    assert f"FALLING BACK to {tmp_path}/checkpoints/checkpoint_0" in caplog.text
     assert same(scene.facts(), facts[0])
 
 

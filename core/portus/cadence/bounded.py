@@ -192,7 +192,7 @@ class Tuner:
 
     @property
     def costs(self) -> Costs | None:
-        """What it goes by; None before the first save was measured."""
+        """The costs that it goes by; None before the first save was measured."""
         return self._costs
 
     def forget(self) -> None:

@@ -46,8 +46,8 @@ ADAPTERS: Final = "portus.doctor"
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of one place, in bytes per second; medians. ``save``: copy, hash and persist, into space
-    used before; ``load``: back. ``memory``: a plain copy in memory, in the same moments.
+    """Speeds of one place, in bytes per second; medians. ``save``: copy, hash and persist, into
+    space used before; ``load``: back. ``memory``: a plain copy in memory, in the same moments.
 
     ``fresh`` and ``spare``: of checkpoint files, durable, into fresh space and over a spare, by
     each way, the preferred one first; nothing for devices."""

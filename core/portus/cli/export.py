@@ -96,7 +96,7 @@ class ExportResult:
     left_out: list[str] = field(default_factory=list)
     no_weights: list[str] = field(default_factory=list)
     batches: dict[str, int] = field(default_factory=dict)
-    """Of protected tables: up to which one each part of them is."""
+    """The batch up to which each part of protected tables is."""
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ def run(options: ExportOptions, pool: str | None, output: Output) -> int:
 
 
 def _run_file(path: str, options: ExportOptions, output: Output) -> int:
-    """Of a torch file: what ``names`` say, or all of it."""
+    """Export what ``names`` say of a torch file, or all of it."""
     if os.path.isdir(path):
         raise UsageError(f"{path}: expected a torch file, found a directory; name one of its files")
     from portus.client.leaving import from_file  # and torch with it
@@ -286,7 +286,7 @@ def _version_job(found: FoundVersion, options: ExportOptions, stack: contextlib.
 def _boxes_of(
     specs: dict[str, TensorSpec],
 ) -> Callable[[FoundVersion], contextlib.AbstractContextManager[tuple[VersionRecord, list[Box]]]]:
-    """For a part that has these tensors whole."""
+    """Return the boxes of a part that has these tensors whole."""
 
     @contextlib.contextmanager
     def boxes(part: FoundVersion) -> Iterator[tuple[VersionRecord, list[Box]]]:
@@ -418,8 +418,8 @@ def _boxes(
 def _weights(
     tensors: dict[str, Tensor], options: ExportOptions
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """For a directory of which nobody said more: the weights, by the names that a model has for
-    them; and the names of the rest."""
+    """Return the weights, by the names that a model has for them, and the names of the rest; for
+    anything but a directory of which nobody said more, all tensors."""
     if not options.is_directory or options.names or options.strip:
         return tensors, []
     prefix = prefix_of(list(tensors))

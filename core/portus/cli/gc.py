@@ -52,7 +52,7 @@ class GcOptions:
 
     @property
     def states(self) -> frozenset[Fate]:
-        """Of the reference files that hold nothing."""
+        """The states of reference files that hold nothing."""
         return frozenset({Fate.DELETED, Fate.UNKNOWN} if self.missing else {Fate.DELETED})
 
 
@@ -112,9 +112,9 @@ def _look(pool: Place, options: GcOptions) -> _Collected:
 
 
 def _unneeded(reader: PoolReader, taken: int, gone: Collection[int]) -> int:
-    """Of the bytes that a pool takes of its file system, about how many would be given back without
-    the versions ``gone``. Not known here: what readers have pinned, and what the records of the
-    commit before take; so a few pages are none."""
+    """Return about how many of the bytes that a pool takes of its file system would be given back
+    without the versions ``gone``. Not known here: what readers have pinned, and what the records of
+    the commit before take; so a few pages are none."""
     if not taken:
         return 0
     spare = reader.spare_bytes()

@@ -69,6 +69,7 @@ class Checkpointer:
         **settings: Unpack[SettingsDict],
     ) -> Own:
         """Return one that saves to ``directory``, whatever kind of place that is."""
+        # So this class is not abstract: type checkers would refuse to make one of it.
         if cls is not Checkpointer:
             return super().__new__(cls)
         is_directory = place_of(directory).kind is PlaceKind.DIRECTORY

@@ -64,7 +64,7 @@ class Draft(Protocol):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of those that were copied so far that were in their places already."""
+        """Bytes of what was copied so far that were in their places already."""
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
         """Place storages, by index, and copy them from their addresses; what was stored."""
@@ -125,7 +125,7 @@ class PoolDraft:
 
     @property
     def kept_bytes(self) -> int:
-        """None: what is equal is shared."""
+        """Return 0: what is equal is shared."""
         return 0
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:

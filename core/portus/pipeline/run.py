@@ -84,7 +84,6 @@ class Save:
         policy: Policy,
     ) -> None:
         self._stats: Final = SaveStats(state_bytes=int(snapshot.length.sum()))
-        self._kept_bytes = 0
         self.reported = False
         """True once somebody was told why it failed."""
         self.is_in_doubt = False
@@ -252,10 +251,7 @@ class Save:
             some = rest[ways[rest] == way]
             if len(some):
                 move(some)
-        kept, self._kept_bytes = self._kept_bytes, self._draft.kept_bytes
         self._stats.copied_bytes += int(self._snapshot.length[rest].sum())
-        self._stats.copied_bytes -= self._kept_bytes - kept
-        self._stats.shared_bytes += self._kept_bytes - kept
         self._stats.bounced_bytes = self._draft.bounced_bytes
         self._stats.copy_s += time.perf_counter() - start
 
@@ -403,6 +399,8 @@ class Save:
             inexact=self._stats.inexact_bytes > 0,
             metrics=self.metrics,
         )
+        self._stats.copied_bytes -= self._draft.kept_bytes
+        self._stats.shared_bytes += self._draft.kept_bytes
         self.is_in_doubt = True
         committed = self._draft.commit(labels, self._before(), self._policy.retire())
         self._stats.commit_s = time.perf_counter() - start

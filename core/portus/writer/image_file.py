@@ -137,8 +137,7 @@ class ImageFile:
         )
         crcs = np.zeros(len(digests), np.uint32)
         way.move(best_engine(), segments, digests, crcs, stop)
-        if isinstance(way, CachedWay):
-            self.kept_bytes = way.kept
+        self.kept_bytes = way.kept
         return digests, crcs
 
     def _note(self, indices: Column, digests: Digests, crcs: Crcs) -> None:

@@ -61,6 +61,8 @@ class StagedWay:
     """
 
     kind: Final = Way.DIRECT
+    kept: Final = 0
+    """Nothing is compared with what the file had."""
 
     def __init__(self, number: int, image: Image, ring: StagingRing) -> None:
         self._number: Final = number

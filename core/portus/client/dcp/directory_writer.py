@@ -48,7 +48,6 @@ from portus.client.state.literal import LiteralContents
 from portus.directory.claim import SeriesClaim
 from portus.errors import AbandonedError, PortusError, UsageError, printable
 from portus.image.metadata_file import NAME, metadata_image
-from portus.image.metadata_file import NAME as METADATA
 from portus.index.groups import ID_SIZE
 from portus.index.place import DEFAULT_DIRECTORY
 from portus.pipeline.handle import SaveHandle
@@ -453,7 +452,7 @@ class DirectoryWriter(StorageWriter):
             self._files = TrainingFiles(
                 settings,
                 of_directories=True,
-                telling=re.escape(METADATA),
+                telling=re.escape(NAME),
                 removed_elsewhere=not self._is_first,
             )
         return self._files

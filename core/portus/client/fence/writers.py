@@ -77,10 +77,10 @@ def _find_stable(cover: _Cover, guilty: Collection[int]) -> None:
     """Tell the cover which tensors are stable, and which storages are not."""
     trusted, barred = _sorted_by_trust(known_optimizers())
     trained = [parameter for optimizer in trusted for parameter in _parameters(optimizer)]
-    for optimizer in trusted:
-        cover.add(_changed_by(optimizer))
     if not trained:
         return
+    for optimizer in trusted:
+        cover.add(_changed_by(optimizer))
     around = _surroundings_of(trained)
     for optimizer in (*barred, *around.optimizers()):
         for tensor in _written_by(optimizer):

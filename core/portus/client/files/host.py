@@ -332,7 +332,7 @@ class HostDraft:
 
     @property
     def kept_bytes(self) -> int:
-        """None: what is equal is shared."""
+        """Return 0: what is equal is shared."""
         return 0
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:

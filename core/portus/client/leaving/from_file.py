@@ -39,16 +39,16 @@ def write(
     names: Sequence[str],
     strip: str,
     is_torch: bool,
-    limit: int | None = None,
-    weights_of: Callable[[Tensors], tuple[Tensors, list[str]]] = lambda tensors: (tensors, []),
+    limit: int | None,
+    weights_of: Callable[[Tensors], tuple[Tensors, list[str]]],
 ) -> WrittenExport:
     """Write what ``names`` say of the torch file at ``path`` to ``out``, verified and synced.
 
     names: shell patterns of key paths; none means all. strip: taken off the front of names. limit:
-    ``out`` is a directory, of files of so many bytes at most. weights_of: the weights among tensors
-    by name, and the names of the others, which are left out. Runs no code that the file names.
-    Raises ``UsageError`` for a file with objects of other classes than
-    ``weights_only`` allows, ``CorruptionError``, ``MediumError``.
+    ``out`` is a directory, of files of so many bytes at most; None: a file. weights_of: the weights
+    among tensors by name, and the names of the others, which are left out. Runs no code that the
+    file names. Raises ``UsageError`` for a file with objects of other classes than ``weights_only``
+    allows, ``CorruptionError``, ``MediumError``.
     """
     if is_torch and strip:
         raise UsageError("--strip is for .safetensors files")

@@ -322,7 +322,7 @@ class FileSaver:
         ``telling``, without which it is no checkpoint. On the worker. Raises ``MediumError``."""
         with PENDING.exempt():
             try:
-                for file in _files_below(os.path.realpath(path), telling):
+                for file in files_below(os.path.realpath(path), telling):
                     self._publisher.remove(file)
                 shutil.rmtree(path)
             except FileNotFoundError:
@@ -552,8 +552,9 @@ def _name_of(files: Sequence[NewFile]) -> str:
     return files[0].said if len(files) == 1 else os.path.dirname(files[0].said)
 
 
-def _files_below(directory: str, telling: re.Pattern[str]) -> list[str]:
-    """The regular files: those of telling names, and then by size."""
+def files_below(directory: str, telling: re.Pattern[str]) -> list[str]:
+    """Return the regular files in and below a directory, in the order in which they are removed:
+    those whose names are ``telling``, and then by size."""
     places = {}
     for where, _, names in os.walk(directory):
         for name in names:

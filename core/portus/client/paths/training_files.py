@@ -25,7 +25,7 @@ from portus.client.paths.draft import make_directory
 from portus.client.paths.file_journal import FileJournal
 from portus.client.paths.file_mirror import DirectoryMirror
 from portus.client.paths.process import join, leave, recover_left
-from portus.client.paths.saver import Extra, FileSaver, ToSave, contents_of
+from portus.client.paths.saver import Extra, FileSaver, ToSave, contents_of, files_below
 from portus.client.state.literal import LiteralContents
 from portus.directory.links import replace_link
 from portus.directory.waiting import wait_for_drafts
@@ -220,6 +220,8 @@ class TrainingFiles:
         self._tell_mirror(path)
         try:
             if os.path.isdir(path) and not os.path.islink(path):
+                for file in files_below(path, self._telling):
+                    os.unlink(file)
                 shutil.rmtree(path)
             else:
                 os.unlink(path)

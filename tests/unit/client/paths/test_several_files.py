@@ -15,11 +15,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from portus.client.job.settings import Settings
 from portus.client.loading.checkpoint_file import verify_file
 from portus.client.paths import process
 from portus.client.paths.face import load
 from portus.client.paths.process import saver
 from portus.client.paths.saver import Extra, ToSave, recover
+from portus.client.paths.training_files import TrainingFiles
 from portus.client.state.named_tensors import named_tensors
 from portus.client.state.pickling import pickle_state
 from portus.errors import MediumError, UsageError
@@ -111,6 +113,34 @@ def test_the_largest_files_of_a_removed_directory_are_used_again_wherever_they_a
             assert_same(load(f"{below}/{name}"), it)
     assert kept == [0, 0, *[4 * len(frozen)] * 4]
     assert sorted(os.listdir(".")) == [".portus", "c5"]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_directory_that_cannot_be_removed_whole_is_no_checkpoint_any_more(
+    monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    files = TrainingFiles(Settings(), of_directories=True, telling=r"state_\d+")
+    os.makedirs("c0/deeper")
+    for name, size in (("small", 1), ("deeper/state_1", 900), ("state_22", 800), ("big", 700)):
+        Path(f"c0/{name}").write_bytes(bytes(size))
+    removed, unlink = [], os.unlink
+
+    def fail(path: str, **named: Any) -> None:
+        if os.path.basename(path) == "small":
+            raise OSError(5, "the disk")
+        if "portus" not in path:
+            removed.append(os.path.basename(path))
+        unlink(path, **named)
+
+    if is_open:
+        files.open()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", fail)
+        files.remove(os.path.abspath("c0"))
+        files.wait()
+    assert removed == ["state_22", "state_1"]
+    assert os.path.exists("c0/big")
+    files.close()
 
 
 def test_files_that_cannot_be_saved_together_are_refused() -> None:
