@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import Final, Protocol
 
 from portus.errors import UsageError
+from portus.media import calls
 
 
 class Inherited(Protocol):
@@ -104,6 +105,7 @@ def _opening() -> Iterator[None]:
 class Descriptor:
     """An open file, in this process only."""
 
+    @calls.marked
     def __init__(
         self, path: str, flags: int, mode: int = 0o666, *, directory: Descriptor | None = None
     ) -> None:
@@ -129,6 +131,7 @@ class Descriptor:
             raise not_here(self.path, self._process)
         return self._number
 
+    @calls.marked
     def close(self) -> None:
         """A second call does nothing.
 

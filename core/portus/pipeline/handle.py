@@ -132,9 +132,14 @@ class SaveHandle:
         """
         return self._save.result(timeout)
 
+    def _join_nested(self) -> None:
+        """Nothing can be waited for."""
+
+    @calls.entry_or(_join_nested)
     def join(self) -> None:
         """Block until the save is over. Raises nothing; ``committed`` tells how it ended, and a
-        failure will still be reported."""
+        failure will still be reported. In a signal handler that interrupted Portus, returns at
+        once."""
         self._save.join()
 
     @property

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from portus.errors import AbandonedError, PortusError
 from portus.format.checksum import unit_counts
 from portus.index.pool import REFRESH_COMMITS
+from portus.media import calls
 from portus.pipeline.audit import NO_EXTENTS, Audit, Late, no_changes
 from portus.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.pipeline.handle import SaveStats
@@ -215,12 +216,14 @@ class Save:
         """Why it failed, if it did."""
         return self._error
 
+    @calls.marked
     def join(self) -> None:
         """See ``SaveHandle.join``."""
         with self._lock:
             self.hurry()
             self._ended.wait_for(lambda: self.over)
 
+    @calls.marked
     def result(self, timeout_s: float | None) -> VersionInfo:
         """See ``SaveHandle.wait``."""
         with self._lock:

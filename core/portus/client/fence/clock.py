@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer
 from portus.cadence.bounded import Costs
 from portus.cadence.estimate import SaveCosts, StepTimes
 from portus.client.fence import fence
+from portus.media import calls
 from portus.pipeline.handle import SaveStats
 
 UNTOUCHED_MIN: Final = 3
@@ -105,6 +106,7 @@ class Clock:
     saves may begin in another. ``now``: seconds, from any moment on; None: those of this process,
     and of the device that the first optimizer's parameters are on."""
 
+    @calls.marked
     def __init__(self, now: Callable[[], float] | None = None) -> None:
         self._now: Final = now or time.perf_counter
         self._timeline: Timeline = HostTimeline(self._now)
@@ -138,6 +140,7 @@ class Clock:
             _clocks = (*_clocks, self)
         fence.listen(self._before_step)
 
+    @calls.marked
     def close(self) -> None:
         """Count no more."""
         global _clocks

@@ -75,6 +75,7 @@ class Fence:
         self._closed = False
         _install(self)
 
+    @marked
     def guard(self, save: FencedSave) -> None:
         """From now on writers wait for this save. Call it before the save returns."""
         with _lock:
@@ -94,6 +95,7 @@ class Fence:
                 self._await_copy(save, start)
         return self._note(start)
 
+    @marked
     def close(self) -> None:
         """Wait for what is in flight, and let go; the last fence takes the hooks out of torch.
         A second call does nothing."""
@@ -126,11 +128,13 @@ class Fence:
             )
         self._drop(save)
 
+    @marked
     def _drop(self, save: FencedSave) -> None:
         with _lock:
             self._saves = tuple(other for other in self._saves if other is not save)
             _count_saves()
 
+    @marked
     def _note(self, start: float) -> float:
         blocked = time.perf_counter() - start
         with _lock:
@@ -143,6 +147,7 @@ def steps_seen() -> int:
     return _steps
 
 
+@marked
 def listen(listener: Listener) -> None:
     """Call ``listener`` with each optimizer that is about to step, in its thread; it may not raise
     nor wait."""
@@ -152,6 +157,7 @@ def listen(listener: Listener) -> None:
         _hook_steps()
 
 
+@marked
 def unlisten(listener: Listener) -> None:
     """Call it no more."""
     global _listeners
@@ -160,6 +166,7 @@ def unlisten(listener: Listener) -> None:
         _unhook_steps()
 
 
+@marked
 def listen_after(listener: Listener) -> None:
     """Call ``listener`` with each optimizer that has stepped, in its thread; it may not raise nor
     wait."""
@@ -170,6 +177,7 @@ def listen_after(listener: Listener) -> None:
             _hook_after = register_optimizer_step_post_hook(_after_step)
 
 
+@marked
 def unlisten_after(listener: Listener) -> None:
     """Call it no more."""
     global _listeners_after, _hook_after
@@ -210,6 +218,7 @@ _hook_after: RemovableHandle | None = None
 _steps = 0
 
 
+@marked
 def _install(fence: Fence) -> None:
     global _fences
     with _lock:

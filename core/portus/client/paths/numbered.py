@@ -58,6 +58,7 @@ class DirectoryCheckpointer(Checkpointer):
     """See ``Checkpointer``. Several in one directory, in one process or more, do not disturb each
     other, but each removes what its own ``keep`` lets go of."""
 
+    @calls.marked
     def __init__(
         self,
         directory: str | os.PathLike[str] | None = None,

@@ -16,6 +16,7 @@ from portus.client.job.settings import Settings
 from portus.client.paths.saver import FileSaver, SharedWriter, recover
 from portus.directory.waiting import bases_of
 from portus.errors import MediumError, PortusError, UsageError
+from portus.media import calls
 
 _log: Final = logging.getLogger("portus")
 
@@ -41,6 +42,7 @@ _savers: Final[list[FileSaver]] = []
 _open: Final[weakref.WeakSet[Closable]] = weakref.WeakSet()
 
 
+@calls.marked
 def join(owner: Closable) -> SharedWriter:
     """Return what all savers of this process share, until ``leave``. At the exit of the process
     ``owner`` is closed, if it is still there. Raises ``UsageError`` where files are not written."""
@@ -50,6 +52,7 @@ def join(owner: Closable) -> SharedWriter:
         return shared
 
 
+@calls.marked
 def saver() -> FileSaver:
     """Return the saver of ``portus.save``."""
     if not _savers:
@@ -61,6 +64,7 @@ def saver() -> FileSaver:
     return _savers[0]
 
 
+@calls.marked
 def leave(owner: Closable) -> None:
     """End the use by ``owner``. Neither spare nor hold outlasts it, and the last owner ends the
     thread."""
@@ -90,6 +94,7 @@ def is_blocking() -> bool:
     return os.environ.get(BLOCKING, "0") not in ("", "0")
 
 
+@calls.marked
 def recover_left(directory: str) -> None:
     """Put back what a process that was killed had removed too early, if there was one."""
     if bases_of(directory):
@@ -97,6 +102,7 @@ def recover_left(directory: str) -> None:
             recover(directory)
 
 
+@calls.marked
 def _finish() -> None:
     """Finish what is in flight, at the exit."""
     with PENDING.exempt():

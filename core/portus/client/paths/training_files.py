@@ -79,6 +79,7 @@ class TrainingFiles:
         self._after: AfterCommit | None = None
         self._process = os.getpid()
 
+    @calls.marked
     def fetch(self, name: str, place: str, checkpoints: str) -> None:
         """If the settings name a mirror, and this machine has nothing of the training ``name``,
         fetch the files that the mirror has. Blocks. place: the directory that notes and the journal
@@ -91,6 +92,7 @@ class TrainingFiles:
         if mirror is not None:
             mirror.fetch()
 
+    @calls.marked
     def begin(
         self, name: str, place: str, checkpoints: str, resumed_step: int | None = None
     ) -> None:
@@ -112,6 +114,7 @@ class TrainingFiles:
         it. For saves that are a part of others, which ``begin`` is called for."""
         self._base = base
 
+    @calls.marked
     def open(self) -> None:
         """From now on it is known which optimizer steps what, so the first save too is copied in
         the background."""
@@ -149,6 +152,7 @@ class TrainingFiles:
 
         return self._save_as(directory, directory, files, step, note, all_ready, fenced)
 
+    @calls.marked
     def save_text(self, path: str, text: str, ready: Callable[[], None]) -> SaveHandle:
         """Begin to save a text file to ``path``, absolute, after the saves so far. In UTF-8. ready:
         as of ``save_directory``."""
@@ -157,11 +161,13 @@ class TrainingFiles:
         extra = Extra(ready=ready, follows_links=False, base=self._base)
         return saver.save_files([ToSave(path, lambda: contents)], extra)
 
+    @calls.marked
     def fence(self) -> None:
         """Block until no save in flight reads a tensor."""
         if self._is_open():
             self._opened()[0].fence()
 
+    @calls.marked
     def _save_as(
         self,
         path: str,
@@ -211,6 +217,7 @@ class TrainingFiles:
                 after.over(number, path, is_committed=is_there, may_remove=not calls.is_nested())
         return handle
 
+    @calls.marked
     def remove(self, path: str) -> None:
         """Remove the file or the directory at ``path``, absolute, once the newest save that was
         asked for, or a later one, is committed; at once, if none is in flight."""
@@ -230,6 +237,7 @@ class TrainingFiles:
         except OSError as error:
             say_it_stays(path, error)
 
+    @calls.marked
     def link(self, link: str, target: str) -> None:
         """Have ``link`` lead to ``target``, both absolute, in one step, once that is there. Raises
         ``OSError`` where no link can be made at once."""
@@ -240,6 +248,7 @@ class TrainingFiles:
         if self._mirror is not None:
             self._mirror.linked(link)
 
+    @calls.marked
     def is_there(self, path: str) -> bool:
         """Return whether there is, or will be, a file at ``path``."""
         return os.path.exists(path) if self._after is None else self._after.is_there(path)
@@ -266,11 +275,13 @@ class TrainingFiles:
             wait_for_drafts(where)
         recover_left(where)
 
+    @calls.marked
     def wait(self) -> None:
         """Block until all saves are over. Raises what nobody heard of, as ``on_error`` says."""
         if self._is_open():
             self._opened()[0].wait()
 
+    @calls.marked
     def close(self) -> None:
         """Finish what is in flight. May be used again. Raises as ``wait``."""
         if self._process != os.getpid():

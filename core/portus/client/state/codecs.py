@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 from portus.client.state.leaves import CONTAINERS, TYPES
 from portus.client.state.tensors import PLAIN_TENSORS
 from portus.errors import UsageError
+from portus.media import calls
 
 MARK: Final = "__portus_codec__"
 STATE: Final = "state"
@@ -71,6 +72,7 @@ _by_name: dict[str, Codec] = {}
 """Replaced whole, in turn, and read without it: a signal handler may save, too."""
 
 
+@calls.marked
 def register_codec(
     kind: type[Object],
     encode: Callable[[Object], object],
