@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 import runpy
+import subprocess
 import sys
 import threading
 import time
@@ -100,6 +101,8 @@ def config_of(spec: Spec) -> dict[str, Any]:
 
 def start(root: str, environment: dict[str, str], spec: Spec) -> None:
     os.environ.update(environment)
+    if "mirror" in spec:
+        os.environ["PORTUS_MIRROR"] = spec["mirror"]
     for flag in ("PORTUS_DEEPSPEED", "PORTUS_ACCELERATE"):
         os.environ[flag] = "1" if spec.get("by") == "portus" else "0"
     if spec.get("apart"):  # a disk of each node
@@ -144,6 +147,12 @@ def fill_the_disk() -> None:
     setattr(ImageFile, "finish", finish)  # noqa: B010
 
 
+def seal(directory: str) -> None:
+    """Nobody makes, renames or removes a name there any more, root included. On all ranks."""
+    torch.distributed.barrier()
+    subprocess.run(["chattr", "+i", directory], check=True)
+
+
 def train(say: Say, root: str, environment: dict[str, str], spec: Spec) -> None:
     """Go on from the newest checkpoint in ``ckpt``, and tell how each step went."""
     start(root, environment, spec)
@@ -169,6 +178,8 @@ def train(say: Say, root: str, environment: dict[str, str], spec: Spec) -> None:
         say(f"loss {step} {float(loss).hex()}")
         if step % spec["every"] == 0:
             kills = kills_of(spec, step)
+            if spec.get("sealed") == step:
+                seal("ckpt")
             state = {"step": step, "average": average}
             engine.save_checkpoint("ckpt", spec.get("tag"), state, save_latest=True)
     say(f"digest {digest_of(engine)}")

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,36 @@ def test_a_full_disk_on_one_rank_costs_that_save_alone(tmp_path: Path, rank: int
     assert "from 4" in job(tmp_path / "ours", 2, {**ours, "by": "stock", "last": 5})
 
 
+@pytest.mark.parametrize("ranks", [_later(1), 2])
+def test_a_directory_that_is_read_only_costs_its_saves_and_the_tag_before_stays(
+    tmp_path: Path, ranks: int
+) -> None:
+    (root := tmp_path / "ours").mkdir()
+    if not _can_be_sealed(tmp_path):
+        pytest.skip("chattr +i needs root, and a file system that has it")
+    ours = {**spec_of(1, "fp32", by="portus"), "every": 1, "last": 4}
+    through = job(tmp_path / "stock", ranks, {**ours, "by": "stock"})
+    try:
+        found = job(root, ranks, {**ours, "sealed": 3})
+    finally:
+        subprocess.run(["chattr", "-i", root / "ckpt"], check=False)
+    assert went(found) == went(through)
+    ckpt = root / "ckpt"
+    assert (ckpt / "latest").read_text() == "global_step2"
+    assert sorted(each.name for each in ckpt.glob("global*")) == ["global_step1", "global_step2"]
+    for rank in range(ranks):
+        said = (root / f"errors-{rank}.txt").read_text()
+        assert "global_step3" in said
+        assert "Operation not permitted" in said
+    assert "from 2" in job(root, ranks, {**ours, "last": 5})
+
+
+def _can_be_sealed(directory: Path) -> bool:
+    sealed = subprocess.run(["chattr", "+i", directory], check=False, capture_output=True)
+    subprocess.run(["chattr", "-i", directory], check=False, capture_output=True)
+    return sealed.returncode == 0
+
+
 @pytest.mark.long
 def test_an_empty_latest_of_stock_leads_to_the_newest_that_is_complete(tmp_path: Path) -> None:
     job(tmp_path, 1, spec_of(2, "fp32"))
@@ -337,6 +368,26 @@ def test_under_lightning_without_its_check_for_gpus_each_goes_on_from_what_the_o
 def checkpoint_files(folder: Path) -> list[str]:
     """All that is in it."""
     return sorted(str(each.relative_to(folder)) for each in folder.rglob("*"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("by", ["accelerate", "trainer"])
+def test_a_training_whose_machine_was_lost_goes_on_from_its_mirror(
+    tmp_path: Path, by: str, ranks: int
+) -> None:
+    root, bucket = tmp_path / "run", tmp_path / "bucket"
+    ours = {**spec_of(2, "fp32", by="portus", mirror=f"file://{bucket}"), "last": 8}
+    through = went(job(root, ranks, ours, by=by))
+    shutil.rmtree(root)
+    again = {**ours, "every": 100}
+    if by == "trainer":  # which has the losses before in its checkpoint
+        assert went(job(root, ranks, {**again, "from": "run/checkpoint-6"}, by=by)) == through
+        assert (root / "run" / "checkpoint-6").exists()
+    else:
+        found = job(root, ranks, again, by=by)
+        assert "from 6" in found
+        assert went(found) == through[6:]
 
 
 @pytest.mark.long
