@@ -681,7 +681,7 @@ def test_the_first_save_too_is_copied_in_the_background(
     assert orders[0].late.sum() >= 8, "weights and moments of both models"
     scene.wait()
     hidden = sorted(path.name for path in (tmp_path / ".portus").iterdir())
-    assert hidden == [".gitignore", "CACHEDIR.TAG", "net.journal"]
+    assert hidden == [".gitignore", "CACHEDIR.TAG", "checkpoints.journal"]
     assert sorted(os.listdir(tmp_path / "one")) == FILES
 
 

@@ -280,12 +280,24 @@ def test_the_journal_is_beside_the_checkpoints_and_these_are_as_stocks(tmp_path:
     assert sorted(os.listdir(tmp_path)) == [".portus", "lightning_logs"]
     hidden = tmp_path / ".portus"
     assert (hidden / ".gitignore").read_text() == "*\n"
-    assert (hidden / "lightning_logs%2Fversion_0.journal").is_dir()
+    assert (hidden / "checkpoints.journal" / "lightning_logs%2Fversion_0.lines").exists()
     path = fit.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)]
     umask = os.umask(0)
     os.umask(umask)
     assert os.stat(path).st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_many_fits_in_one_root_leave_one_directory_beside_those_of_stock(tmp_path: Path) -> None:
+    for _ in range(4):
+        trainer(tmp_path, logger=CSVLogger(tmp_path)).fit(Net(), loader())
+    hidden = tmp_path / ".portus"
+    journals = sorted(path.name for path in (hidden / "checkpoints.journal").iterdir())
+    assert journals == [f"lightning_logs%2Fversion_{number}.lines" for number in range(4)]
+    shutil.rmtree(hidden)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_dir()}
+    logs = [f"lightning_logs/version_{number}" for number in range(4)]
+    assert left == {"lightning_logs", *logs, *(f"{each}/checkpoints" for each in logs)}
 
 
 def test_nothing_is_made_before_the_first_save(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_two_processes_save_once_and_resume_exactly(tmp_path: Path, installed: P
     ranks = loaded[KEY]["ranks"]
     assert ranks.shape == (2, portus.RANDOMNESS_BYTES)
     assert not torch.equal(ranks[0], ranks[1])
-    assert os.listdir(tmp_path / ".portus" / "ckpt.journal")
+    assert (tmp_path / ".portus" / "checkpoints.journal" / "ckpt.lines").exists()
     [left] = [
         state["portus_cadence"]["left"]
         for name, state in loaded["callbacks"].items()
@@ -202,7 +202,7 @@ def test_the_plugin_is_configured_from_yaml(tmp_path: Path, installed: Path) -> 
     (tmp_path / "config.yaml").write_text(YAML)
     script(tmp_path, installed, CLI, "fit", "--config", "config.yaml")
     assert sorted(os.listdir(tmp_path / "ckpt")) == ["step=3.ckpt", "step=6.ckpt"]
-    assert os.listdir(tmp_path / ".portus" / "from-yaml.journal")
+    assert (tmp_path / ".portus" / "checkpoints.journal" / "from-yaml.lines").exists()
     # The command line reads the checkpoint itself, with weights_only=True, before it resumes.
     resume = ["--ckpt_path", "ckpt/step=6.ckpt", "--trainer.max_epochs", "2"]
     script(tmp_path, installed, CLI, "fit", "--config", "config.yaml", *resume)

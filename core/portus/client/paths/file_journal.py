@@ -9,6 +9,9 @@ from portus.client.job.journal import Journal
 from portus.index.place import PlaceKind
 from portus.pipeline.run import Save
 
+JOURNALS: Final = "checkpoints.journal"
+"""In ``.portus``: the journals of all trainings that save files there, each a file of its own."""
+
 
 class FileJournal:
     """Of one training, which is called ``name`` there. place: gives the directory of the journal;

@@ -38,6 +38,7 @@ from portus.errors import (
     UsageError,
     printable,
 )
+from portus.index.journals import LINES, lines_path
 from portus.media.local import LocalFiles
 from portus.media.process import Descriptor
 from portus.mirror.address import StoreAddress
@@ -50,7 +51,7 @@ from portus.mirror.waiting import bar
 
 _log: Final = logging.getLogger("portus")
 
-_NOTE: Final = "mirror.json"
+_NOTE: Final = ".mirror"
 
 _DRAFTS_S: Final = 60.0
 """The longest that an upload waits for files of other processes in the same directory."""
@@ -112,15 +113,15 @@ class DirectoryMirror(Behind):
     ) -> None:
         """Asks nobody. root: the directory, absolute, that names in the store are relative to, and
         below which all is mirrored. checkpoints: a directory there, in which others may have left
-        checkpoints: files, or else ``of_directories``. home: of the note, made when that is
-        written. Raises ``UsageError``."""
+        checkpoints: files, or else ``of_directories``. home: the directory of the note, made
+        when that is written. Raises ``UsageError``."""
         store = open_file_store(address)
         super().__init__(store, str(address), model, wait_s=wait_s)
         self._place: Final = address
         self._directory: Final = root
         self._checkpoints: Final = checkpoints
         self._of_directories: Final = of_directories
-        self._note_path: Final = os.path.join(home, _NOTE)
+        self._note_path: Final = lines_path(home, model).removesuffix(LINES) + _NOTE
         self._mirror: Final = MirroredFiles(store, model, str(address))
         self._guard: Final = threading.RLock()
         """Of the note, and of what is to be done."""

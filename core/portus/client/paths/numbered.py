@@ -20,7 +20,7 @@ from portus.client.loading.over import Rename
 from portus.client.loading.patterns import Patterns
 from portus.client.loading.restored import Restored
 from portus.client.loading.torch_file import restore_file
-from portus.client.paths.file_journal import FileJournal
+from portus.client.paths.file_journal import JOURNALS, FileJournal
 from portus.client.paths.file_mirror import DirectoryMirror
 from portus.client.paths.process import is_blocking, join, leave, recover_left
 from portus.client.paths.saver import Extra, FileSaver
@@ -49,7 +49,6 @@ Result = TypeVar("Result")
 
 _log: Final = logging.getLogger("portus")
 
-_JOURNAL: Final = "checkpoints.journal"
 _TRIES: Final = 5
 """A load starts again when what it found was removed under it, this often."""
 
@@ -191,7 +190,7 @@ class DirectoryCheckpointer(Checkpointer):
             name,
             root=self.path,
             checkpoints=self.path,
-            home=os.path.join(self.path, FOLDER, _JOURNAL),
+            home=os.path.join(self.path, FOLDER, JOURNALS),
             wait_s=self.settings.mirror_wait,
         )
 
@@ -320,7 +319,7 @@ class DirectoryCheckpointer(Checkpointer):
 
 def _place_of_journal(directory: str) -> str | None:
     """Return the directory of the journal; None while there is no place for it."""
-    return os.path.join(directory, FOLDER, _JOURNAL) if os.path.isdir(directory) else None
+    return os.path.join(directory, FOLDER, JOURNALS) if os.path.isdir(directory) else None
 
 
 def _refuse_names(place: Place, model: str, links: str | None) -> None:

@@ -22,7 +22,7 @@ from portus.client.loading.elsewhere import fill
 from portus.client.loading.loaded import note_loaded
 from portus.client.paths.after_commit import AfterCommit, say_it_stays
 from portus.client.paths.draft import make_directory
-from portus.client.paths.file_journal import FileJournal
+from portus.client.paths.file_journal import JOURNALS, FileJournal
 from portus.client.paths.file_mirror import DirectoryMirror
 from portus.client.paths.process import join, leave, recover_left
 from portus.client.paths.saver import Extra, FileSaver, ToSave, contents_of, files_below
@@ -31,8 +31,6 @@ from portus.directory.links import replace_link
 from portus.directory.waiting import wait_for_drafts
 from portus.errors import MediumError, PortusError, UsageError, printable
 from portus.image.image import bytes_image
-from portus.index.directory import journal_directory
-from portus.index.place import Place
 from portus.media import calls
 from portus.media.process import Descriptor
 from portus.pipeline.handle import SaveHandle
@@ -102,7 +100,7 @@ class TrainingFiles:
         that may not be written."""
         if resumed_step is not None:
             note_loaded(VersionInfo(name, 0, 0, resumed_step, b"", time.time_ns(), 0))
-        self._journal_at = name, _journal_of(name, place)
+        self._journal_at = name, os.path.join(place, JOURNALS)
         self._base = os.path.dirname(place)  # not among the checkpoints, which frameworks list
         self._begin_journal()
         mirror = self._mirror_at(name, place, checkpoints)
@@ -368,7 +366,7 @@ class TrainingFiles:
                 name,
                 root=root if is_below else checkpoints,
                 checkpoints=checkpoints,
-                home=_journal_of(name, place),
+                home=os.path.join(place, JOURNALS),
                 wait_s=self._settings.mirror_wait,
                 of_directories=self._of_directories,
             )
@@ -416,7 +414,3 @@ def _sync_below(directory: str) -> None:
                 raise MediumError(
                     error.errno, f"{printable(path)}: cannot sync: {error.strerror}"
                 ) from error
-
-
-def _journal_of(name: str, place: str) -> str:
-    return journal_directory(Place.named(place).pool_of(name).path)
