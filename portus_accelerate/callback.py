@@ -51,7 +51,7 @@ class PortusCallback(TrainerCallback, ExportableState):
         return self._cadence
 
     def state(self) -> dict[str, Any]:
-        """For ``trainer_state.json``; what is read of it is ``attributes``."""
+        """Return the state for ``trainer_state.json``; what is read of it is ``attributes``."""
         saved = None if self._cadence is None else self._cadence.state_dict()
         return {"args": self._said, "attributes": {"saved": saved}}
 
@@ -87,7 +87,7 @@ class PortusCallback(TrainerCallback, ExportableState):
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """It counts no more."""
+        """Stop counting."""
         self._cadence = None
 
 

@@ -104,8 +104,8 @@ def current() -> Capture | None:
 
 
 def save_of(stock: Writer, is_writer: Callable[[bool], bool]) -> Writer:
-    """In place of ``accelerate.checkpointing.save``. is_writer: whether this process writes what
-    is saved once (or once per node)."""
+    """Return a replacement for ``accelerate.checkpointing.save``. is_writer: whether this process
+    writes what is saved once (or once per node)."""
 
     def save(obj: Any, f: Any, save_on_each_node: bool = False, **named: Any) -> Any:
         capture = _current.get()
@@ -123,8 +123,8 @@ def save_of(stock: Writer, is_writer: Callable[[bool], bool]) -> Writer:
 
 
 def load_of(stock: Writer) -> Writer:
-    """In place of ``accelerate.checkpointing.load``: registered objects, too, in files that were
-    materialised."""
+    """Return a replacement for ``accelerate.checkpointing.load`` that also loads registered
+    objects, from files that were materialised."""
 
     def load(*positional: Any, **named: Any) -> Any:
         return portus.decode_stand_ins(stock(*positional, **named))
@@ -158,7 +158,7 @@ def _missing() -> list[Any]:
 
 
 def safe_save_of(stock: Writer) -> Writer:
-    """In place of ``safetensors.torch.save_file``, wherever it was imported to."""
+    """Return a replacement for ``safetensors.torch.save_file``, wherever it was imported to."""
 
     @functools.wraps(stock)
     def safe_save_file(tensors: Any, filename: Any, metadata: Any = None) -> Any:
@@ -173,7 +173,7 @@ def safe_save_of(stock: Writer) -> Writer:
 
 
 def safe_load_of(stock: Writer) -> Writer:
-    """In place of ``safetensors.torch.load_file``."""
+    """Return a replacement for ``safetensors.torch.load_file``."""
 
     def load_file(filename: Any, device: Any = "cpu", **named: Any) -> Any:
         if not _verifying.get():
@@ -184,7 +184,7 @@ def safe_load_of(stock: Writer) -> Writer:
 
 
 class Shutil(ModuleType):
-    """In place of ``shutil`` within ``transformers.trainer_utils``: the same, but for this one."""
+    """A stand-in for ``shutil`` within ``transformers.trainer_utils``, with its own ``rmtree``."""
 
     def __init__(self, stock: ModuleType) -> None:
         super().__init__("shutil")
@@ -203,7 +203,8 @@ class Shutil(ModuleType):
 
 
 class Torch(ModuleType):
-    """In place of ``torch`` within ``accelerate.checkpointing``: the same, but for these two."""
+    """A stand-in for ``torch`` in ``accelerate.checkpointing``, with its own ``load`` and
+    ``save``."""
 
     def __init__(self, stock: ModuleType) -> None:
         super().__init__("torch")

@@ -23,7 +23,7 @@ _log: Final = logging.getLogger("portus_accelerate")
 
 
 class CutOff:
-    """Those of one ``Accelerator``, on each of its processes.
+    """The cut-off checkpoints of one ``Accelerator``, on each of its processes.
 
     run_of: the run that saves a checkpoint directory. pool: the one that was configured.
     is_writer: whether this process saves for others; it is the one that takes them away.
@@ -101,7 +101,7 @@ class CutOff:
         self._mend([run.place], [_home(run)], uncommitted=uncommitted)
 
     def _mend(self, pools: list[portus.Place], homes: list[str], *, uncommitted: bool) -> None:
-        """On the process that saves, while the others wait."""
+        """Mend ``pools`` on the process that saves, while the others wait."""
         pairs = itertools.product(pools, homes)  # a home has links, if the pool is on a host
         for pool, home in pairs if self._is_writer else ():
             notes = _Notes(home)
@@ -136,22 +136,22 @@ class CutOff:
 
 
 class _Notes:
-    """That checkpoints are being taken away: their files go first, one by one. The next run takes
-    away what a process leaves that dies meanwhile."""
+    """Notes that checkpoints are being taken away: their files are removed first, one by one. If
+    the process dies meanwhile, the next run takes away what it leaves."""
 
     def __init__(self, home: str) -> None:
         self._home: Final = home
         self._made: Final[list[intent.Intent]] = []
 
     def add(self, paths: list[str]) -> None:
-        """These files are about to go."""
+        """Note that the files at ``paths`` are about to be removed."""
         for directory in sorted({os.path.dirname(path) for path in paths}):
             made = intent.note(self._home, directory, is_writer=True)
             if made is not None:
                 self._made.append(made)
 
     def drop(self) -> None:
-        """They went."""
+        """Drop the notes: the files were removed."""
         for made in self._made:
             made.drop()
 

@@ -348,7 +348,7 @@ def follow(loader: Any, ranks: int, fixed: Literal["local", "global"], training:
 
 
 def of(loader: Any) -> PlainLoader | None:
-    """Who follows the loader, also if ``skip_first_batches`` made it; None if nobody does."""
+    """Return what follows a loader, also one of ``skip_first_batches``; None if nothing does."""
     found = vars(loader).get(_OWN)
     return found if isinstance(found, PlainLoader) else None
 
@@ -403,7 +403,7 @@ def tell_count(before: int, now: int) -> None:
 
 
 def _nobody() -> None:
-    """Who follows a copy of a loader."""
+    """Return None: nothing follows a copy of a loader."""
 
 
 def _skipping(made: Any) -> Any:

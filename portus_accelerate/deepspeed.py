@@ -86,7 +86,7 @@ def _patch(*, is_for_all: bool) -> bool:
 
 
 def _version() -> str:
-    """Of the loaded DeepSpeed, whose ``__init__`` may not be over yet."""
+    """Return the version of the loaded DeepSpeed, whose ``__init__`` may not have ended yet."""
     return str(getattr(sys.modules.get("deepspeed.git_version_info"), "version", "?"))
 
 

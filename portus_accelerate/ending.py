@@ -36,7 +36,7 @@ class Ending:
             self._run, self._saved = run, {directory: None}
 
     def saved(self, run: portus.Run, directory: str) -> None:
-        """There are references in ``directory`` now; nothing in it is newer."""
+        """Note that ``directory`` has references now, and that nothing in it is newer."""
         self._run = run
         self._saved.pop(directory, None)
         self._saved[directory] = None

@@ -26,7 +26,7 @@ from portus_accelerate.settings import Settings
 
 
 class CheckpointFiles:
-    """Those of one ``Accelerator``. Its methods are called on every process."""
+    """The checkpoint files of one ``Accelerator``. Its methods are called on every process."""
 
     def __init__(
         self, settings: Settings, run_of: Callable[[str], portus.Run], *, is_writer: bool
@@ -65,8 +65,8 @@ class CheckpointFiles:
                     shutil.rmtree(directory)
 
     def fetch(self, directory: str) -> None:
-        """If this machine has nothing of the run that saves ``directory``, fetch what its mirror
-        has. On the process that leads. Raises as ``portus.TrainingFiles.fetch``."""
+        """Fetch what the mirror has of the run that saves ``directory``, if this machine has
+        nothing of it. On the process that leads. Raises as ``portus.TrainingFiles.fetch``."""
         if self._is_writer:
             run = self._run_of(directory)
             assert run.links is not None

@@ -41,7 +41,7 @@ _own: Final[dict[str, str]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """On record, until it is dropped: this process makes a checkpoint directory."""
+    """A record, until it is dropped, that this process makes a checkpoint directory."""
 
     path: str
     descriptor: int

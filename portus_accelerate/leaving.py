@@ -40,7 +40,7 @@ class PreemptionCallback(TrainerCallback, ExportableState):
         """The step that was saved, to leave after it."""
 
     def state(self) -> dict[str, Any]:
-        """For ``trainer_state.json``."""
+        """Return the state for ``trainer_state.json``."""
         return {"args": {}, "attributes": {"is_due": self.is_due}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -72,12 +72,12 @@ class PreemptionCallback(TrainerCallback, ExportableState):
         return control
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """In an evaluation, between two batches."""
+        """Leave, if it is time, between two batches of an evaluation."""
         if self._trainer.is_in_train and self._preemption.should_leave_validation():
             self._leave_evaluation()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
-        """At its end."""
+        """Have Trainer save and leave at the end of an evaluation, if it is time."""
         if self._trainer.is_in_train and self._preemption.validation_ends():
             control.should_save = control.should_training_stop = True
         return control

@@ -1,4 +1,4 @@
-"""Which directory is the newest checkpoint: none whose save was cut off.
+"""The choice of the newest checkpoint directory: none whose save was cut off.
 
 What a save writes in the background appears in one step. A directory without that was never
 complete, whatever else is in it. Stock takes the highest number.
@@ -86,7 +86,7 @@ def complete_in(folder: str) -> list[str]:
 
 
 def last(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """In place of ``get_last_checkpoint``: none whose save was cut off."""
+    """Return a replacement for ``get_last_checkpoint`` that passes over cut-off saves."""
 
     @functools.wraps(stock)
     def get_last_checkpoint(folder: Any) -> Any:

@@ -103,8 +103,8 @@ class Peers:
 
 
 def _wait(store: Any, names: list[str], patience_s: float) -> list[str]:
-    """Those of ``names`` that came in time. The store is asked, never waited on: while one thread
-    waits there, no other can use it."""
+    """Return those of ``names`` that came in time. The store is polled, never waited on: while one
+    thread waits there, no other can use it."""
     end = time.monotonic() + patience_s
     came = [name for name in names if store.check([name])]
     while len(came) < len(names) and time.monotonic() < end:

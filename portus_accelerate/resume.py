@@ -157,7 +157,7 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
 
 
 def iteration(stock: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-    """In place of ``__iter__`` of Accelerate's loaders."""
+    """Return a replacement for ``__iter__`` of Accelerate's loaders."""
 
     def iterate(loader: Any) -> Iterator[Any]:
         resumed, plain = _resumed(loader), data.of(loader)
@@ -186,7 +186,7 @@ def iteration(stock: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator
 
 
 def made(stock: Callable[..., None]) -> Callable[..., None]:
-    """In place of ``__init__`` of what Accelerate's loaders have in common."""
+    """Return a replacement for ``__init__`` of the base class of Accelerate's loaders."""
 
     def __init__(  # noqa: N807
         self: Any,
@@ -264,7 +264,8 @@ def _is_finished(loader: Any) -> bool:
 
 
 def _index_of(active: Any, loaders: list[Any]) -> int | None:
-    """Which of ``loaders`` the active one is, or was made from by ``skip_first_batches``."""
+    """Return the index in ``loaders`` of the active one, or of the one that ``skip_first_batches``
+    made it from; None if it is of none."""
     for index, each in enumerate(loaders):
         if each is active:
             return index

@@ -243,8 +243,8 @@ class Saver:
     def save_whole(
         self, stock: Callable[[], Any], directory: str, add: Callable[[Capture], object]
     ) -> None:
-        """As ``save_state``, for a checkpoint that every process writes by ``stock``, which also
-        removes old ones: they go after the commit. add: as of ``CheckpointFiles.save``."""
+        """Save a checkpoint that every process writes by ``stock``, as ``save_state`` does. Old
+        ones that ``stock`` removes go after the commit. add: as of ``CheckpointFiles.save``."""
         directory = os.path.abspath(directory)
         if not portus.is_nested():
             self._files.wait()  # old ones are told by the times of directories
@@ -269,7 +269,8 @@ class Saver:
         return next((path for path in said if all(gather_object([is_good(path)]))), None)
 
     def _as_main_says(self, paths: list[str]) -> list[str]:
-        """Of all processes, who may see names come and go at other moments, the main one's."""
+        """Return the paths of the main process on all processes, which may see names come and go at
+        other moments."""
         said = [paths]
         if self._accelerator.num_processes > 1:
             broadcast_object_list(said)
@@ -292,8 +293,9 @@ class Saver:
     def save_files(
         self, stock: Callable[[], Any], directory: str, accepts: Callable[[str], bool]
     ) -> None:
-        """As ``save_state``, for a checkpoint that every process writes by ``stock``, some files of
-        it into the pool. What it asks to be done after the commit waits for ``run_deferred``."""
+        """Save a checkpoint that every process writes by ``stock``, some of its files into the
+        pool, as ``save_state`` does. What is to be done after the commit waits for
+        ``run_deferred``."""
         directory = os.path.abspath(directory)
 
         def exchange(capture: Capture) -> dict[str, Any]:
@@ -366,7 +368,7 @@ class Saver:
             _log.warning("Portus: cannot prepare for the first save: %s", error)
 
     def make_room_for_what_was_prepared(self) -> None:
-        """As ``make_room``, where Accelerate itself names the checkpoints."""
+        """Make room as ``make_room`` does, where Accelerate itself names the checkpoints."""
         accelerator = self._accelerator
         project = accelerator.project_configuration
         if project.automatic_checkpoint_naming and accelerator._models and accelerator._optimizers:
@@ -431,7 +433,7 @@ class Saver:
         return committed
 
     def note_metrics(self, logged: Mapping[str, Any]) -> None:
-        """This was logged: of it, what ``keep`` goes by is kept with the next checkpoints."""
+        """Keep, of what was logged, the metric that ``keep`` goes by, for the next checkpoints."""
         best = self._settings.keep.best
         value = None if best is None else logged.get(best[0])
         is_number = isinstance(value, numbers.Real | torch.Tensor)
@@ -439,7 +441,7 @@ class Saver:
             self._metrics = {best[0]: float(value)}  # type: ignore[arg-type]
 
     def _note(self, handle: portus.SaveHandle) -> None:
-        """Of saves that are over their cost is kept, and no more."""
+        """Keep the handle of a save; of saves that have ended keep only their cost."""
         self._stats.extend(self.take_stats())
         self._handles.append(handle)
 
@@ -657,7 +659,8 @@ class Saver:
         return self._peers.exchange(directory, self._random_states(capture), all_come=naming)
 
     def _random_states(self, capture: Capture) -> dict[str, Any]:
-        """This process's generators and positions in data, by file name; put into the capture."""
+        """Return this process's generators and positions in data, by file name. The capture has
+        them too."""
         own = capture.parts
         name = f"random_states_{self._accelerator.process_index}.pkl"
         if isinstance(own.get(name), dict):
@@ -810,9 +813,9 @@ class Saver:
             return stock(directory)
 
     def fetch_checkpoints(self, output: str) -> None:
-        """Before ``Trainer`` looks for one in ``output``: what a run without a pool has in its
-        mirror is fetched, and its checkpoints are made whole. On every process. Raises as opening a
-        pool."""
+        """Fetch what a run without a pool has in its mirror, before ``Trainer`` looks for a
+        checkpoint in ``output``, and make its checkpoints whole. On every process. Raises as
+        opening a pool."""
         if not self._settings.has_mirror:
             return
         directory = os.path.join(os.path.abspath(output), "checkpoint-0")
@@ -829,7 +832,7 @@ class Saver:
             self._accelerator.wait_for_everyone()
 
     def _fetch_named(self) -> None:
-        """Before anybody looks for checkpoints of automatic naming: fetch them, if none is here."""
+        """Fetch checkpoints of automatic naming, if none is here, before anybody looks for them."""
         project = self._accelerator.project_configuration
         if project.automatic_checkpoint_naming and self._accelerator.project_dir is not None:
             above = os.path.join(os.path.abspath(self._accelerator.project_dir), "checkpoints")

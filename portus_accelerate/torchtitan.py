@@ -22,7 +22,8 @@ class PortusCheckpoints(CheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """As of ``CheckpointManager``; saves are late unless ``async_mode`` is "disabled"."""
+        """The options of ``CheckpointManager``; saves run in the background unless ``async_mode``
+        is "disabled"."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
         """"async_with_pinned_mem" is "async": nothing is staged."""

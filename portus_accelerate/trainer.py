@@ -130,7 +130,7 @@ def _save_checkpoint(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def _patch_peft() -> None:
-    """It has the function that saves adapters in a module of its own, which may be loaded late."""
+    """Patch the function by which PEFT saves adapters; its module may be loaded late."""
     module: Any = sys.modules.get("peft.peft_model")
     if module is not None and not hasattr(module.safe_save_file, "__wrapped__"):
         module.safe_save_file = capture.safe_save_of(module.safe_save_file)
@@ -156,7 +156,8 @@ def _pushed(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """For methods that load: after the saves in flight, every byte that has a digest verified."""
+    """Return a replacement for a method that loads: it waits for the saves in flight, and verifies
+    every byte that has a digest."""
 
     @functools.wraps(stock)
     def load(self: Any, *positional: Any, **named: Any) -> Any:

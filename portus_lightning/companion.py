@@ -199,8 +199,8 @@ class CompanionHooks:
             self._leaving.validation_ended()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """After the last batch: all files are there, and the last statistics. What is saved later
-        is waited for."""
+        """Finish the saves after the last batch, so that all files are there, and log the last
+        statistics. Later saves are waited for."""
         self._end(trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -390,9 +390,9 @@ def lead_back(trainer: Any, links: Iterable[str]) -> None:
 
 
 def prepare_to_choose(trainer: Any) -> None:
-    """Before Lightning looks for the checkpoint to go on from: what a killed process had removed
-    too early is put back, what a mirror has of a run that was lost is fetched, and links that lead
-    nowhere are mended."""
+    """Put checkpoints in order before Lightning looks for the one to continue from. Put back what a
+    killed process had removed too early, fetch a lost run from its mirror, and repair links whose
+    target is gone."""
     io = plugin_in_use(trainer)
     if io is None:
         return
@@ -423,7 +423,8 @@ def linked(trainer: Any, link: str, target: str) -> bool:
 
 
 def _fetch(trainer: Any) -> None:
-    """On every rank: none looks before rank 0 is through, or it would begin anew."""
+    """Fetch a lost run from its mirror; call it on every rank. No rank looks for a checkpoint
+    before rank 0 is through, or it would begin anew."""
     io = plugin_in_use(trainer)
     if io is None or not io.has_mirror():
         return

@@ -75,9 +75,10 @@ class TrainingData:
         setattr(self._loop.epoch_loop, _BEFORE_FETCH, keep)
 
     def state_dict(self, *, is_pending: bool = False) -> dict[str, Any] | None:
-        """This rank's part: "random" and "own" have to be gathered. None before there are loaders.
+        """Return this rank's part: "random" and "own" have to be gathered. None before there are
+        loaders.
 
-        is_pending: nothing was trained since a state was loaded: that is where they are.
+        is_pending: nothing was trained since a state was loaded, so the loaders are still there.
         """
         if is_pending and self._saved:
             return _gathered([None if each is None else dict(each) for each in self._saved])
@@ -325,7 +326,7 @@ def of_all_ranks(own: list[Any], ranks: int) -> list[list[Any]]:
 
 
 def _is_stateful(loader: object) -> bool:
-    """As Lightning asks it."""
+    """Return whether ``loader`` is stateful, by the test that Lightning uses."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 

@@ -236,8 +236,8 @@ class PortusIO(CheckpointIO):
         return self._shards
 
     def expect_shards(self, directory: str, size: int) -> None:
-        """As ``expect``, for a strategy that saves in shards; on every rank, so that each sees its
-        optimizers' steps before the first save."""
+        """Prepare as ``expect`` does, for a strategy that saves in shards. Call it on every rank,
+        so that each sees its optimizers' steps before the first save."""
         writer = self.open_shards(directory)
         if _is_for_groups(writer):
             writer.prepare(size)
@@ -296,7 +296,7 @@ class PortusIO(CheckpointIO):
 
     @property
     def pooled(self) -> PooledCheckpoints:
-        """Those in a pool."""
+        """Return the checkpoints in a pool."""
         return self._pooled
 
     def has_mirror(self) -> bool:
@@ -353,8 +353,9 @@ class PortusIO(CheckpointIO):
             self._opened_files().recover(directory)
 
     def fetch(self, root: str | None, directory: str) -> None:
-        """Before Lightning looks for a checkpoint in ``directory``: if this machine lost its run,
-        the mirror has it. root: the Trainer's directory, if local. Raises as opening a pool."""
+        """Fetch the run of ``directory`` from its mirror if this machine lost it, before Lightning
+        looks for a checkpoint there. root: the Trainer's directory, if local. Raises as opening a
+        pool."""
         if not self._writes_files:
             self._pooled.fetch(root, directory)
             return
@@ -526,7 +527,7 @@ def is_last_chance(path: str) -> bool:
 
 
 def _on_cpu(storage: Any, location: str) -> Any:
-    """As Lightning loads where nothing else is said."""
+    """Return ``storage`` on the CPU, where Lightning loads by default."""
     return storage
 
 

@@ -29,7 +29,7 @@ _REAL_S: Final = 600.0
 
 
 class PooledCheckpoints:
-    """Of one plugin.
+    """The checkpoints of one plugin in a pool.
 
     pool, model, settings, keep: as of ``PortusIO``. Runs are also asked for by strategies that
     save in shards.
@@ -157,8 +157,8 @@ class PooledCheckpoints:
             run.close()
 
     def put_aside(self, path: str) -> bool:
-        """If the save of the file at ``path`` was cut off before it was committed, put it aside;
-        True if it is not there any more. Leaves alone what another process is saving."""
+        """Put the file at ``path`` aside if its save was cut off before it was committed. True if
+        it is not there any more. Leaves alone what another process is saving."""
         reference = portus.read_reference(path) if os.path.isfile(path) else None
         if reference is None:
             return False
@@ -178,8 +178,8 @@ class PooledCheckpoints:
             return False
 
     def lead_back(self, link: str) -> None:
-        """If the link at ``link`` leads nowhere, since the save was refused that Lightning made it
-        for, let it lead to the newest checkpoint of this run there. What fails is logged."""
+        """Point ``link`` to the newest checkpoint of this run there, if its target is missing
+        because the save that Lightning made it for was refused. Errors are logged."""
         directory = os.path.dirname(os.path.realpath(link))
         try:
             portus.lead_back(link, self.run_of(directory).name)

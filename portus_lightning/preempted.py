@@ -47,8 +47,8 @@ class Leaving:
 
     @classmethod
     def of(cls, trainer: Any, preempt_within: float | str) -> Leaving | None:
-        """From when a fit is set up until Lightning gives signals back. None where Lightning has
-        no such handler, or nothing is to be saved."""
+        """Return the ``Leaving`` that handles the signals of a fit, from its setup until Lightning
+        gives them back. None where Lightning has no such handler, or nothing is to be saved."""
         connector: Any = getattr(trainer, "_signal_connector", None)
         names = ("_sigterm_notifier_fn", "register_signal_handlers", "teardown")
         if trainer.fast_dev_run or not all(hasattr(connector, name) for name in names):
@@ -71,7 +71,7 @@ class Leaving:
         return self._preemption.leaving
 
     def train_starts(self) -> None:
-        """It may begin with a validation that was cut off."""
+        """Record the generators: training may begin with a validation that was cut off."""
         self._generators = self._generators_now()
 
     def batch_ended(self) -> None:
@@ -110,12 +110,13 @@ class Leaving:
             self._exit()
 
     def validation_ended(self) -> None:
-        """It is over: a signal from now on is one between two steps."""
+        """Note the end of a validation: a signal from now on comes between two steps."""
         self._generators = None
 
     def _validate(self) -> Any:
-        """In place of the validation loop's ``run``: a rank that has no batches for it, where
-        Lightning calls no hooks, meets those that do, as they do at their last one."""
+        """Run a validation, in place of the loop's ``run``. On a rank without batches for it,
+        Lightning calls no hooks: that rank meets the others here, as they meet at their last
+        one."""
         del self._val_loop.run
         try:
             if not self._val_loop.skip:
@@ -161,7 +162,8 @@ class Leaving:
             self.is_saving = False
 
     def amend(self, checkpoint: dict[str, Any]) -> None:
-        """Of what is saved when leaving: count as Lightning does where it goes on from."""
+        """Set the counts in a checkpoint that is saved when leaving to those that Lightning
+        continues from."""
         loops = checkpoint.get("loops", {}).get("fit_loop", {})
         if self._trainer.validating and _VALIDATION in loops:
             loops[_VALIDATION] = _cut_off(loops[_VALIDATION])
@@ -169,7 +171,8 @@ class Leaving:
             loops[_EPOCHS] = _at_epoch_end(loops[_EPOCHS])
 
     def generators_of(self, now: torch.Tensor) -> torch.Tensor:
-        """This rank's generators to go on with: ``now``, but in a validation."""
+        """Return this rank's generators to continue with: ``now``, or in a validation those that it
+        began with."""
         found = self._generators
         return now if found is None or not self._trainer.validating else found
 
@@ -177,7 +180,8 @@ class Leaving:
         return portus.capture_randomness(self._trainer.strategy.root_device)
 
     def _told(self, number: int, frame: FrameType | None = None) -> None:
-        """In place of what Lightning's handler calls: on this rank, and those that it started."""
+        """Note the signal, and pass the first one on to the processes that this rank started.
+        Replaces what Lightning's handler calls."""
         launcher = self._trainer.strategy.launcher
         if self._preemption.told is None and launcher is not None:
             launcher.kill(number)
@@ -241,7 +245,7 @@ def _save_last(callback: Any, trainer: Any) -> None:
 
 
 def _cut_off(progress: dict[str, Any]) -> dict[str, Any]:
-    """Of a validation: none of its batches is done, and the first one was begun."""
+    """Return a validation's progress with none of its batches done, and the first one begun."""
     done = progress["total"]["completed"] - progress["current"]["completed"]
     return {**progress, "is_last_batch": False, "total": _begun(done), "current": _begun(0)}
 
@@ -251,8 +255,8 @@ def _begun(done: int) -> dict[str, int]:
 
 
 def _at_epoch_end(progress: dict[str, Any]) -> dict[str, Any]:
-    """Of epochs: where Lightning has counted the one that just ended, as it stood in the hooks of
-    its end; as it is within an epoch."""
+    """Return the progress of epochs as it stood in the hooks of the epoch's end, if Lightning has
+    counted the one that just ended. Within an epoch, return it unchanged."""
     total = progress["total"]
     if total["completed"] != total["ready"]:
         return progress

@@ -43,7 +43,8 @@ class Saves(Protocol):
         *,
         is_first: bool,
     ) -> None:
-        """On every rank. Raises ``UsageError`` for what cannot be stored, on all ranks."""
+        """Start to save, on every rank. Raises ``UsageError`` on all ranks for what cannot be
+        stored."""
 
 
 def is_sharded(strategy: Any) -> bool:
@@ -101,7 +102,8 @@ class _Sharded:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """In place of the strategy's."""
+        """Save a checkpoint, in place of the strategy's own method, which saves what Portus
+        cannot."""
         said = self._strategy.broadcast((filepath, self._metrics()))
         path, metrics = stock.local_path(said[0]), said[1]
         if path is None or storage_options is not None or not self._is_on() or not self._save:
@@ -125,7 +127,7 @@ class _Sharded:
             self._stock("save_checkpoint")(checkpoint, filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *more: Any, **named: Any) -> dict[str, Any]:
-        """In place of the strategy's."""
+        """Load a checkpoint, in place of the strategy's own method."""
         path = stock.local_path(self._strategy.broadcast(checkpoint_path))
         is_chosen = path is not None and self._strategy.broadcast(self._is_chosen(path))
         if path is not None and (is_chosen or has_digests(path)):
@@ -141,8 +143,8 @@ class _Sharded:
         return rest
 
     def _load_directory(self, path: str, *, is_chosen: bool) -> dict[str, Any]:
-        """From torch's own directory; the newest complete one beside it, if Lightning chose it and
-        it is damaged, or its save was cut off."""
+        """Load from torch's own directory, and return what is not sharded. If Lightning chose it,
+        and it is damaged or its save was cut off, load the newest complete one beside it."""
         found = path
         try:
             self._load(lambda state: load(state, path))
@@ -177,7 +179,7 @@ class _Sharded:
             )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """In place of the strategy's."""
+        """Return the model's state, with its live shards, in place of the strategy's own method."""
         if not self._is_on():
             result = self._stock("lightning_module_state_dict")()
             assert isinstance(result, dict)
@@ -185,7 +187,8 @@ class _Sharded:
         return of_torch.get_model_state_dict(self._strategy.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """In place of the strategy's."""
+        """Return an optimizer's state, with its live shards, in place of the strategy's own
+        method."""
         if not self._is_on():
             result = self._stock("optimizer_state")(optimizer)
             assert isinstance(result, dict)

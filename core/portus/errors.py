@@ -96,7 +96,7 @@ class UsageError(PortusError, ValueError):
 
 
 class NoCheckpointError(UsageError):
-    """There is no checkpoint where one was to be loaded: the job may start fresh."""
+    """The error of a load that found no checkpoint: the job may start fresh."""
 
 
 class MediumError(PortusError, OSError):
@@ -112,7 +112,8 @@ class StaleError(PortusError):
 
 
 class AbandonedError(PortusError):
-    """This save was given up (fence time-out, audit, shutdown). Older versions are untouched."""
+    """The error of a save that was given up (fence time-out, audit, shutdown). Older versions are
+    untouched."""
 
 
 class TransportError(PortusError, ConnectionError):

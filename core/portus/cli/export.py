@@ -566,7 +566,7 @@ def _layout(found: FoundVersion, record: VersionRecord) -> tuple[TensorSpec, ...
 
 
 def _is_wanted(path: str, names: Sequence[str]) -> bool:
-    """As in ``Checkpointer.load``."""
+    """Return whether ``path`` is wanted, by the rule of ``names`` in ``Checkpointer.load``."""
     return not names or any(
         fnmatch.fnmatchcase(path, name) or path.startswith(name + ".") for name in names
     )

@@ -138,9 +138,9 @@ def _collect(pool: Place, options: GcOptions) -> _Collected:
 
 
 def _collect_from_host(place: Place, options: GcOptions) -> _Collected:
-    """By the links that trainers of this machine keep, which may be at work: nothing of theirs is
-    changed, and a reference file that is young may be about to get its name. What the host knows
-    besides was written elsewhere: whether it is there is not known here."""
+    """Collect by the links that trainers of this machine keep. They may be running: nothing of
+    theirs is changed, and a young reference file counts as alive, since it may be about to get its
+    name. Files that only the host has on record were written elsewhere, and may exist there."""
     directory = options.links or nearest(os.getcwd())
     paths = host_links(place, directory)
     if not paths and not options.missing:

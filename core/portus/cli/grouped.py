@@ -1,4 +1,4 @@
-"""Which group a command means: the parts of one save of a sharded job."""
+"""The groups that a command means; a group is the parts of one save of a sharded job."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def _why_no_dmabuf(cuda: Callable[[], Driver]) -> str:
 
 
 def _device_memory_text(why_no_dmabuf: str, *, peer: bool) -> tuple[str, str]:
-    """By which way it leaves the machine, and what to do about it."""
+    """Return how device memory leaves the machine, and advice, which is empty if there is none."""
     if not why_no_dmabuf:
         other = ", or else by nvidia_peermem" if peer else ""
         return f"a network card can read it as a dmabuf{other}", ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,7 @@ _TRIES: Final = 20
 
 @contextlib.contextmanager
 def mirrors_at(place: Place) -> Iterator[Mirrors]:
-    """Those of a place of that kind."""
+    """Yield the mirrors at ``place``, which is of that kind, and close them at the end."""
     with Mirrors(parse(place.path)) as mirrors:
         yield mirrors
 
@@ -140,19 +141,22 @@ def ls(place: Place, every: bool, newest: int, output: Output) -> int:
 def _list_files(
     place: Place, kept: Sequence[tuple[str, Filed]], every: bool, newest: int, output: Output
 ) -> None:
-    """Those of runs that save to directories, the newest last."""
+    """Print the files of runs that save to directories, by run, oldest first."""
     total = size_text(sum(each.size for _, each in kept))
     output.line(f"{place}: {count_text(len(kept), 'file')}, {total}")
     ordered = sorted(kept, key=lambda of: (of[0], of[1].term, of[1].time_ns))
-    rows = [
-        (model, each.path, "", "", f"leads to {each.link}")
-        if each.link
-        else (model, each.path, str(each.step), age_text(each.time_ns), size_text(each.size))
-        for model, each in ordered
-    ]
-    left_out = 0 if every else max(0, len(rows) - newest)
-    if left_out:
-        rows[:left_out] = [("", f"{left_out} older: --all", "", "", "")]
+    rows = list[tuple[str, ...]]()
+    for model, of_run in itertools.groupby(ordered, key=lambda of: of[0]):
+        files = [each for _, each in of_run]
+        left_out = 0 if every else max(0, len(files) - newest)
+        if left_out:
+            rows.append((model, f"{left_out} older: --all", "", "", ""))
+        rows += [
+            (model, each.path, "", "", f"leads to {each.link}")
+            if each.link
+            else (model, each.path, str(each.step), age_text(each.time_ns), size_text(each.size))
+            for each in files[left_out:]
+        ]
     output.table(("RUN", "FILE", ">STEP", "SAVED", ">SIZE"), rows)
 
 
@@ -214,5 +218,5 @@ def in_order(state: State) -> list[Added]:
 
 
 def term_document(state: State) -> dict[str, Json]:
-    """Who writes a mirror, for machines."""
+    """Return the fields that say, in a JSON document, who writes a mirror."""
     return {"term": state.term, "writer": state.who or None, "passing": state.passing}

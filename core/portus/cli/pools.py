@@ -1,4 +1,4 @@
-"""Which pools a command means, and what they hold. No torch."""
+"""The pools that a command means, and what they hold. No torch."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class FoundVersion:
 
     @property
     def entry(self) -> VersionEntry:
-        """As ``reader`` has it."""
+        """Return the version as ``reader`` has it. Raises what opening raises."""
         return self.open()[1]
 
 
@@ -267,7 +267,7 @@ class MirroredVersions:
         return {name: self._mirrors.of(name).read() for name in wanted}
 
     def models(self) -> list[str]:
-        """Of which models there is a mirror."""
+        """Return the names of the models that have a mirror here."""
         return self._mirrors.models()
 
     def found(self) -> list[FoundVersion]:

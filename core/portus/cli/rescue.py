@@ -26,7 +26,8 @@ _FILES = LocalFiles()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RescueOptions:
-    """``into``: the new pool file to make; ``in_place``: mend the file itself. Neither: look."""
+    """Options of a rescue. ``into``: write a new pool file at this path; ``in_place``: repair the
+    file itself. Neither: only look."""
 
     into: str | None = None
     in_place: bool = False
@@ -146,7 +147,8 @@ def _into(path: str, medium: Medium, versions: list[RecoverableVersion], into: s
 
 
 def _in_place(path: str) -> str:
-    """By its writer, if that can read it: it puts a slot or a superblock right."""
+    """Repair the pool file at ``path``, and return ``path``. If its writer can read the file, it
+    repairs a slot or a superblock; otherwise the pool is rebuilt from the versions found whole."""
     with contextlib.ExitStack() as stack:
         locks = stack.enter_context(contextlib.closing(locked(path, _FILES)))
         medium = stack.enter_context(contextlib.closing(_FILES.open(path, writable=True)))

@@ -179,8 +179,8 @@ def _retire(places: dict[Place, list[FoundVersion]], *, force: bool) -> None:
 
 
 def _as_seen(place: Place, seen: list[FoundVersion], writer: PoolWriter) -> list[FoundVersion]:
-    """These versions, with what holds them now. Raises ``UsageError`` if one is gone, or all are:
-    in a pool that was made anew, others have their ids."""
+    """Return these versions with what holds them now. Raises ``UsageError`` if one is gone, or if
+    the pool was made anew: other versions have their ids there."""
     catalogue = writer.catalogue()
     there = {(entry.info.id, entry.info.token) for entry in catalogue.entries()}
     is_same = seen[0].reader.superblock.uuid == writer.superblock.uuid
@@ -247,8 +247,8 @@ def _beyond(
 
 
 def _in_order(found: list[FoundVersion]) -> list[FoundVersion]:
-    """Those of one pool file in the order of their commits, also if its clock went back; those of
-    several, which come file by file, by time."""
+    """Return the versions of one pool file in the order of their commits, even if its clock went
+    back. Those of several files, which come file by file, are ordered by time."""
     latest: dict[str, int] = {}
     timed = []
     for each in found:

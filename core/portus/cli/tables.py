@@ -1,4 +1,4 @@
-"""Of protected tables, up to which batch they are, and the dense part of their training."""
+"""The batch numbers of protected tables, and of the dense part of their training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which training a report is of, and what there is to say of it."""
+"""The training that a report is about, and the facts that the report shows."""
 
 from __future__ import annotations
 
@@ -223,7 +223,8 @@ def _is_pool(path: str) -> bool:
 
 
 def _in_directory(path: str) -> list[str]:
-    """Of a directory of journals, a pool directory, or the directory of a run."""
+    """Return the directories of journals at ``path``, which is one itself, a pool directory, or the
+    directory of a run; else those in the nearest ``.portus`` above."""
     if path.endswith(JOURNAL_SUFFIX):
         return [path]
     own = _inside(path) or _inside(os.path.join(path, DEFAULT_DIRECTORY))
@@ -232,7 +233,7 @@ def _in_directory(path: str) -> list[str]:
 
 
 def directories_of(place: Place) -> list[str]:
-    """Of the journals of a place."""
+    """Return the directories of the journals of a place."""
     if place.is_host:
         links = nearest(os.getcwd())
         return [each for host in place.hosts for each in host_journals(host, links)]
@@ -276,8 +277,8 @@ def saves_of(its: Account) -> list[list[CommittedSave]]:
 
 
 def intervals(its: Account) -> list[Points]:
-    """Of each session (moment, steps to the next save): as they were decided, or as saves came; and
-    the moment of its end, as long as the last one held."""
+    """Return, for each session, points of (moment, steps to the next save) as decided, or else as
+    saves came. A last point repeats the last interval at the session's end, or at its last save."""
     ends = {
         each.begun.session: spell.end_s
         for each, spell in zip(its.sessions, its.spells, strict=True)

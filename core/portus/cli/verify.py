@@ -67,7 +67,7 @@ class Verdict:
 
     @property
     def result(self) -> str:
-        """For people."""
+        """Return the result in words, for people."""
         return {FOUND: "DAMAGED", MEND: "NEEDS REPAIR"}.get(self.code, "healthy")
 
 

@@ -42,8 +42,9 @@ _MADE_MAX: Final = 64
 
 
 class Retention:
-    """Of one rank. The thread that saves tells it what ranks say, and the worker asks it at each
-    commit; so without a lock: the thread that saves may stand still in a signal handler."""
+    """The groups that one rank knows of, and which of its parts may go. The thread that saves
+    reports what ranks say, and the worker asks at each commit. Takes no lock: the thread that saves
+    may be held up in a signal handler."""
 
     def __init__(self, run: Run, keep: Keep | None) -> None:
         """keep: which complete groups stay; None: all."""
@@ -52,7 +53,7 @@ class Retention:
         self.stand(0, 1)
 
     def stand(self, rank: int, count: int) -> None:
-        """This is rank ``rank`` of ``count`` from now on. All that was known was of other jobs."""
+        """Become rank ``rank`` of ``count``, and forget what was known: it was of other jobs."""
         self._rank, self._count = rank, count
         self._made: deque[bytes] = deque(maxlen=_MADE_MAX)
         last = self._keep.last if self._keep else 0
@@ -66,7 +67,7 @@ class Retention:
         """True once it is known what was there before."""
 
     def look(self) -> Past | None:
-        """On one rank: what is there now. None if it cannot be seen."""
+        """Return the groups that exist now; None if they cannot be read. Called on one rank."""
         try:
             found = census(self._run.place, self._run.name)
         except PortusError as error:
@@ -94,8 +95,8 @@ class Retention:
         )
 
     def look_again(self) -> None:
-        """Which groups are complete by now that ranks did not tell of: at the end, when there is no
-        next save. Raises nothing."""
+        """Note groups that have become complete without a report from the ranks. For the end, when
+        there is no next save. Raises nothing."""
         with contextlib.suppress(PortusError):
             groups = census(self._run.place, self._run.name).groups
             self._note({group.id for group in groups if group.is_complete})
@@ -107,7 +108,7 @@ class Retention:
         self._made.append(group)
 
     def tell(self, past: Past) -> None:
-        """This was there before."""
+        """Set the groups that existed before this job began."""
         self._past, self.is_told = past, True
         self._complete.extend(past.complete)
         self._shares = {
@@ -126,7 +127,7 @@ class Retention:
     # On the worker, and at the end.
 
     def committed(self, group: bytes, *, is_last: bool) -> None:
-        """This rank has its part of ``group``; is_last: and so have all others."""
+        """Note ``group`` as complete if this rank's part, committed just now, is the last one."""
         if is_last:
             self._note({group})
 

@@ -21,7 +21,7 @@ class SaveJob:
     def __init__(
         self, queue: Queue, ledger: Ledger, after: Callable[[SaveJob, Save], None]
     ) -> None:
-        """after: called on the worker, after the save is over and its waiters run."""
+        """Create a job. after: called on the worker when the save has ended and its waiters run."""
         self._queue: Final = queue
         self._ledger: Final = ledger
         self._after: Final = after
@@ -46,8 +46,8 @@ class SaveJob:
             self._queue.put(_Withdrawal(self))
 
     def withdraw(self) -> None:
-        """On the worker, after a failure: withdraw the placed files, which look like checkpoints.
-        Not if a storage host never answered whether it committed."""
+        """Withdraw the placed files, which look like checkpoints, after a failure. They stay if a
+        storage host never answered whether it committed. Call it on the worker."""
         save, keeper = self.save, self.keeper
         if save is None or keeper is None:
             return

@@ -45,7 +45,7 @@ from portus.pipeline.run import Policy, Save
 
 
 class RunSaves:
-    """Of one run. ``removals``: those that wait for a save. Threads may share it."""
+    """The saves of one run. ``removals``: those that wait for a save. Threads may share it."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class RunSaves:
             keeper.let_go(old, retire=retire)
 
     def _after(self, job: SaveJob, save: Save) -> None:
-        """After the save is over and its waiters run."""
+        """Record how a save ended, and clean up after it. Called once its waiters run."""
         mirroring = self._pool.mirroring
         if mirroring is not None:
             save.stats.mirror_lag_s = mirroring.lag_s

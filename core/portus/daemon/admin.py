@@ -137,14 +137,14 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True, tag="Standing"):
 
 
 class RequestDone(msgspec.Struct, frozen=True, tag="Done"):
-    """It was done. ``count``: of what: connections that were ended, saves still under way, bytes
-    that were read."""
+    """The host reports that it did what was asked. ``count``: connections that it ended, saves
+    still under way, or bytes that it read, depending on the request."""
 
     count: int = 0
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag="Refused"):
-    """It was not. ``kind``: of the error."""
+    """The host reports that it did not do what was asked. ``kind``: the class of the error."""
 
     kind: str
     text: str

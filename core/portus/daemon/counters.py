@@ -84,7 +84,7 @@ class Counters:
             self._seconds[name] += seconds
 
     def rotten(self, tenant: str, count: int) -> None:
-        """So many places of a tenant's pool are damaged."""
+        """Record that ``count`` places of a tenant's pool are damaged."""
         with self._guard:
             self._rot[tenant] = count
 

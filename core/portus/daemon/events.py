@@ -36,7 +36,7 @@ class Few:
         self._count = 0
 
     def tell(self, level: int, event: str, message: str, /, **fields: str | float | None) -> None:
-        """As ``tell``, or nothing."""
+        """Log an event as the function ``tell`` does, or only count it once there are too many."""
         with self._guard:
             if time.monotonic() - self._since_s > self._while_s:
                 self._end()

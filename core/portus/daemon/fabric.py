@@ -64,7 +64,8 @@ class Fabric:
         return ""
 
     def lane(self, link: Link, hosted: Hosted, other: Endpoint) -> HostLane:
-        """This end for one client, connected. Raises ``TransportError``."""
+        """Return this host's end of a queue pair, connected to the client's end ``other``. Raises
+        ``TransportError``."""
         why = self.why_not(link)
         if why:
             raise TransportError(why)
@@ -120,7 +121,7 @@ class _Device:
         self._pools: Final[dict[Hosted, PoolRegions | None]] = {}
 
     def regions(self, hosted: Hosted) -> PoolRegions | None:
-        """Those of a pool; None if it has to be reached through a ring."""
+        """Return the regions of a pool, or None if it has to be reached through a ring."""
         with self._guard:
             if hosted not in self._pools:
                 self._pools[hosted] = self._registered(hosted)
@@ -166,7 +167,7 @@ class HostLane:
 
     @property
     def endpoint(self) -> Endpoint:
-        """For the client."""
+        """The address of this end, which the client needs to connect its own."""
         return self._pair.endpoint
 
     @property

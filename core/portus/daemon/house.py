@@ -68,8 +68,8 @@ def turned_away(house: House, peer: str, why: str, tenant: str | None = None) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Of a connection. ``tenant``: None until it is let in. ``claims``: the models that it saves;
-    ``pins``: how many versions it holds; ``saving``: MODEL@STEP, or empty."""
+    """Facts about one connection. ``tenant``: None until it is let in. ``claims``: the models that
+    it saves; ``pins``: how many versions it holds; ``saving``: MODEL@STEP, or empty."""
 
     peer: str
     tenant: str | None

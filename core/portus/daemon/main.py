@@ -117,7 +117,7 @@ def serve(options: ServeOptions) -> bool:
 
 
 def _may_open(places: Places) -> None:
-    """As many descriptors as the system lets this process have, if fewer are not enough."""
+    """Raise the limit on open descriptors to what ``places`` need, as far as the system allows."""
     import resource  # not there on every system that imports this
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -157,11 +157,11 @@ def _desk(options: ServeOptions, server: Server) -> tuple[Desk | None, str]:
 
 
 def _heard_signals() -> socket.socket:
-    """From now on the numbers of the signals that came can be read there, a byte each.
+    """Return a socket that receives the number of each signal from now on, a byte each.
 
-    An event that a handler sets is not enough: Python runs handlers in the main thread alone, and
-    nothing wakes that while it waits, if the system gave the signal to another thread, or in the
-    moment before it began to wait.
+    An event that a handler sets is not enough: Python runs handlers only in the main thread, and
+    nothing wakes it while it waits, if the system gave the signal to another thread, or just before
+    the wait began.
     """
     reading, writing = socket.socketpair()
     writing.setblocking(False)

@@ -48,11 +48,11 @@ class CopiedPool(Protocol):
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The tenant that owns the pool."""
 
     @property
     def writer(self) -> PoolWriter:
-        """It is open."""
+        """The writer of the pool, which is open."""
 
     @property
     def holds(self) -> PoolHolds:
@@ -77,7 +77,7 @@ class TenantMirrors:
         self._open: Final[list[TenantMirror]] = []
 
     def tenants(self) -> list[str]:
-        """Those that have something there. Raises what the store raises."""
+        """Return the tenants that have something in the store. Raises what the store raises."""
         found, after = [], ""
         with contextlib.closing(open_store(self.address)) as store:
             while (first := next(store.list("", after), None)) is not None:
@@ -107,7 +107,7 @@ class TenantMirrors:
             self._open.append(mirror)
 
     def let_go(self, hosted: MirroredPool) -> None:
-        """Its pool is closed."""
+        """Stop mirroring a pool that is being closed, without waiting until all is mirrored."""
         mirror, hosted.mirror = hosted.mirror, None
         if mirror is not None:
             with self._guard:
@@ -260,7 +260,7 @@ class TenantPool(Joined):
         }
 
     def put_back(self, said: Referred, info: VersionInfo) -> None:
-        """On record. The file is where it was, or nowhere."""
+        """Put a reference file on record again. The file itself is where it was, or nowhere."""
         if not said.id:
             return  # of a run with a pool of its own: there are no files of it here
         reference = Reference(

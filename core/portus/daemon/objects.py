@@ -117,7 +117,7 @@ class Objects:
                 self._size -= self._known().pop(name, 0)
 
     def below(self, prefix: str) -> Store:
-        """Those whose names begin with ``prefix``, a segment, for this host itself."""
+        """Return a store of the objects below ``prefix``, a segment, for this host's own use."""
         return _Below(self, f"{prefix}/")
 
     def _reserve(self, name: str, size: int) -> None:

@@ -29,7 +29,7 @@ UNUSED_S: Final = 60.0
 
 
 class ConnectionSlot:
-    """Of one connection. ``address``: of the other side; "" for a unix socket."""
+    """The place of one connection. ``address``: of the other side; "" for a unix socket."""
 
     def __init__(self, address: str, connected: socket.socket) -> None:
         self.address: Final = address
@@ -93,8 +93,8 @@ class Places:
             self._strangers_left()
 
     def prove(self, place: ConnectionSlot, tenant: str) -> None:
-        """That of a stranger is among the others from now on. Raises ``TransportError`` if there is
-        none for it."""
+        """Move a stranger to the places of ``tenant``, ending an unused connection if needed.
+        Raises ``TransportError`` if there is no place for it."""
         with self._guard:
             proven = [each for each in self._taken if each.tenant is not None]
             limits = [
@@ -113,7 +113,7 @@ class Places:
             place.tenant, place.waits = tenant, False
 
     def leave(self, place: ConnectionSlot) -> None:
-        """It is over."""
+        """Free the place of a connection that has ended."""
         with self._guard:
             self._taken.pop(place, None)
 

@@ -74,7 +74,7 @@ class Quotas:
         return self.others is not None or bool(self.of)
 
     def for_tenant(self, tenant: str) -> int | None:
-        """Of that one."""
+        """Return the quota of ``tenant`` in bytes, or None if it is unlimited."""
         return self.of.get(tenant, self.others)
 
 
@@ -310,7 +310,7 @@ class Pools:
                 self.of(tenant)
 
     def all(self) -> list[Hosted]:
-        """Those that are open."""
+        """Return the pools that are open."""
         with self._guard:
             return list(self._open.values())
 

@@ -40,7 +40,8 @@ class RegionTable:
         self._rows = np.insert(self._rows, start, np.stack([lengths, addresses, keys], 1), axis=0)
 
     def remove(self, numbers: Column) -> None:
-        """These are no regions any more. Raises ``UsageError``, and then nothing changed."""
+        """Remove the regions with these numbers. Raises ``UsageError`` if one is not registered or
+        comes twice; then nothing has changed."""
         gone = np.unique(numbers)
         place = np.searchsorted(self._numbers, gone)
         known = place < len(self)

@@ -64,7 +64,7 @@ class OtherHost:
         self._turns: Final = threading.BoundedSemaphore(_ABREAST)
 
     def name(self, tenant: str) -> str:
-        """For messages."""
+        """Return the address of ``tenant`` at the other host, as text."""
         return str(replace(self.address, tenant=tenant))
 
     def store(self, tenant: str) -> Store:

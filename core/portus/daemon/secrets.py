@@ -1,4 +1,4 @@
-"""Who may come in: the tenants and their secrets."""
+"""The tenants of a host, and the secrets by which their clients are let in."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Secrets:
         self._of = others._of
 
     def first_of(self, tenant: str) -> bytes | None:
-        """By which this host proves itself to its replica, as that tenant; None if it has none."""
+        """Return the secret that proves this host to its replica as ``tenant``, or None."""
         of = self._of
         return None if of is None else next(iter(of.get(tenant, ())), None)
 
     def tenants(self) -> list[str]:
-        """Those that have one."""
+        """Return the tenants that have a secret, sorted."""
         return sorted(self._of or ())
 
     def proved(

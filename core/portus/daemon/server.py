@@ -123,7 +123,7 @@ class Server:
         return self._house
 
     def facts(self) -> list[Facts]:
-        """Of every connection there is."""
+        """Return the facts of every connection that is served."""
         with self._guard:
             return [session.facts() for session in self._sessions.values()]
 
@@ -331,7 +331,8 @@ def shut(door: Door) -> None:
 
 
 def _peer_address(peer: object) -> str:
-    """Whose place it is: an address of IPv4, a network of IPv6; "" for a unix socket."""
+    """Return the address that a peer's place counts for: an IPv4 address, or an IPv6 network; ""
+    for a unix socket."""
     if not isinstance(peer, tuple):
         return ""
     found = ipaddress.ip_address(str(peer[0]).partition("%")[0])

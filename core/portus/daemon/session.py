@@ -40,7 +40,7 @@ class ServedConnection:
         """The pool that it uses; None until it is let in."""
 
     def facts(self) -> Facts:
-        """As they are now. From any thread."""
+        """Return the facts of this connection as they are now. From any thread."""
         seconds = time.perf_counter() - self._start_s
         facts = Facts(peer=self._peer, tenant=self._tenant, seconds=seconds)
         return facts if self._requests is None else self._requests.added(facts)

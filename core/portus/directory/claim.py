@@ -47,7 +47,8 @@ class SeriesClaim:
 def _refuse_if_taken(
     folder: HiddenFolder[Descriptor], said: list[bytes], own: str, what: str
 ) -> None:
-    """Of two that claim at once, one of them or both are refused."""
+    """Raise ``BusyError`` if another process has claimed the series. Of two that claim at once, one
+    of them or both are refused."""
     for token, paths in folder.in_flight().items():
         if token != own and paths[0] == said[0] and paths != said:
             who = os.path.basename(os.fsdecode(paths[-1]))

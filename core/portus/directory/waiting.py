@@ -102,7 +102,8 @@ def is_of_this_machine(directory: str) -> bool:
 
 
 def _paths_in_flight(base: str) -> list[bytes]:
-    """Of one hidden folder, those that locked records name."""
+    """Return the paths that locked records name in the hidden folder of ``base``; none if it cannot
+    be read."""
     with contextlib.suppress(MediumError):
         folder = HiddenFolder(Linux(), base)
         try:

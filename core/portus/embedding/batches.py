@@ -85,7 +85,7 @@ class Batches:
 
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
-        """For one batch, see ``Protected.batch``."""
+        """Return a context manager for one batch, see ``Protected.batch``."""
         self._training.check_usable()
         if self._in_block:
             raise UsageError("`batch` was entered inside another `batch`; leave that one first")
@@ -136,7 +136,8 @@ class Batches:
             mapped.log(rows)
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """It has written. If it is the last one to, the batch is over."""
+        """Note that ``optimizer`` has written. Outside a block, end the batch if it was the last
+        one to."""
         if self._early is not None:
             self._early.after_update()
         for table in self._training.tables:
@@ -272,7 +273,8 @@ class Batches:
 
     @contextlib.contextmanager
     def _whole_next(self) -> Iterator[None]:
-        """After Ctrl-C, and whatever else is raised here, rows may be nowhere but in the tables."""
+        """Have the next moment take whole tables if anything is raised here, Ctrl-C included:
+        changed rows may then be nowhere but in the tables."""
         try:
             yield
         except BaseException:

@@ -115,7 +115,8 @@ class _Bag:
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As that of the module, whose place it takes."""
+        """Look up as the module's own ``forward``, which this replaces. Use a lookup that was made
+        early for these ids, if there is one."""
         if offsets is None and per_sample_weights is None:
             known = known_as(self.table.weight)
             for each in self.lookups:

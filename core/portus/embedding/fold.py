@@ -40,8 +40,8 @@ class Fold:
     """An image and a log in the making. One thread at a time."""
 
     def __init__(self, pool: PoolWriter, moment: Moment, log_length: int) -> None:
-        """Of the state at ``moment``, and of what it becomes. Reserves room for all of it. Raises
-        ``MediumError``; then nothing is held."""
+        """Begin to fold the state at ``moment`` and the batches after it, and reserve room for all
+        of it. Raises ``MediumError``; then nothing is held."""
         self._pool: Final = pool
         self._length: Final = moment.length
         self._held: Final[list[list[Extent]]] = []

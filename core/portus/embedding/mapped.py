@@ -98,8 +98,8 @@ class Mapped:
         return rest
 
     def placed(self, index: Mapping[int, int]) -> tuple[dict[int, TensorLocation], dict[int, int]]:
-        """By the storages of a state, whose addresses have these indices: the places of those that
-        are placed, and where the digests of each are."""
+        """Return the places of the storages that are in the pool, and the storages of their
+        digests. Both are keyed by storage; ``index`` gives the storage at each address."""
         places: dict[int, TensorLocation] = {}
         digests: dict[int, int] = {}
         tensors = [tensor for table in self._tables for _, tensor in _tensors(table)]

@@ -34,8 +34,8 @@ class OtherStates:
     def leave_out(
         self, table: Table, state: dict[str, Any], prefix: str, about: dict[str, Any]
     ) -> None:
-        """Of the state of a module, its table. about: is told where it is from, for a file that has
-        the table filled in."""
+        """Put a mark in place of the table in a module's state, if ``may_mark`` allows. about:
+        receives where the table is from, for a file that has the table filled in."""
         if self._batches.may_mark:
             place = self._elsewhere("model", f"{table.name}.weight".lstrip("."))
             state[prefix + "weight"] = place
@@ -51,7 +51,8 @@ class OtherStates:
                 self._batches.go_on_from_mark(batch)
 
     def leave_out_rows(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Of the state of an optimizer, what it keeps of rows; None: all of it stays."""
+        """Return an optimizer's state with marks in place of its row tensors; None if all of it
+        stays."""
         if not self._batches.may_mark:
             return None
         optimizers = self._training.optimizers

@@ -115,7 +115,7 @@ class PlacedStore(TableStore):
     in_place = True
 
     def __init__(self, pool: PoolWriter, log_bytes: int | None = None) -> None:
-        """As ``TableStore``; puts back what a batch changed that was not committed."""
+        """Open the pool as ``TableStore`` does, and put back what an uncommitted batch changed."""
         self._places: dict[int, TensorLocation] = {}
         """Of the newest version, by the index of the storage."""
         self._reserved: list[tuple[TensorLocation, Extent]] = []
@@ -169,8 +169,8 @@ class PlacedStore(TableStore):
                 place.old = [place.old[each] for each in order.tolist()]
 
     def commit(self, moment: Moment) -> None:
-        """As ``TableStore``: what the places of the moment have now, and the rest of it. Then the
-        slice that is due is written, and what comes next is logged, as far as it is known."""
+        """Commit as ``TableStore`` does: what the places of the moment have now, and the rest of
+        it. Then write the slice that is due, and log what comes next, as far as it is known."""
         assert isinstance(moment, PlacedMoment)
         sums: dict[int, list[int]] = {}
         changed: list[NDArray[np.int64]] = []
@@ -197,7 +197,7 @@ class PlacedStore(TableStore):
         self.log(moment.ahead)  # in the log that there is by now
 
     def mark(self, batch: int, token: bytes, retire: Collection[int] = ()) -> None:
-        """As ``TableStore``, by a copy of everything."""
+        """Keep a mark as ``TableStore`` does, but by a copy of everything."""
         if self._log is not None:
             self._log.look()
         held: list[list[Extent]] = []
@@ -224,8 +224,8 @@ class PlacedStore(TableStore):
                 self.pool.release(each)
 
     def seal(self) -> None:
-        """As ``TableStore``. What is behind the last batch is undo of one that is not committed, if
-        it began: whoever opens the pool next puts that back."""
+        """Seal the log as ``TableStore`` does. If an uncommitted batch has begun, leave the log as
+        it is: whoever opens the pool next puts back what its undo entries hold."""
         begun = any(len(place.logged) for place in self._places.values())
         if not begun and self._log is not None and self._log.room > PAGE:
             super().seal()
@@ -452,7 +452,7 @@ class PlacedStore(TableStore):
     # --- opening --------------------------------------------------------------------------------
 
     def _row_bytes(self, record: VersionRecord) -> dict[int, int]:
-        """Of each storage that begins with a tensor with rows, the bytes of one."""
+        """Return the bytes of one row, for each storage that begins with a tensor with rows."""
         lengths = record.storages["length"].tolist()
         specs = decode_layout(memoryview(self._layout))
         found = [(each.storage, each.shape[0]) for each in specs if each.shape and each.shape[0]]

@@ -81,8 +81,9 @@ def resume(
 
 
 def forget_locals(error: BaseException | None) -> None:
-    """Of what raised: tables of a pool would be held by these as long as somebody has the error,
-    and copied to memory when the pool is closed."""
+    """Clear the local variables in the tracebacks of ``error`` and its causes. They would hold
+    tables of a pool as long as somebody has the error, and closing the pool would copy these to
+    memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__

@@ -28,8 +28,8 @@ class Slices:
     """A dense part in the making. One thread at a time."""
 
     def __init__(self, pool: PoolWriter, moment: Moment) -> None:
-        """Of what ``moment`` leaves. Reserves room for it. Raises ``MediumError``; then nothing is
-        held."""
+        """Begin to store what ``moment`` leaves, and reserve room for it. Raises ``MediumError``;
+        then nothing is held."""
         self._pool: Final = pool
         self.moment: Final = moment
         self.indices: Final = np.array(sorted(moment.left), np.int64)
@@ -57,7 +57,7 @@ class Slices:
 
     @property
     def batch(self) -> int:
-        """Of which it is."""
+        """Return the batch that this dense part is of."""
         return self.moment.dense_batch
 
     @property

@@ -1,7 +1,7 @@
-"""Which tables a model has, which rows of them an update changes, and which it must not.
+"""The tables of a model, the rows that an update changes, and those that it must not change.
 
-Of ``Embedding`` and ``EmbeddingBag`` with ``sparse=True`` an update changes the rows that the
-gradient names, by torch's own optimizers for it. After a reduction over ranks these are the rows
+An update of an ``Embedding`` or ``EmbeddingBag`` with ``sparse=True`` changes the rows that the
+gradient names, by the optimizers in ``_NEEDED``. After a reduction over ranks these are the rows
 that any rank looked up. What an optimizer keeps of each row changes with it.
 """
 

@@ -44,12 +44,12 @@ class ProtectedTraining:
 
     @property
     def name(self) -> str:
-        """That of its pool."""
+        """Return the name of its pool."""
         return self._pool.medium.info.name
 
     @property
     def identity(self) -> str:
-        """That of its pool, in hex."""
+        """Return the UUID of its pool, in hex."""
         return self._pool.superblock.uuid.hex()
 
     @property

@@ -1,4 +1,4 @@
-"""Which text can be stored."""
+"""The test for text that can be stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which keys lead to each storage, read from a pickle of torch without running any of it."""
+"""The keys that lead to each storage, read from a pickle of torch without running any of it."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class StoragePlace(NamedTuple):
 
     @property
     def subscript(self) -> str:
-        """As in Python: ``['model']['layer.weight']``."""
+        """The keys as a subscript in Python: ``['model']['layer.weight']``."""
         return "".join(f"[{key!r}]" for key in self.keys) or "the state itself"
 
     @property
     def dotted(self) -> str:
-        """As patterns have it: ``model.layer.weight``."""
+        """The keys as patterns write them: ``model.layer.weight``."""
         return ".".join(map(str, self.keys))
 
 

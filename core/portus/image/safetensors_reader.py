@@ -150,7 +150,7 @@ def _are_counts(value: object) -> bool:
 def _digests(
     head: bytes, metadata: Mapping[str, str], size: int, lengths: Column, where: str
 ) -> Digests | None:
-    """Those of the header, which is verified; None if Portus did not write this file.
+    """Return the digests in the header, which is verified; None if Portus did not write the file.
 
     Other tools copy what is in the metadata, ours too, into files of their own: then it is at
     another place, or speaks of a file of another size.

@@ -226,7 +226,7 @@ class _Entry(NamedTuple):
 
     @property
     def flags(self) -> int:
-        """Those of the zip."""
+        """The flags of this entry in the zip."""
         return _WITH_DESCRIPTOR if self.size else _UTF8
 
     def header(self, data_at: int) -> bytes:

@@ -110,7 +110,7 @@ class _Ahead:
         self._loaded.update(zip(there, self._medium.load_all(there), strict=True))
 
     def load(self, offset: int, target: memoryview) -> None:
-        """As the medium does."""
+        """Load as the medium does, but copy what was loaded ahead."""
         found = self._loaded.get(Extent(offset, target.nbytes))
         if found is None:
             self._medium.load(offset, target)

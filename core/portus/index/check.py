@@ -108,8 +108,8 @@ def check(
 
 
 def check_file(path: str, look: CheckOptions, *, cached: bool = True) -> list[Finding]:
-    """As ``check``, of one pool file or device. cached: False reads past the pages that the system
-    keeps of a file, where it can."""
+    """Return the findings of one pool file or device, as ``check`` does. cached: False reads past
+    the pages that the system keeps of a file, where it can."""
     files = LocalFiles()
     with contextlib.ExitStack() as stack:
         medium = files.open(path, writable=False) if cached else files.open_uncached(path)
@@ -119,7 +119,7 @@ def check_file(path: str, look: CheckOptions, *, cached: bool = True) -> list[Fi
 
 
 def check_medium(medium: Medium, locks: Locks, look: CheckOptions) -> list[Finding]:
-    """As ``check``, of the pool on a medium."""
+    """Return the findings of the pool on a medium, as ``check`` does."""
     findings = Findings(look.told)
     uuid = check_fixed_pages(medium, findings)
     if uuid is None:

@@ -97,11 +97,6 @@ class ReachableVersions:
     records: dict[Pointer, Reached] = field(default_factory=dict)
     copies: dict[bytes, Pointer] = field(default_factory=dict)
 
-    @property
-    def next_version(self) -> int:
-        """Over the id of every version."""
-        return max((root.next_version for root in self.roots), default=1)
-
 
 def check_fixed_pages(medium: Medium, findings: Findings) -> bytes | None:
     """Look at pages 0 to 7 but for the root slots. The pool's uuid; None if it cannot be known.

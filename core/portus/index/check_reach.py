@@ -1,4 +1,4 @@
-"""Who reaches which bytes: no page of two commits (V1), no overlap (F13)."""
+"""The check of who reaches which bytes: no page of two commits (V1), no overlap (F13)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Reach:
 
 
 def _good(version: CheckedVersion) -> npt.NDArray[np.bool_]:
-    """Of each extent, whether it is of a sound storage, and not empty."""
+    """Return a mask of the extents that belong to a sound storage and are not empty."""
     storages, extents = version.record.storages, version.record.extents
     good: npt.NDArray[np.bool_] = version.sound[owners(storages["extents"])]
     return good & (extents["length"] > 0)

@@ -63,7 +63,7 @@ class CheckedVersion:
 
     @property
     def name(self) -> str:
-        """For findings."""
+        """The version's id, model and step in words, for findings."""
         info = self.entry.info
         return f"version {info.id} of {info.model!r} (step {info.step})"
 
@@ -372,7 +372,7 @@ class Bytes:
             self._findings.error("V4", where, "the entries that were committed", str(error))
 
     def unknown(self, seen: CheckedVersion) -> Flags:
-        """Which storages no version before had, and could be read; from now on they are known."""
+        """Return which storages are sound and were in no version before, and note them as known."""
         keys = _keys(seen.record)
         unknown = _flags(key not in self._known for key in keys) & seen.sound
         self._known.update(keys)
@@ -508,7 +508,7 @@ class _Stream:
 
 
 def _keys(record: VersionRecord) -> list[bytes]:
-    """Of each storage, where its bytes are and what they should be."""
+    """Return a key for each storage: where its bytes are and what they should be."""
     storages, extents = record.storages, record.extents
     first = storages["first_extent"].astype(np.int64)
     counts = storages["extents"].astype(np.int64)

@@ -206,8 +206,8 @@ class CommitRecords:
         return entry
 
     def _measure(self) -> tuple[int, int]:
-        """At least the bytes of all records, and of all copies that are to be written: model
-        indices and table as if none were dropped."""
+        """Return upper bounds for the bytes of all records, and of all copies that are to be
+        written. Model indices and table count as if none were dropped."""
         names = list(self._before.models)
         copied = [
             96 * (len(entries) + 1) + 4 * len(name) + 24 + len(encode_metrics(entries))

@@ -72,7 +72,8 @@ def _is_pool_name(name: str) -> bool:
 
 
 def writer_of(pool: Place) -> str:
-    """Who has a pool file in a directory: the name that ``Place.pool_of`` was asked for."""
+    """Return the name of the writer that a pool file in a directory belongs to, as it was passed to
+    ``Place.pool_of``."""
     return urllib.parse.unquote(os.path.basename(pool.path).removesuffix(SUFFIX))
 
 
@@ -110,7 +111,7 @@ def first_generation(path: str) -> str:
 
 
 def superseded(paths: Iterable[str]) -> set[str]:
-    """Those of some pool files that have a successor among them."""
+    """Return those of the pool files at ``paths`` that have a successor among them."""
     runs: dict[str, list[tuple[int, str]]] = {}
     for path in paths:
         first, number = _numbered(path)

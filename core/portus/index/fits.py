@@ -1,4 +1,4 @@
-"""Which values a setting may have: declared by its type, once, and checked from there."""
+"""The values that a setting may have: declared by its type, once, and checked from there."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class FreeSpace:
             return self._free_holes_now()
 
     def missing(self, wanted: Wanted) -> int:
-        """By how many pages the pool would have to grow."""
+        """Return by how many pages the pool would have to grow for ``wanted``."""
         pages = wanted.pages + wanted.spare
         return pages if wanted.contiguous else pages - page_count(self.free())
 
@@ -183,7 +183,7 @@ class FreeSpace:
         return extents if is_enough else []
 
     def fill(self, extents: Sequence[Extent]) -> None:
-        """They are holes no more: the caller has had space put there."""
+        """Remove ``extents`` from the holes: the caller has given them space again."""
         with self._guard:
             self._holes = without(self._holes, extents_runs(extents))
 

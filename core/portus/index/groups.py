@@ -52,7 +52,7 @@ class Group:
 
 
 def new_id() -> bytes:
-    """For a new group; made once, by the rank that plans."""
+    """Return the id of a new group; made once, by the rank that plans."""
     return os.urandom(ID_SIZE)
 
 

@@ -24,7 +24,7 @@ _NEW: Final = ".new"
 
 
 class PoolHolds:
-    """Those of one pool. Thread-safe."""
+    """The reference files that a storage host keeps for one pool. Thread-safe."""
 
     def __init__(self, directory: str | None, files: FileSystem) -> None:
         """directory: for the files, made at the first; None: in memory, as the pool is."""
@@ -70,7 +70,7 @@ class PoolHolds:
             return list(self._references.values())
 
     def model_of(self, name: str) -> str | None:
-        """Of which it is; None if it is not on record."""
+        """Return the model that the reference file ``name`` belongs to; None if not on record."""
         with self._guard:
             found = self._references.get(name)
             return None if found is None else found.model

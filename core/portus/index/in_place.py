@@ -58,7 +58,8 @@ def cells_of(rows: Column, row: int, cell: int) -> Column:
 
 
 def cell_digests(number: Column, data: Bytes) -> list[int]:
-    """Of cells, of shape (cells, bytes of each), whose numbers in their storage these are."""
+    """Return the digests of the cells ``data``, of shape (cells, bytes of each), seeded with
+    ``number``, their numbers in their storage."""
     cells = np.ascontiguousarray(data).view(f"V{data.shape[1]}")[:, 0].tolist()
     return list(map(xxhash.xxh3_128_intdigest, cells, number.tolist()))
 
@@ -105,7 +106,7 @@ class InPlace:
 
     @property
     def storages(self) -> list[int]:
-        """Their indices."""
+        """The indices of the storages that are changed in place, sorted."""
         return sorted(self._placed)
 
     def sums(self, storage: int) -> list[int]:

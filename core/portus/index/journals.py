@@ -173,7 +173,7 @@ def now_ns() -> int:
 
 @functools.cache
 def boot() -> str:
-    """Which boot of which machine this is; "" where the system does not say."""
+    """Return the id of this boot of this machine; "" where the system does not say."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read(64).strip()

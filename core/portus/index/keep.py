@@ -33,7 +33,7 @@ class Kept(Protocol):
 
     @property
     def step(self) -> int:
-        """Of training."""
+        """The training step that the version was saved at."""
 
     @property
     def time_ns(self) -> int:
@@ -41,7 +41,7 @@ class Kept(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Its metrics, by name."""
+        """The metrics of the version, by name."""
 
 
 _Version = TypeVar("_Version", bound=Kept)
@@ -49,7 +49,7 @@ _Version = TypeVar("_Version", bound=Kept)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Which versions stay: each version that at least one of these fields names. Raises
+    """A rule for which versions stay: each version that at least one of these fields names. Raises
     ``UsageError`` for a value that is not allowed.
 
     Args:
@@ -122,13 +122,13 @@ class Keep:
         return {name: each for name, each in said.items() if each is not None}
 
     def staying(self, versions: Sequence[_Version]) -> list[_Version]:
-        """Those that stay of ``versions`` of one model, all in the order of their commits, oldest
-        first."""
+        """Return those of ``versions`` that stay: all versions of one model, in the order of their
+        commits, oldest first."""
         return self._among(versions, last=self.last, newest_ns=None)
 
     def lasting(self, versions: Sequence[_Version], newest_ns: int | None = None) -> list[_Version]:
-        """Those that would stay without being among the ``last``. newest_ns: the time of a newer
-        version, which is not among ``versions``."""
+        """Return those of ``versions`` that would stay without being among the ``last``. newest_ns:
+        the time of a newer version, which is not among ``versions``."""
         return self._among(versions, last=0, newest_ns=newest_ns)
 
     @property

@@ -1,4 +1,4 @@
-"""Those who wait for a turn to commit are committed together, by whoever gets it first.
+"""Changes that wait for a turn to commit: whoever gets the turn first commits them together.
 
 Theory. While one commit persists, others wait for the turn. Who gets it next takes along all that
 wait by then: one commit, two persists, for all of them. Nobody ever waits for company. And there is
@@ -21,7 +21,7 @@ Outcome = TypeVar("Outcome")
 
 
 class RoomError(MediumError):
-    """There is no room for the records of a commit. Nothing was stored."""
+    """The error of a commit that has no room for its records. None of them was stored."""
 
 
 class Line(Generic[Change, Outcome]):
@@ -61,7 +61,8 @@ class Line(Generic[Change, Outcome]):
         return own.result()
 
     def _first(self) -> list[_Waiting[Change, Outcome]]:
-        """Those that are made next: all that wait, but each subject once."""
+        """Return the changes to make next, and remove them from the line: all that wait, but each
+        subject once."""
         taken: list[_Waiting[Change, Outcome]] = []
         subjects = set[Hashable]()
         with self._guard:
@@ -115,11 +116,11 @@ class _Waiting(Generic[Change, Outcome]):
         self._error: BaseException | None = None
 
     def end(self, outcome: Outcome) -> None:
-        """It was made."""
+        """Record that the change was made, and its outcome."""
         self._outcome, self.over = [outcome], True
 
     def fail(self, error: BaseException) -> None:
-        """It was not; or nobody knows."""
+        """Record ``error``: the change was not made, or nobody knows whether it was."""
         self._error, self.over = error, True
 
     def result(self) -> Outcome:

@@ -116,7 +116,7 @@ def _counts(entry: Entry, record: VersionRecord, log: VersionLog) -> bool:
 
 
 class PatchPlaces:
-    """Which bytes of which storage of a version a patch is for."""
+    """The places of patches in a version: which bytes of which storage each one is for."""
 
     def __init__(self, record: VersionRecord) -> None:
         counts = record.storages["extents"].astype(np.int64)

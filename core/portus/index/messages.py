@@ -7,12 +7,12 @@ from portus.media.base import Medium
 
 
 def read_holder(medium: Medium) -> str:
-    """Who opened the pool for writing last, in words; empty if nobody did."""
+    """Return who opened the pool for writing last, in words; empty if nobody did."""
     return _messages(medium)[0]
 
 
 def read_failure(medium: Medium) -> str:
-    """Which save to the pool failed last, when and why, in words; empty if none did."""
+    """Return which save to the pool failed last, when and why, in words; empty if none did."""
     return _messages(medium)[1]
 
 

@@ -158,7 +158,7 @@ class Place:
 
     @property
     def address(self) -> Address:
-        """Of one host."""
+        """The address of the host; only a place that is one host has it."""
         assert self.kind is PlaceKind.HOST
         return parse(self.path)
 

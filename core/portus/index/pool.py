@@ -266,8 +266,8 @@ class PoolWriter(PoolReader):
         return self._line.make(Change(new, data, retire))
 
     def commit_together(self, changes: Sequence[Change]) -> list[VersionRecord | None]:
-        """As ``commit``, for several at once, each of another model: all are committed, or none.
-        What was committed is in the order of ``changes``. ``RoomError``: fewer may fit."""
+        """Commit several changes at once, as ``commit`` does, each of another model: all or none.
+        Return what was committed, in the order of ``changes``. ``RoomError``: fewer may fit."""
         with self._committing:
             for change in changes:
                 self._declare(0 if change.new is None else change.new.features)
@@ -311,9 +311,9 @@ class PoolWriter(PoolReader):
             self._look()
 
     def glance(self, offset: int = 0, expected: bytes = b"") -> None:
-        """As ``look``, for the price of one load in most cases: for commits that store no root.
-        ``expected``: what this writer stored last at ``offset``, if it is newer than the root that
-        was looked at before: no other pool has it, nor has an older copy of this one."""
+        """Check as ``look`` does, for the price of one load in most cases: for commits that store
+        no root. ``expected``: what this writer stored last at ``offset``, if it is newer than the
+        root that was looked at before: no other pool has it, nor has an older copy of this one."""
         root = self._roots[0].root
         is_known = bool(expected) and root is self._glanced and self.medium.size >= root.size
         if is_known and self._has(offset, expected):
@@ -662,7 +662,8 @@ class PoolWriter(PoolReader):
         indices: Mapping[str, Pointer],
         wanted: Mapping[Pointer, RecordKind],
     ) -> Foundation:
-        """With what there is, and is to be, of copies of the records ``wanted``."""
+        """Return the foundation of a commit, with the copies of the records ``wanted`` that exist,
+        and the records that are still to be copied."""
         damaged, room = frozenset(self._damaged), _COPIES_MAX
         copies: dict[Copy, None] = {}
         again: list[tuple[RecordKind, bytes]] = []

@@ -28,8 +28,8 @@ _log: Final = logging.getLogger("portus")
 
 
 def spare_pages(records: Runs) -> int:
-    """For the records, and their copies, of a commit that retires something, and some more.
-    records: the pages of those that are there."""
+    """Return the number of pages to spare for the records, and their copies, of a commit that
+    retires something, and some more. records: the pages of the records that are there."""
     return 8 + 2 * page_count(records)
 
 
@@ -47,7 +47,7 @@ class PoolReader:
 
     @property
     def superblock(self) -> Superblock:
-        """Who the pool is."""
+        """The superblock, which identifies the pool."""
         return self._superblock
 
     def catalogue(self) -> Catalogue:
@@ -113,8 +113,8 @@ class PoolReader:
         return replace(catalogue, copies=read_copies(self.medium, catalogue.root)).record_runs
 
     def unique_bytes(self) -> dict[int, int]:
-        """For each version, by its id: bytes of the pages that no other version reaches, which is
-        what removing it alone would free. Reads the record of each."""
+        """Return, for each version by its id, the bytes of the pages that no other version reaches,
+        which is what removing it alone would free. Reads the record of each."""
         entries = list(self.catalogue().entries())
         pages = alone([self._reach_of(entry) for entry in entries])
         return {e.info.id: each * PAGE for e, each in zip(entries, pages, strict=True)}

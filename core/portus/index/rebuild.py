@@ -31,11 +31,11 @@ from portus.spec import PAGE, Extent
 
 
 def chosen(medium: Medium, found: Sequence[RecoverableVersion]) -> list[RecoverableVersion]:
-    """Those of some whole versions that can be in one pool: of the same pool as most, each id and
-    token once, no page of two commits. Of two that exclude each other the newer stays: the other
-    was retired, or given up.
+    """Return those of some whole versions that can be in one pool: of the same pool as most, each
+    id and token once, no page of two commits. Of two that exclude each other the newer stays: the
+    other was retired, or given up.
 
-    In the order of their commits.
+    They are in the order of their commits.
     """
     uuids = [each.uuid for each in found]
     uuid = max(uuids, key=uuids.count, default=b"")

@@ -288,7 +288,7 @@ def encode_metrics(entries: Sequence[VersionEntry]) -> bytes:
 
 
 def metrics_size(metrics: Mapping[str, float]) -> int:
-    """At least the bytes that those of one version add to ``encode_metrics``."""
+    """Return an upper bound of the bytes that one version adds to ``encode_metrics``."""
     longest = str(VERSION_ID_MAX)
     return len(_metrics_encoder.encode({longest: dict(metrics)})) if metrics else 0
 

@@ -66,7 +66,7 @@ class Root:
 
     @property
     def slot(self) -> int:
-        """Which of the two slots it belongs in."""
+        """The slot that the root belongs in, 0 or 1."""
         return self.sequence % 2
 
 
@@ -93,7 +93,7 @@ def format_superblock(
 
 
 def successor_uuid(uuid: bytes, generations: int = 1) -> bytes:
-    """Who the successor is of the pool ``uuid``, or the successor of that, and so on."""
+    """Return the uuid of the pool that is ``generations`` successors after the pool ``uuid``."""
     for _ in range(generations):
         uuid = digest(uuid)
     return uuid

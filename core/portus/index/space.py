@@ -75,7 +75,7 @@ def page_count(runs: Runs) -> int:
 
 
 def alone(reaches: Sequence[Runs]) -> list[int]:
-    """For each reach (merged), the pages that none of the others has."""
+    """Return, for each reach (merged), the number of pages that none of the others has."""
     counts = [len(each) for each in reaches]
     whose = np.repeat(np.arange(1, len(reaches) + 1), counts)
     runs = np.concatenate([EMPTY, *reaches])

@@ -66,7 +66,7 @@ class Session:
 
     @property
     def elapsed_s(self) -> float:
-        """From its begin to the last sign of life."""
+        """The seconds from the session's start to its last sign of life."""
         return self.last_s - self.begun.at_s
 
     @property
@@ -239,7 +239,7 @@ class Account:
 
     @property
     def median_blocked_s(self) -> float:
-        """Of one save; 0 without any."""
+        """The median of the seconds that one save blocked; 0 without any save."""
         return statistics.median([each.line.blocked_s for each in self.saves] or [0.0])
 
 

@@ -99,7 +99,8 @@ def ask(into: Buffer, number: int, asked: Asked) -> None:
 
 
 def read(data: bytes, name: str) -> tuple[SessionBegun, SessionEnded]:
-    """Whose a page is, and how far that session came. ``name``: of the file, for errors.
+    """Return the session that a page belongs to, and how far it came. ``name``: of the file, for
+    errors.
 
     Raises ``UsageError`` for a newer format, ``CorruptionError`` for what is none.
     """

@@ -37,7 +37,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, tag="journal", tag_field="kind"):
-    """Before each session: the format, and which model the journal is of."""
+    """The line before each session: the format, and the model that the journal is of."""
 
     format: int
     model: str
@@ -282,7 +282,7 @@ def _joined(head: Head, lines: Iterable[Line]) -> bytes:
 
 
 def _newest(lines: Iterable[Line]) -> list[Line]:
-    """Without lines that a later one replaces."""
+    """Return ``lines`` without those that a later one replaces."""
     found = list(lines)
     last: dict[tuple[object, ...], int] = {}
     for position, each in enumerate(found):

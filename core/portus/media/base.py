@@ -261,8 +261,8 @@ class Names(Protocol):
         """What is at ``path``, or None if nothing is. Follows symbolic links."""
 
     def birth(self, path: str) -> Birth | None:
-        """Which file or directory is at ``path``. None if nothing is there, or where the file
-        system keeps no time of birth. Follows symbolic links."""
+        """Return the ``Birth`` of the file or directory at ``path``. None if nothing is there, or
+        where the file system keeps no time of birth. Follows symbolic links."""
 
 
 class FileSystem(Files, Names, Protocol):
@@ -270,7 +270,7 @@ class FileSystem(Files, Names, Protocol):
 
 
 class Locks(Protocol):
-    """Who writes a pool, and who reads which version of it. Held by process, not by thread."""
+    """The locks of a pool's writer and of its versions' readers. Held by process, not by thread."""
 
     def acquire_writer(self, timeout_s: float) -> None:
         """Become the one writer; waits up to ``timeout_s``, then raises ``BusyError``, naming the

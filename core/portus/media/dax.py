@@ -52,7 +52,7 @@ class DeviceFacts:
 
 
 def device_facts(path: str) -> DeviceFacts | None:
-    """Those of the device at ``path``; None if it is no DAX device. Opens no device.
+    """Return the facts of the device at ``path``; None if it is no DAX device. Opens no device.
 
     Raises ``MediumError`` if the system does not tell.
     """
@@ -166,7 +166,7 @@ class SpaceMedium:
 
     @property
     def info(self) -> MediumInfo:
-        """Its granularity is a word of the processor."""
+        """The medium's ``MediumInfo``; its granularity is a word of the processor."""
         return self._info
 
     @property
@@ -201,7 +201,7 @@ class SpaceMedium:
             self._size = size
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
-        """Through the mapping; other threads run meanwhile."""
+        """Store through the mapping; other threads run meanwhile."""
         self._check_writable()
         view = memoryview(data)
         self._check_range(offset, view.nbytes)
@@ -211,7 +211,7 @@ class SpaceMedium:
             self._space.store(offset, view.cast("B"))
 
     def load(self, offset: int, target: memoryview) -> None:
-        """Through the mapping. A line that the memory lost ends the process (SIGBUS)."""
+        """Load through the mapping. A line that the memory lost ends the process (SIGBUS)."""
         self._check_open()
         self._check_range(offset, target.nbytes)
         if target.readonly or not target.c_contiguous:
@@ -331,11 +331,11 @@ class DaxFile(MappedFile):
 
     @property
     def info(self) -> MediumInfo:
-        """Its granularity is a word of the processor."""
+        """The medium's ``MediumInfo``; its granularity is a word of the processor."""
         return MediumInfo(self.kind, self.path, WORD, self._file_system.volatile, True)
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
-        """Through the mapping: what pwrite changes of the file system would need a sync."""
+        """Store through the mapping: what pwrite changes of the file system would need a sync."""
         self._check_writable()
         view = memoryview(data)
         self._check_range(offset, view.nbytes)
@@ -404,7 +404,7 @@ def accepts_map_sync(descriptor: Descriptor) -> bool:
 
 
 class _NoProcessor:
-    """Of a medium that is only read."""
+    """The ``Processor`` of a medium that is only read."""
 
     def flush(self, address: int, length: int) -> None:
         raise AssertionError("a reader writes nothing back")

@@ -125,7 +125,7 @@ class PlainFile:
 
     @property
     def info(self) -> MediumInfo:
-        """Its granularity is a sector of the disk."""
+        """The medium's ``MediumInfo``; its granularity is a sector of the disk."""
         return MediumInfo(self.kind, self.path, SECTOR, self._file_system.volatile, self._writable)
 
     @property
@@ -143,7 +143,7 @@ class PlainFile:
         self._poison = self._poison or f"{self.path}: accepts no more writes: {reason}"
 
     def grow(self, size: int) -> None:
-        """Without space it is undone, and does not poison; a failed sync does."""
+        """Grow the file. Without space this is undone, and does not poison; a failed sync does."""
         self._check_writable()
         with self._growing:
             before = self.size
@@ -161,7 +161,7 @@ class PlainFile:
                 raise
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
-        """Through pwrite; an error leaves these bytes, and only these, undefined."""
+        """Store with pwrite; an error leaves these bytes, and only these, undefined."""
         self._check_writable()
         view = memoryview(data)
         self._check_range(offset, view.nbytes)
@@ -179,7 +179,7 @@ class PlainFile:
         self._write_early(offset, view.nbytes)
 
     def load(self, offset: int, target: memoryview) -> None:
-        """Through preadv. ``MediumError`` if somebody cut the file off in between."""
+        """Load with preadv. Raises ``MediumError`` if somebody truncated the file meanwhile."""
         self._check_range(offset, target.nbytes)
         if target.readonly or not target.c_contiguous:
             raise UsageError(f"{self.path}: load into memory that is read-only or has gaps")
@@ -228,7 +228,7 @@ class PlainFile:
         return max(0, before - self._status().st_blocks) * 512
 
     def fill(self, ranges: Sequence[Extent]) -> None:
-        """By fallocate(2). Nothing to do on a file system without holes."""
+        """Allocate space with fallocate(2). Does nothing on a file system without holes."""
         self._check_writable()
         for extent in ranges:
             self._check_range(extent.offset, extent.length)
@@ -307,7 +307,7 @@ class PlainFile:
             raise file_error("look at", self.path, error) from error
 
     def _reach(self, size: int) -> None:
-        """From now on bytes below ``size`` can be asked for."""
+        """Allow access to the bytes below ``size`` from now on."""
         self._known = size
 
     def _allocate(self, before: int, size: int) -> None:

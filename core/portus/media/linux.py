@@ -261,7 +261,7 @@ def register_pages(watch: int, start: int, length: int) -> None:
 
 
 def protect_pages(watch: int, start: int, length: int, *, on: bool) -> None:
-    """From now on writes to these pages are noted, or not. ENOENT: not registered."""
+    """Start (``on``) or stop noting writes to these pages. ENOENT: not registered."""
     import fcntl
 
     fcntl.ioctl(watch, _UFFDIO_WRITEPROTECT, struct.pack("=QQQ", start, length, int(on)))

@@ -78,8 +78,8 @@ class LocalFiles:
         return self._medium(descriptor, writable=writable)
 
     def open_uncached(self, path: str) -> PlainFile | DaxDevice:
-        """As ``open``, for reading what the disk has, past the pages that the system keeps of it;
-        where that cannot be (memory, devices, some network file systems), as ``open``."""
+        """Open for reading what the disk has, past the pages that the system keeps of it. Falls
+        back to ``open`` where that cannot be (memory, devices, some network file systems)."""
         with contextlib.suppress(OSError, AttributeError):  # no O_DIRECT on this platform
             if stat.S_ISREG(os.stat(path).st_mode):
                 descriptor = Descriptor(path, os.O_RDONLY | os.O_DIRECT)
@@ -155,7 +155,7 @@ class LocalFiles:
         return FileStatus(identity, found.st_nlink, found.st_size, found.st_mtime_ns)
 
     def birth(self, path: str) -> Birth | None:
-        """By statx(2)."""
+        """Return the ``Birth`` of what is at ``path``, by statx(2)."""
         try:
             return linux.birth(path)
         except (FileNotFoundError, NotADirectoryError):

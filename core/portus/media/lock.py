@@ -1,8 +1,8 @@
-"""Who writes a pool, and who reads which version: ``FileLocks`` between processes, ``ProcessLocks``
-within one.
+"""Locks that show who writes a pool, and who reads which version: ``FileLocks`` between processes,
+``ProcessLocks`` within one.
 
 Theory. A lock is an open-file-description lock on one byte far behind the end of the pool file:
-the system lets go of it when the last descriptor of that description is closed, so also when its
+the system releases it when the last descriptor of that description is closed, so also when its
 holder is killed. Forked children close theirs at once (see ``process``). Writer lock and pins are
 on two descriptions, because a description never conflicts with itself, and the writer asks about
 its own pins too. It asks without taking anything, so a reader's pin never fails by being looked at.
@@ -247,12 +247,12 @@ class ProcessLocks:
             self._table.pins[version] -= 1
 
     def pinned(self, version: int) -> bool:
-        """By anyone who shares the table."""
+        """Return whether anyone who shares the table pins ``version``."""
         self._check_open()
         return self._table.pins[version] > 0
 
     def pins(self) -> set[int]:
-        """By anyone who shares the table."""
+        """Return the versions that anyone who shares the table pins."""
         self._check_open()
         with self._table.changed:
             return {version for version, count in self._table.pins.items() if count > 0}

@@ -44,7 +44,7 @@ class Memory:
 
     @property
     def info(self) -> MediumInfo:
-        """Its granularity is a word of the processor."""
+        """The medium's ``MediumInfo``; its granularity is a word of the processor."""
         return MediumInfo(MediumKind.MEMORY, self.name, WORD, volatile=True, writable=True)
 
     @property

@@ -52,7 +52,8 @@ class Libpmem:
 
 
 def processor(library: str = LIBRARY) -> Libpmem:
-    """That of this machine. Raises ``MediumError`` if libpmem is missing, or told to do nothing."""
+    """Return this machine's ``Processor``. Raises ``MediumError`` if libpmem is missing, or told to
+    do nothing."""
     if os.environ.get(_NO_FLUSH) == "1":
         raise MediumError(
             errno.EINVAL,

@@ -110,11 +110,11 @@ class Private:
         return memoryview(self._bytes[start:end].tobytes())
 
     def commit(self, start: int, data: memoryview) -> None:
-        """From now on ``committed`` has ``data`` there."""
+        """Copy ``data`` into ``committed`` at ``start``."""
         self.committed.data[start : start + len(data)] = data
 
     def commit_view(self) -> None:
-        """From now on ``committed`` has what the view has."""
+        """Copy the view into ``committed``."""
         np.copyto(self.committed, self.view)
 
     def revert(self) -> None:
@@ -178,7 +178,7 @@ _opened: Descriptor | None = None
 
 
 def _pagemap() -> Descriptor:
-    """That of this process: one that was opened before a fork tells of the parent's memory."""
+    """Return the pagemap of this process; after a fork the one opened before is the parent's."""
     global _process, _opened
     if _opened is None or _process != os.getpid():
         _process, _opened = os.getpid(), Descriptor("/proc/self/pagemap", os.O_RDONLY)
@@ -204,7 +204,8 @@ def _mapping(file: int, length: int, flags: int) -> Bytes:
 
 
 def by_bits(pagemap: int, address: int, length: int) -> list[tuple[int, int]]:
-    """As ``linux.private_pages``, by bit 61 of each page; runs are counted from ``address`` on."""
+    """Return runs of pages as ``linux.private_pages`` does, by bit 61 of each page. They are
+    counted from ``address`` on."""
     count, first = length // SYSTEM_PAGE, address // SYSTEM_PAGE
     bits = np.frombuffer(os.pread(pagemap, 8 * count, 8 * first), np.uint64)
     copied = (bits & (_PRESENT | _SWAPPED) != 0) & (bits & _FILE == 0)

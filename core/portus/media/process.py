@@ -45,7 +45,7 @@ _held: Final[weakref.WeakSet[Inherited]] = weakref.WeakSet()
 
 
 def leave_in_child(thing: Inherited) -> None:
-    """From now on call ``thing.leave()`` in every forked child, as long as ``thing`` lives."""
+    """Have each child forked from now on call ``thing.leave()``, as long as ``thing`` lives."""
     _held.add(thing)
 
 
@@ -64,7 +64,7 @@ _STANDARD: Final = 3
 
 
 def _open(path: str, flags: int, mode: int, directory: int | None) -> int:
-    """As ``os.open``, but never with the number of a standard stream.
+    """Open as ``os.open`` does, but never with the number of a standard stream.
 
     Where such a stream is closed (``python train.py >&-``), its number is the next one that the
     system gives; what a library in C then prints would go into the file.

@@ -1,8 +1,8 @@
-"""Which memory of this process was written since a moment, and which is not its own: told by the
-kernel.
+"""The memory of this process that was written since a moment, and the memory that other processes
+share: told by the kernel.
 
-Linux 6.7 and later: pages are protected (userfaultfd with ``WP_ASYNC``); a write to one goes on at
-once, and leaves a note that ``PAGEMAP_SCAN`` finds. Nothing is missed, whoever writes in this
+Linux 6.7 and later: pages are protected (userfaultfd with ``WP_ASYNC``); a write to one continues
+at once, and leaves a note that ``PAGEMAP_SCAN`` finds. Nothing is missed, whoever writes in this
 process, or the kernel for it; devices that write memory by themselves are not seen. Memory that
 other processes may map is not watched: of their writes this process's pages know nothing.
 
@@ -97,8 +97,8 @@ def pages_of(address: Column, length: Column) -> list[Run]:
 
 
 def exposed(address: Column, length: Column) -> Flags:
-    """Which memory other processes may have too, by a shared mapping, so that they may write it at
-    any moment. None of it where the system does not say. Address 0: there is none."""
+    """Return a mask of the memory that other processes may have too, by a shared mapping, and may
+    write at any moment. None of it where the system does not say. Address 0: there is none."""
     there = address[address > 0]
     if not len(there):
         return np.zeros(len(address), np.bool_)
@@ -122,7 +122,7 @@ def _shared(start: int, end: int) -> list[Run]:
 
 
 def meet(runs: Column, start: Column, end: Column) -> Flags:
-    """Which of the ranges meet a run; runs (n, 2) are in order, and apart."""
+    """Return a mask of the ranges that meet a run; runs (n, 2) are in order, and apart."""
     if not len(runs):
         return np.zeros(len(start), np.bool_)
     first = np.searchsorted(runs[:, 1], start, "right")
@@ -171,11 +171,11 @@ class _Kernel:
             linux.protect_pages(self._watch, *_span(run), on=False)
 
     def written(self, run: Run) -> list[Run]:
-        """Those of its pages that were written since they were protected."""
+        """Return the runs of pages in ``run`` that were written since they were protected."""
         return linux.written_pages(self._pagemap.number, *_span(run))
 
     def leave(self) -> None:
-        """In a forked child the descriptor speaks of its parent's memory."""
+        """Close the watch in a forked child, where its descriptor is about the parent's memory."""
         global _opened
         os.close(self._watch)
         _opened = None

@@ -1,7 +1,7 @@
-"""``Behind``: a thread that copies what is committed to a store, behind whoever saves.
+"""The base class ``Behind``: a thread that copies to a store, behind whoever saves.
 
-It does what there is to do, tries again where the store does not answer, and ends where another
-writer took over. What there is to do its subclasses say: of a pool, or of a directory of files.
+It does what there is to do, retries while the store does not answer, and ends when another writer
+has taken over. Subclasses define what there is to do: for a pool, or for a directory of files.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Behind(ABC):
             _log.error("portus: the mirror is behind: %s. %s", left, self._failure)
 
     def _wait_for(self, thread: Beside, wait_s: float) -> None:
-        """Until it has mirrored all, or ``wait_s`` have passed; at a terminal with a bar."""
+        """Wait until the thread has ended, ``wait_s`` seconds at most, with a bar at a terminal."""
         until_s, total = time.monotonic() + wait_s, len(self.unmirrored())
         with bar("portus: mirror") as show:
             while thread.is_alive():
@@ -258,5 +258,5 @@ class Behind(ABC):
 
 
 def who() -> str:
-    """This process, for messages of others."""
+    """Return a name for this process, which other processes show in messages."""
     return f"pid {os.getpid()} on {platform.node()}"

@@ -169,7 +169,7 @@ class Bucket:
             self._ask("delete", _several(paths), lambda: self._delete(paths))
 
     def close(self) -> None:
-        """As ``Store.close``; calls of other threads end, with ``TransportError``."""
+        """Close it as ``Store.close`` does; calls of other threads end with ``TransportError``."""
         self._end()
 
     def _opened(self, retries: int) -> ObjectStore:
@@ -235,7 +235,7 @@ class Bucket:
             await _released(views)
 
     async def _put_stream(self, path: str, parts: Iterable[bytes], size: int) -> None:
-        """In several parts, which are one object once all of them are there."""
+        """Upload an object in several parts, which become one object once all of them are there."""
         await self._obstore.put_async(
             self._store,
             path,

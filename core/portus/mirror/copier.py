@@ -70,10 +70,10 @@ class Copier(Behind):
         newest: int | None = None,
         pause_max_s: float = PAUSE_MAX_S,
     ) -> None:
-        """As of ``Behind``. keep: which versions stay in the mirror, besides those that the pool
-        has; None: all. turn: entered while it copies, for several that share a store. is_whole: the
-        mirror has what the pool has, no more, and an empty pool gets all of it. newest: as of
-        ``Mirror``."""
+        """Take the parameters of ``Behind``, and some more. keep: which versions stay in the
+        mirror, besides those that the pool has; None: all. turn: entered while it copies, for
+        several that share a store. is_whole: the mirror has what the pool has, no more, and an
+        empty pool gets all of it. newest: as for ``Mirror``."""
         super().__init__(store, address, model, wait_s=wait_s, pause_max_s=pause_max_s)
         self._keep: Final = keep
         self._turn: Final = turn
@@ -104,12 +104,12 @@ class Copier(Behind):
         self._written(lambda: self._mirror.claim(who(), pool, 0))
 
     def begin(self, joined: Joined) -> None:
-        """This is saved to from now on: at the start, and when the pool has a successor. Blocks
-        while versions are fetched.
+        """Copy from the pool ``joined`` from now on: at the start, and when the pool has a
+        successor. Blocks while versions are fetched.
 
-        Raises ``UsageError`` if the pool's history went on elsewhere, for wrong credentials and
+        Raises ``UsageError`` if the pool's history continued elsewhere, for wrong credentials and
         the like, and if the mirror may be read, not written; ``TransportError`` if the store cannot
-        be asked and the pool is empty: nobody knows then whether there is something to go on from.
+        be asked and the pool is empty: then nobody knows if there is something to continue from.
         """
         if self._joined is None:
             self._begin(joined)
@@ -121,8 +121,8 @@ class Copier(Behind):
         return self._joined is not None
 
     def follow(self, joined: Joined) -> None:
-        """As ``begin``, where the mirror has nothing of this model, or cannot be asked: asks
-        nobody."""
+        """Copy from ``joined`` as ``begin`` does, but ask nobody: for a mirror that has nothing of
+        this model, or cannot be asked."""
         with self._changed:
             self._joined = joined
             if self._copying is not None:
@@ -211,7 +211,7 @@ class Copier(Behind):
     # While it saves.
 
     def wake(self) -> None:
-        """As of ``Behind``; nothing before there is a pool."""
+        """Wake the thread, as ``Behind.wake`` does; do nothing before there is a pool."""
         if self._joined is not None:
             super().wake()
 
@@ -228,7 +228,7 @@ class Copier(Behind):
             return True
 
     def finish(self, wait_s: float) -> None:
-        """As of ``Behind``."""
+        """Wait as ``Behind.finish`` does, and end a collection that is under way."""
         with self._changed:
             self._closing = self._wanted = True
             if self._collecting is not None:
@@ -236,7 +236,7 @@ class Copier(Behind):
         super().finish(wait_s)
 
     def ended(self) -> None:
-        """As of ``Behind``; whoever was joined is so no more."""
+        """Return when the thread has ended, as ``Behind.ended`` does; then no pool is joined."""
         super().ended()
         self._joined = None
 
@@ -433,7 +433,7 @@ class Joined:
 
     @property
     def name(self) -> str:
-        """Of the pool, for messages."""
+        """The name of the pool, for messages."""
         return self.writer.medium.info.name
 
     def read(self) -> tuple[list[VersionInfo], Mapping[str, Referred]]:

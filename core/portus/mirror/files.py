@@ -70,8 +70,8 @@ class MirroredFiles:
         return self._mirror.read()
 
     def claim(self, who: str, run: bytes) -> State:
-        """From now on what this process says counts, and nobody else. run: 16 bytes, of the run on
-        this machine."""
+        """Claim the mirror: from now on only what this process says counts. run: 16 bytes, the
+        identity of the run on this machine."""
         return self._mirror.claim(who, run, 0)
 
     def upload(
@@ -113,8 +113,8 @@ class MirroredFiles:
         )
 
     def count(self, files: Sequence[Filed], gone: Sequence[str] = ()) -> None:
-        """From now on uploaded files count, those of one entry of the log together; and the files
-        at ``gone`` do not any more."""
+        """Make uploaded files count from now on, those of one entry of the log together, and the
+        files at ``gone`` no longer."""
         replaced = [self.state.file(each.path) for each in files]
         replaced += [self.state.file(path) for path in gone]
         self._say([*files, *map(Unfiled, gone)])

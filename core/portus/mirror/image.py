@@ -114,7 +114,7 @@ class _Units:
 
     @cached_property
     def columns(self) -> tuple[Column, Column, Column, Column]:
-        """Of all units: where they begin here, length, index of the pack, offset in the pack."""
+        """Start here, length, index of the pack and offset in the pack, for all units."""
         start, length, pack, offset = (
             np.concatenate([_NONE, *column]) for column in zip(*self._rows, strict=True)
         )
@@ -256,7 +256,7 @@ class _Image(ReadOnlyMedium):
         return digests
 
     def check(self, sources: Sources, stop: Stop) -> Digests:
-        """Through memory here: a store has no digests of its own that could be relied on."""
+        """Hash ``sources`` through memory here: a store has no digests of its own to rely on."""
         segments, digests = cut(sources)
         room = np.empty(min(max(_CHECKED, UNIT), segments.size), np.uint8)
         for batch in segments.batches(_CHECKED):

@@ -1,8 +1,8 @@
-"""Who numbers the commits of a model, where two storage hosts keep it.
+"""The numbering of a model's commits, where two storage hosts keep the model.
 
-There is one log for each model, on the second host (``mirror.log``). Who grants a claim of the
-model leads it: he brings his own pool up to the newest version that counts there, and takes a new
-term, before anything is committed. Whoever led before meets a higher term, and is over.
+Each model has one log, on the second host (``mirror.log``). The host that grants a claim of the
+model leads it: it brings its own pool up to the newest version that counts in the log, and takes a
+new term, before anything is committed. The former leader meets a higher term, and stops.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Leader(Copier):
         self._tries = 0
 
     def lead(self, joined: Follower) -> str:
-        """Before the claim is granted. Empty if the term is taken; else why the log cannot be
-        asked: the pool has versions, and the term is taken once that answers.
+        """Take the lead before the claim is granted. Return "" if the term is taken; else why the
+        log cannot be asked: the pool has versions, and the term is taken once the log answers.
 
-        Raises ``StaleError`` if the model went on elsewhere, and this pool has what does not
+        Raises ``StaleError`` if the model continued elsewhere, and this pool has what does not
         count; ``TransportError`` if the log cannot be asked and the pool has nothing, or is known
         to be behind; ``BusyError`` if somebody saves the model at the other host.
         """
@@ -153,8 +153,8 @@ class Leader(Copier):
         )
 
     def _claim(self, joined: Joined) -> None:
-        """By the thread: the log could not be asked when the model was claimed, or nobody claimed
-        it yet."""
+        """Take the term on the thread: the log could not be asked when the model was claimed, or
+        nobody has claimed it yet."""
         state, own = self._mirror.read(), joined.infos()
         uuid = joined.writer.superblock.uuid
         if state.newest is not None and joined.is_behind(state, own):

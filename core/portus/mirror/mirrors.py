@@ -36,11 +36,11 @@ class Mirrors:
         self._key: Final = configured_key()
 
     def models(self) -> list[str]:
-        """Of which models there is one. Raises as ``mirror.models``."""
+        """Return the models that have a mirror here. Raises as ``mirror.models``."""
         return list(models(self._store, key=self._key))
 
     def of(self, model: str) -> Mirror:
-        """That of a model, which need not be there. It is over when this is closed."""
+        """Return the mirror of a model, which need not exist. It ends when this is closed."""
         return Mirror(self._store, model, key=self._key, name=str(self.address))
 
     def has(self, model: str) -> bool:

@@ -111,11 +111,11 @@ _Metrics = Annotated[dict[str, float], Meta(max_length=FACTS_MAX)]
 
 
 class Claimed(msgspec.Struct, frozen=True, array_like=True, tag="claimed"):
-    """From here on this writer alone counts, in a term of its own.
+    """The claim of a writer, which alone counts from here on, in a term of its own.
 
     ``who``: for messages. ``pool``: the identity of the pool that it mirrors, and ``commit`` the
-    newest commit there: what is committed after it belongs to this term. ``passing``: it takes away
-    and collects, mirrors nothing, and is gone when it is done.
+    newest commit there: what is committed after it belongs to this term. ``passing``: the writer
+    removes and collects, mirrors nothing, and is gone when it is done.
     """
 
     who: _Who
@@ -176,7 +176,7 @@ class Referred(msgspec.Struct, frozen=True, array_like=True, tag="referred"):
 
 
 class Unreferred(msgspec.Struct, frozen=True, array_like=True, tag="unreferred"):
-    """There is no reference file at ``path`` any more."""
+    """The fact that there is no reference file at ``path`` any more."""
 
     path: _Path
 
@@ -201,7 +201,7 @@ class Filed(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
 
 
 class Unfiled(msgspec.Struct, frozen=True, array_like=True, tag="unfiled"):
-    """There is no file at ``path`` any more."""
+    """The fact that there is no file at ``path`` any more."""
 
     path: _Path
 
@@ -335,7 +335,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 def prefix_of(model: str) -> str:
-    """Below what the objects of ``model`` are, in a store that may hold other models too."""
+    """Return the prefix of the objects of ``model``, in a store that may hold other models too."""
     plain = urllib.parse.quote(model, safe="").replace("~", "%7E").replace(".", "%2E")
     quoted = plain.replace("%", "=")
     if len(quoted) > _QUOTED_MAX:

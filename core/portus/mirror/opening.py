@@ -1,4 +1,4 @@
-"""Which store an address means, and with which key its objects are sealed."""
+"""The stores that addresses mean, and the key that seals their objects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_store(address: StoreAddress, patience: BucketTimeouts | None = None) ->
 
 
 def open_file_store(address: StoreAddress, patience: BucketTimeouts | None = None) -> FileStore:
-    """As ``open_store``, for files of any size. Not on a storage host."""
+    """Open a store as ``open_store`` does, for files of any size. Not on a storage host."""
     assert address.kind is not StoreKind.HOST, "objects on a storage host are small"
     if address.kind is StoreKind.FOLDER:
         return Folder(address.prefix)
@@ -43,9 +43,9 @@ def open_file_store(address: StoreAddress, patience: BucketTimeouts | None = Non
 
 
 def check_writable(address: StoreAddress) -> None:
-    """Before a run that is to be mirrored at ``address``. Raises ``UsageError`` for a directory
-    that this process may not write to, or without hard links. A store that does not answer, or is
-    full, may do better later, and of others only a write tells."""
+    """Check ``address`` before a run that is to be mirrored there. Raises ``UsageError`` for a
+    directory that this process may not write to, or without hard links. A store that does not
+    answer, or is full, may recover later; of other stores only a write tells."""
     if address.kind is not StoreKind.FOLDER:
         return
     try:

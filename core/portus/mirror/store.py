@@ -33,7 +33,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class MissingError(PortusError):
-    """There is no object of that name."""
+    """An error: the store has no object of that name."""
 
 
 class UnwritableError(UsageError):
@@ -86,5 +86,5 @@ class FileStore(Store, Protocol):
     """A store of objects of any size."""
 
     def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
-        """As ``put``, of parts that are asked for as they are needed, about ``size`` bytes in all.
-        What asking raises is raised, and nothing has changed then."""
+        """Make ``parts`` an object, as ``put`` does, but ask for each part when it is needed; about
+        ``size`` bytes in all. What asking raises is raised, and nothing has changed then."""

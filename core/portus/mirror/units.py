@@ -60,7 +60,7 @@ class Plan:
     packs: tuple[Pack, ...]
 
     def columns(self) -> tuple[Column, Column, tuple[str, ...]]:
-        """For each unit the index of its pack, or -1, and its offset there; names of the packs."""
+        """Return each unit's pack index, or -1, and offset there; and the names of the packs."""
         names: dict[str, int] = {}
         pack = np.full(len(self.keys), -1, np.int64)
         offset = np.zeros(len(self.keys), np.int64)

@@ -216,8 +216,8 @@ class Writer:
                     self._known[key] = place
 
     def _rely_on(self, state: State) -> Steps[None]:
-        """On what a manifest names that is there: the last one that this writer had, or that of
-        the newest version; on nothing if that is damaged."""
+        """Take as known the units that a manifest names: the last one that this writer had, or that
+        of the newest version; no units if that is damaged."""
         names = {each.manifest for each in state.versions}
         if self._last[0] not in names:
             self._last = "", {}

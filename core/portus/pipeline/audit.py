@@ -99,7 +99,7 @@ class Stored(Protocol):
 
     @property
     def digests(self) -> Digests:
-        """Of all their units, in order."""
+        """The digests of all units of these storages, in order."""
 
     def bytes_of(self, row: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
         """Bytes at ``offset`` of some of them, end to end; None if they are out of sight."""
@@ -112,7 +112,7 @@ class Audit(Protocol):
     def way(self) -> AuditMethod: ...
 
     def torn(self, stored: Stored) -> Flags:
-        """Which storages were not stored as they were at the call. Blocks."""
+        """Return which storages were not stored as they were at the call. Blocks."""
 
     def close(self) -> None:
         """Nothing is noted any more. A second call does nothing."""
@@ -132,7 +132,7 @@ class Hashed:
         return self.differ(stored.digests)
 
     def differ(self, stored: Digests) -> Flags:
-        """Which of them have other digests."""
+        """Return which storages have other digests than at the call."""
         differs = np.ones(len(self._lengths), np.bool_)
         differs[equal_storages(self._at_call, stored, self._lengths)] = False
         return differs

@@ -97,7 +97,7 @@ class RefusedSave:
         self.reported = False
 
     def join(self) -> None:
-        """It is over."""
+        """Return at once: a save that never began is over."""
 
     def result(self, timeout_s: float | None) -> VersionInfo:
         """Raises ``error``."""
@@ -154,5 +154,5 @@ class SaveHandle:
 
     @property
     def stats(self) -> SaveStats:
-        """Its cost so far."""
+        """The cost of the save so far."""
         return self._save.stats

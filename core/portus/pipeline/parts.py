@@ -33,7 +33,7 @@ class StorageRows:
     def over(
         cls, indices: Column, extents: Sequence[Sequence[Extent]], digests: Digests, born: int = 0
     ) -> StorageRows:
-        """Of storages whose extents are given one by one, all of the same commit."""
+        """Return rows of storages whose extents are given one by one, all of the same commit."""
         return cls(
             indices,
             np.array(

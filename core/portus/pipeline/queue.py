@@ -43,7 +43,7 @@ class Chore:
         """Nothing to end."""
 
     def hurry(self) -> None:
-        """It takes no longer than it must."""
+        """Do nothing: the work takes no longer than it must."""
 
 
 class Turn:

@@ -170,7 +170,7 @@ class Save:
     # Any thread.
 
     def hurry(self) -> None:
-        """From now on somebody waits: it may take a second processor from the training."""
+        """Note that somebody waits: the save may take a second processor from the training."""
         self._stop.awaited = True
 
     def release(self, timeout_s: float) -> bool:

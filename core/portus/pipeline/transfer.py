@@ -149,8 +149,8 @@ class _Move:
                 self._advanced(source.size)
 
     def _store(self, target: Segments, room: Room, expected: Digests) -> None:
-        """By calls of the medium: the first touch of a mapped page costs more than what is copied
-        to it. Many small pieces are copied by the engine."""
+        """Store units by calls of the medium: the first touch of a mapped page costs more than the
+        copy to it. Many small pieces are copied by the engine."""
         medium, ends = self._writer.medium, np.cumsum(target.length)
         follows = target.offset[1:] == (target.offset + target.length)[:-1]
         first = np.flatnonzero(np.append(True, ~follows))

@@ -44,7 +44,7 @@ _FEED_MAX: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """So many plain bytes follow."""
+    """An event: ``length`` plain bytes follow."""
 
     kind: MessageKind
     length: int
@@ -132,7 +132,7 @@ class Connection:
         return self._begun(kind, length)
 
     def sent(self, data: bytes | memoryview) -> bytes:
-        """These bytes of payload were sent; what to send behind them."""
+        """Note that these bytes of payload were sent, and return what to send behind them."""
         assert len(data) <= self._owed
         self._owed -= len(data)
         if self._owed and self.has_digests:
@@ -158,7 +158,7 @@ class Connection:
             raise
 
     def took(self, data: bytes | memoryview) -> None:
-        """These bytes of payload were received; the last of a frame are followed by a digest."""
+        """Note that these bytes of payload were received; a digest follows the last of a frame."""
         assert len(data) <= self._payload_left
         self._payload_left -= len(data)
         if not self._is_plain:
@@ -252,7 +252,7 @@ class Connection:
         return self._went.digest()
 
     def _heed(self, message: Said) -> None:
-        """After a greeting both ends know what all other frames have."""
+        """Adopt the version of a greeting: both ends then know the form of all other frames."""
         if isinstance(message, Hello):
             self.version = message.version
 

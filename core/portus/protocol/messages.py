@@ -79,7 +79,7 @@ MESSAGES: Final = Vocabulary()
 
 
 class Fault(enum.Enum):
-    """Whose fault a refusal is: the error that the client raises."""
+    """The kind of a refusal, which decides the error that the client raises."""
 
     USAGE = "usage"
     MEDIUM = "medium"
@@ -186,8 +186,8 @@ class Connected(_QueuePair, frozen=True):
 
 @MESSAGES.client(19, "CLAIM", {Phase.READY: Phase.ASKED}, handler="claim")
 class Claim(Message, frozen=True):
-    """This client, who says the same 16 bytes on all its connections, is the one that saves
-    ``model``, as long as one of them lives."""
+    """The client, which says the same 16 bytes on all its connections, asks to be the one that
+    saves ``model``, as long as one of them lives."""
 
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     client: Token
@@ -217,7 +217,7 @@ class Register(Message, frozen=True):
     body_size_max=8 * STORAGES_MAX + SMALL,
 )
 class Forget(Message, frozen=True):
-    """These regions are revoked, and are not reached any more."""
+    """The client revokes these regions: the host does not reach them any more."""
 
     regions: Indices
 
@@ -246,7 +246,7 @@ class Begin(Message, frozen=True):
     body_size_max=16 * STORAGES_MAX + SMALL,
 )
 class Offer(Message, frozen=True):
-    """These storages may be pulled now, from these regions."""
+    """The client reports that these storages may be pulled now, from these regions."""
 
     indices: Indices
     regions: Indices
@@ -254,7 +254,7 @@ class Offer(Message, frozen=True):
 
 @MESSAGES.host(68, "PULL", {Phase.OFFERED: Phase.PULLING, Phase.ABANDONING: Phase.ABANDONING})
 class Pull(Message, frozen=True):
-    """On a stream: send the storages of the offer, end to end. ``size``: bytes of all."""
+    """The host asks, on a stream, for the offered storages, end to end. ``size``: bytes of all."""
 
     size: Number
 
@@ -281,7 +281,8 @@ class Pulled(Message, frozen=True):
     body_size_max=8 * STORAGES_MAX + SMALL,
 )
 class Share(Message, frozen=True):
-    """These storages equal those of the version ``before``, a token, by the client's digests."""
+    """The client reports that, by its digests, these storages equal those of the version
+    ``before``, a token."""
 
     before: Token
     indices: Indices
@@ -331,7 +332,7 @@ class Metrics(Message, frozen=True):
 
 @MESSAGES.host(71, "COMMITTED", {Phase.CONFIRMING: Phase.READY}, body_size_max=(1 << 30) + SMALL)
 class Committed(Message, frozen=True):
-    """It is durable. ``record``: the payload of its version record."""
+    """The host reports that the version is durable. ``record``: the payload of its record."""
 
     record: Annotated[bytes, Meta(max_length=1 << 30)]
 
@@ -413,7 +414,8 @@ class Push(Message, frozen=True):
     79, "PUSHED", {Phase.PUSHING: Phase.READY}, body_size_max=DIGEST_SIZE * UNITS_MAX + SMALL
 )
 class Pushed(Message, frozen=True):
-    """It is written; the digests of its units, as the host found them. ``bounced``: as above."""
+    """The host reports that all is written, with the digests of its units, as it found them.
+    ``bounced``: bytes that went through a buffer of the host."""
 
     digests: Digests
     bounced: Number
@@ -462,7 +464,7 @@ class Hold(Message, frozen=True):
 
 @MESSAGES.client(23, "HOLDS", {Phase.READY: Phase.LISTING}, handler="holds")
 class Holds(Message, frozen=True):
-    """Which reference files are kept? Those whose id comes after this one."""
+    """The client asks for the reference files that are kept and whose ids come after ``after``."""
 
     after: Token
 
@@ -535,7 +537,8 @@ class Placed(Message, frozen=True):
 
 @MESSAGES.client(28, "GET", {Phase.READY: Phase.GETTING}, handler="get", since=6)
 class Get(Message, frozen=True):
-    """So many bytes of an object from byte ``start`` on; all of it, if ``length`` is 0."""
+    """The client asks for ``length`` bytes of an object from byte ``start`` on; for all of it, if
+    ``length`` is 0."""
 
     name: _ObjectName
     start: Number
@@ -553,7 +556,7 @@ class Object(Message, frozen=True):
 
 @MESSAGES.client(29, "LIST", {Phase.READY: Phase.FINDING}, handler="list", since=6)
 class List(Message, frozen=True):
-    """Which objects begin with ``prefix``? Those whose names come after this one."""
+    """The client asks for objects whose names begin with ``prefix`` and come after ``after``."""
 
     prefix: _Prefix
     after: _Prefix
@@ -606,7 +609,7 @@ class Standing(Message, frozen=True):
     66, "DONE", {Phase.ASKED: Phase.READY, Phase.READING: Phase.READY, Phase.SCORING: Phase.SAVING}
 )
 class Done(Message, frozen=True):
-    """It is done."""
+    """The host reports that the request is done."""
 
 
 @MESSAGES.host(67, "BEGUN", {Phase.BEGINNING: Phase.SAVING})

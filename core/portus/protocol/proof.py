@@ -1,4 +1,4 @@
-"""Who is there: a challenge and two proofs, so that each end knows that the other has the secret.
+"""A challenge and two proofs, by which each end knows that the other has the secret.
 
 The secret itself is never sent. Nonces come from the caller: nothing here is random.
 """

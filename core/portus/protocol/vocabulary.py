@@ -166,7 +166,7 @@ class Vocabulary:
         return kind
 
     def order(self) -> dict[tuple[Phase, MessageKind], Phase]:
-        """Which state follows, by the state before and what is said; sorted by the state before."""
+        """Return the state that follows each state and message, sorted by the state before."""
         moves = {(before, kind): after for kind in self for before, after in kind.moves.items()}
         states = list(Phase)
         return dict(sorted(moves.items(), key=lambda move: states.index(move[0][0])))

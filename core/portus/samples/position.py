@@ -40,7 +40,7 @@ class Position:
     not known."""
 
     def state(self) -> dict[str, object]:
-        """As plain values, with the number of the format."""
+        """Return the fields as plain values, with the number of the format."""
         return {"format": FORMAT, **{each.name: getattr(self, each.name) for each in fields(self)}}
 
     @classmethod

@@ -92,15 +92,15 @@ class Array:
 
     @property
     def own(self) -> Any:
-        """As ``view``, but another object: whatever a user makes of that, it has the shape."""
+        """Another object over the memory; it keeps its shape whatever a user makes of ``view``."""
         if self._own is None:
             self._own = self._over(self.memory.view)
         return self._own
 
     def changed(self) -> Sequence[Run]:
-        """As that of its memory, which is not looked at while nobody has had a view of it. What a
-        view holds that torch moved elsewhere is copied there first. Raises ``UsageError`` if that
-        view has another shape or dtype by now."""
+        """Return what changed in the memory, which is not looked at while nobody has had a view of
+        it. What a view holds that torch moved elsewhere is copied there first. Raises
+        ``UsageError`` if that view has another shape or dtype by now."""
         if self._view is None and self._own is None:
             return ()
         if self._has_moved():
@@ -221,7 +221,7 @@ class Array:
 
 
 def _is_tensor(value: object) -> bool:
-    """Without importing torch: who has a tensor did."""
+    """Return whether ``value`` is a tensor. Does not import torch: whoever has a tensor did."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

@@ -443,7 +443,8 @@ class _Made:
         return found
 
     def all(self) -> list[Array]:
-        """In the order of the storages; each is named. Raises ``CorruptionError``."""
+        """Return the arrays in the order of the storages. Raises ``CorruptionError`` unless all are
+        named."""
         if self._found.keys() != set(range(len(self._lengths))):
             raise CorruptionError("the tree of a shelf does not name each of its arrays")
         return [self._found[index] for index in range(len(self._lengths))]

@@ -263,7 +263,7 @@ def act(
 
 
 def _look(adapter: Trains, path: str) -> str:
-    """Which step is at ``path``, or what is wrong there."""
+    """Return, as text, the step of the checkpoint at ``path``, or what is wrong there."""
     try:
         return str(adapter.load(path))
     except (PortusError, AssertionError, OSError, RuntimeError) as error:

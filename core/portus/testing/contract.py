@@ -254,7 +254,7 @@ class MappedMediumContract(MediumContract):
 
     @abc.abstractmethod
     def make(self, size: int) -> MappedMedium:
-        """As in ``MediumContract``."""
+        """Return a new medium, as in ``MediumContract``."""
 
     @pytest.fixture
     def mapped(self) -> Iterator[MappedMedium]:
@@ -340,7 +340,7 @@ class SparseMediumContract(MediumContract):
 
     @abc.abstractmethod
     def make(self, size: int) -> SparseMedium:
-        """As in ``MediumContract``."""
+        """Return a new medium, as in ``MediumContract``."""
 
     @abc.abstractmethod
     def after_power_loss(self, medium: SparseMedium) -> Iterable[bytes]:

@@ -44,7 +44,7 @@ class Crash(BaseException):  # not an Exception: the process that it ends must n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Which operations fail, each kind counted from 1 over all files.
+    """The operations that fail, each kind counted from 1 over all files.
 
     persist: with EIO; what was dirty in that file is lost, and looks clean. grow: with ENOSPC.
     stop: the number of an event before which ``Crash`` is raised.
@@ -92,7 +92,7 @@ class CrashFiles:
 
     @classmethod
     def on(cls, disk: Disk, *, faults: Faults = NO_FAULTS) -> CrashFiles:
-        """Those of ``disk``, which they own from now on."""
+        """Return the files of ``disk``, which they own from now on."""
         files = cls(disk.directories, faults=faults)
         files.disk = disk
         files._changes = max((change.number for change in disk.names.pending), default=0)
@@ -105,7 +105,7 @@ class CrashFiles:
         return any(min(numbers, default=count + 1) <= count for numbers, count in fails)
 
     def create(self, path: str, size: int) -> CrashMedium:
-        """Its size and its name are durable no sooner than promised."""
+        """Create a file whose size and name become durable no sooner than promised."""
         path = self._new_name("create", path)
         with self.event(f"create {path}, {size} bytes"):
             number = max(self.disk.files, default=0) + 1
@@ -280,7 +280,7 @@ class CrashMedium:
         return sum(extent.length for extent in ranges)
 
     def fill(self, ranges: Sequence[Extent]) -> None:
-        """This disk has room for all of its files."""
+        """Check ``ranges``, and do nothing else: this disk has room for all of its files."""
         self._check_writable()
         for extent in ranges:
             self._check_range(extent.offset, extent.length)
@@ -356,7 +356,7 @@ class DiskImage:
         return self._disk.digest()
 
     def files(self) -> CrashFiles:
-        """As the next process finds them. Each call gives fresh ones."""
+        """Return the files as the next process finds them. Each call returns fresh ones."""
         return CrashFiles.on(self._disk.copy())
 
 

@@ -33,8 +33,8 @@ class Coherent:
 
 
 def stand_in(file: str, facts: str, patch: pytest.MonkeyPatch) -> None:
-    """As long as ``patch`` is not undone the file is a DAX device, to this process and to its
-    forked children, by what stat(2) and /sys say. It is mapped and locked as it is.
+    """Make ``file`` look like a DAX device to this process and its forked children, by what stat(2)
+    and /sys say, until ``patch`` is undone. It is mapped and locked as it is.
 
     facts: a directory for what /sys says, which may be there from an earlier call.
     """

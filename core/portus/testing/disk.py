@@ -52,13 +52,13 @@ class Page(NamedTuple):
     dirty: bool
 
     def stored(self, start: int, piece: bytes) -> Page:
-        """With ``piece`` at ``start``. Dirty even if nothing changed."""
+        """Return the page with ``piece`` at ``start``. It is dirty even if nothing changed."""
         before = self.states[-1]
         after = before[:start] + piece + before[start + len(piece) :]
         return Page(self.states if after == before else (*self.states, after), True)
 
     def persisted(self, start: int, end: int) -> Page:
-        """With the bytes from ``start`` to ``end`` on the disk, if the page is dirty."""
+        """Return the page with its bytes from ``start`` to ``end`` on the disk, if it is dirty."""
         if not self.dirty:
             return self
         now = self.states[-1]
@@ -69,8 +69,8 @@ class Page(NamedTuple):
         return Page(states, len(states) > 1)
 
     def drained(self, flushed: dict[int, int]) -> Page:
-        """With lines on the medium at least as new as when they were flushed: ``flushed`` says for
-        each line, by index, in which state the page was then."""
+        """Return the page with each line on the medium at least as new as when it was flushed.
+        flushed: the number of the page's state at that time, for each line by index."""
         now = self.states[-1]
         lines = [flushed.get(line, 0) for line in range(PAGE // LINE)]
         older = (

@@ -90,7 +90,7 @@ class Nursery:
         return AssertionError("\n\n".join([what, *told]))
 
     def forget(self, child: Child) -> None:
-        """It has ended, and is not told of any more."""
+        """Forget a child that has ended: it is not reported any more."""
         self._children.discard(child)
 
     def close(self) -> None:
@@ -148,9 +148,9 @@ class Child:
         return self.rest()
 
     def wait(self, silence_s: float = ANSWER_S_MAX) -> int:
-        """Its exit code, or minus the signal that ended it. If it says nothing for ``silence_s``,
-        and does not end, it hangs: ``AssertionError`` with what all children of its nursery did,
-        which are ended."""
+        """Wait for the end; return the exit code, or minus the signal that ended the child. A child
+        that says nothing for ``silence_s``, and does not end, hangs: then all children of its
+        nursery are ended, and an ``AssertionError`` says what they did."""
         while not self._has_ended():
             watched = [self._end] if self._has_closed else [self._end, self._descriptor]
             if not self._hears(watched, silence_s):
@@ -289,7 +289,7 @@ def _named(name: str, module: str) -> Callable[..., None]:
 
 
 def _run(function: Callable[..., None], arguments: list[Any], descriptor: int, stacks: int) -> None:
-    """In the child. Never returns, but may raise ``SystemExit``."""
+    """Run ``function`` in the child. Never returns, but may raise ``SystemExit``."""
     import resource  # other systems lack it, and import this module
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

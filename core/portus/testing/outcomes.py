@@ -39,7 +39,7 @@ class PowerLossChoice(Protocol):
         """Make it so on a disk that has lost everything not persisted."""
 
     def describe(self) -> str:
-        """In words, for who looks at a failure."""
+        """Return the choice in words, for whoever looks at a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class SizeIs:
 
 @dataclass(frozen=True, slots=True)
 class NamesAre:
-    """Which names there are."""
+    """The names that there are, and the file of each."""
 
     names: tuple[tuple[str, int], ...]
 

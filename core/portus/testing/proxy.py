@@ -203,7 +203,7 @@ class _CutError(Exception):
 
 
 class _EndError(Exception):
-    """They are to be closed: a reset would take what is on its way."""
+    """The connections of a request are to be closed: a reset would discard what is in transit."""
 
 
 class _Pair:
@@ -260,7 +260,7 @@ def _field(head: bytes, name: str) -> str | None:
 
 
 def _length(head: bytes) -> int | None:
-    """Of the body; None if the head does not say it."""
+    """Return the length of the body; None if the head does not say it."""
     if _field(head, "transfer-encoding") is not None:
         return None
     text = _field(head, "content-length")

@@ -288,7 +288,7 @@ class FileStoreContract(StoreContract):
 
     @abc.abstractmethod
     def open(self) -> FileStore:
-        """As of ``StoreContract``."""
+        """Open the place of this test, as in ``StoreContract``."""
 
     @pytest.fixture
     def files(self) -> Iterator[FileStore]:

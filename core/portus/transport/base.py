@@ -154,7 +154,7 @@ class Sources:
         return int(self.length.sum())
 
     def require(self, *, addresses: bool, extents: bool) -> Sources:
-        """These sources, if they have what is asked for. Raises ``UsageError``."""
+        """Return these sources, if they have what is asked for. Raises ``UsageError`` if not."""
         if addresses and bool(np.any((self.address == 0) & (self.length > 0))):
             raise UsageError("sources: expected an address for each, found 0")
         if extents and self.size and not len(self.extent_length):
@@ -364,10 +364,11 @@ class Distant(Protocol):
     """A medium on another machine: its own transport fetches from it, and it hashes by itself."""
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
-        """As ``local.fetch``."""
+        """Fill ``targets`` from their extents, and return the digests, as ``local.fetch`` does."""
 
     def check(self, sources: Sources, stop: Stop) -> Digests:
-        """As ``local.check``; the bytes stay where they are."""
+        """Return the digests of what the extents of ``sources`` hold, as ``local.check`` does. The
+        bytes stay where they are, if the other machine can hash them."""
 
 
 @runtime_checkable
@@ -375,7 +376,7 @@ class Packed(Protocol):
     """A distant medium whose bytes are in objects: each request is for a range of one."""
 
     def together(self, offset: Column, length: Column) -> list[Column]:
-        """Which of some units, by their indices, one request brings, for all of them: at most
+        """Return the indices of the units that each request brings, for all requests: at most
         ``UNIT`` bytes at a time, in the order in which they lie there."""
 
 

@@ -30,7 +30,7 @@ class Beside(threading.Thread):
         self._running.acquire()
 
     def run(self) -> None:
-        """As that of ``threading.Thread``."""
+        """Do the work, on the thread, as ``threading.Thread.run`` does."""
         try:
             self._work()
         finally:

@@ -39,7 +39,7 @@ class Budget:
             return self._tenants.total()
 
     def account(self) -> ConnectionBudget:
-        """For one more connection."""
+        """Return the budget of one more connection."""
         return ConnectionBudget(self)
 
     def fits(self, account: ConnectionBudget, size: int, *, passes: bool) -> bool:
@@ -79,7 +79,7 @@ class ConnectionBudget:
             )
 
     def take(self, size: int, timeout_s: float) -> bool:
-        """So many bytes more that pass; False if there were none for so long."""
+        """Take ``size`` more bytes that pass; False if they were not free within ``timeout_s``."""
         budget = self._budget
         with budget._changed:
             if not budget.fits(self, size, passes=True):
@@ -97,8 +97,8 @@ class ConnectionBudget:
             return True
 
     def keep(self, size: int) -> None:
-        """So many bytes more that stay; less, if it is negative. Raises ``TransportError``, and
-        then nothing changed."""
+        """Take ``size`` more bytes that stay, or give some back if it is negative. Raises
+        ``TransportError``, and then nothing has changed."""
         budget = self._budget
         with budget._changed:
             more = self._counted(self.staying + size) - self._counted(self.staying)

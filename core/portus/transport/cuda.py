@@ -91,7 +91,7 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """That of this machine. Raises ``TransportError`` if there is none."""
+    """Return the CUDA driver of this machine. Raises ``TransportError`` if there is none."""
     try:
         return Driver(ctypes.CDLL(LIBRARY))
     except OSError as error:

@@ -72,7 +72,7 @@ class Credentials:
         return cls(secret, os.environ.get(AUTHORITY_VARIABLE) or None, path or None)
 
     def again(self) -> Credentials:
-        """With what its file has now. Raises ``UsageError``."""
+        """Return these with the secret that its file has now. Raises ``UsageError``."""
         return (
             self
             if self.secret_path is None

@@ -166,8 +166,8 @@ class Links:
         self.revoke(link)
 
     def lane(self, link: Link) -> ClientLane | None:
-        """By which the host reaches registered memory, for as long as the connection lives. None:
-        bytes go over the socket. Raises ``UsageError`` if that is not wished."""
+        """Return the lane by which the host reaches registered memory, as long as the connection
+        lives; None if bytes go over the socket. Raises ``UsageError`` if only verbs are wanted."""
         if self._settled:
             return None
         lane = self._lanes.get(link)
@@ -470,7 +470,7 @@ class HostMedium(ReadOnlyMedium):
 
     @property
     def info(self) -> MediumInfo:
-        """Its name is the host's address."""
+        """The facts of the medium; its name is the host's address."""
         welcome, name = self._links.welcome, str(self._links.address)
         granularity = welcome.granularity
         return MediumInfo(MediumKind.HOST, name, granularity, welcome.volatile, writable=False)
@@ -501,7 +501,7 @@ class HostMedium(ReadOnlyMedium):
             link.silence_s = usual_s
 
     def load_all(self, extents: Sequence[Extent]) -> list[memoryview]:
-        """In as few requests as they fit into."""
+        """Load the extents in as few requests as they fit into."""
         found = []
         for start in range(0, len(extents), _LOADED_MAX):
             some = extents[start : start + _LOADED_MAX]
@@ -598,11 +598,11 @@ class HostLocks:
                 self._links.give_back(link)
 
     def pinned(self, version: int) -> bool:
-        """By this client."""
+        """Return True if this client pins the version."""
         return self._held[version] > 0
 
     def pins(self) -> set[int]:
-        """Of this client."""
+        """Return the versions that this client pins."""
         with self._guard:
             return {version for version, count in self._held.items() if count}
 

@@ -336,8 +336,8 @@ class _Call:
 
 
 def _is_mapped(medium: Medium) -> TypeGuard[MappedMedium]:
-    """As ``isinstance``, which gets every member of a protocol, and takes longer than a copy of
-    100 small storages."""
+    """Return True if the medium is mapped. ``isinstance`` would get every member of the protocol,
+    and take longer than a copy of 100 small storages."""
     return getattr(medium, "address", None) is not None
 
 

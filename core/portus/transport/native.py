@@ -133,8 +133,8 @@ class Helper:
         return bool(equal == len(segments))
 
     def close_in_children(self, numbers: ctypes.Array[ctypes.c_int32]) -> None:
-        """From now on every forked child, of the ``fork()`` of C too, closes the descriptors that
-        are in ``numbers`` then, each plus one, and puts 0 there. Once for a process."""
+        """Have every forked child, also of C's ``fork()``, close the descriptors that are in
+        ``numbers`` by then, each plus one, and put 0 there. Once for a process."""
         result = self._library.portus_close_in_children(ctypes.addressof(numbers), len(numbers))
         if result != 0:
             raise MemoryError("no memory for a hook of fork")
@@ -201,7 +201,7 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def _processors() -> int:
-    """Those that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -115,7 +115,7 @@ class Landing(Protocol):
         """A batch was pulled to its place: it counts as stored, and its digests are noted."""
 
     def filled(self, batch: Segments, place: Column, digests: Digests) -> None:
-        """Before a batch is pushed from its place: its bytes are there, and digests are noted."""
+        """Have the bytes of a batch at its place before it is pushed, and note their digests."""
 
 
 def pull(pair: Pair, landing: Landing, remote: Remote, moved: Sources, watch: Watch) -> Moved:
@@ -220,7 +220,7 @@ def _post(
     *,
     is_pull: bool,
 ) -> None:
-    """As many requests as it takes: none is longer than a piece, or leaves its region."""
+    """Post as many requests as needed: none is longer than a piece, or leaves its region."""
     while length:
         region = landing.region(local)
         step = min(length, PIECE, region.end - local)

@@ -259,7 +259,7 @@ class ClientLane:
 
 
 def gathered(lengths: Column, here: Flags, first: Flags) -> tuple[Flags, Column, int]:
-    """Which storages are gathered, the offset of each (0 for the others), and bytes of all.
+    """Return which storages are gathered, the offset of each (0 for the others), and bytes of all.
 
     here: those that have an address. first: those that come first, since they travel together.
     """

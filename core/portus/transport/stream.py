@@ -457,7 +457,7 @@ class Link:
             )
 
     def pause(self, since_s: float, limit_s: float | None = None) -> None:
-        """Between two short waits: raise if it is enough. limit_s: None: ``silence_s``."""
+        """Raise between two short waits if the wait has to end. limit_s: None: ``silence_s``."""
         if self._stop is not None:
             self._stop.check()
         if self._closed:
@@ -484,7 +484,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Work(Stop):
-    """Of work for the other side of a link: set when that hung up."""
+    """The stop of work for the other side of a link: set when that side has hung up."""
 
     def __init__(self, link: Link) -> None:
         super().__init__()

@@ -205,7 +205,7 @@ class Domain:
         return QueuePair(self, self._verbs, self._context, self._domain)
 
     def close(self) -> None:
-        """With all that is in it. A second call does nothing."""
+        """Close the device, with all that is in it. A second call does nothing."""
         _ALL.discard(self)  # first: its descriptors become others'
         with _as_transport_error(f"close the RDMA device {self.port.device}"):
             self._context.close()
@@ -446,7 +446,7 @@ def _port_for(named: str, host: str) -> Port:
 
 
 def _ports(device: str) -> list[Port]:
-    """Those that are active, once for each address: RoCE v2 and IPv4 first."""
+    """Return the active ports of a device, once for each address: RoCE v2 and IPv4 first."""
     found: list[tuple[bool, bool, Port]] = []
     for number in sorted(map(int, os.listdir(f"{_SYS}/{device}/ports"))):
         place = _place(device, number)
@@ -480,7 +480,7 @@ _MAPPED: Final = bytes(10) + b"\xff\xff"
 
 
 def _gid_of(host: str) -> bytes:
-    """As RoCE v2 has the IP address ``host``."""
+    """Return the IP address ``host`` as a GID of RoCE v2; empty if it is no IP address."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -501,7 +501,7 @@ def _text(place: str, name: str) -> str:
 
 
 def _descriptors() -> set[int]:
-    """Those of this process that lead to an RDMA device, or to its events."""
+    """Return this process's descriptors that refer to an RDMA device, or to its events."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

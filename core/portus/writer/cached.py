@@ -97,7 +97,8 @@ class CachedWay:
         return seem
 
     def _start_writeback(self, extent: Extent) -> None:
-        """On a thread of the ring: whoever waits for the copy does not wait for the disk."""
+        """Start to write ``extent`` back, on a thread of the ring: whoever waits for the copy does
+        not wait for the disk."""
         linux.start_writeback(self._number, extent.offset, extent.length)
 
     def bytes_at(self, offset: Column, length: Column) -> NDArray[np.uint8] | None:

@@ -198,7 +198,7 @@ class StagedWay:
         self._probes.append((self._starts[owner[row]] + start, data))
 
     def _write(self, slot: Slot, runs: list[tuple[int, int, int]]) -> None:
-        """On a thread of the ring."""
+        """Write ``runs`` from ``slot``, then give the slot back; on a thread of the ring."""
         try:
             for offset, at, length in runs:
                 if self._failure is not None:

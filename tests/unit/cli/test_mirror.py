@@ -512,6 +512,21 @@ def test_ls_and_status_name_the_files_of_a_run(files: str) -> None:
     assert (shown["newest"], shown["files"], shown["versions"]) == (20, 2, 0)
 
 
+def test_of_each_run_ls_names_the_newest_files(files: str) -> None:
+    with face.Checkpointer("zebra", mirror=files, keep=None) as checkpointer:
+        for step in range(12):
+            checkpointer.save(state(step), step)
+    said = portus("ls", files).out
+    assert [line.split()[:2] for line in said.splitlines()[2:6]] == [
+        ["gpt", "step-00000010.pt"],
+        ["gpt", "step-00000020.pt"],
+        ["zebra", "2"],
+        ["zebra", "step-00000002.pt"],
+    ]
+    assert "2 older: --all" in said
+    assert "older" not in portus("ls", files, "--all").out
+
+
 def test_verify_reads_every_byte_of_the_files_and_names_the_damaged_one(files: str) -> None:
     assert portus("verify", files).code == 0
     damage(Path(parse(files).prefix) / "gpt/files/step-00000010.pt")

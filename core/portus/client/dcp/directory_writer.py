@@ -162,10 +162,10 @@ class DirectoryWriter(StorageWriter):
         is_late: bool,
         fenced: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Of the next save. files: further states by the names of their files, on the rank that
-        coordinates. step: of training; None: the number at the end of the directory's name.
-        is_late: it returns before it is complete. fenced: tensors that nobody writes before
-        ``fence`` was called."""
+        """Set what applies to the next save. files: further states by the names of their files, on
+        the rank that coordinates. step: of training; None: the number at the end of the directory's
+        name. is_late: the save returns before it is complete. fenced: tensors that nobody writes
+        before ``fence`` is called."""
         self._more, self._said, self._is_late, self._fenced = files, step, is_late, fenced
 
     def save(self, state: dict[str, Any], directory: Any, ranks: dist.ProcessGroup | None) -> None:
@@ -197,8 +197,8 @@ class DirectoryWriter(StorageWriter):
         )
 
     def fetch(self, checkpoints: str) -> None:
-        """If the settings name a mirror, and this machine has nothing of the run that saves to the
-        directory ``checkpoints``, fetch what the mirror has. On the first rank. See
+        """Fetch what the mirror has of the run that saves to the directory ``checkpoints``, if the
+        settings name a mirror and this machine lacks the newest of it. On the first rank. See
         ``TrainingFiles.fetch``."""
         if _rank() == 0:
             name, place = self._run(os.path.realpath(checkpoints))
@@ -245,7 +245,7 @@ class DirectoryWriter(StorageWriter):
             files.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """To another process goes what it was made with."""
+        """Return what pickle needs to make this writer in another process: its arguments."""
         made = partial(
             DirectoryWriter,
             name=self._name,
@@ -356,7 +356,7 @@ class DirectoryWriter(StorageWriter):
         return asked
 
     def _begin(self, asked: _Asked, contents: ShardContents) -> None:
-        """This rank's file; on those that do not coordinate."""
+        """Begin to save this rank's file, on a rank that does not coordinate."""
         asked.handle = self._begun().save_directory(
             self._directory,
             {os.path.basename(asked.path): Laid(contents)},
@@ -482,7 +482,7 @@ class DirectoryWriter(StorageWriter):
                 self._claims[wanted] = SeriesClaim(*wanted)
 
     def _clear(self) -> None:
-        """Before any rank writes. Raises ``UsageError`` if nothing may be saved there."""
+        """Clear the directory before ranks write. Raises ``UsageError`` if no save may go there."""
         with PENDING.exempt():
             self._layout.clear(self._directory)
 
@@ -536,7 +536,7 @@ class DirectoryWriter(StorageWriter):
                 _log.error("%s", text)
 
     def _refuse_node_local(self, others: Sequence[str]) -> None:
-        """At the first save. Raises ``UsageError`` if the files of others are out of sight."""
+        """Raise ``UsageError``, at the first save, if the files of others cannot be seen here."""
         if self._has_begun or not others:
             return
         with PENDING.exempt():

@@ -129,9 +129,9 @@ class PortusStorageWriter(StorageWriter):
         )
 
     def fetch(self, checkpoints: str | os.PathLike[str]) -> None:
-        """If the settings name a mirror, and this machine has nothing of the run that saves to the
-        directory ``checkpoints``, fetch what the mirror has. Call it on every rank, and let them
-        wait for the first one. Raises as ``portus.TrainingFiles.fetch``."""
+        """Fetch what the mirror has of the run that saves to the directory ``checkpoints``, if the
+        settings name a mirror and this machine lacks the newest of it. Call it on every rank, and
+        have the others wait for the first one. Raises as ``portus.TrainingFiles.fetch``."""
         if isinstance(self._writer, DirectoryWriter):
             self._writer.fetch(os.fspath(checkpoints))
 

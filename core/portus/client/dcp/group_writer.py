@@ -213,7 +213,8 @@ class GroupWriter(StorageWriter):
 
     @classmethod
     def of(cls, run: Run) -> GroupWriter:
-        """For the shards of ``run``. It keeps what that does, and what directories lead to."""
+        """Return a writer for the shards of ``run``. It keeps what the run keeps, and what
+        directories refer to."""
         return cls(
             run.place, run.name, keep=run.keep, links=run.links, **as_arguments(run.settings)
         )
@@ -360,8 +361,8 @@ class GroupWriter(StorageWriter):
                 raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """To another process goes what it was made with. That one saves then: this lets go of the
-        host, which has one writer of a part."""
+        """Return what pickle needs to make this writer in another process, which saves from then
+        on. Closes this one: it releases the host, which has one writer of a part."""
         self.close()
         more = {"keep": self._keep, "links": self._run.links, **as_arguments(self._run.settings)}
         return _sent, (type(self), self.place, self.model, more)
@@ -409,9 +410,9 @@ class GroupWriter(StorageWriter):
         return self._step, self._checkpoint_id, tuple(sorted(self._metrics.items()))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: tell every rank the id of this group, what the others say, and which
-        pool is to be seen from everywhere. Raises ``UsageError`` if ranks save different steps, or
-        are not all there, and what opening the pool raises."""
+        """Tell every rank the id of this group, what the others reported, and which pool all ranks
+        must see. On the coordinator. Raises ``UsageError`` if ranks save different steps, ids or
+        metrics, or are not all there, and what opening the pool raises."""
         if len(plans) != self._count:
             raise UsageError(
                 f"{len(plans)} ranks plan this save and {self._count} are in the job: save from "
@@ -459,7 +460,7 @@ class GroupWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when all others have started: its own shards, and the metadata."""
+        """Save the coordinator's own shards and the metadata, once all other ranks have started."""
         placed = {result.index: result.storage_data for part in results for result in part}
         self._metadata = encode(metadata, placed)
         self._save({FORMAT_KEY: FORMAT, **self._described(), ITEMS: self._parts})
@@ -551,12 +552,12 @@ class GroupWriter(StorageWriter):
         return self._checkpointer
 
     def _committed(self, info: VersionInfo) -> None:
-        """On the worker, after a commit: count it."""
+        """Count a commit of this rank's part. On the worker, after the commit."""
         group = info.token[:ID_SIZE]
         self._retention.committed(group, is_last=self._tally.is_last(group, self._count))
 
     def _surplus(self, checkpointer: PoolCheckpointer, own: Sequence[VersionInfo]) -> list[int]:
-        """On the worker, before a commit: what this rank may let go of."""
+        """Return ids of the versions that this rank may retire. On the worker, before a commit."""
         never, going = self._retention.going(own)
         self._sweep(checkpointer)
         self._retention.succeed(checkpointer.uuid)
@@ -577,8 +578,8 @@ class GroupWriter(StorageWriter):
             _log.error("portus: %s. Training continues", heard.error)
 
     def _made_pool(self) -> Sign | None:
-        """By what this rank's pool is found, which is there then; None if it is known that all
-        ranks see it."""
+        """Return the sign by which others find this rank's pool, which is made if there is none;
+        None if it is known that all ranks see it."""
         return None if self._is_shared or self._count == 1 else self._open().part.announce()
 
     def _check_shared(self, start: _Start) -> None:

@@ -162,8 +162,8 @@ class RankFiles:
             return None, error
 
     def _not_seen(self, directory: str, others: Sequence[str]) -> list[PortusError]:
-        """At the first save: what is wrong where the first rank does not see what others write.
-        Collective."""
+        """Return why the first rank does not see what others write; an empty list once it has seen
+        it. Collective."""
         if self._has_seen:
             return []
         problem = None
@@ -190,8 +190,9 @@ class RankFiles:
     def loaded(
         self, directory: str, names: Collection[str], problem: PortusError | None = None
     ) -> None:
-        """This rank loaded the files ``names`` of ``directory``. Collective. Raises on all ranks
-        the ``problem`` of any, and ``CorruptionError`` if they are files of different saves."""
+        """Check the files ``names`` of ``directory``, which this rank loaded. Collective. Raises on
+        all ranks the ``problem`` of any rank, and ``CorruptionError`` if the files are of different
+        saves."""
         notes: set[bytes | None] = set()
         try:
             notes = {read_note(os.path.join(directory, name)) for name in names}
@@ -268,7 +269,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Of a save, by its id. is_given_up: only because another part of it failed."""
+    """The failure of a save, by its id. is_given_up: only because another part of it failed."""
 
     save: str
     text: str
@@ -305,7 +306,8 @@ class _Gate:
     _is_open: bool = False
 
     def ready(self) -> None:
-        """On the worker: the draft is durable. Raises ``AbandonedError`` if it is to go."""
+        """Report that the draft is durable, and block until all ranks have begun or one could not.
+        On the worker. Raises ``AbandonedError`` if the draft is to be discarded."""
         self._drafted.set()
         self._opened.wait()
         if not self._is_open:
@@ -338,7 +340,7 @@ def _has_files(directory: str) -> bool:
 
 
 def _require_committed(handle: SaveHandle | None, latest: LatestFile) -> None:
-    """After that save. Raises ``AbandonedError`` if it failed."""
+    """Raise ``AbandonedError`` if the save of ``handle``, which has ended, failed."""
     if handle is not None and not handle.committed:
         raise AbandonedError(
             f"{printable(latest.path)} still names the checkpoint before: {latest.text} could "

@@ -85,21 +85,21 @@ class CopyChoice(Protocol):
     """Where storages of a device are copied first."""
 
     def on_device(self, room: DeviceRoom) -> bool:
-        """True: into spare memory of the device, all of them."""
+        """Return True to copy all of them into spare memory of the device."""
 
     def copied(self, timeline: Timeline, first: Any, second: Any) -> None:
-        """They were, between these moments."""
+        """Record when the copy started and when it ended, as marks of ``timeline``."""
 
 
 class WhereItFits:
-    """On the device, if there is room."""
+    """The choice to copy on the device whenever there is room."""
 
     def on_device(self, room: DeviceRoom) -> bool:
         """See ``CopyChoice``."""
         return room.is_enough
 
     def copied(self, timeline: Timeline, first: Any, second: Any) -> None:
-        """What it takes does not matter."""
+        """Do nothing: how long a copy takes does not matter here."""
 
 
 def feeds_of(

@@ -77,7 +77,7 @@ class Fence:
 
     @marked
     def guard(self, save: FencedSave) -> None:
-        """From now on writers wait for this save. Call it before the save returns."""
+        """Make writers wait for this save from now on. Call it before the save returns."""
         with _lock:
             assert not self._closed, "guard after close"
             self._saves = (*(save for save in self._saves if not save.over), save)

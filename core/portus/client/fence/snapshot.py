@@ -1,4 +1,4 @@
-"""From a state at the call of save to what the pipeline copies."""
+"""Snapshots: what the pipeline copies of a state, as it was at the call of save."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Suspects:
         self._until: Final[dict[int, int]] = {}
 
     def accuse(self, addresses: Collection[int]) -> None:
-        """These were torn: for twice as many saves as the last time they are not copied late."""
+        """Have these, which were torn, copied at once for twice as many saves as the last time."""
         with self._lock:
             for address in addresses:
                 self._span[address] = 2 * self._span.get(address, 0) or 1
                 self._until[address] = self._saves + self._span[address]
 
     def turn(self) -> frozenset[int]:
-        """Those that the save that begins now does not copy late."""
+        """Count a save that begins now, and return the storages that it does not copy late."""
         with self._lock:
             self._saves += 1
             return frozenset(a for a, until in self._until.items() if until >= self._saves)
@@ -187,15 +187,15 @@ class Snapshots:
         return self._layout, self._has_devices
 
     def _hint(self, late: Flags, unchanged: bool) -> Flags:
-        """Which storages to hash before anything is copied: those that were the same last time;
-        at first, those that nobody trains."""
+        """Return which storages to hash before anything is copied: those that were the same last
+        time; at first, those that nobody trains. ``unchanged``: also those that are copied late."""
         known = self._steady is not None and len(self._steady) == len(late)
         hint = self._steady if known and self._steady is not None else ~late
         return hint | late if unchanged else hint
 
 
 def _changes(flat: FlatState) -> Column:
-    """For each storage, how often torch saw the tensors over it being written."""
+    """Return how often torch saw the tensors over each storage being written."""
     counts = np.zeros(len(flat.storages), np.int64)
     for spec, tensor in zip(flat.tensors, flat.live, strict=True):
         if spec.storage >= 0 and not tensor.is_inference():

@@ -1,4 +1,4 @@
-"""Who can change a tensor, and whether a storage may be copied late (V7).
+"""The writers that can change a tensor, and whether a storage may be copied late (V7).
 
 Theory. A storage is *stable* when the only thing expected to write it is the step of an optimizer
 whose steps pass our hook: then the fence keeps the step back until the copy has ended. All others
@@ -259,7 +259,7 @@ def _changed_by(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 class _Cover:
-    """Which storages are filled by the tensors that were added."""
+    """The storages of a state, and which of them are filled by the tensors that were added."""
 
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
         addresses = [storage.data_ptr() for storage in storages]
@@ -354,7 +354,7 @@ class _Surroundings:
                 yield from (weight for weight in module._parameters.values() if weight is not None)
 
     def optimizers(self) -> list[Optimizer]:
-        """Those that write outside of ``step``, stepped or not."""
+        """Return the live optimizers that may write outside of ``step``, stepped or not."""
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
 

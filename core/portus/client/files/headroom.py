@@ -19,7 +19,7 @@ _RECORDS: Final = 1 << 20
 
 
 class Headroom:
-    """Of one run. ``queue`` is that of its worker."""
+    """The headroom of one run in its pool. ``queue`` is the queue of its worker."""
 
     def __init__(self, pool: RunPool, queue: Queue) -> None:
         self._pool: Final = pool

@@ -1,4 +1,4 @@
-"""Which versions reference files hold, by what the links of a pool and its catalogue say."""
+"""The versions that reference files hold, according to the links of a pool and its catalogue."""
 
 from __future__ import annotations
 

@@ -79,14 +79,15 @@ class Home(Protocol):
         """Pools that it is a successor of, and where they are; the oldest first."""
 
     def succeed(self) -> bool:
-        """If the pool accepts no more writes, make a successor, for ``open`` to give; True if
-        that was done. What was open becomes one of ``older``. Raises ``MediumError``."""
+        """Continue in a successor if the pool accepts no more writes, and return True if that was
+        done. ``open`` then returns the successor. What was open becomes one of ``older``. Raises
+        ``MediumError``."""
 
     def drop(self, pool: PoolReader) -> None:
         """Remove one of ``older``: nothing leads there any more."""
 
     def keeper(self, pool: Pool) -> Keeper:
-        """Its reference files."""
+        """Return the keeper of the pool's reference files."""
 
     def draft(self, snapshot: Snapshot) -> Draft:
         """Where a save of ``snapshot`` goes; the pool is open."""

@@ -118,7 +118,7 @@ class HostPool(PoolReader):
 
     @property
     def superblock(self) -> Superblock:
-        """Of the pool that the host has now: one in its memory is another after a restart."""
+        """The superblock of the host's pool; after a restart, a pool in its memory is another."""
         if self._superblock.uuid != self.links.welcome.uuid:
             self._superblock = read_superblock(self.medium)
         return self._superblock
@@ -214,7 +214,7 @@ class HostPool(PoolReader):
         return max(0, before - self.standing().taken)
 
     def kept_bytes(self, but: Collection[int] = ()) -> int:
-        """As the host knows it; saves under way count."""
+        """Return the kept bytes without ``but``, as the host counts them; saves under way count."""
         now = self.standing()
         kept = now.size - now.free - now.holes
         return kept - (super().kept_bytes() - super().kept_bytes(but)) if but else kept
@@ -601,7 +601,7 @@ class HostDraft:
         return answer
 
     def _digests(self) -> Digests:
-        """Of the units of all storages, in order."""
+        """Return the digests of the units of all storages, in order."""
         counts = unit_counts(self._lengths)
         first = np.cumsum(counts) - counts
         units = np.zeros((int(counts.sum()), 16), np.uint8)
@@ -752,8 +752,8 @@ class _Memory:
 
 
 class _FedParts:
-    """As ``Parts``, of storages on devices: what is gathered, and what is hashed, is fetched. The
-    host reaches the others by itself."""
+    """Parts of storages on devices, like ``Parts``: what is gathered, and what is hashed, is
+    fetched. The host reaches the others by itself."""
 
     def __init__(
         self, feeds: Sequence[Feed], lengths: Column, is_small: Flags, place: Column

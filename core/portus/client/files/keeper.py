@@ -1,6 +1,6 @@
-"""Which versions of a pool reference files hold, and which may go (design: the reference file).
+"""Versions of a pool that reference files hold, and those that may go (design: the reference file).
 
-A version that a living reference file leads to is never retired by ``keep``. One whose files were
+A version that a living reference file refers to is never retired by ``keep``. One whose files were
 all deleted behind our back goes when its space is needed. Order of changes: see ``reference``.
 """
 
@@ -76,7 +76,7 @@ class HeldPool(Protocol):
 
     @property
     def superblock(self) -> Superblock:
-        """Who it is."""
+        """The superblock, which identifies the pool."""
 
     def catalogue(self) -> Catalogue:
         """What is committed now."""
@@ -97,11 +97,11 @@ class InFlight(Protocol):
 
     @property
     def step(self) -> int:
-        """Of training."""
+        """The step of training."""
 
     @property
     def model(self) -> str:
-        """Of which it is a version."""
+        """The model that it is a version of."""
 
     @property
     def over(self) -> bool:
@@ -173,7 +173,8 @@ class Keeper:
         return writer
 
     def keep(self, model: str, value: Keep | None) -> None:
-        """Of ``model``, what this keeps for ever, or for a while, does not go with its file."""
+        """Set the ``keep`` of ``model``: versions that it keeps for ever, or for a while, do not go
+        with their files."""
         self._keeps[model] = value
 
     def is_new(self, path: str) -> bool:
@@ -355,7 +356,7 @@ class Keeper:
         return found, len(paths) - len(found)
 
     def _held_elsewhere(self, but: Sequence[Reference], tokens: Collection[str]) -> set[str]:
-        """Those of ``tokens``, of versions, for which other files were written that are there."""
+        """Return those of ``tokens`` whose versions have a living file other than ``but``."""
         ids = {each.id for each in but}
         with self._guard:
             others = [each for each in self._known.values() if each.id not in ids]
@@ -537,7 +538,7 @@ class Keeper:
 
     @property
     def _root(self) -> str:
-        """Of the run, as far as is known: what holds ``.portus``, or the pool."""
+        """The directory of the run, as far as is known: what holds ``.portus``, or the pool."""
         return self._survey.root or os.path.dirname(self._directory)
 
     def _placed(self) -> dict[str, Reference]:
@@ -608,8 +609,8 @@ class Keeper:
         return max(found, default=(0, None))[1]
 
     def renounce(self, versions: Collection[int]) -> None:
-        """These are about to be retired, although files lead there: from now on those are not
-        known, and not taken for files of saves that were cut off."""
+        """Forget the files that refer to ``versions``, which are about to be retired: they are not
+        to be taken for files of saves that were cut off."""
         entries = self._writer.catalogue().entries()
         tokens = {entry.info.token.hex() for entry in entries if entry.info.id in versions}
         for link in self._links():
@@ -636,7 +637,7 @@ class Keeper:
         return {entry.info.id for entry in catalogue.entries() if entry.info.token.hex() in tokens}
 
     def _read_pins(self) -> None:
-        """Those that came, and went, since the last look. On a storage host the host sees to it."""
+        """Note the pins that came or went since the last look. A storage host notes its own."""
         with self._guard:
             known = {name: each for name, each in self._known.items() if each.is_pin}
         if self._host is None:
@@ -708,7 +709,7 @@ class Keeper:
             self._note_place()
 
     def _note_place(self) -> None:
-        """So that files that are not beside the pool lead there."""
+        """Note where the pool is, so that files that are not beside it lead there."""
         if self._address is None and isinstance(self._files, LocalFiles):
             note(self._writer.superblock.uuid, self._path)
 
@@ -817,7 +818,7 @@ class Keeper:
         return writer if isinstance(writer, HostPool) else None
 
     def _forget(self, reference: Reference) -> None:
-        """It is gone, and so is what it led to."""
+        """Remove the link of a reference file, and have the storage host, if any, forget it."""
         files_of.forget(reference, self._directory, self._files)
         if self._host is not None:
             self._host.let_go(reference)

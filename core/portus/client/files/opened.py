@@ -106,8 +106,8 @@ class RunPool:
                 raise
 
     def begin_with_mirror(self) -> None:
-        """There is no pool yet: make it, and fill it, if the mirror has versions. Raises what
-        opening raises."""
+        """Make the pool, which does not exist yet, and fill it, if the mirror has versions. Raises
+        what opening raises."""
         if self.mirroring is None:
             return
         if self.mirroring.has_versions():
@@ -130,7 +130,7 @@ class RunPool:
                 self._lookers -= 1
 
     def drop_older(self) -> None:
-        """On the worker: take older pools away of which the last commit let go as a whole."""
+        """Remove older pools all of whose versions the last commit released. On the worker."""
         with self._looking:
             older = [] if self._lookers else list(self.home.older())
             for pool in older:  # while somebody looks, all stay: the next commit will do

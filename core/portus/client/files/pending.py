@@ -54,7 +54,7 @@ class PendingPaths:
         return ticket
 
     def remove(self, ticket: Ticket) -> None:
-        """It is over. A second call does nothing."""
+        """Remove the ticket of a save that has ended. A second call does nothing."""
         with self._lock:
             self._tickets = tuple(each for each in self._tickets if each is not ticket)
 
@@ -74,7 +74,7 @@ class PendingPaths:
             self._thread.is_exempt = before
 
     def forget(self) -> None:
-        """In a forked child: the saves are the parent's."""
+        """Forget all saves, in a forked child: they are the parent's."""
         self._lock = threading.RLock()
         self._tickets = ()
 

@@ -288,7 +288,7 @@ def _made(reference: Reference, home: str, files: FileSystem, directory: str) ->
 
 
 def births_of(link: str, home: str, files: FileSystem) -> tuple[Birth, Birth] | None:
-    """Of a link, and of the home of its file; None where the file system keeps none."""
+    """Return the births of a link and of its file's home; None if the file system keeps none."""
     file, directory = files.birth(link), files.birth(home)
     return None if file is None or directory is None else (file, directory)
 

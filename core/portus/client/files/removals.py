@@ -61,7 +61,7 @@ class Removal:
 
 
 class Removals:
-    """Those of one ``Checkpointer``. They are asked for by any thread, and made by its worker."""
+    """The removals of one ``Checkpointer``. Any thread asks for them; its worker makes them."""
 
     def __init__(self, pool: RunPool, queue: Queue) -> None:
         self._pool: Final = pool
@@ -89,7 +89,7 @@ class Removals:
     # On the worker.
 
     def reached(self, removal: Removal) -> None:
-        """Its turn has come: make it, or let it wait."""
+        """Make a removal whose turn has come, or let it wait, or drop it."""
         keeper, after = self._keeper, removal.after
         if after is None or (after.over and after.error is None):
             self._make(removal, keeper)
@@ -134,7 +134,7 @@ class Removals:
                 return
 
     def say_left(self) -> None:
-        """At the end: which files stay."""
+        """Log, at the end, which files stay."""
         if not self._waiting:
             return
         paths = [each.path for each in self._waiting]

@@ -45,7 +45,8 @@ class Mirroring(Copier):
         super().__init__(store, str(address), model, keep, wait_s=wait_s)
 
     def has_versions(self) -> bool:
-        """As that of ``Copier``, before a run that has no pool. Raises as ``check_writable``."""
+        """Return True if the mirror has versions, for a run that has no pool. Raises as that of
+        ``Copier``, and as ``check_writable``."""
         check_writable(self.place)
         return super().has_versions()
 

@@ -1,4 +1,4 @@
-"""Which versions of a run the next commit retires: those beyond ``keep`` that no file leads to."""
+"""Versions of a run that the next commit retires: those beyond ``keep`` that no file refers to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def versions_of(model: str, catalogues: Sequence[Catalogue]) -> list[VersionInfo
 def beyond(
     keep: Keep, infos: Sequence[VersionInfo], step: int, metrics: Mapping[str, float]
 ) -> list[int]:
-    """Those of these versions, by id, that do not stay once one of ``step`` is committed."""
+    """Return the ids of the ``infos`` that do not stay once a version of ``step`` is committed."""
     if not infos:
         return []
     made = replace(infos[0], id=0, step=step, time_ns=time.time_ns())
@@ -38,8 +38,8 @@ def beyond(
 
 
 class Surplus:
-    """Of one model, in the pool of its home and those that this is a successor of. ``let_go``:
-    versions, by id, that are surplus once the commit is made that is being made."""
+    """The surplus versions of one model, in the pool of its home and those that this is a successor
+    of. ``let_go``: the ids of the versions that are surplus once the commit under way is made."""
 
     def __init__(self, model: str, keep: Keep | None, home: Home) -> None:
         self.let_go: frozenset[int] = frozenset()
@@ -67,7 +67,7 @@ class Surplus:
         return surplus
 
     def to_come(self, pool: Pool | None) -> int:
-        """For how many more versions there has to be room: those kept and the one in flight."""
+        """Return how many more versions need room: those still to be kept and the one in flight."""
         found = pool.catalogue().models.get(self._model) if pool else None
         kept = len(found.versions) if found and self._keep else 0
         return 1 + max(1, (self._keep.last if self._keep else 1) - kept)

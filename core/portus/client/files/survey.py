@@ -164,7 +164,8 @@ class Survey:
 
 
 def survey_of(directory: str, patience_s: float | None = PATIENCE_S) -> Survey:
-    """Of the run whose links are in ``directory``: below what holds ``.portus``, if that does."""
+    """Return a survey of the run whose links are in ``directory``. It looks below the directory
+    that holds ``.portus``, if the links are in one; else nowhere."""
     inside = os.path.dirname(directory)
     is_own = os.path.basename(inside) == DEFAULT_DIRECTORY
     pool_name = os.path.splitext(os.path.basename(directory))[0] + DEFAULT_DIRECTORY

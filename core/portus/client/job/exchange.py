@@ -138,7 +138,7 @@ class Outcomes:
         self._begun[-1].handle = handle
 
     def refused(self, error: BaseException) -> None:
-        """It does not come to begin, which the others do not know."""
+        """Record why the newest save failed before it began, which other ranks do not know."""
         self._begun[-1].refusal = error
 
     def news(self) -> News:
@@ -192,7 +192,7 @@ def _ends_training(said: Sequence[News]) -> bool:
 
 
 def _told(said: Sequence[News], model: str) -> PortusError | None:
-    """Which ranks failed, and why; None if none did."""
+    """Return an error that says which ranks failed, and why; None if none did."""
     ranks = [rank for rank, news in enumerate(said) if news.untold]
     if not ranks:
         return None
@@ -331,15 +331,16 @@ def _first_of(group: Any) -> int:
 
 
 def beside() -> Any:
-    """For what ranks tell each other on the host: None if the job's own group can, else a group of
-    gloo beside it, of all ranks. Collective."""
+    """Return the process group for exchanges in host memory: None if the job's own group can do
+    them, else a new gloo group of all ranks. Collective."""
     if "cpu:" in dist.get_backend_config():
         return None
     return dist.new_group(backend=dist.Backend.GLOO)
 
 
 def standing(group: Any = None) -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Return this process's rank in ``group`` and the group's size; (0, 1) if torch has no process
+    groups."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(group), dist.get_world_size(group)
     return 0, 1

@@ -314,7 +314,7 @@ class Journal:
                 os.unlink(self._page_path)
 
     def leave(self) -> None:
-        """In a forked child: the page is the parent's."""
+        """Close this journal in a forked child, without writing: the page is the parent's."""
         self._closed, self._page = True, None
         self._leave_hooks()
 
@@ -463,7 +463,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _priced(line: Saved, stats: SaveStats, cost_s: float | None) -> Saved:
-    """With what the save has cost so far."""
+    """Return ``line`` with what the save has cost so far."""
     return msgspec.structs.replace(
         line,
         cost_s=cost_s if line.cost_s is None else line.cost_s,

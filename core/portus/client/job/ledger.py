@@ -17,8 +17,8 @@ from portus.pipeline.run import Save
 
 
 class Ledger:
-    """Of one run: its ``reports`` to the training, its ``journal``, if it keeps one, and the
-    failures that ``portus ls`` shows. Threads may share it."""
+    """The records of one run: its ``reports`` to the training, its ``journal``, if it keeps one,
+    and the failures that ``portus ls`` shows. Threads may share it."""
 
     def __init__(self, pool: RunPool, queue: Queue, settings: Settings) -> None:
         self.reports: Final = Reports(settings.on_error)

@@ -226,7 +226,8 @@ class Preemption:
         return self._before
 
     def forked(self) -> None:
-        """In a child, which is none of the training: a signal ends it, as ever."""
+        """Restore the handlers from before in a forked child. It is not part of the training, so a
+        signal ends it as usual."""
         watch, self._watch = self._watch, None
         self._unhear()
         if watch is not None:
@@ -376,11 +377,11 @@ class _Watch:
         self._thread.start()
 
     def expect(self, number: int) -> None:
-        """This one counts."""
+        """React to the signal ``number`` from now on."""
         self._expected |= {number}
 
     def note(self, number: int) -> None:
-        """For handlers: takes no lock."""
+        """Send ``number`` to the thread. Takes no lock, so signal handlers may call it."""
         with contextlib.suppress(OSError):  # full, or closed: it was told before
             self._mouth.send(bytes([number]))
 
@@ -394,7 +395,7 @@ class _Watch:
             self._thread.join(_END_S)
 
     def forget(self) -> None:
-        """In a forked child, which has no such thread; and the socket is its parent's."""
+        """Close the sockets in a forked child: they are the parent's, and so is the thread."""
         self._sleep()
         self._ears.close()
         self._mouth.close()

@@ -48,7 +48,7 @@ class Reports:
         self._commits += 1
 
     def failed(self, save: _Over) -> None:
-        """To be told, unless who holds it hears of it first."""
+        """Note a failed save, to be reported unless whoever holds its handle hears of it first."""
         self._failed.append(save)
 
     def tell(

@@ -118,7 +118,7 @@ def _pools_of(paths: Iterable[str], pools: KnownPools) -> list[str]:
 def remaining_references(
     paths: Iterable[str | os.PathLike[str]], reason: str, pools: KnownPools = POOLS
 ) -> list[Remaining]:
-    """Those of ``paths`` that are reference files, or have some below them, as what remains."""
+    """Return a ``Remaining`` for each of ``paths`` that is a reference or has some below it."""
     return [
         Remaining(path, _size(path, pools), reason) for path in _found(paths) if _references(path)
     ]

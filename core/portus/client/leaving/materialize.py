@@ -101,8 +101,8 @@ def materialize_all(
     *,
     tables_pool: PoolPath | None = None,
 ) -> list[str]:
-    """As ``materialize``, but what it would raise of a file ``failed`` is told. Raises
-    ``UsageError`` if there is nothing at ``path``, and in a signal handler."""
+    """Put real files in place as ``materialize`` does, but pass what it would raise of a file to
+    ``failed``. Raises ``UsageError`` if there is nothing at ``path``, and in a signal handler."""
     place = _to_materialize(path)
     return list(in_place(place, pools, lambda size: None, failed, tables_pool=tables_pool))
 
@@ -171,8 +171,8 @@ def _newest_ns(paths: list[str]) -> int:
 
 
 def _set_time(directory: str, changed_ns: int) -> None:
-    """Who sorts checkpoints by the times of their directories, as Trainer does when it removes old
-    ones, finds the order in which they were saved, and not that in which they became real."""
+    """Set the time of a directory to when its files were saved, not when they became real. Trainer,
+    for one, sorts checkpoints by that time when it removes old ones."""
     with contextlib.suppress(OSError):
         os.utime(directory, ns=(changed_ns, changed_ns))
 

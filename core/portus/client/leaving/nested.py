@@ -67,7 +67,8 @@ class _StandingIn(pickle.Pickler):
     """What loads without a codec is in the place of objects that have one."""
 
     def reducer_override(self, value: Any) -> Any:
-        """As ``pickle`` asks for it. An OrderedDict: ``weights_only`` reads it."""
+        """Reduce an object of a codec to its stand-in, for ``pickle``: an OrderedDict, which
+        ``weights_only`` reads."""
         codec = codec_of(type(value))
         if codec is None:
             return NotImplemented
@@ -126,10 +127,10 @@ class WrittenSave:
         self._info: Final = VersionInfo(model, 0, 0, step, os.urandom(16), time.time_ns(), size)
 
     def join(self) -> None:
-        """It is over."""
+        """Return at once: the save has ended."""
 
     def result(self, timeout_s: float | None) -> VersionInfo:
-        """At once."""
+        """Return the version that was saved, at once."""
         return self._info
 
 
@@ -141,7 +142,7 @@ def _part_of(state: object, part: str | None) -> object:
 
 
 def _make_directory(path: str) -> None:
-    """With those that it is in; durable."""
+    """Make a directory and those that it is in, durably."""
     if os.path.isdir(path):
         return
     above = os.path.dirname(path)

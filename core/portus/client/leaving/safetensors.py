@@ -1,4 +1,4 @@
-"""Which tensors of a version fit into a safetensors file, and where they go in it."""
+"""The tensors of a version that fit into a safetensors file, and their places in it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class PlacedTensor:
 
     @property
     def name(self) -> str:
-        """In the file."""
+        """The name of the tensor in the file."""
         return self.named.name
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size of the tensor in bytes."""
         return self.named.size
 
 

@@ -117,7 +117,7 @@ def _pickled(
 
 
 class _Pickler(pickle.Pickler):
-    """As the one of ``torch.save``: storages are named, and not in the pickle."""
+    """A pickler like that of ``torch.save``: storages are named, and not in the pickle."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=_PROTOCOL)

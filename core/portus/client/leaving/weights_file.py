@@ -54,8 +54,8 @@ def write(
 
 
 def _tensors(outline: WholeOutline) -> tuple[dict[str, TensorSpec], list[OutlinedStorage]]:
-    """By name, each tensor; and the storages that these name by their places in the list. Raises
-    ``UsageError``."""
+    """Return the tensors by name, and the list of storages that they refer to by index. Raises
+    ``UsageError`` for anything but a dict of tensors."""
     state = outline.state
     if not isinstance(state, dict):
         raise UsageError(f"safetensors holds dicts of tensors, found {type(state).__name__}")

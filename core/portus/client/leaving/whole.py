@@ -68,8 +68,8 @@ def outlined(
     *,
     tables_pool: PoolPath | None = None,
 ) -> Iterator[WholeOutline]:
-    """As ``restore.outlined``, with the tables that are in another pool filled in. That version is
-    pinned inside, too.
+    """Yield a version as ``restore.outlined`` does, with the tables that are in another pool filled
+    in. Their version is pinned inside, too.
 
     tables_pool: where that pool is now; None: where it was when the state was saved. Raises as
     ``restore.outlined``; and ``UsageError``, ``MediumError`` or ``CorruptionError`` that name the
@@ -109,8 +109,8 @@ def located(
     stack: contextlib.ExitStack,
     tables_pool: PoolPath | None = None,
 ) -> dict[str, LocatedTable]:
-    """By key path to ``keep``, the tables that a version has in another pool. stack: lets go of
-    them. Raises as ``outlined``."""
+    """Return the tables that a version has in another pool, by the key paths that ``keep`` accepts.
+    stack: releases them. Raises as ``outlined``."""
     with pool.pinned(entry.info.id) as current:
         record = pool.record(current)
         changed = logged(pool.medium, record)
@@ -152,7 +152,7 @@ class _Marks:
             raise CorruptionError(f"no tensor is called {name} there")
 
     def storages(self) -> dict[int, OutlinedStorage]:
-        """Those of all that was outlined, by address."""
+        """Return the storages of all that was outlined, by address."""
         return {
             address: storage
             for key, outline in self._outlines.items()

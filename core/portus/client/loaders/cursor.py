@@ -120,7 +120,7 @@ class DataCursor:
 
     @staticmethod
     def of(sampler: object) -> DataCursor | None:
-        """Who follows the loader with this index sampler; None if nobody does."""
+        """Return the cursor that follows the loader with this index sampler; None if none does."""
         return sampler.cursor if type(sampler) is _Followed else None
 
     @property
@@ -448,7 +448,7 @@ class DataCursor:
 
 
 class _Asking(DataCursor):
-    """Of a loader that knows its position itself, or whose dataset does."""
+    """A cursor for a loader that knows its position itself, or whose dataset does."""
 
     def __init__(
         self,
@@ -592,18 +592,19 @@ class Iteration(Iterator[Any]):
 
 
 class StatefulIteration(Iteration):
-    """For torchdata's loader, which asks it for its state: what the stock one would say, so that a
-    checkpoint goes on where nobody follows the loader, too."""
+    """An iteration for torchdata's loader, which asks for its state. It returns what the stock
+    iterator would, so a checkpoint can also be resumed where no cursor follows the loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Of an epoch that was dealt anew it says nothing, and torchdata refuses that."""
+        """Return the stock iterator's state. It is empty for an epoch that was dealt anew, and
+        torchdata refuses that."""
         if not isinstance(self._stock, _Stateful):
             return {}
         found: dict[str, Any] = self._stock.state_dict()
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a loader was that nobody followed."""
+        """Resume at the position of a loader that no cursor followed."""
         if self.resume is None and isinstance(self._stock, _Stateful):
             self._stock.load_state_dict(state)
 
@@ -627,8 +628,8 @@ class _Ahead(Iterator[Any]):
 
 
 class _Followed:
-    """In the place of a loader's index sampler, and for everybody else that sampler: who asks for
-    its class, sets its attributes or copies it, has to do with the stock one."""
+    """The stand-in for a loader's index sampler. Code that asks for its class, uses its attributes
+    or copies it reaches the stock sampler."""
 
     cursor: DataCursor
     stock: Any
@@ -700,7 +701,7 @@ class _Resume:
 
 
 def _who_knows(loader: object) -> Any:
-    """Who is asked where the loader is: itself, or its dataset; None if nobody."""
+    """Return what knows the loader's position: the loader, or its dataset; None if neither does."""
     dataset = getattr(loader, "dataset", None)
     is_stream = isinstance(dataset, IterableDataset)
     if samplers.is_torchdatas(loader, "state_dict"):

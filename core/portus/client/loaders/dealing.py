@@ -141,7 +141,8 @@ def _of_torch(stock: Any, ranks: int) -> EpochDealing | None:
 
 
 def _of_one_sequence(stock: Any) -> EpochDealing | None:
-    """Of batches of the whole sequence, which somebody else deals to ranks."""
+    """Return how ``stock`` batches the whole sequence, which other code deals to ranks; None if it
+    does not, or if that is not known."""
     way = _of_torch(stock, 1)
     if way is None or way.batches is None or isinstance(way.batches.sampler, DistributedSampler):
         return None

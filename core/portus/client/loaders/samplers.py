@@ -111,8 +111,8 @@ def is_same(state: object, other: object) -> bool:
 
 
 def sequence_of(sampler: Any) -> dict[str, Any] | None:
-    """From what the whole sequence of the sampler's next epoch can be made again in any process;
-    None if that is known for none of its kind. The global generator's state is not in it."""
+    """Return what the whole sequence of the sampler's next epoch can be made from, in any process;
+    None if its kind is not known. The global generator's state is not included."""
     kind = type(sampler)
     if kind is SequentialSampler:
         return {"kind": "sequential", "samples": len(sampler)}

@@ -59,7 +59,7 @@ class SeededDataset(Dataset[T]):
 
     @property
     def epoch(self) -> int:
-        """That the draws follow from; 0 before anybody said."""
+        """The epoch that the random numbers depend on; 0 until ``set_epoch`` is called."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:

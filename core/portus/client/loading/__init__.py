@@ -1,1 +1,1 @@
-"""From a committed version, here, on a host or in a mirror, back to tensors, verified (V4)."""
+"""Loads of committed versions, from here, a host or a mirror, as verified tensors (V4)."""

@@ -157,7 +157,7 @@ def _shard_of(read: Read, size: int, path: str) -> _Shard | None:
 
 
 def _is_safetensors(read: Read, name: str) -> bool:
-    """By its first bytes, or by its name if those say nothing."""
+    """Return whether a file is safetensors, by its first bytes, or its name if they say nothing."""
     begin = read(0, LENGTH_SIZE + 1)
     return is_safetensors(begin) or (name.endswith(SUFFIX) and not begin.startswith(ZIP))
 

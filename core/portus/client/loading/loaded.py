@@ -1,4 +1,4 @@
-"""Which versions this process has loaded, so that its journal can say what it goes on from."""
+"""The versions that this process has loaded, so that its journal can say what it resumes from."""
 
 from __future__ import annotations
 

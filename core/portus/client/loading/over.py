@@ -50,7 +50,7 @@ class StoredState(Protocol):
 
     @property
     def lengths(self) -> Column:
-        """Of each storage, in bytes."""
+        """The length of each storage, in bytes."""
 
     def check(self, wanted: Column) -> None:
         """Raise ``CorruptionError`` unless these storages have the bytes that were saved."""
@@ -124,7 +124,7 @@ def _check_shared(stored: StoredState, pairs: list[tuple[TensorSpec, torch.Tenso
 
 
 class _Pairs:
-    """Which tensor of a version goes over which tensor of a state."""
+    """Pairs of a tensor of a version and the tensor of a state that it is copied over."""
 
     def __init__(
         self, stored: StoredState, state: object, keep: Callable[[str], bool] | None, rename: Rename

@@ -20,7 +20,7 @@ Pair = tuple[TensorSpec, torch.Tensor]
 
 
 def overlapping(address: Column, length: Column) -> npt.NDArray[np.bool_]:
-    """Which of some blocks of memory share bytes with another one."""
+    """Return a flag for each block of memory: True if it shares bytes with another one."""
     order = np.lexsort((length, address))
     start, end = address[order], (address + length)[order]
     found = np.zeros(len(order), bool)
@@ -59,7 +59,7 @@ def copy_over(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _doubtful(users: list[Pair]) -> list[Pair]:
-    """Those that may overlap, and not as they did when they were saved."""
+    """Return the pairs that may overlap, and not as they did when they were saved."""
     if len({_shift(spec, target) for spec, target in users}) == 1 and all(map(_alike, users)):
         return []
     address = np.array([target.data_ptr() for _, target in users], np.int64)
@@ -73,7 +73,7 @@ def _doubtful(users: list[Pair]) -> list[Pair]:
 
 
 def _shift(spec: TensorSpec, target: torch.Tensor) -> tuple[int, int]:
-    """Of which storage memory is a copy, and how far it was moved in it, in bytes."""
+    """Return the storage that ``target`` copies, and how far it was moved in it, in bytes."""
     offset = int(target.storage_offset()) - spec.offset
     return spec.storage, offset * target.element_size()
 

@@ -53,7 +53,8 @@ class Matcher:
 
 
 def matcher(names: Patterns) -> Matcher | None:
-    """For the patterns that a user gave; None for all. Raises ``UsageError`` for what is none."""
+    """Return a matcher of the patterns that a user gave; None for all key paths. Raises
+    ``UsageError`` for what is no pattern."""
     if names is None:
         return None
     given: Any = names

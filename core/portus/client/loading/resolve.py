@@ -1,4 +1,4 @@
-"""From a reference file to the state it stands for.
+"""Resolution of a reference file to the state that it stands for.
 
 V6: a reference may come from a stranger, so it does not choose what is opened. A pool is opened
 only if it is

@@ -1,4 +1,4 @@
-"""From a committed version back to tensors, verified (V4).
+"""Loads of committed versions back into tensors, verified (V4).
 
 A load fills fresh memory, hashes what arrived there and compares; nothing unverified is handed
 out. ``restore_into`` first verifies the pool's bytes, then copies them over the caller's tensors,
@@ -232,7 +232,8 @@ def outlined(
 
 
 def load_on_meta(pool: PoolReader, entry: VersionEntry, part: str | None = None) -> object:
-    """As ``load_part``, with tensors on the device "meta": their bytes are not read."""
+    """Return what ``load_part`` does, but with tensors on the device "meta", whose bytes are not
+    read, and with stand-ins for objects of codecs."""
     with outlined(pool, entry, part, device="meta") as outline:
         return outline.state
 
@@ -349,7 +350,7 @@ def _assembled(
 
 
 def _within(part: str | None) -> Callable[[str], bool] | None:
-    """Which key paths are of the part; None if all are."""
+    """Return a test of whether a key path is in ``part``; None if all are."""
     if part is None:
         return None
     return lambda path: path == part or path.startswith(f"{part}.")

@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 
 
 class RunVersions:
-    """Of one run: in its pool, those that this is a successor of, and its mirror. Threads may share
-    it. Methods raise ``UsageError`` once the pool is closed.
+    """The versions of one run: in its pool, those that this is a successor of, and its mirror.
+    Threads may share it. Methods raise ``UsageError`` once the pool is closed.
 
     Loads of reference files in this process find the pool by it, see ``OpenPool``.
     """

@@ -23,7 +23,7 @@ _TRAITS: Final = FileSystemTraits(volatile=False, early=False)
 
 
 class StoredBytes:
-    """Those of ``found``, in ``file``, which the caller has open."""
+    """The bytes of the storages of ``found``, in ``file``, which the caller has open."""
 
     def __init__(self, file: PlainFile, found: StoredFile) -> None:
         self._file: Final = file

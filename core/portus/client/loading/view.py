@@ -73,7 +73,7 @@ def again(load: Callable[[], Result]) -> Result:
 
 
 class Sign(NamedTuple):
-    """By what a pool is known: its identity, and, of a file, who opened it for saving last."""
+    """The sign of a pool: its identity, and, of a file, who opened it for saving last."""
 
     uuid: bytes
     holder: str
@@ -95,7 +95,7 @@ class PoolFile:
 
     @property
     def sign(self) -> Sign:
-        """By what it is told from a copy of it."""
+        """The sign that tells this pool from a copy of it."""
         is_file = self.reader.medium.info.kind is not MediumKind.HOST
         return Sign(self.uuid, read_holder(self.reader.medium) if is_file else "")
 

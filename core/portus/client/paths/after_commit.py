@@ -22,7 +22,8 @@ _log: Final = logging.getLogger("portus")
 
 
 class AfterCommit:
-    """Of the saves of one training. Paths are absolute, and their last link is not followed.
+    """Removals and links that wait for the saves of one training. Paths are absolute, and their
+    last link is not followed.
 
     remove: removes a file, durably; raises ``MediumError``. later: has the worker call something,
     after the saves that were asked for so far.

@@ -57,10 +57,10 @@ class WrittenFile:
         self._info: Final = VersionInfo(name, 0, 0, step, os.urandom(16), time.time_ns(), size)
 
     def join(self) -> None:
-        """It is over."""
+        """Return at once: the save has ended."""
 
     def result(self, timeout_s: float | None) -> VersionInfo:
-        """At once."""
+        """Return the version that was saved, at once."""
         return self._info
 
 

@@ -14,8 +14,8 @@ JOURNALS: Final = "checkpoints.journal"
 
 
 class FileJournal:
-    """Of one training, which is called ``name`` there. place: gives the directory of the journal;
-    None while there is none. It is asked again at each save."""
+    """The journal of one training, which is called ``name`` there. place: returns the directory of
+    the journal; None while there is none. It is asked again at each save."""
 
     def __init__(self, name: str, place: Callable[[], str | None]) -> None:
         self._journal: Final = Journal(name)
@@ -27,7 +27,7 @@ class FileJournal:
         self._journal.asked(save.token, save.step, path)
 
     def over(self, save: Save) -> None:
-        """It has ended. On the worker."""
+        """Record that a save has ended, and how. On the worker."""
         place = self._begin_at()
         if place is not None:
             self._journal.begin(*place)  # nothing, if it has begun

@@ -139,7 +139,8 @@ class DirectoryMirror(Behind):
     # Before the first save.
 
     def fetch(self) -> int:
-        """If this machine has nothing of the run, fetch what the store has; how many files. Blocks.
+        """Fetch what the store has, if this machine lacks the newest of it, and did not remove it.
+        Return how many files. Blocks.
 
         Raises ``UsageError`` if both have a history that the other one lacks, ``CorruptionError``
         if no file there is as it was uploaded, and what the store raises.
@@ -184,7 +185,8 @@ class DirectoryMirror(Behind):
         self.wake()
 
     def wake(self) -> None:
-        """As of ``Behind``; nothing before ``begin``: who only loads takes no mirror over."""
+        """Wake the thread as ``Behind`` does, but not before ``begin``: a process that only loads
+        does not take the mirror over."""
         if self._has_begun:
             super().wake()
 
@@ -248,7 +250,7 @@ class DirectoryMirror(Behind):
             return True
 
     def close(self) -> None:
-        """As of ``Behind``."""
+        """Look for new checkpoints once more, and close as ``Behind`` does."""
         if self._has_begun:
             with PENDING.exempt():
                 self._look()  # a signal handler may have saved one
@@ -480,7 +482,7 @@ class DirectoryMirror(Behind):
         return os.path.dirname(said.path) if self._of_directories else said.path
 
     def _fetch(self, files: list[Filed], advanced: Callable[[int], None]) -> None:
-        """Those of one directory become visible together."""
+        """Fetch the files of one directory, which become visible together."""
         paths = [os.path.realpath(self._path_of(each.path)) for each in files]
         make_directory(os.path.dirname(paths[0]))
         publisher = new_publisher()

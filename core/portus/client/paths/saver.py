@@ -536,7 +536,7 @@ def _new_files(
 
 
 def _base_of(files: Sequence[NewFile], extra: Extra) -> str | None:
-    """That of ``extra``, if it is one."""
+    """Return the base of ``extra`` if it is above the files, on their file system; else None."""
     if extra.base is None:
         return None
     base, where = os.path.realpath(extra.base), os.path.dirname(files[0].real)
@@ -548,7 +548,7 @@ def _base_of(files: Sequence[NewFile], extra: Extra) -> str | None:
 
 
 def _name_of(files: Sequence[NewFile]) -> str:
-    """Of all of them, for messages."""
+    """Return the name of all the files together, for messages."""
     return files[0].said if len(files) == 1 else os.path.dirname(files[0].said)
 
 

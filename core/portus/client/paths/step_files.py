@@ -30,7 +30,7 @@ class _Note(msgspec.Struct, frozen=True):
 
 
 class StepFiles:
-    """Of one directory, which may not be there yet. Threads may share it."""
+    """The files of the steps in one directory, which may not exist yet. Threads may share it."""
 
     def __init__(self, directory: str) -> None:
         self.directory: Final = directory

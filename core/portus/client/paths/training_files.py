@@ -79,8 +79,8 @@ class TrainingFiles:
 
     @calls.marked
     def fetch(self, name: str, place: str, checkpoints: str) -> None:
-        """If the settings name a mirror, and this machine has nothing of the training ``name``,
-        fetch the files that the mirror has. Blocks. place: the directory that notes and the journal
+        """Fetch the files of the training ``name`` that the mirror has, if the settings name one
+        and this machine lacks the newest. Blocks. place: the directory that notes and the journal
         of the training are in; checkpoints: that of its checkpoints; both absolute.
 
         Raises ``UsageError`` if both have what the other one lacks, ``CorruptionError`` if the
@@ -108,14 +108,14 @@ class TrainingFiles:
             mirror.begin()
 
     def keep_drafts_below(self, base: str) -> None:
-        """From now on the hidden folder of the directory ``base`` has the drafts of what is below
-        it. For saves that are a part of others, which ``begin`` is called for."""
+        """Put the drafts of what is below the directory ``base`` into its hidden folder from now
+        on. For saves that are a part of others, for which ``begin`` is called."""
         self._base = base
 
     @calls.marked
     def open(self) -> None:
-        """From now on it is known which optimizer steps what, so the first save too is copied in
-        the background."""
+        """Track from now on which optimizer steps what, so that the first save too is copied in the
+        background."""
         self._opened()
 
     def save(self, state: object, path: str, step: int) -> SaveHandle:
@@ -384,7 +384,7 @@ class TrainingFiles:
             self._journal.begun(path, save)
 
     def _committed(self, path: str, begun: list[Save]) -> None:
-        """Before anybody is told: what is removed after that goes after this in the mirror too."""
+        """Tell the mirror of a commit before anybody else: later removals come later there too."""
         if self._mirror is not None:
             for save in begun:
                 save.stats.mirror_lag_s = self._mirror.lag_s

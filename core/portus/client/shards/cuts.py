@@ -220,7 +220,7 @@ def _table(metadata: Metadata, placed: Mapping[MetadataIndex, ItemLocation]) -> 
 
 
 def _narrow(values: list[int]) -> Column:
-    """In as few bytes as they need; none is below 0."""
+    """Return ``values``, none of them negative, as a column of the smallest type that fits."""
     column = np.array(values, np.uint64)  # raises for one that is
     return column.astype(np.min_scalar_type(column.max(initial=0)))
 
@@ -352,7 +352,7 @@ class _Lazy(Mapping[Key, Value]):
 def _decode_entries(
     saved: dict[str, Any],
 ) -> tuple[Metadata, Mapping[MetadataIndex, ItemLocation]]:
-    """As it was kept before format 3."""
+    """Return the metadata, and where each item is, from the form used before format 3."""
     entries: dict[str, Entry] = {
         name: BytesStorageMetadata() if entry is None else _decode_tensor(entry)
         for name, entry in saved[ENTRIES].items()

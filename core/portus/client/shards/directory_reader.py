@@ -67,8 +67,8 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """Of one block of memory: how it is called in messages, where it is in the file, and the digest
-    of each of its units; None if the file has none."""
+    """One block of memory in a file: its name in messages, its place in the file, and the digest of
+    each of its units (None if the file has none)."""
 
     name: str
     offset: int
@@ -245,7 +245,7 @@ class DirectoryReader(FileSystemReader):
 
 
 class _Loading:
-    """Of one open file. block: what a shard is by the metadata."""
+    """The loading of items from one open file. block: returns what the metadata say of a shard."""
 
     def __init__(
         self,
@@ -368,7 +368,7 @@ class _Loading:
         address: int,
         then: Callable[[], None],
     ) -> None:
-        """Of a storage, whole units."""
+        """Have ``flush`` read whole units of a storage to ``address``, and then call ``then``."""
         digests = None
         if self._verify and storage.digests is not None:
             digests = storage.digests[begin // UNIT : -(-end // UNIT)]

@@ -250,8 +250,8 @@ class GroupReader(StorageReader):
         return chosen(found, self.model, self._step, ids=(named.id,), but=self._passed_over)
 
     def pass_over(self, error: PortusError) -> None:
-        """From now on do without the group that was chosen last. Raises ``error`` if this reader
-        does not fall back."""
+        """Exclude the group that was chosen last from now on. Raises ``error`` if there is none, or
+        if this reader does not fall back."""
         damaged = self._tried
         if damaged is None or not self._falls_back:
             raise error
@@ -279,7 +279,8 @@ class GroupReader(StorageReader):
         return replace(plan, storage_data=self._group.id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator. Raises ``StaleError`` if ranks chose different groups."""
+        """Return the plans as they are. Called on the coordinator. Raises ``StaleError`` if ranks
+        chose different groups."""
         if len({plan.storage_data for plan in plans}) > 1:
             raise StaleError(
                 f"{self.place}: a group of {self.model!r} was committed while its ranks looked for "
@@ -410,7 +411,8 @@ class _Handing(pickle.Pickler):
     """Objects of codecs go as they are, past the pickle: they may be none that pickle can write."""
 
     def reducer_override(self, value: Any) -> Any:
-        """As ``pickle`` asks for it."""
+        """Return a reduction that hands over ``value`` itself; NotImplemented if its class has no
+        codec. Called by ``pickle``."""
         if codec_of(type(value)) is None:
             return NotImplemented
         number = next(_numbers)

@@ -221,7 +221,7 @@ def _value_of(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def keyed(values: list[Any]) -> Parts:
-    """By the keys that items of a part have."""
+    """Return ``values`` by the keys that items of a part have."""
     return {f"i{number}": value for number, value in enumerate(values)}
 
 

@@ -53,7 +53,7 @@ class RankPart:
             keeper.deleted()  # forgets the links of what is gone
 
     def cut_off(self, tokens: Collection[bytes]) -> None:
-        """On the worker: put aside the files that lead to these versions. They are parts of saves
-        that were never completed, but look like checkpoints."""
+        """Put aside the files that refer to these versions. They are parts of saves that were never
+        completed, but look like checkpoints. Call it on the worker."""
         if tokens and self._pool.keeper is not None:
             self._pool.keeper.cut_off(tokens)

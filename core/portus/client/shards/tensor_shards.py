@@ -77,7 +77,7 @@ class TensorShards:
 
 
 def _metadata(items: Sequence[WriteItem]) -> dict[str, str]:
-    """As torch writes it."""
+    """Return the metadata of the header, as torch writes it."""
     begins = {
         item.index.fqn: {"saved_offsets": [] if item.tensor_data is None else _begin(item)}
         for item in items

@@ -35,7 +35,7 @@ Object = TypeVar("Object")
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Of one class. ``name`` is what is stored."""
+    """The codec of one class. ``name`` is what is stored."""
 
     kind: type
     name: str
@@ -80,21 +80,22 @@ def register_codec(
     *,
     name: str | None = None,
 ) -> None:
-    """From now on objects of the class ``kind`` are saved and loaded, in all states of this
+    """Register how objects of the class ``kind`` are saved and loaded, in all states of this
     process.
 
-    encode: makes of an object what Portus stores (tensors, arrays, bytes, numbers, text, dicts,
+    encode: turns an object into what Portus stores (tensors, arrays, bytes, numbers, text, dicts,
         lists; other registered objects too). Called inside of ``save``, in its thread, perhaps more
         than once for a save; it must not change the object. Its tensors are saved as any others:
-        what may be written after the call is copied in it.
-    decode: makes an object of that again; its tensors are on the CPU. Called by loads. What it is
-        given was verified, but it comes from a file: it should not run what that says.
+        those that may be written after the call are copied during it.
+    decode: turns that into an object again; its tensors are on the CPU. Called by loads. Its input
+        was verified, but it comes from a file: it should not execute anything in it.
     name: what is stored; None: module and qualified name of the class. Programs that load register
-        the same name. Say it for a class of a script (``__main__``), or one that was renamed.
+        the same name. Give one for a class of a script (``__main__``) or a class that was renamed.
 
-    It holds for ``kind`` itself, not for classes derived from it. A second call with the same
-    arguments does nothing. Raises ``UsageError`` for anything else that was registered before, for
-    classes that Portus stores anyway, and for a class in a function without a ``name``.
+    It applies to ``kind`` itself, not to classes derived from it. A second call with the same
+    arguments does nothing. Raises ``UsageError`` if ``kind`` or ``name`` was registered before with
+    other arguments, for classes that Portus stores anyway, and for a class in a function without a
+    ``name``.
     """
     if not isinstance(kind, type):
         raise UsageError(f"register_codec: expected a class, found {kind!r:.80}")
@@ -121,7 +122,7 @@ def codec_of(kind: type) -> Codec | None:
 
 
 def codec_above(kind: type) -> Codec | None:
-    """That of a class which ``kind`` is derived from."""
+    """Return the codec of the nearest class that ``kind`` is derived from; None if none has one."""
     return next((_by_kind[base] for base in kind.__mro__[1:] if base in _by_kind), None)
 
 

@@ -87,8 +87,8 @@ def replaced(state: Any, of: Filler, path: str = "") -> Any:
 
 
 def places_in(tree: bytes) -> dict[str, Elsewhere]:
-    """By key path, each ``Elsewhere`` in the tree of a state. Raises ``CorruptionError``, and
-    ``UsageError`` for one that leads nowhere."""
+    """Return each ``Elsewhere`` in the tree of a state, by key path. Raises ``CorruptionError``,
+    and ``UsageError`` for one that is malformed."""
     found: dict[str, Elsewhere] = {}
     for path, node in objects_of(tree, ELSEWHERE).items():
         with said_at(path):

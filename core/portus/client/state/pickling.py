@@ -82,7 +82,7 @@ class PickledState:
 
 
 def _path_in(pickled: bytes, index: int) -> str:
-    """As in Python: ``['model']['weight']``."""
+    """Return the path to storage ``index`` as Python writes it, such as ``['model']['weight']``."""
     places = (place for place in storage_places(pickled) if place.storage == str(index))
     return next((place.subscript for place in places), f"storage {index}")
 
@@ -194,7 +194,7 @@ _NO_STORAGES: Final = frozenset(
 
 
 class _NotPlainError(Exception):
-    """There is something in a state that the shortcut does not know."""
+    """The error for a state that contains something the shortcut cannot pickle."""
 
 
 class _Collecting(pickle.Pickler):

@@ -41,7 +41,7 @@ def capture_randomness(device: torch.device) -> torch.Tensor:
 
 
 def no_randomness() -> torch.Tensor:
-    """In place of a state: ``restore_randomness`` leaves all generators as they are."""
+    """Return a state with which ``restore_randomness`` leaves all generators as they are."""
     return torch.zeros(RANDOMNESS_BYTES, dtype=torch.uint8, device="cpu")
 
 

@@ -59,11 +59,11 @@ FOREIGN: Final = (TypeError, ValueError, ArithmeticError, LookupError, Attribute
 
 
 class SaidUsageError(UsageError):
-    """Its message names the key path already."""
+    """A ``UsageError`` whose message already names the key path."""
 
 
 class SaidCorruptionError(CorruptionError):
-    """Its message names the key path already."""
+    """A ``CorruptionError`` whose message already names the key path."""
 
 
 class said_at:  # noqa: N801 - reads as a verb in a with statement
@@ -180,7 +180,7 @@ def objects(root: object, start: str = "") -> Iterator[tuple[str, str, list[str]
 
 
 def objects_of(tree: bytes, codec: str) -> dict[str, object]:
-    """By key path, the node in each object of one codec. Raises ``CorruptionError``."""
+    """Return the node in each object of one codec, by key path. Raises ``CorruptionError``."""
     if f'"{codec}"'.encode() not in tree:
         return {}
     return dict(_objects_of(decode(tree), "", codec))
@@ -197,8 +197,8 @@ def _objects_of(root: object, start: str, codec: str) -> Iterator[tuple[str, obj
 
 
 def object_paths(tree: bytes) -> dict[str, str]:
-    """Of each leaf that is in an object of a codec, the key path, and that of the object; of the
-    outermost one, if several are in each other. Raises ``CorruptionError``."""
+    """Map the key path of each leaf in an object of a codec to the path of that object; of the
+    outermost one, if objects are nested. Raises ``CorruptionError``."""
     if f'"{OBJECT}"'.encode() not in tree:
         return {}
     root = decode(tree)

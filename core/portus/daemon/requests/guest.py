@@ -24,7 +24,7 @@ _TURN_S: Final = 0.1
 
 
 class Guest:
-    """Of one connection. ``lane``: by which its memory is reached, if it is by verbs."""
+    """The client of one connection. ``lane``: the way to its memory, if it is reached by verbs."""
 
     def __init__(self, link: Link, hosted: Hosted, house: House) -> None:
         self.link: Final = link
@@ -64,7 +64,7 @@ class Guest:
     def moved(
         self, move: Callable[[Remote, Sources], Moved], remote: Remote, moved: Sources
     ) -> Moved:
-        """By verbs. The bytes, and the time on the wire, are counted."""
+        """Move bytes by verbs with ``move``, and count them and the time on the wire."""
         try:
             done = move(remote, moved)
         except WorkError as error:
@@ -91,14 +91,14 @@ class Guest:
         return versions
 
     def models_of(self, versions: Collection[int]) -> set[str]:
-        """Of which models these versions are, by id."""
+        """Return the models of these versions, which are given by id."""
         if not versions:
             return set()
         entries = self.writer.catalogue().entries()
         return {each.info.model for each in entries if each.info.id in versions}
 
     def changed(self, models: Collection[str]) -> None:
-        """For the mirror and the replica to look at them."""
+        """Tell the mirror and the replica that these models changed."""
         self.hosted.replica.changed(models)
         if self.hosted.mirror is not None:
             self.hosted.mirror.changed(models)

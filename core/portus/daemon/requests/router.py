@@ -1,7 +1,7 @@
-"""Who answers a request, and how a refusal is told.
+"""The router of requests: what answers each one, and how a refusal is reported.
 
-The answers are in classes by what they are about. The names of their methods are those that the
-messages declare as their handlers.
+Answers are grouped by topic, in classes. The names of their methods are those that the messages
+declare as their handlers.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Requests:
             self._pool.give_back_at_the_end()
 
     def added(self, facts: Facts) -> Facts:
-        """With what is known here. From any thread."""
+        """Return ``facts`` with this client's claims, pins and save filled in. From any thread."""
         saves = self._saves
         return replace(facts, claims=saves.claims, pins=self._reads.pins, saving=saves.saving)
 

@@ -433,7 +433,8 @@ class _Draft:
         return len(np.unique(indices)) == len(indices) and not self.claimed[indices].any()
 
     def claim(self, indices: Column) -> Column:
-        """They have a place now. Raises ``UsageError`` if they may not."""
+        """Mark these storages as having a place, and return them. Raises ``UsageError`` if they may
+        not have one."""
         if not self.may_claim(indices):
             raise UsageError("storages that are not there, come twice, or have a place already")
         self.claimed[indices] = True
