@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapters import held_locks
+from tests.adapters import held_locks, signal_storm
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,3 +27,17 @@ def test_the_main_thread_holds_a_lock_in_marked_functions_alone(tmp_path: Path, 
     found = [line for line in found if " holds the lock of " in line]
     assert found == []
     assert int(count) > 1000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("way", [way.__name__ for way in signal_storm.WAYS])
+def test_what_a_signal_handler_saves_at_any_line_is_there_when_it_waited(
+    tmp_path: Path, way: str, seed: int
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.adapters.signal_storm", way, str(seed), "60", str(tmp_path)],
+        check=False, timeout=200, capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert int(ended.stdout.splitlines()[-1]) >= 60

@@ -14,12 +14,15 @@ import signal
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from portus.errors import MediumError, printable
 from portus.media import linux
 from portus.media.file import OUT_OF_SPACE, write_all
 from portus.media.process import Descriptor
+
+_TRIES: Final = 10
+"""A folder is made again when somebody removed it before it was opened, this often."""
 
 File = TypeVar("File")
 """An open file or directory, of the kind that a system hands out."""
@@ -124,15 +127,16 @@ class Linux:
     def open_folder(self, directory: Descriptor, name: str, *, create: bool) -> Descriptor | None:
         path, flags = _join(directory, name), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
         with _translated(path):
-            if create:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(name, dir_fd=directory.number)
-            try:
-                return Descriptor(name, flags, directory=directory)
-            except FileNotFoundError:
+            for left in reversed(range(_TRIES if create else 1)):
                 if create:
-                    raise
-                return None
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(name, dir_fd=directory.number)
+                try:
+                    return Descriptor(name, flags, directory=directory)
+                except FileNotFoundError:  # who else used it removed it meanwhile, empty
+                    if create and not left:
+                        raise
+            return None
 
     def create(self, directory: Descriptor, name: str) -> Descriptor:
         with _translated(_join(directory, name)):

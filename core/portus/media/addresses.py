@@ -12,7 +12,7 @@ from typing import Final
 
 from portus.errors import MediumError
 from portus.media import linux
-from portus.media.process import leave_in_child, not_here, still
+from portus.media.process import leave_in_child, not_here, unforked
 from portus.spec import Extent
 
 RANGE_MAX: Final = 4 << 40
@@ -72,7 +72,7 @@ class AddressRange:
         if synchronous:
             shared = linux.MAP_SHARED_VALIDATE | linux.MAP_SYNC
         place = (descriptor, self.mapped if descriptor >= 0 else 0)
-        with still:
+        with unforked():
             try:
                 linux.map_pages(
                     start + self.mapped,
@@ -152,7 +152,7 @@ class AddressRange:
         flags = linux.MAP_PRIVATE | linux.MAP_ANONYMOUS | linux.MAP_NORESERVE
         while True:
             wanted = _pages(wanted)
-            with still:
+            with unforked():
                 try:
                     start = linux.map_pages(0, wanted, linux.PROT_NONE, flags, (-1, 0))
                 except OSError as error:

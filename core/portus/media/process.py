@@ -2,8 +2,8 @@
 
 A child that inherits a descriptor keeps the locks of its parent alive after the parent was
 killed (a loader worker: up to 19 s measured), so each one is closed in the child, before the
-child's first line runs. Opening and closing hold a lock that fork waits for: no fork falls
-between a descriptor's birth and its registration. Programs started by exec inherit nothing:
+child's first line runs. A fork waits for whoever is opening or closing one (``unforked``): none
+falls between a descriptor's birth and its registration. Programs started by exec inherit nothing:
 Python opens every descriptor non-inheritable.
 
 The ``fork()`` of C runs no hook of Python. So the numbers of descriptors are also in a table that
@@ -19,12 +19,12 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Final, Protocol
 
 from portus.errors import UsageError
-from portus.media import calls
 
 
 class Inherited(Protocol):
@@ -37,9 +37,55 @@ class Inherited(Protocol):
 
 _log: Final = logging.getLogger("portus")
 
-still: Final = threading.RLock()
-"""No fork happens while it is held. Reentrant: a signal handler may fork in the thread that
-holds it."""
+_fork: Final = threading.RLock()
+"""Held by the thread that forks. Reentrant: a signal handler may fork in it."""
+_forking = 0
+"""The thread that forks, or 0."""
+_busy: Final[dict[int, int]] = {}
+"""The threads inside ``unforked``, and how often each is."""
+_FORK_WAIT_S: Final = 10.0
+"""The longest that a fork waits. A thread that is inside may be in a signal handler, which waits
+for something else."""
+
+
+@contextlib.contextmanager
+def unforked() -> Iterator[None]:
+    """Keep this process from forking inside a ``with``, but for a signal handler in this thread.
+
+    Blocks while another thread forks, and for nothing else: threads inside do not exclude each
+    other. Else a thread could wait for one that a signal handler interrupted there, and that
+    handler for the thread.
+    """
+    thread = threading.get_ident()
+    times = _busy.get(thread, 0)
+    _busy[thread] = times + 1
+    try:
+        while _forking not in (0, thread) and not times:
+            del _busy[thread]
+            with _fork:  # it is over then
+                _busy[thread] = 1
+        yield
+    finally:
+        if times:
+            _busy[thread] = times
+        else:
+            _busy.pop(thread, None)
+
+
+def _before_fork() -> None:
+    global _forking
+    _fork.acquire()
+    _forking, thread = threading.get_ident(), threading.get_ident()
+    until_s = time.monotonic() + _FORK_WAIT_S
+    while any(each != thread for each in list(_busy)) and time.monotonic() < until_s:
+        time.sleep(0.0002)
+
+
+def _after_fork() -> None:
+    global _forking
+    _forking = 0
+    _fork.release()
+
 
 _held: Final[weakref.WeakSet[Inherited]] = weakref.WeakSet()
 
@@ -89,7 +135,7 @@ _thread: Final = _Thread()
 
 
 def is_opening() -> bool:
-    """Return whether this thread is opening a ``Descriptor``, with the lock held."""
+    """Return whether this thread is opening a ``Descriptor``, whose audit hooks have run."""
     return _thread.is_opening
 
 
@@ -105,42 +151,47 @@ def _opening() -> Iterator[None]:
 class Descriptor:
     """An open file, in this process only."""
 
-    @calls.marked
     def __init__(
         self, path: str, flags: int, mode: int = 0o666, *, directory: Descriptor | None = None
     ) -> None:
         """Open ``path``, relative to ``directory``, as ``os.open`` does; raises its ``OSError``."""
         self.path: Final = path
         self._process: Final = os.getpid()
-        self._number = -1
+        self._numbers: Final[list[int]] = []
+        """The number, while it is open. Whoever takes it out of the list closes it."""
         self._slot: int | None = None
-        # Audit hooks may wait for other threads, which need the lock: here, not below.
+        # Audit hooks may wait for other threads: here, where no fork has to wait for them too.
         sys.audit("open", path, None, flags)
-        with still, _opening():
+        with unforked(), _opening():
             within = None if directory is None else directory.number
-            self._number = _open(path, flags | getattr(os, "O_BINARY", 0), mode, within)
-            self._slot = _free.pop() if _free else None
-            if self._slot is not None:
-                NUMBERS[self._slot] = self._number + 1
+            number = _open(path, flags | getattr(os, "O_BINARY", 0), mode, within)
+            with contextlib.suppress(IndexError):
+                self._slot = _free.pop()
+                NUMBERS[self._slot] = number + 1
+            self._numbers.append(number)
             leave_in_child(self)
 
     @property
     def number(self) -> int:
         """The number of the descriptor. ``UsageError`` if it is closed, or in a forked child."""
-        if self._number < 0 or not self._is_here():
+        try:
+            number = self._numbers[0]
+        except IndexError:
+            number = -1
+        if number < 0 or not self._is_here():
             raise not_here(self.path, self._process)
-        return self._number
+        return number
 
-    @calls.marked
     def close(self) -> None:
         """A second call does nothing.
 
         Raises nothing: the system lets go of a descriptor also where close(2) fails. What such an
         error tells, of bytes that were not persisted, was promised to nobody.
         """
-        with still:
-            number, self._number = self._number, -1
-            if number < 0:
+        with unforked():
+            try:
+                number = self._numbers.pop()
+            except IndexError:
                 return
             is_here, slot = self._is_here(), self._slot
             if slot is not None:
@@ -172,12 +223,13 @@ def not_here(name: str, process: int) -> UsageError:
 
 
 def _leave_all() -> None:
+    for thread in list(_busy):  # the others are not in a child
+        if thread != threading.get_ident():
+            del _busy[thread]
     for thing in list(_held):
         thing.leave()
-    still.release()
+    _after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=still.acquire, after_in_parent=still.release, after_in_child=_leave_all
-    )
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_leave_all)

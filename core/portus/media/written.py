@@ -149,7 +149,7 @@ class _Kernel:
     def __init__(self) -> None:
         """Raises ``OSError``."""
         self.busy: Final = threading.Lock()
-        with process.still:
+        with process.unforked():
             self._watch = linux.open_write_watch()
             process.leave_in_child(self)
         self._pagemap: Final = process.Descriptor("/proc/self/pagemap", os.O_RDONLY)

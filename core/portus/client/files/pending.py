@@ -87,7 +87,7 @@ class PendingPaths:
         if touched is None or self._thread.is_exempt or sys.is_finalizing():
             return
         if process.is_opening():
-            return  # it waited before it took the lock
+            return  # it has waited
         try:
             awaited = touched(tickets, arguments)
         except (OSError, ValueError, TypeError, IndexError):
