@@ -4,7 +4,7 @@ A save in flight changes names after its call has returned: at its commit it rep
 removal that waits takes one away. A signal handler may have put a real file there meanwhile (see
 ``nested``), which is newer than what those were asked for. So each has its place in the order, and
 changes no name at which something newer was written. That is looked at under ``turn``, a lock under
-which nothing but that one name is touched, and no other lock taken.
+which nothing but the names of one change is touched, and no lock taken that a handler may be above.
 """
 
 from __future__ import annotations
