@@ -189,6 +189,7 @@ def test_doctor_says_no_secret_of_any_place() -> None:
     assert [address for address in ADDRESSES if masked(address) not in said] == []
 
 
+@pytest.mark.timeout(400)  # each of hundreds of addresses is tried by a command
 @pytest.mark.parametrize("name", ["PORTUS_POOL", "PORTUS_MIRROR"])
 def test_no_variable_is_said_with_its_secret(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ADDRESSES:
