@@ -129,7 +129,7 @@ class Clock:
         self._costs: Final = SaveCosts()
         self._touched: deque[float] = deque(maxlen=TOUCHED_MAX)
         self._fresh = 0
-        """Of the untouched steps, those since ``take`` was called."""
+        """How many untouched steps there were since ``take`` was called."""
         self.steps_min = 1
         """The shortest interval that has ``FRESH`` untouched steps, as the last one was."""
         self._flying: tuple[Saving, ...] = ()

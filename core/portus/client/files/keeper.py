@@ -72,7 +72,7 @@ class HeldPool(Protocol):
 
     @property
     def medium(self) -> Medium:
-        """What it is on."""
+        """The medium that the pool is on."""
 
     @property
     def superblock(self) -> Superblock:

@@ -80,7 +80,7 @@ class LinkName:
 
     id: str
     births: tuple[Birth, Birth] | None
-    """Of the file, and of its home; None: not known."""
+    """The births of the file and of its home; None if they are not known."""
 
     is_copy: bool = False
 

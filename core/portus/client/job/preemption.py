@@ -222,7 +222,7 @@ class Preemption:
 
     @property
     def heard(self) -> Iterable[signal.Signals]:
-        """What it has handlers for."""
+        """The signals that have a handler of this object."""
         return self._before
 
     def forked(self) -> None:

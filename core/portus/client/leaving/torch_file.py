@@ -123,7 +123,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(buffer, protocol=_PROTOCOL)
         self._dtypes: Final[dict[int, torch.dtype]] = {}
         self.numbers: Final[dict[int, str]] = {}
-        """By address, in order of first use: what each storage is called."""
+        """The name of each storage, by address, in order of first use."""
 
     def persistent_id(self, value: Any) -> tuple[str, Any, str, str, int] | None:
         """What stands for a storage; None for all else."""

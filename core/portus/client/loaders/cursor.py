@@ -554,7 +554,7 @@ class Iteration(Iterator[Any]):
         self.start: _Start | None = None
         """What its order follows from; None before it has begun."""
         self.order: Final = DeliveredOrder()
-        """Of what it gave, and of what was delivered before a restart."""
+        """The order of what it gave, and of what was delivered before a restart."""
         self.has_begun = False
         self._asked = 0
         before = cursor.note()

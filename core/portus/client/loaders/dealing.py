@@ -24,7 +24,7 @@ class EpochDealing:
     """How one epoch is dealt."""
 
     batches: BatchSampler | None
-    """Who makes batches; None: samples come one by one."""
+    """The sampler that makes batches; None if samples come one by one."""
     dealt: Any
     """The sampler that they are made of."""
     samples: int

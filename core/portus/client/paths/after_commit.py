@@ -40,7 +40,7 @@ class AfterCommit:
         self._in_flight: Final[dict[str, int]] = {}
         """The newest save to each path that is not over."""
         self._made: Final[dict[str, int]] = {}
-        """Which save made each file that this training has."""
+        """The number of the save that made each file of this training."""
         self._removals: Final[dict[str, int]] = {}
         """What is to be removed, and after which save; oldest first."""
         self._leaving: Final[set[str]] = set()
